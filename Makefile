@@ -1,0 +1,36 @@
+# make demo  runs the main job; make test  runs every check; make bench  compiles the benchmarks for TPU.
+PYTHON ?= python3
+BIN := .venv/bin
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test bench format clean
+
+demo: .venv/demo
+	$(BIN)/python examples/finetune_digits.py
+
+test: .venv/test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/pytest -n 2
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
+
+bench: .venv/bench
+	$(BIN)/python tests/benchmarks/transformer.py
+	$(BIN)/python tests/benchmarks/tracing.py
+
+format: .venv/test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv
+
+# A stamp for each set of extras: made once, and again when pyproject.toml changes.
+.venv/demo: EXTRAS = examples
+.venv/test: EXTRAS = test,examples,docs
+.venv/bench: EXTRAS = bench
+.venv/demo .venv/test .venv/bench: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $@

@@ -1,0 +1,26 @@
+"""Say once which parameters are frozen, and every part of training obeys it."""
+
+# What is frozen.
+from optax_freeze._select import only as only
+from optax_freeze._select import path as path
+from optax_freeze._select import regex as regex
+from optax_freeze._select import rules as rules
+from optax_freeze._select import where as where
+from optax_freeze._resolve import labels as labels
+from optax_freeze._resolve import resolve as resolve
+
+# The parameters in two parts.
+from optax_freeze._partition import apply_updates as apply_updates
+from optax_freeze._partition import combine as combine
+from optax_freeze._partition import partition as partition
+from optax_freeze._partition import stop_gradient as stop_gradient
+
+# The loss as a function of what trains.
+from optax_freeze._restrict import grad as grad
+from optax_freeze._restrict import restrict as restrict
+from optax_freeze._restrict import value_and_grad as value_and_grad
+from optax_freeze._restrict import value_and_grad_from_state as value_and_grad_from_state
+
+# Any optimizer, on what trains.
+from optax_freeze._transform import freeze as freeze
+from optax_freeze._transform import masked_zero_updates as masked_zero_updates

@@ -1,0 +1,193 @@
+"""The loss as a function of what trains: nothing frozen is differentiated.
+
+``jax.grad`` of the whole tree computes a gradient for every leaf, and as soon as anything looks at all of them (a
+global norm, an accumulator, a finite check, a ``jit`` boundary) the compiler has to keep that work. A loss restricted
+to what trains has no other gradients.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from optax_freeze._partition import combine, split
+from optax_freeze._resolve import Resolved, Spec
+from optax_freeze._tree import PyTree, message
+
+
+def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
+    """Restricts a function of the parameters to what trains.
+
+    Args:
+      fun: called as ``fun(params, *args, **kwargs)``.
+      rest: the second part of :func:`optax_freeze.partition`.
+
+    Returns:
+      ``g(trainable, *args, **kwargs)``, equal to ``fun(combine(trainable, rest), *args, **kwargs)``.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> loss = lambda params, x: (params["encoder"] * params["head"] * x) ** 2
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> trainable, rest = fz.partition(params, "encoder")
+      >>> jax.grad(fz.restrict(loss, rest))(trainable, 1.0)
+      {'encoder': MaskedNode(), 'head': Array(24., dtype=float32)}
+    """
+
+    @functools.wraps(fun)
+    def restricted(trainable: PyTree, *args: Any, **kwargs: Any) -> Any:
+        return fun(combine(trainable, rest), *args, **kwargs)
+
+    return restricted
+
+
+def value_and_grad(
+    fun: Callable[..., Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+) -> Callable[..., tuple[Any, PyTree]]:
+    """``jax.value_and_grad`` with respect to what trains alone.
+
+    Args:
+      fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
+      frozen: what is frozen in the argument to differentiate with respect to, in any form.
+      argnums: the position of that argument.
+      has_aux: whether ``fun`` returns a pair.
+      holomorphic: as in JAX.
+
+    Returns:
+      A function with the arguments of ``fun``, called with the full tree. It returns the value (with the auxiliary
+      output, if any) and the gradient, which has the structure of ``partition(params, frozen)[0]``: holes at what is
+      frozen. :func:`optax_freeze.freeze` and every Optax transformation take it as it is.
+
+    Raises:
+      ValueError: if ``argnums`` is no single int; when called, if there is no such argument, if the spec does not fit,
+        or if nothing trains.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> value, grads = fz.value_and_grad(lambda p: p["encoder"] * p["head"], "encoder")(params)
+      >>> float(value), grads
+      (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
+    """
+    if isinstance(argnums, bool) or not isinstance(argnums, int):
+        raise ValueError(
+            message(
+                "one argument can be differentiated with respect to",
+                at="argnums",
+                got=repr(argnums),
+                expected="one int: the position of the parameters",
+                fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
+            )
+        )
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        if not -len(args) <= argnums < len(args):
+            raise ValueError(
+                message(
+                    "there is no such argument",
+                    at=f"argnums={argnums}",
+                    got=f"a call with {len(args)} positional arguments",
+                    expected="the parameters at that position",
+                    fix="pass the parameters by position, not by keyword",
+                )
+            )
+        place = argnums % len(args)
+        trainable, rest = split(args[place], _something_trains(frozen, args[place]))
+
+        def of_params(params: PyTree) -> Any:
+            return fun(*args[:place], params, *args[place + 1 :], **kwargs)
+
+        return jax.value_and_grad(restrict(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)(trainable)
+
+    return value_and_grad_fn
+
+
+def grad(
+    fun: Callable[..., Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+) -> Callable[..., Any]:
+    """``jax.grad`` with respect to what trains alone: :func:`value_and_grad` without the value.
+
+    Args:
+      fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
+      frozen: what is frozen in the argument to differentiate with respect to, in any form.
+      argnums: the position of that argument.
+      has_aux: whether ``fun`` returns a pair.
+      holomorphic: as in JAX.
+
+    Returns:
+      A function with the arguments of ``fun`` that returns the gradient, or ``(gradient, aux)`` if ``has_aux``.
+
+    Raises:
+      ValueError: as :func:`value_and_grad` does.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> fz.grad(lambda p: p["encoder"] * p["head"], "encoder")(params)
+      {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)}
+    """
+    both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic)
+
+    @functools.wraps(fun)
+    def grad_fn(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fn
+
+
+def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable[..., tuple[Any, PyTree]]:
+    """``optax.value_and_grad_from_state`` over what trains: a line search's last value and gradient are used again.
+
+    Args:
+      fun: called as ``fun(params, *args, **kwargs)``; returns a scalar.
+      frozen: what is frozen, in any form: the one given to :func:`optax_freeze.freeze`.
+
+    Returns:
+      A function called as ``(params, *args, state=state, **kwargs)`` with the full tree and the state of a
+      :func:`optax_freeze.freeze` around a line search. It returns the value and the gradient of the trainable part.
+
+    Raises:
+      ValueError: if the spec does not fit, if nothing trains, or if the state holds no value and gradient.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> def loss(params):
+      ...   return (params["encoder"] * params["head"] - 1.0) ** 2
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> tx = fz.freeze(optax.lbfgs(), "encoder")
+      >>> state = tx.init(params)
+      >>> value_and_grad = fz.value_and_grad_from_state(loss, "encoder")
+      >>> for _ in range(3):
+      ...   value, grads = value_and_grad(params, state=state)
+      ...   updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+      ...   params = optax.apply_updates(params, updates)
+      >>> print(f"{params['encoder']:.1f} {params['head']:.1f}")
+      2.0 0.5
+    """
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(params: PyTree, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        trainable, rest = split(params, _something_trains(frozen, params))
+        return optax.value_and_grad_from_state(restrict(fun, rest))(trainable, *args, state=state, **kwargs)
+
+    return value_and_grad_fn
+
+
+def _something_trains(frozen: Spec, params: PyTree) -> Resolved:
+    spec = Resolved.of(frozen, params, tied="ignore")
+    if all(spec.frozen):
+        inexact = sum(leaf.inexact for leaf in spec.leaves)
+        raise ValueError(
+            message(
+                "there is nothing to differentiate: every leaf is frozen",
+                at="frozen",
+                got=f"{frozen!r}: all {len(spec.leaves)} leaves, of which {inexact} could train",
+                expected="at least one floating-point or complex array that trains",
+                fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
+            )
+        )
+    return spec

@@ -1,0 +1,395 @@
+"""What is frozen: path patterns, functions and rules, and their algebra.
+
+A selector sees the path, shape and dtype of each leaf and says which are frozen. ``True`` means frozen, everywhere: the
+opposite of ``optax.masked`` (True is transformed there) and of ``equinox.partition`` (True is kept). Like the filters
+of ``flax.nnx``, selectors are small frozen values with a repr, equality and a hash; unlike them they are strict: a
+pattern that matches no leaf is an error.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_freeze import _glob, _tree
+from optax_freeze._tree import Leaf, message
+
+
+class Selector:
+    """Chooses leaves by path, shape and dtype. Combine selectors with ``|``, ``&`` and ``~``."""
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        """True for each leaf that is selected."""
+        raise NotImplementedError
+
+    def __or__(self, other: "Selector | str") -> "Selector":
+        return _Or(self, as_selector(other, "|"))
+
+    def __ror__(self, other: str) -> "Selector":
+        return _Or(as_selector(other, "|"), self)
+
+    def __and__(self, other: "Selector | str") -> "Selector":
+        return _And(self, as_selector(other, "&"))
+
+    def __rand__(self, other: str) -> "Selector":
+        return _And(as_selector(other, "&"), self)
+
+    def __invert__(self) -> "Selector":
+        return _Not(self)
+
+
+def path(*patterns: str) -> Selector:
+    """Selects leaves by glob patterns on their paths.
+
+    Paths read ``encoder/layer_0/kernel``. Within a segment ``*`` stands for any characters, ``?`` for one and ``[a-c]``
+    for one of these (``[[]`` for a bracket); the segment ``**`` stands for any number of segments. A pattern selects a
+    leaf when it matches the whole path or any part of it that ends before a ``/``: ``"encoder"`` is ``"encoder/**"``.
+
+    Args:
+      *patterns: one or more patterns; a leaf is selected if any of them matches.
+
+    Returns:
+      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError`` that names the nearest paths.
+
+    Raises:
+      TypeError: if a pattern is not a string.
+      ValueError: if there is no pattern, or ``**`` shares its segment with something else.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": {"kernel": 0.0, "bias": 0.0}, "head": {"kernel": 0.0}}
+      >>> params = jax.tree.map(np.float32, params)
+      >>> fz.resolve(fz.path("encoder"), params)
+      {'encoder': {'bias': True, 'kernel': True}, 'head': {'kernel': False}}
+      >>> fz.resolve(fz.path("**/kernel"), params)
+      {'encoder': {'bias': False, 'kernel': True}, 'head': {'kernel': True}}
+    """
+    return _Path(_checked("path", patterns))
+
+
+def only(*patterns: str) -> Selector:
+    """Everything is frozen but the leaves that these glob patterns match: ``~fz.path(*patterns)``.
+
+    Args:
+      *patterns: one or more patterns, as in :func:`path`.
+
+    Returns:
+      A selector, equal to ``~fz.path(*patterns)``.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> fz.resolve(fz.only("head"), {"encoder": np.float32(0), "head": np.float32(0)})
+      {'encoder': True, 'head': False}
+    """
+    return _Not(path(*patterns), spelled_only=True)
+
+
+def regex(*patterns: str) -> Selector:
+    """Selects leaves whose whole path matches a regular expression (``re.fullmatch``).
+
+    Args:
+      *patterns: one or more regular expressions; a leaf is selected if any of them matches.
+
+    Returns:
+      A selector. Used on a tree, an expression that matches no leaf is a ``ValueError``.
+
+    Raises:
+      TypeError: if a pattern is not a string.
+      ValueError: if there is no pattern, or one is no regular expression.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> fz.resolve(fz.regex(r"layer_[0-9]+"), {"layer_10": np.float32(0), "head": np.float32(0)})
+      {'head': False, 'layer_10': True}
+    """
+    return _Regex(_checked("regex", patterns))
+
+
+def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
+    """Selects leaves by a function of their path, shape and dtype.
+
+    Args:
+      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``, never with values; returns a bool. It is not
+        asked about leaves that are no arrays: they are frozen anyway.
+
+    Returns:
+      A selector; it may select nothing.
+
+    Raises:
+      TypeError: if ``fn`` is not callable; when used, if ``fn`` looks at values or returns no bool.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
+      >>> fz.resolve(fz.where(lambda path, leaf: leaf.ndim == 1), params)
+      {'bias': True, 'kernel': False}
+    """
+    if not callable(fn):
+        raise TypeError(
+            message(
+                "fz.where takes a function",
+                at="its first argument",
+                got=repr(fn),
+                expected="fn(path, leaf) -> bool",
+                fix="for patterns, use fz.path(...) or fz.regex(...)",
+            )
+        )
+    return _Where(fn)
+
+
+def rules(rules: Mapping[Any, bool], *, default: bool = False) -> Selector:
+    """Ordered rules: the first that matches a leaf says whether it is frozen.
+
+    Args:
+      rules: a mapping from glob patterns or selectors to True (frozen) or False.
+      default: what holds for a leaf that no rule matches.
+
+    Returns:
+      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError``, and so is a rule that earlier ones
+      shadow wholly.
+
+    Raises:
+      TypeError: if ``rules`` is no mapping, or a key is neither a pattern nor a selector.
+      ValueError: if a value is no bool.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": {"kernel": np.float32(0), "norm": np.float32(0)}, "head": np.float32(0)}
+      >>> fz.resolve(fz.rules({"**/norm": False, "encoder": True}), params)
+      {'encoder': {'kernel': True, 'norm': False}, 'head': False}
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            message(
+                "fz.rules takes a mapping",
+                at="its first argument",
+                got=repr(rules),
+                expected="{pattern or selector: True or False}",
+                fix="for a list of patterns, use fz.path(*patterns)",
+            )
+        )
+    pairs = tuple((as_selector(key, "fz.rules"), as_bool(value, f"rule {key!r}")) for key, value in rules.items())
+    return _Rules(pairs, as_bool(default, "default"))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Patterns(Selector):
+    patterns: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            self._compile(pattern)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        hits = [False] * len(leaves)
+        for pattern in self.patterns:
+            matches = self._compile(pattern).fullmatch
+            found = [i for i, leaf in enumerate(leaves) if matches(leaf.path)]
+            if not found:
+                raise ValueError(_glob.no_match(pattern, [leaf.path for leaf in leaves]))
+            for i in found:
+                hits[i] = True
+        return hits
+
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        raise NotImplementedError
+
+
+class _Path(_Patterns):
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        return _glob.glob(pattern)
+
+    def __repr__(self) -> str:
+        return f"fz.path({', '.join(map(repr, self.patterns))})"
+
+
+class _Regex(_Patterns):
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        return _glob.regex(pattern)
+
+    def __repr__(self) -> str:
+        return f"fz.regex({', '.join(map(repr, self.patterns))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Where(Selector):
+    fn: Callable[[str, jax.ShapeDtypeStruct], bool]
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        return [leaf.dtype is not None and self._ask(leaf) for leaf in leaves]
+
+    def _ask(self, leaf: Leaf) -> bool:
+        answer = ask_without_values(lambda: self.fn(leaf.path, leaf.struct), repr(self), leaf.path)
+        if not isinstance(answer, (bool, np.bool_)):
+            raise TypeError(
+                message(
+                    f"{self!r} returned no bool",
+                    at=leaf.path,
+                    got=repr(answer),
+                    expected="True (frozen) or False",
+                    fix="compare the path, the shape or the dtype",
+                )
+            )
+        return bool(answer)
+
+    def __repr__(self) -> str:
+        return f"fz.where({getattr(self.fn, '__qualname__', repr(self.fn))})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Or(Selector):
+    left: Selector
+    right: Selector
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        return [a or b for a, b in zip(self.left.select(leaves), self.right.select(leaves), strict=True)]
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, _Or)} | {_operand(self.right)}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _And(Selector):
+    left: Selector
+    right: Selector
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        return [a and b for a, b in zip(self.left.select(leaves), self.right.select(leaves), strict=True)]
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, _And)} & {_operand(self.right)}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Not(Selector):
+    operand: Selector
+    spelled_only: bool = dataclasses.field(default=False, compare=False)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        return [not chosen for chosen in self.operand.select(leaves)]
+
+    def __repr__(self) -> str:
+        if self.spelled_only:
+            return repr(self.operand).replace("fz.path", "fz.only", 1)
+        return f"~{_operand(self.operand)}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Rules(Selector):
+    pairs: tuple[tuple[Selector, bool], ...]
+    default: bool
+
+    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+        answers: list[bool | None] = [None] * len(leaves)
+        for selector, value in self.pairs:
+            selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
+            free = [i for i in selected if answers[i] is None]
+            if selected and not free:
+                raise ValueError(
+                    message(
+                        f"rule {selector!r} never applies: earlier rules match all its leaves",
+                        at=leaves[selected[0]].path,
+                        got=f"{len(selected)} leaves, each matched before",
+                        expected="at least one leaf that no earlier rule matches",
+                        fix="put the narrower rule first, or delete this one",
+                    )
+                )
+            for i in free:
+                answers[i] = value
+        return [self.default if answer is None else answer for answer in answers]
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"{_key(selector)}: {value}" for selector, value in self.pairs)
+        return f"fz.rules({{{pairs}}}{', default=True' if self.default else ''})"
+
+
+def _operand(selector: Selector, same: type | None = None) -> str:
+    binary = isinstance(selector, (_Or, _And)) and type(selector) is not same
+    return f"({selector!r})" if binary else repr(selector)
+
+
+def _key(selector: Selector) -> str:
+    if isinstance(selector, _Path) and len(selector.patterns) == 1:
+        return repr(selector.patterns[0])
+    return repr(selector)
+
+
+def as_selector(value: Any, name: str) -> Selector:
+    """A selector as it is; a pattern, or a list of them, as :func:`path`."""
+    if isinstance(value, Selector):
+        return value
+    if isinstance(value, str):
+        return path(value)
+    if is_patterns(value):
+        return path(*value)
+    raise TypeError(
+        message(
+            f"{name}: neither a pattern nor a selector",
+            at=repr(value),
+            got=type(value).__name__,
+            expected="a glob pattern or fz.path / only / regex / where",
+            fix="wrap a function in fz.where(...)",
+        )
+    )
+
+
+def is_patterns(value: Any) -> bool:
+    """Whether ``value`` is a list of strings."""
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def as_bool(value: Any, at: str) -> bool:
+    """A bool as it is; a ``ValueError`` for anything else."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    kind = "an array" if _tree.is_array(value) else f"a {type(value).__name__}"
+    fix = "True is frozen, False trains"
+    if isinstance(value, (str, Selector)):
+        fix = "give patterns and selectors alone, or as fz.rules({pattern: True}), not inside a tree of bools"
+    raise ValueError(
+        message(f"{kind} where a bool belongs", at=at, got=repr(value), expected="True (frozen) or False", fix=fix)
+    )
+
+
+def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
+    """What a user's function says of shapes; a ``TypeError`` that explains it if the function looks at values."""
+    try:
+        return ask()
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            message(
+                f"{name} failed on shapes: {error}",
+                at=at,
+                got="a function that looks at values, or that takes other arguments",
+                expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
+                fix="decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
+            )
+        ) from error
+
+
+def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
+    if not patterns:
+        raise ValueError(
+            message(
+                f"fz.{name} was given no pattern",
+                at=f"fz.{name}()",
+                got="nothing",
+                expected="at least one pattern",
+                fix="for everything use True, for nothing False",
+            )
+        )
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                message(
+                    f"fz.{name} takes strings",
+                    at=f"fz.{name}",
+                    got=repr(pattern),
+                    expected="a pattern such as 'encoder/**'",
+                    fix=f"unpack a list: fz.{name}(*patterns); wrap a function in fz.where(...)",
+                )
+            )
+    return tuple(patterns)

@@ -1,0 +1,108 @@
+"""Shared fixtures: awkward leaves, and each test's update run eagerly and jitted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_freeze as fz
+
+
+def bits(tree):
+    """Path, dtype, shape and bytes of every array: what "did not move" is judged by."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    rows = []
+    for path, leaf in leaves:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if hasattr(leaf, "dtype"):
+            array = np.asarray(leaf)
+            rows.append((jax.tree_util.keystr(path), str(array.dtype), array.shape, array.tobytes()))
+        else:
+            rows.append((jax.tree_util.keystr(path), leaf))
+    return rows
+
+
+def state_bytes(state):
+    """Bytes of the arrays in an optimizer state that are no scalars."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim)
+
+
+@pytest.fixture(params=["eager", "jitted"])
+def compiled(request):
+    """``compiled(fn)`` is ``fn``, eagerly or under ``jax.jit``."""
+    return jax.jit if request.param == "jitted" else lambda fn: fn
+
+
+@pytest.fixture
+def params():
+    """A small model: an encoder of two layers and a head."""
+    key = iter(jax.random.split(jax.random.key(0), 5))
+    return {
+        "encoder": {
+            "layer_0": {"kernel": jax.random.normal(next(key), (3, 4)), "bias": jnp.zeros(4)},
+            "layer_1": {"kernel": jax.random.normal(next(key), (4, 4)), "bias": jnp.zeros(4)},
+        },
+        "head": {"kernel": jax.random.normal(next(key), (4, 2)), "bias": jnp.zeros(2)},
+    }
+
+
+@pytest.fixture
+def loss():
+    """A loss of ``params`` and a batch, in which every leaf takes part."""
+
+    def loss_fn(params, x):
+        for layer in (params["encoder"]["layer_0"], params["encoder"]["layer_1"]):
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return jnp.mean((x @ params["head"]["kernel"] + params["head"]["bias"] - 1.0) ** 2)
+
+    return loss_fn
+
+
+@pytest.fixture
+def batch():
+    return jax.random.normal(jax.random.key(7), (5, 3))
+
+
+def _payload_nan():
+    return jax.lax.bitcast_convert_type(jnp.array([0x7FC12345, 0xFFC00001], jnp.uint32), jnp.float32)
+
+
+@pytest.fixture
+def awkward():
+    """Leaves that go wrong somewhere; all of them frozen under ``"frozen"``, one that trains beside them."""
+    shared = jnp.arange(3.0)
+    return {
+        "frozen": {
+            "negative_zero": jnp.array([-0.0, 0.0]),
+            "nan": jnp.array([jnp.nan, jnp.inf, -jnp.inf]),
+            "integer": jnp.array([2**30 + 1, -3], jnp.int32),
+            "boolean": jnp.array([True, False]),
+            "bfloat16": jnp.array([-0.0, 1.1], jnp.bfloat16),
+            "float16": jnp.array([-0.0, 65504.0], jnp.float16),
+            "float8": jnp.array([-0.0, 1.5], jnp.float8_e4m3fn),
+            "float8_without_negative_zero": jnp.array([0.0, 1.5], jnp.float8_e4m3fnuz),
+            "complex": jnp.array([complex(-0.0, -0.0), complex(-0.0, 1.0)], jnp.complex64),
+            "key": jax.random.key(3),
+            "scalar": jnp.float32(-0.0),
+            "empty": jnp.zeros((0, 3)),
+            "tied": shared,
+            "tied_too": shared,
+            "none": None,
+            "numpy": np.array([-0.0, 2.0], np.float32),
+        },
+        "trains": jnp.ones(2),
+    }
+
+
+@pytest.fixture
+def odd_bits():
+    """Bit patterns that an addition does not keep: denormals and NaN payloads."""
+    denormal = jax.lax.bitcast_convert_type(jnp.array([1, 0x80000001], jnp.uint32), jnp.float32)
+    return {"frozen": {"nan_payload": _payload_nan(), "denormal": denormal}, "trains": jnp.ones(2)}
+
+
+@pytest.fixture
+def frozen():
+    """The spec that goes with ``params``."""
+    return fz.path("encoder")

@@ -1,0 +1,150 @@
+"""Splitting, combining and updating parameters."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+import optax_freeze as fz
+
+HOLE = optax.MaskedNode()
+
+
+class TestPartition:
+    def test_two_parts(self, params, frozen):
+        trainable, rest = fz.partition(params, frozen)
+        assert bits(trainable) == bits({"head": params["head"]})
+        assert bits(rest) == bits({"encoder": params["encoder"]})
+        assert trainable["encoder"]["layer_0"]["kernel"] == HOLE
+        assert rest["head"]["bias"] == HOLE
+
+    def test_of_a_part(self, params, frozen):
+        trainable, _ = fz.partition(params, frozen)
+        again, rest = fz.partition(trainable, frozen)
+        assert bits(again) == bits(trainable)
+        assert jax.tree.leaves(rest) == []
+
+    def test_awkward_leaves_are_in_the_rest(self, awkward):
+        trainable, rest = fz.partition(awkward, False)
+        assert isinstance(trainable["frozen"]["float8"], jax.Array)
+        assert isinstance(trainable["frozen"]["complex"], jax.Array)
+        for name in ("integer", "boolean", "key"):
+            assert trainable["frozen"][name] == HOLE
+            assert rest["frozen"][name] is awkward["frozen"][name]
+
+    def test_a_dict_of_transformations(self):
+        with pytest.raises(TypeError, match=r"optax\.partition"):
+            fz.partition({"a": optax.sgd(1.0), "b": optax.adam(1.0)}, "a")
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_optax_runs_on_the_trainable_part(self, params, frozen, dtype):
+        params = optax.tree.cast(params, dtype)
+        trainable, _ = fz.partition(params, frozen)
+        for tx in (
+            optax.adam(1e-3),
+            optax.MultiSteps(optax.adam(1e-3), 2),
+            optax.apply_if_finite(optax.adam(1e-3), 3),
+            optax.contrib.schedule_free(optax.sgd(1e-3), 1e-3),
+            optax.chain(optax.ema(0.9), optax.clip_by_global_norm(1.0)),
+        ):
+            updates, _ = tx.update(trainable, tx.init(trainable), trainable)
+            chex.assert_trees_all_equal_shapes(updates, trainable)
+
+
+class TestCombine:
+    def test_is_the_inverse(self, awkward, odd_bits):
+        for tree in (awkward, odd_bits):
+            for spec in ("frozen", False, True, fz.only("frozen")):
+                whole = fz.combine(*fz.partition(tree, spec, tied="ignore"))
+                assert jax.tree.structure(whole) == jax.tree.structure(tree)
+                assert bits(whole) == bits(tree)
+
+    @given(st.recursive(st.booleans(), lambda x: st.dictionaries(st.text("ab", min_size=1), x, min_size=1)))
+    def test_is_the_inverse_on_any_tree(self, spec):
+        params = jax.tree.map(lambda _: np.ones(2, np.float32), spec)
+        trainable, rest = fz.partition(params, spec)
+        assert len(jax.tree.leaves(rest)) == sum(jax.tree.leaves(spec))
+        assert bits(fz.combine(trainable, rest)) == bits(params)
+
+    def test_nnx_state(self):
+        state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
+        whole = fz.combine(*fz.partition(state, "kernel"))
+        assert isinstance(whole, nnx.State)
+        assert bits(whole) == bits(state)
+
+    def test_both_have_a_leaf(self, params, frozen):
+        trainable, _ = fz.partition(params, frozen)
+        with pytest.raises(ValueError, match=r"both parts have a leaf\n  at: head/bias"):
+            fz.combine(trainable, params)
+
+    def test_another_structure(self, params, frozen):
+        trainable, rest = fz.partition(params, frozen)
+        del rest["head"]["bias"]
+        with pytest.raises(ValueError, match=r"another structure(.|\n)*at: head/bias"):
+            fz.combine(trainable, rest)
+        with pytest.raises(ValueError, match="another structure"):
+            fz.combine({}, rest)
+
+    def test_a_hole_in_both_stays(self):
+        assert fz.combine({"a": HOLE, "b": 1.0}, {"a": HOLE, "b": HOLE}) == {"a": HOLE, "b": 1.0}
+
+
+class TestStopGradient:
+    def test_frozen_leaves_are_constants(self, params, loss, batch, frozen, compiled):
+        grads = compiled(jax.grad(lambda p: loss(fz.stop_gradient(p, frozen), batch)))(params)
+        plain = jax.grad(loss)(params, batch)
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads["encoder"]))
+        chex.assert_trees_all_close(grads["head"], plain["head"], rtol=1e-6)
+
+    def test_keeps_bits_and_objects(self, awkward):
+        tree = {**awkward, "function": jnp.tanh}
+        assert bits(fz.stop_gradient(tree, True)) == bits(tree)
+
+    def test_strict(self, params):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.stop_gradient(params, "decoder")
+
+
+class TestApplyUpdates:
+    def test_as_optax_where_it_trains(self, params, compiled):
+        updates = jax.tree.map(lambda p: p * 0.1 + 0.3, params)
+        ours = compiled(fz.apply_updates)(params, updates)
+        assert bits(ours) == bits(compiled(optax.apply_updates)(params, updates))
+
+    def test_keeps_the_dtype(self):
+        new = fz.apply_updates({"a": jnp.ones(1, jnp.bfloat16)}, {"a": jnp.ones(1, jnp.float32)})
+        assert new["a"].dtype == jnp.bfloat16
+
+    def test_every_bit_pattern_is_kept(self, awkward, odd_bits, compiled):
+        for tree in (awkward, odd_bits):
+            wild = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan), tree)
+            new = compiled(lambda p, u: fz.apply_updates(p, u, "frozen"))(tree, {**wild, "trains": jnp.ones(2)})
+            assert bits(new["frozen"]) == bits(tree["frozen"])
+            assert new["trains"].tolist() == [2.0, 2.0]
+
+    def test_holes_give_the_leaf_back(self, params, frozen, compiled):
+        trainable, _ = fz.partition(params, frozen)
+        new = compiled(fz.apply_updates)(params, trainable)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert bits(new["head"]) == bits(jax.tree.map(lambda p: p + p, params["head"]))
+        assert bits(fz.apply_updates(trainable, trainable)["head"]) == bits(new["head"])
+
+    def test_float0_is_no_movement(self):
+        params = {"n": jnp.arange(2), "w": jnp.ones(1)}
+        grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)(params)
+        assert bits(fz.apply_updates(params, grads)["n"]) == bits(params["n"])
+
+    def test_another_structure(self, params):
+        with pytest.raises(ValueError, match=r"updates: another structure(.|\n)*at: encoder/layer_0/bias"):
+            fz.apply_updates(params, {"head": params["head"]})
+
+    def test_donated_full_tree(self, params, frozen):
+        before = bits(params["encoder"])
+        step = jax.jit(lambda p, u: fz.apply_updates(p, u, frozen), donate_argnums=0)
+        assert bits(step(params, jax.tree.map(jnp.ones_like, params))["encoder"]) == before

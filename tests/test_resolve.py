@@ -1,0 +1,301 @@
+"""Resolution: every form of a spec on every kind of tree, and what it refuses."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.core
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_freeze as fz
+from optax_freeze._resolve import Resolved
+
+
+class Pair(NamedTuple):
+    kernel: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    kernel: Any
+    value: Any
+
+
+@pytest.fixture
+def other():
+    return {"encoder": {"kernel": jnp.ones(2), "bias": jnp.zeros(2)}, "head": jnp.ones(2)}
+
+
+class TestForms:
+    def test_bools(self, other):
+        assert fz.resolve(True, other) == {"encoder": {"kernel": True, "bias": True}, "head": True}
+        assert fz.resolve(np.False_, other) == {"encoder": {"kernel": False, "bias": False}, "head": False}
+
+    def test_prefix_tree(self, other):
+        expected = {"encoder": {"kernel": True, "bias": True}, "head": False}
+        assert fz.resolve({"encoder": True, "head": False}, other) == expected
+        assert fz.resolve(expected, other) == expected
+        assert fz.resolve({"encoder": {"kernel": np.True_, "bias": False}, "head": False}, other)["encoder"] == {
+            "kernel": True,
+            "bias": False,
+        }
+
+    def test_callable_sees_shapes_alone(self, other):
+        def spec(shapes):
+            assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
+            return jax.tree.map(lambda leaf: leaf.shape == (2,), shapes)
+
+        assert fz.resolve(spec, other) == fz.resolve(True, other)
+        assert fz.resolve(lambda shapes: {"encoder": True, "head": False}, other)["encoder"]["bias"] is True
+        assert fz.resolve(lambda shapes: True, other) == fz.resolve(True, other)
+
+    def test_shape_structs_are_enough(self, other):
+        shapes = jax.eval_shape(lambda: other)
+        assert fz.resolve("encoder", shapes) == fz.resolve("encoder", other)
+
+    def test_under_jit(self, other):
+        @jax.jit
+        def f(params):
+            return jnp.array(jax.tree.leaves(fz.resolve("encoder", params)))
+
+        assert f(other).tolist() == [True, True, False]
+
+    def test_resolving_twice_changes_nothing(self, other):
+        once = fz.resolve(fz.only("head"), other)
+        assert fz.resolve(once, other) == once
+
+
+class TestTrees:
+    """The paths of each library's containers."""
+
+    def check(self, tree, pattern, expected):
+        answers = fz.resolve(pattern, tree)
+        assert jax.tree.structure(answers) == jax.tree.structure(tree)
+        assert jax.tree.leaves(answers) == expected
+
+    def test_list_and_tuple(self):
+        self.check([jnp.ones(1), (jnp.ones(1), jnp.ones(1))], "1/0", [False, True, False])
+        self.check([jnp.ones(1), jnp.ones(1)], [True, False], [True, False])
+
+    def test_named_tuple(self):
+        self.check(Pair(jnp.ones(1), jnp.ones(1)), "bias", [False, True])
+
+    def test_dataclass_keeps_a_field_called_value(self):
+        self.check(Layer(jnp.ones(1), jnp.ones(1)), "value", [False, True])
+
+    def test_ordered_and_frozen_dict(self):
+        self.check(collections.OrderedDict(b=jnp.ones(1), a=jnp.ones(1)), "b", [True, False])
+        self.check(flax.core.freeze({"a": {"b": jnp.ones(1)}, "c": jnp.ones(1)}), "a/b", [True, False])
+
+    def test_haiku_keys_read_as_segments(self):
+        params = hk.transform(lambda x: hk.nets.MLP([2, 2])(x)).init(jax.random.key(0), jnp.ones((1, 2)))
+        self.check(params, "mlp/~/linear_0", [True, True, False, False])
+
+    def test_equinox_module(self):
+        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+        answers = fz.resolve("layers/0", model)
+        assert (answers.layers[0].weight, answers.layers[1].weight) == (True, False)
+        assert answers.activation is True
+        mask = jax.tree.map(lambda _: False, model)
+        assert fz.resolve(mask, model).layers[1].weight is False
+
+    def test_equinox_module_given_to_a_callable(self):
+        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+        spec = lambda shapes: jax.tree.map(lambda leaf: getattr(leaf, "ndim", 0) == 1, shapes)  # noqa: E731
+        answers = fz.resolve(spec, model)
+        assert (answers.layers[0].bias, answers.layers[0].weight) == (True, False)
+
+    def test_nnx_state_drops_the_trailing_value(self):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.encoder = nnx.Linear(2, 2, rngs=rngs)
+                self.value = nnx.Linear(2, 2, rngs=rngs)
+
+        model = Model(nnx.Rngs(0))
+        state = nnx.state(model, nnx.Param)
+        assert nnx.to_pure_dict(fz.resolve("encoder/kernel", state)) == {
+            "encoder": {"kernel": True, "bias": False},
+            "value": {"kernel": False, "bias": False},
+        }
+        assert nnx.to_pure_dict(fz.resolve(fz.regex("value/.*"), state))["value"] == {"kernel": True, "bias": True}
+        assert fz.resolve("encoder/kernel", nnx.as_pure(state))["encoder"]["kernel"] is True
+
+    def test_two_leaves_with_one_path(self):
+        with pytest.raises(ValueError, match=r"same path\n  at: a/b"):
+            fz.resolve(True, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+
+    def test_none_is_no_leaf(self):
+        assert fz.resolve("a", {"a": jnp.ones(1), "b": None}) == {"a": True, "b": None}
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve("b", {"a": jnp.ones(1), "b": None})
+
+    def test_a_tree_without_leaves_is_let_through(self):
+        assert fz.resolve("encoder", {}) == {}
+        assert fz.resolve(fz.rules({"encoder": True}), {"a": None}) == {"a": None}
+
+    def test_a_hole_is_a_frozen_leaf_with_its_path(self):
+        tree = {"a": optax.MaskedNode(), "b": jnp.ones(1), "c": jnp.ones(1)}
+        assert fz.resolve(["a", "c"], tree) == {"a": True, "b": False, "c": True}
+        assert fz.resolve(False, tree) == {"a": True, "b": False, "c": False}
+        assert fz.resolve(fz.where(lambda path, leaf: path == "b"), tree) == {"a": True, "b": True, "c": False}
+        assert fz.resolve(lambda shapes: jax.tree.map(lambda leaf: False, shapes), tree)["a"] is True
+
+
+class TestWhatCannotTrain:
+    @pytest.mark.parametrize(
+        "leaf",
+        [
+            jnp.arange(2),
+            np.int8(1),
+            jnp.array(True),
+            jax.random.key(0),
+            jnp.tanh,
+            "name",
+            3,
+            0.5,
+            jax.ShapeDtypeStruct((2,), jnp.uint32),
+        ],
+        ids=repr,
+    )
+    def test_is_frozen_whatever_the_spec(self, leaf):
+        assert fz.resolve(False, {"a": leaf, "b": jnp.ones(1)}) == {"a": True, "b": False}
+
+    @pytest.mark.parametrize(
+        "dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "float4_e2m1fn"]
+    )
+    def test_floating_and_complex_train(self, dtype):
+        assert fz.resolve(False, {"a": jnp.ones(1, dtype)}) == {"a": False}
+        assert fz.resolve(False, {"a": np.ones(1, jnp.dtype(dtype))}) == {"a": False}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("spec", "error"),
+        [
+            ({"encoder": True}, "at: head"),
+            ({"encoder": True, "head": False, "tail": True}, "at: tail"),
+            ({"encoder": {"kernel": True}, "head": True}, "at: encoder/bias"),
+            ([True, False], "does not fit"),
+            (Pair(True, False), "does not fit"),
+            (None, "does not fit"),
+            ({"encoder": None, "head": True}, "at: encoder/"),
+            (flax.core.freeze({"encoder": True, "head": True}), "same containers"),
+            ({"encoder": {"kernel": True, "bias": {"deep": True}}, "head": True}, "at: encoder/bias"),
+        ],
+        ids=repr,
+    )
+    def test_a_tree_of_the_wrong_structure(self, other, spec, error):
+        with pytest.raises(ValueError, match=error):
+            fz.resolve(spec, other)
+
+    @pytest.mark.parametrize(
+        "leaf", ["frozen", 1, 0.5, fz.path("encoder"), lambda p: True, {1, 2}, b"x"], ids=lambda x: type(x).__name__
+    )
+    def test_a_leaf_of_the_wrong_type(self, other, leaf):
+        with pytest.raises(ValueError, match=r"where a bool belongs\n  at: head"):
+            fz.resolve({"encoder": True, "head": leaf}, other)
+
+    def test_a_number_is_no_spec(self, other):
+        with pytest.raises(ValueError, match="a int where a bool belongs"):
+            fz.resolve(1, other)
+
+    def test_a_hole_in_the_spec_where_there_is_a_leaf(self, other):
+        with pytest.raises(ValueError, match="where a bool belongs"):
+            fz.resolve({"encoder": True, "head": optax.MaskedNode()}, other)
+
+    def test_a_callable_that_looks_at_values(self, other):
+        with pytest.raises(TypeError, match="looks at values"):
+            fz.resolve(lambda params: jax.tree.map(lambda leaf: bool((leaf > 0).all()), params), other)
+
+    def test_a_callable_that_returns_labels(self, other):
+        with pytest.raises(ValueError, match="a str where a bool belongs"):
+            fz.resolve(lambda params: jax.tree.map(lambda leaf: "frozen", params), other)
+
+    def test_errors_have_four_parts(self, other):
+        with pytest.raises(ValueError, match="matches no leaf") as error:
+            fz.resolve("hed", other)
+        what, at, got, expected, fix = str(error.value).split("\n")
+        assert what == "the pattern 'hed' matches no leaf"
+        assert (at[:6], got[:7], expected[:12]) == ("  at: ", "  got: ", "  expected: ")
+        assert fix == "  fix: nearest paths: head"
+
+
+class TestLabels:
+    def test_labels(self, other):
+        label_fn = fz.labels("encoder")
+        assert label_fn(other) == {"encoder": {"kernel": "frozen", "bias": "frozen"}, "head": "trainable"}
+        assert label_fn({**other, "head": optax.MaskedNode()})["head"] == "frozen"
+
+    def test_in_multi_transform(self, other):
+        tx = optax.multi_transform({"trainable": optax.sgd(1.0), "frozen": optax.set_to_zero()}, fz.labels("encoder"))
+        updates, _ = tx.update(other, tx.init(other), other)
+        assert jax.tree.map(lambda u: float(u.sum()), updates) == {"encoder": {"kernel": 0, "bias": 0}, "head": -2}
+
+
+class TestTied:
+    def test_conflict(self):
+        shared = jnp.ones(2)
+        params = {"embed": shared, "head": shared, "other": jnp.ones(2)}
+        for make in (
+            lambda frozen, **kw: fz.partition(params, frozen, **kw),
+            lambda frozen, **kw: fz.freeze(optax.sgd(1.0), frozen, **kw).init(params),
+            lambda frozen, **kw: fz.masked_zero_updates(frozen, **kw).init(params),
+        ):
+            with pytest.raises(ValueError, match=r"at: embed\n  got: frozen there, trained at head"):
+                make("embed")
+            make("embed", tied="ignore")
+            make(["embed", "head"])
+            make("other")
+            with pytest.raises(ValueError, match="unknown choice"):
+                make("other", tied="no")
+
+    def test_not_on_tracers_or_shapes(self):
+        shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+        fz.partition({"a": shape, "b": shape}, "a")
+        jax.jit(lambda x: fz.partition({"a": x, "b": x}, "a"))(jnp.ones(2))
+
+    def test_numpy_arrays(self):
+        shared = np.ones(2, np.float32)
+        with pytest.raises(ValueError, match="two paths"):
+            fz.partition({"a": shared, "b": shared}, "a")
+
+    def test_integers_are_frozen_at_both(self):
+        shared = jnp.arange(2)
+        fz.partition({"a": shared, "b": shared}, "a")
+
+
+class TestResolved:
+    def test_is_a_static_node_compared_by_value(self, other):
+        a, b = (Resolved.of(spec, other, tied="error") for spec in ("encoder", {"encoder": True, "head": False}))
+        assert jax.tree.leaves(a) == []
+        assert a == b
+        assert hash(a) == hash(b)
+        assert a != Resolved.of("head", other, tied="error")
+        assert a != Resolved.of("encoder", {**other, "head": jnp.ones(3)}, tied="error")
+        assert a != "encoder"
+
+    def test_one_compilation_for_equal_specs(self, other):
+        traces = []
+
+        @jax.jit
+        def f(state):
+            traces.append(1)
+            return state
+
+        tx = fz.freeze(optax.adam(1.0), "encoder")
+        state = f(tx.init(other))
+        f(state)
+        f(tx.init(other))
+        f(fz.freeze(optax.adam(1.0), fz.only("head")).init(other))
+        assert len(traces) == 1
+        f(fz.freeze(optax.adam(1.0), "encoder/bias").init(other))
+        assert len(traces) == 2

@@ -1,0 +1,157 @@
+"""The loss as a function of what trains."""
+
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import bits
+
+import optax_freeze as fz
+
+
+class TestRestrict:
+    def test_equals_the_function_of_the_whole(self, params, loss, batch, frozen):
+        trainable, rest = fz.partition(params, frozen)
+        assert fz.restrict(loss, rest)(trainable, batch) == loss(params, batch)
+        assert fz.restrict(loss, rest)(trainable, x=batch) == loss(params, x=batch)
+
+    def test_keeps_name_and_signature(self, params, loss, frozen):
+        restricted = fz.restrict(loss, fz.partition(params, frozen)[1])
+        assert restricted.__name__ == "loss_fn"
+        assert inspect.signature(restricted) == inspect.signature(loss)
+
+    def test_with_jax_grad_hessian_and_vmap(self, params, loss, batch, frozen):
+        trainable, rest = fz.partition(params, frozen)
+        restricted = fz.restrict(loss, rest)
+        per_example = jax.vmap(jax.grad(restricted), (None, 0))(trainable, batch)
+        assert per_example["head"]["kernel"].shape == (5, 4, 2)
+        assert per_example["encoder"]["layer_0"]["kernel"] == optax.MaskedNode()
+        hessian = jax.hessian(restricted)(trainable, batch)
+        assert hessian["head"]["bias"]["head"]["bias"].shape == (2, 2)
+
+    def test_the_wrong_part(self, params, loss, batch, frozen):
+        _, rest = fz.partition(params, frozen)
+        with pytest.raises(ValueError, match="both parts have a leaf"):
+            fz.restrict(loss, rest)(params, batch)
+
+
+class TestValueAndGrad:
+    def test_the_gradient_of_what_trains(self, params, loss, batch, frozen, compiled):
+        value, grads = compiled(fz.value_and_grad(loss, frozen))(params, batch)
+        expected_value, expected = compiled(jax.value_and_grad(loss))(params, batch)
+        chex.assert_trees_all_close(value, expected_value, rtol=1e-6)
+        chex.assert_trees_all_close(grads["head"], expected["head"], rtol=1e-5)
+        assert jax.tree.structure(grads) == jax.tree.structure(fz.partition(params, frozen)[0])
+
+    def test_argnums_and_aux(self, params, loss, batch, frozen):
+        def with_aux(x, params):
+            return loss(params, x), {"x": x}
+
+        for argnums in (1, -1):
+            (value, aux), grads = fz.value_and_grad(with_aux, frozen, argnums, has_aux=True)(batch, params)
+            assert value == loss(params, batch)
+            assert aux["x"] is batch
+            assert bits(grads) == bits(fz.grad(loss, frozen)(params, batch))
+        grads, aux = fz.grad(with_aux, frozen, 1, has_aux=True)(batch, params)
+        assert aux["x"] is batch
+        assert bits(grads) == bits(fz.grad(loss, frozen)(params, batch))
+
+    def test_integers_keys_and_functions_are_no_trouble(self):
+        params = {"w": jnp.ones(2), "n": jnp.int32(3), "key": jax.random.key(0), "act": jnp.tanh}
+
+        def loss(params):
+            noise = jax.random.normal(params["key"], (2,))
+            return params["act"](params["w"] * params["n"] + noise).sum()
+
+        grads = fz.grad(loss, False)(params)
+        assert jax.tree.structure(grads) == jax.tree.structure(fz.partition(params, False)[0])
+        assert grads["w"].shape == (2,)
+
+    def test_holomorphic(self):
+        params = {"a": jnp.array(1 + 2j, jnp.complex64), "b": jnp.array(3j, jnp.complex64)}
+        grads = fz.grad(lambda p: p["a"] * p["b"], "a", holomorphic=True)(params)
+        assert grads["b"] == 1 + 2j
+
+    def test_tied_arrays_are_left_to_the_optimizer(self):
+        shared = jnp.ones(2)
+        assert fz.grad(lambda p: (p["a"] * p["b"]).sum(), "a")({"a": shared, "b": shared})["b"].shape == (2,)
+
+    def test_nothing_trains(self, params, loss, batch):
+        for make in (fz.value_and_grad, fz.grad):
+            with pytest.raises(ValueError, match=r"nothing to differentiate(.|\n)*all 6 leaves"):
+                make(loss, True)(params, batch)
+        with pytest.raises(ValueError, match="of which 0 could train"):
+            fz.grad(lambda p: p["n"], False)({"n": jnp.int32(1)})
+
+    @pytest.mark.parametrize("argnums", [(0, 1), [0], True, 0.0, None])
+    def test_one_int_of_argnums(self, loss, frozen, argnums):
+        for make in (fz.value_and_grad, fz.grad):
+            with pytest.raises(ValueError, match=r"one argument(.|\n)*argnums"):
+                make(loss, frozen, argnums)
+
+    @pytest.mark.parametrize("argnums", [2, -3])
+    def test_no_such_argument(self, params, loss, batch, frozen, argnums):
+        with pytest.raises(ValueError, match=r"no such argument(.|\n)*2 positional"):
+            fz.grad(loss, frozen, argnums)(params, batch)
+
+    def test_params_by_keyword(self, params, loss, batch, frozen):
+        with pytest.raises(ValueError, match="by position"):
+            fz.grad(loss, frozen)(params=params, x=batch)
+
+    def test_strict(self, params, loss, batch):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.grad(loss, "decoder")(params, batch)
+
+    def test_does_no_work_for_the_frozen(self, params, loss, batch):
+        def flops(fn):
+            return jax.jit(fn).lower(params, batch).compile().cost_analysis()["flops"]
+
+        forward = flops(loss)
+        assert flops(fz.value_and_grad(loss, fz.only("head/bias"))) <= forward * 1.2
+        assert flops(jax.value_and_grad(loss)) > forward * 2
+
+
+class TestValueAndGradFromState:
+    @pytest.mark.parametrize(
+        "solver",
+        [
+            optax.lbfgs(),
+            optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15, store_grad=True)),
+            optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(15)),
+        ],
+        ids=["lbfgs", "backtracking", "zoom"],
+    )
+    def test_the_line_search_of_the_trainable_part(self, params, loss, batch, frozen, solver, compiled):
+        def run(tx, params, loss, value_and_grad, state):
+            for _ in range(3):
+                value, grads = value_and_grad(params, batch, state=state)
+                updates, state = tx.update(
+                    grads, state, params, value=value, grad=grads, value_fn=loss, x=batch
+                )
+                params = optax.apply_updates(params, updates)
+            return params
+
+        tx = fz.freeze(solver, frozen)
+        ours = compiled(lambda p: run(tx, p, loss, fz.value_and_grad_from_state(loss, frozen), tx.init(p)))(params)
+
+        def alone(params):
+            trainable, rest = fz.partition(params, frozen)
+            restricted = fz.restrict(loss, rest)
+            value_and_grad = optax.value_and_grad_from_state(restricted)
+            return run(solver, trainable, restricted, value_and_grad, solver.init(trainable))
+
+        theirs = compiled(alone)(params)
+        assert bits(ours["encoder"]) == bits(params["encoder"])
+        assert loss(ours, batch) < loss(params, batch)
+        chex.assert_trees_all_close(ours["head"], theirs["head"], rtol=1e-5)
+
+    def test_nothing_trains(self, params, loss, batch):
+        with pytest.raises(ValueError, match="nothing to differentiate"):
+            fz.value_and_grad_from_state(loss, True)(params, batch, state=())
+
+    def test_a_state_without_a_value(self, params, loss, batch, frozen):
+        with pytest.raises(ValueError, match="not found in the state"):
+            fz.value_and_grad_from_state(loss, frozen)(params, batch, state=optax.sgd(1.0).init(params))
