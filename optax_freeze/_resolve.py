@@ -93,7 +93,7 @@ class Resolved:
 
     leaves: tuple[Leaf, ...]
     frozen: tuple[bool, ...]
-    treedef: Any = dataclasses.field(repr=False)
+    treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
 
     @classmethod
     def of(cls, frozen: Spec, params: PyTree, *, tied: Tied) -> "Resolved":
@@ -125,7 +125,7 @@ class Resolved:
     def align(self, tree: PyTree, name: str) -> tuple[list[Any], Any]:
         """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes."""
         values, treedef = _tree.flatten(tree)
-        if treedef != self.treedef:
+        if self.treedef is None or treedef != self.treedef:
             refuse_other_paths(_tree.paths(tree), [leaf.path for leaf in self.leaves], name)
         for value, leaf, frozen in zip(values, self.leaves, self.frozen, strict=True):
             if not frozen and _tree.is_hole(value):

@@ -120,7 +120,8 @@ def freeze(
     inner = _as_transformation(inner, frozen)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
-        return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, labels)
+        # A function, since a tree of labels may itself be callable: an Equinox module is.
+        return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
         spec = _resolve(frozen, params, tied)
@@ -131,6 +132,7 @@ def freeze(
     ) -> tuple[PyTree, PyTree]:
         spec: Resolved = state.spec
         values, treedef = spec.align(updates, "updates")
+        olds = [None] * len(values) if params is None else spec.align(params, "params")[0]
         extra_args = _without_frozen(extra_args, spec, treedef, params)
         tx = transform(spec.labels(treedef))
         try:
@@ -149,15 +151,12 @@ def freeze(
             ) from error
         new = _tree.flatten(updates)[0]
         if full_updates:
-            olds = [None] * len(values) if params is None else spec.align(params, "params")[0]
             new = [
                 _zero(leaf, value, old) if frozen else u
                 for u, value, old, leaf, frozen in zip(new, values, olds, spec.leaves, spec.frozen, strict=True)
             ]
-            updates = jax.tree.unflatten(treedef, new)
-        else:
-            updates = spec.take(new, treedef)
-        return updates, FreezeState(spec, inner_state)
+            return jax.tree.unflatten(treedef, new), FreezeState(spec, inner_state)
+        return spec.take(new, treedef), FreezeState(spec, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -209,9 +208,10 @@ def _zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """
     is_float0 = getattr(update, "dtype", None) == jax.dtypes.float0
     like: Any = next((x for x in (update, param) if _tree.is_array(x) and not (x is update and is_float0)), leaf)
-    dtype = like.dtype if leaf.dtype is None or _adds_exactly(leaf.dtype, like.dtype) else leaf.dtype
+    dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return _tree.HOLE
+    dtype = like.dtype if _adds_exactly(dtype, like.dtype) else dtype
     zero = np.asarray(complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0).astype(dtype)
     if zero != 0:
         return _tree.HOLE
@@ -219,6 +219,9 @@ def _zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
 
 
 def _adds_exactly(param: Any, update: Any) -> bool:
-    """Whether a parameter keeps its bits under the addition of a -0.0 of the update's dtype."""
+    """Whether JAX adds a -0.0 of the update's dtype to a parameter, and the parameter keeps its bits."""
+    if param == update:
+        return True
     kinds = (jnp.floating, jnp.complexfloating)
-    return any(jnp.issubdtype(param, kind) and jnp.issubdtype(update, kind) for kind in kinds)
+    wide = min(jnp.dtype(param).itemsize, jnp.dtype(update).itemsize) > 1  # JAX promotes no narrower float by itself
+    return wide and any(jnp.issubdtype(param, kind) and jnp.issubdtype(update, kind) for kind in kinds)

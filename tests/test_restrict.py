@@ -128,9 +128,7 @@ class TestValueAndGradFromState:
         def run(tx, params, loss, value_and_grad, state):
             for _ in range(3):
                 value, grads = value_and_grad(params, batch, state=state)
-                updates, state = tx.update(
-                    grads, state, params, value=value, grad=grads, value_fn=loss, x=batch
-                )
+                updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss, x=batch)
                 params = optax.apply_updates(params, updates)
             return params
 

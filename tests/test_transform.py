@@ -1,0 +1,458 @@
+"""Frozen updates: zeros that keep bits, an optimizer that sees what trains alone, and a state that travels."""
+
+import pickle
+
+import chex
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from conftest import bits, state_bytes
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_freeze as fz
+
+HOLE = optax.MaskedNode()
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+    "clip and adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1, weight_decay=0.1)),
+    "lion": optax.lion(0.1),
+    "lamb": optax.lamb(0.1),
+    "lars": optax.lars(0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "muon": optax.contrib.muon(0.1),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "noise": optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=0)),
+    "non-negative": optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
+    "multi steps": optax.MultiSteps(optax.adamw(0.1), 2),
+    "apply if finite": optax.apply_if_finite(optax.adamw(0.1), 3),
+    "schedule free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+    "ema": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
+}
+
+
+def train(tx, params, grads, steps=3):
+    """A few steps on constant gradients; the parameters and the state."""
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+class TestMaskedZeroUpdates:
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+    def test_zero_whatever_came_in(self, params, frozen, bad, compiled):
+        tx = fz.masked_zero_updates(frozen)
+        updates = jax.tree.map(lambda p: jnp.full_like(p, bad), params)
+        out, _ = compiled(tx.update)(updates, tx.init(params))
+        for leaf in jax.tree.leaves(out["encoder"]):
+            assert np.asarray(leaf).tobytes() == np.full(leaf.shape, -0.0, np.float32).tobytes()
+        assert bits(out["head"]) == bits(updates["head"])
+
+    def test_last_in_a_chain_it_undoes_decay_and_noise(self, params, frozen):
+        tx = optax.chain(optax.adamw(0.1), optax.add_noise(0.1, 0.5, key=0), fz.masked_zero_updates(frozen))
+        new, _ = train(tx, params, params)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert bits(new["head"]) != bits(params["head"])
+
+    def test_first_in_a_chain_it_keeps_nan_from_a_norm(self, params, frozen):
+        tx = optax.chain(fz.masked_zero_updates(frozen), optax.clip_by_global_norm(1.0))
+        grads = {"encoder": jax.tree.map(lambda p: p * np.nan, params["encoder"]), "head": params["head"]}
+        updates, _ = tx.update(grads, tx.init(params))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+
+    def test_awkward_leaves(self, awkward, compiled):
+        tx = fz.masked_zero_updates("frozen", tied="ignore")
+        state = tx.init(awkward)
+        out, _ = compiled(tx.update)(awkward, state)
+        zeros = out["frozen"]
+        assert zeros["key"] == HOLE
+        assert zeros["integer"].dtype == jnp.int32
+        assert zeros["boolean"].dtype == jnp.bool_
+        assert zeros["float8"].dtype == jnp.float8_e4m3fn
+        for name in ("negative_zero", "nan", "bfloat16", "float16", "float8", "scalar"):
+            assert np.signbit(np.asarray(zeros[name]).astype(np.float32)).all()
+        assert np.signbit(np.asarray(zeros["complex"]).view(np.float32)).all()
+        assert not np.isnan(np.asarray(zeros["float8_without_negative_zero"]).astype(np.float32)).any()
+
+    def test_a_hole_stays_one(self, params, frozen):
+        tx = fz.masked_zero_updates(frozen)
+        trainable, _ = fz.partition(params, frozen)
+        out, _ = tx.update(trainable, tx.init(params))
+        assert out["encoder"]["layer_0"]["bias"] == HOLE
+
+    def test_no_dense_constant(self, params, frozen):
+        tx = fz.masked_zero_updates(True)
+        big = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+        state = jax.eval_shape(tx.init, big)
+        assert len(jax.jit(tx.update).lower(big, state).as_text()) < 2000
+
+
+class TestFreeze:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_the_contract(self, params, frozen, name):
+        """Frozen bits stay; what trains moves, and has the state, as if it were alone: bit for bit."""
+        inner = OPTIMIZERS[name]
+        grads = jax.tree.map(lambda p: jnp.cos(p), params)
+        wild = {"encoder": jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params["encoder"]), "head": grads["head"]}
+        new, state = train(fz.freeze(inner, frozen), params, wild, steps=4)
+        alone, alone_state = train(inner, fz.partition(params, frozen)[0], fz.partition(grads, frozen)[0], steps=4)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert bits(new["head"]) == bits(alone["head"])
+        assert bits(new["head"]) != bits(params["head"])
+        assert [b[1:] for b in bits(state)] == [b[1:] for b in bits(alone_state)]
+
+    @pytest.mark.parametrize("structure", ["full", "trainable"])
+    @pytest.mark.parametrize("full_updates", [True, False])
+    @pytest.mark.parametrize("with_params", [True, False])
+    def test_gradients_and_updates_of_either_structure(self, params, frozen, structure, full_updates, with_params):
+        tx = fz.freeze(optax.sgd(0.1), frozen, full_updates=full_updates)
+        trainable, _ = fz.partition(params, frozen)
+        grads = params if structure == "full" else trainable
+        updates, _ = tx.update(grads, tx.init(params), params if with_params else None)
+        assert jax.tree.structure(updates) == jax.tree.structure(params if full_updates else trainable)
+        new = (optax if full_updates else fz).apply_updates(params, updates)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert bits(new["head"]) == bits(jax.tree.map(lambda p: p - 0.1 * p, params["head"]))
+
+    def test_init_on_the_trainable_part(self, params, frozen):
+        tx = fz.freeze(optax.adam(0.1), frozen)
+        trainable, _ = fz.partition(params, frozen)
+        state = tx.init(trainable)
+        updates, _ = tx.update(trainable, state, trainable)
+        assert jax.tree.structure(updates) == jax.tree.structure(trainable)
+        assert bits(fz.apply_updates(params, updates)["encoder"]) == bits(params["encoder"])
+
+    def test_awkward_leaves_keep_their_bits(self, awkward, compiled):
+        tx = fz.freeze(optax.adamw(0.1), "frozen", tied="ignore")
+
+        def step(params, state):
+            grads = {**jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params), "trains": jnp.ones(2)}
+            updates, state = tx.update(grads, state, params)
+            return fz.apply_updates(params, updates), state
+
+        new, _ = compiled(step)(awkward, tx.init(awkward))
+        assert bits(new["frozen"]) == bits(awkward["frozen"])
+        assert bits(new["trains"]) != bits(awkward["trains"])
+
+    def test_optax_keeps_numbers_too(self, awkward, compiled):
+        del awkward["frozen"]["key"]
+        tx = fz.freeze(optax.adamw(0.1), "frozen", tied="ignore")
+
+        def step(params, state):
+            updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+            return optax.apply_updates(params, updates)
+
+        assert bits(compiled(step)(awkward, tx.init(awkward))["frozen"]) == bits(awkward["frozen"])
+
+    def test_whatever_the_dtype_of_the_gradient(self):
+        params = {
+            "n": jnp.array([2**30 + 1], jnp.int32),
+            "c": jnp.array([complex(-0.0, -0.0)], jnp.complex64),
+            "h": jnp.array([-0.0, 1.1], jnp.bfloat16),
+            "w": jnp.ones(1),
+        }
+        tx = fz.freeze(optax.sgd(0.1), fz.only("w"))
+        grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
+        for with_params in (params, None):
+            updates, _ = tx.update(grads, tx.init(params), with_params)
+            new = optax.apply_updates(params, updates)
+            assert bits({**new, "w": 0}) == bits({**params, "w": 0})
+
+    @pytest.mark.parametrize("spec", [True, False])
+    def test_all_or_nothing(self, params, spec, compiled):
+        new, _ = compiled(lambda p: train(fz.freeze(optax.adam(0.1), spec), p, p))(params)
+        if spec:
+            assert bits(new) == bits(params)
+        else:
+            plain, _ = compiled(lambda p: train(optax.adam(0.1), p, p))(params)
+            chex.assert_trees_all_close(new, plain, rtol=1e-6)
+
+    def test_a_lone_leaf(self):
+        assert bits(train(fz.freeze(optax.adam(0.1), True), jnp.ones(2), jnp.ones(2))[0]) == bits(jnp.ones(2))
+        assert bits(train(fz.freeze(optax.adam(0.1), False), jnp.ones(2), jnp.ones(2))[0]) != bits(jnp.ones(2))
+
+    def test_state_of_what_trains_alone(self, params, frozen):
+        trainable, _ = fz.partition(params, frozen)
+        for inner in (optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 4)):
+            assert state_bytes(fz.freeze(inner, frozen).init(params)) == state_bytes(inner.init(trainable))
+
+    def test_keeps_the_sharding(self):
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        params = {"a": jax.device_put(jnp.ones(4), sharding), "b": jax.device_put(jnp.ones(4), sharding)}
+        tx = fz.freeze(optax.adam(0.1), "a")
+        updates, _ = tx.update(params, tx.init(params), params)
+        assert updates["a"].sharding == sharding
+
+
+class TestWrongArguments:
+    @pytest.mark.parametrize(
+        ("args", "error"),
+        [
+            (("encoder",), r"goes around an optimizer(.|\n)*masked_zero_updates\('encoder'\)"),
+            (({"encoder": True, "head": False},), "goes around an optimizer"),
+            (("encoder", optax.sgd(1.0)), r"takes the optimizer first(.|\n)*swap"),
+            ((optax.sgd(1.0),), "not told what is frozen"),
+            ((optax.adam, "encoder"), r"no optimizer(.|\n)*call the factory"),
+            ((3, "encoder"), "no optimizer"),
+        ],
+        ids=["optax.freeze", "mask alone", "swapped", "optimizer alone", "factory", "number"],
+    )
+    def test_the_error_says_what_was_meant(self, args, error):
+        with pytest.raises(TypeError, match=error):
+            fz.freeze(*args)
+
+    def test_a_pattern_that_matches_nothing(self, params):
+        for tx in (fz.freeze(optax.sgd(1.0), "decoder"), fz.masked_zero_updates("decoder")):
+            with pytest.raises(ValueError, match="matches no leaf"):
+                tx.init(params)
+
+    def test_gradients_of_another_structure(self, params, frozen):
+        for tx in (fz.freeze(optax.sgd(1.0), frozen), fz.masked_zero_updates(frozen)):
+            state = tx.init(params)
+            with pytest.raises(ValueError, match=r"updates: another structure(.|\n)*at: encoder"):
+                tx.update({"head": params["head"]}, state, params)
+            with pytest.raises(ValueError, match=r"updates: another structure(.|\n)*\['tail'\]"):
+                tx.update({**params, "tail": jnp.ones(1)}, state, params)
+
+    def test_parameters_of_another_structure(self, params, frozen):
+        tx = fz.freeze(optax.sgd(1.0), frozen)
+        with pytest.raises(ValueError, match="params: another structure"):
+            tx.update(params, tx.init(params), {"head": params["head"]})
+
+    def test_the_gradient_of_another_spec(self, params, loss, batch, frozen):
+        tx = fz.freeze(optax.sgd(1.0), frozen)
+        grads = fz.grad(loss, "head")(params, batch)
+        with pytest.raises(ValueError, match=r"a leaf that trains is missing\n  at: head/bias"):
+            tx.update(grads, tx.init(params), params)
+
+    def test_no_parameters_where_they_are_needed(self, params, frozen):
+        tx = fz.freeze(optax.adamw(0.1), frozen)
+        with pytest.raises(ValueError, match=r"without parameters(.|\n)*tx\.update\(grads, state, params\)"):
+            tx.update(params, tx.init(params))
+
+    def test_nothing_is_changed_by_an_error(self, params, frozen):
+        tx = fz.freeze(optax.adam(0.1), frozen)
+        state = tx.init(params)
+        before = bits((params, state))
+        with pytest.raises(ValueError, match="another structure"):
+            tx.update({}, state, params)
+        assert bits((params, state)) == before
+
+
+class TestExtraArguments:
+    def test_trees_lose_their_frozen_part(self, params, frozen):
+        seen = {}
+
+        def update_fn(updates, state, params=None, **extra_args):
+            seen.update(extra_args, params=params)
+            return updates, state
+
+        inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+        tx = fz.freeze(inner, frozen)
+        trainable, _ = fz.partition(params, frozen)
+        for grads in (params, trainable):
+            tx.update(grads, tx.init(params), params, grad=params, value=jnp.float32(2), name="x", other={"a": 1})
+            assert jax.tree.structure(seen["grad"]) == jax.tree.structure(trainable)
+            assert jax.tree.structure(seen["params"]) == jax.tree.structure(trainable)
+            assert (seen["value"], seen["name"], seen["other"]) == (2, "x", {"a": 1})
+
+    def test_multi_steps_forwards_them(self, params, frozen):
+        tx = fz.freeze(optax.MultiSteps(optax.contrib.reduce_on_plateau(), 2), frozen)
+        updates, _ = tx.update(params, tx.init(params), params, value=jnp.float32(1.0))
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+    def test_lbfgs_with_full_gradients(self, params, loss, batch, frozen):
+        tx = fz.freeze(optax.lbfgs(), frozen)
+        state, before = tx.init(params), params
+        for _ in range(5):
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss, x=batch)
+            params = optax.apply_updates(params, updates)
+        assert bits(params["encoder"]) == bits(before["encoder"])
+        assert loss(params, batch) < 0.5 * loss(before, batch)
+
+
+class TestCompany:
+    """Inside and around what users have already."""
+
+    def test_in_a_chain(self, params, loss, batch, frozen, compiled):
+        tx = optax.chain(optax.clip_by_global_norm(0.1), fz.freeze(optax.adamw(0.1), frozen))
+
+        def step(params, state):
+            updates, state = tx.update(fz.grad(loss, frozen)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        new, _ = compiled(step)(params, tx.init(params))
+        inside = fz.freeze(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)), frozen)
+        grads = jax.grad(loss)(params, batch)
+        updates, _ = inside.update(grads, inside.init(params), params)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        chex.assert_trees_all_close(new["head"], optax.apply_updates(params, updates)["head"], rtol=1e-5)
+
+    def test_in_inject_hyperparams(self, params, frozen, compiled):
+        @optax.inject_hyperparams
+        def make(learning_rate):
+            return fz.freeze(optax.adamw(learning_rate), frozen)
+
+        tx = make(learning_rate=optax.linear_schedule(0.1, 0.0, 10))
+        new, state = compiled(lambda p: train(tx, p, p))(params)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert 0 < state.hyperparams["learning_rate"] < 0.1
+
+    def test_in_multi_transform(self, params, compiled):
+        tx = optax.multi_transform(
+            {"a": fz.freeze(optax.adam(0.1), "encoder/layer_0"), "b": optax.sgd(0.1)},
+            lambda p: {"encoder": "a", "head": "b"},
+        )
+        new, _ = compiled(lambda p: train(tx, p, p))(params)
+        assert bits(new["encoder"]["layer_0"]) == bits(params["encoder"]["layer_0"])
+        assert bits(new["encoder"]["layer_1"]) != bits(params["encoder"]["layer_1"])
+        assert bits(new["head"]) != bits(params["head"])
+
+    def test_in_apply_if_finite(self, params, loss, batch, frozen, compiled):
+        tx = optax.apply_if_finite(fz.freeze(optax.adam(0.1), frozen, full_updates=False), 3)
+
+        def step(params, state):
+            updates, state = tx.update(fz.grad(loss, frozen)(params, batch), state, params)
+            return fz.apply_updates(params, updates), state
+
+        new, state = compiled(step)(params, tx.init(params))
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert bits(new["head"]) != bits(params["head"])
+        assert state.total_notfinite == 0
+
+    def test_in_multi_steps(self, params, frozen, compiled):
+        tx = optax.MultiSteps(fz.freeze(optax.adam(0.1), frozen), 2)
+        new, _ = compiled(lambda p: train(tx, p, p, steps=4))(params)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+        assert bits(new["head"]) != bits(params["head"])
+
+    def test_in_lookahead_and_masked(self, params, frozen):
+        tx = optax.masked(fz.freeze(optax.adam(0.1), frozen), True)
+        assert bits(train(tx, params, params)[0]["encoder"]) == bits(params["encoder"])
+
+    def test_train_state(self, frozen):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(1, name="head")(nn.Dense(3, name="encoder")(x))
+
+        model, x = Model(), jnp.ones((2, 3))
+        params = model.init(jax.random.key(0), x)["params"]
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=fz.freeze(optax.adamw(0.1), frozen))
+
+        @jax.jit
+        def step(state):
+            grads = fz.grad(lambda p: jnp.mean(state.apply_fn({"params": p}, x) ** 2), frozen)(state.params)
+            return state.apply_gradients(grads=grads)
+
+        new = step(step(state))
+        assert bits(new.params["encoder"]) == bits(params["encoder"])
+        assert bits(new.params["head"]) != bits(params["head"])
+        restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(new))
+        assert bits(step(restored).params) == bits(step(new).params)
+
+    @pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.MultiSteps(optax.adamw(0.1), 2)], ids=["adamw", "multi"])
+    def test_nnx_optimizer(self, inner):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.encoder = nnx.Linear(3, 3, rngs=rngs)
+                self.head = nnx.Linear(3, 1, rngs=rngs)
+
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, fz.freeze(inner, "encoder/kernel"), wrt=nnx.Param)
+        before = {name: np.asarray(getattr(model, name).kernel[...]) for name in ("encoder", "head")}
+        bias = np.asarray(model.encoder.bias[...])
+
+        @nnx.jit
+        def step(model, optimizer):
+            grads = nnx.grad(lambda m: jnp.mean(m.head(jax.nn.relu(m.encoder(jnp.ones((2, 3))))) ** 2))(model)
+            optimizer.update(model, grads)
+
+        for _ in range(4):
+            step(model, optimizer)
+        assert np.asarray(model.encoder.kernel[...]).tobytes() == before["encoder"].tobytes()
+        assert np.asarray(model.head.kernel[...]).tobytes() != before["head"].tobytes()
+        assert np.asarray(model.encoder.bias[...]).tobytes() != bias.tobytes()
+
+
+class TestStateTravels:
+    @pytest.fixture(params=["freeze", "masked_zero_updates", "freeze around MultiSteps"])
+    def tx(self, request, frozen):
+        return {
+            "freeze": fz.freeze(optax.adamw(0.1), frozen),
+            "masked_zero_updates": optax.chain(optax.adamw(0.1), fz.masked_zero_updates(frozen)),
+            "freeze around MultiSteps": fz.freeze(optax.MultiSteps(optax.adamw(0.1), 2), frozen),
+        }[request.param]
+
+    def test_jit_and_donation(self, params, tx):
+        step = jax.jit(lambda p, s: tx.update(jax.tree.map(jnp.cos, p), s, p), donate_argnums=1)
+        _, state = tx.update(jax.tree.map(jnp.cos, params), tx.init(params), params)
+        _, state = step(params, state)
+        _, state = step(params, state)
+        assert step._cache_size() == 1
+
+    def test_scan(self, params, tx):
+        def body(carry, _):
+            params, state = carry
+            updates, state = tx.update(params, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (new, _), _ = jax.lax.scan(body, (params, tx.init(params)), length=3)
+        assert bits(new["encoder"]) == bits(params["encoder"])
+
+    def test_vmap_over_an_ensemble(self, params, tx):
+        stacked = jax.tree.map(lambda p: jnp.stack([p, p + 1]), params)
+        updates, _ = jax.vmap(tx.update)(stacked, jax.vmap(tx.init)(stacked), stacked)
+        assert bits(optax.apply_updates(stacked, updates)["encoder"]) == bits(stacked["encoder"])
+
+    def test_flax_serialization(self, params, tx):
+        _, state = tx.update(params, tx.init(params), params)
+        restored = flax.serialization.from_bytes(tx.init(params), flax.serialization.to_bytes(state))
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert bits(restored) == bits(state)
+
+    def test_orbax(self, params, tx, tmp_path):
+        _, state = tx.update(params, tx.init(params), params)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", state)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "state", tx.init(params))
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert bits(restored) == bits(state)
+
+    def test_pickle(self, params, tx):
+        state = pickle.loads(pickle.dumps(tx.init(params)))
+        updates, _ = tx.update(params, state, params)
+        assert bits(optax.apply_updates(params, updates)["encoder"]) == bits(params["encoder"])
+
+    def test_tree_map_params(self, params, tx):
+        state = tx.init(params)
+        doubled = optax.tree_map_params(tx, lambda leaf: leaf + 1, state)
+        assert jax.tree.structure(doubled) == jax.tree.structure(state)
+        kept = optax.tree_map_params(tx, lambda leaf: leaf, state, transform_non_params=lambda leaf: leaf + 1)
+        assert optax.tree.get(kept, "count") == 1
+        with_specs = optax.tree_map_params(
+            tx, lambda leaf, param: param, state, params, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+        )
+        assert bits(with_specs)
+
+    def test_update_after_the_parameters_paths_changed(self, tx, params):
+        """NNX gives `init` a tree of variables and `update` a tree of arrays."""
+        state = tx.init(params)
+        renamed = jax.tree.map(lambda p: p, params)
+        updates, _ = tx.update(renamed, state, renamed)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
