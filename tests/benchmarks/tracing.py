@@ -1,0 +1,65 @@
+"""The price of tracing: an update of a tree of 10,000 leaves, half of them frozen, beside ``optax.partition``.
+
+Prints the median seconds to trace the update and the ratio, measured in turn in one run.
+
+Run with ``python tests/benchmarks/tracing.py``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+LAYERS, LEAVES, ROUNDS = 100, 100, 5
+FROZEN = "frozen_*"
+
+
+def seconds(trace: Callable[[], Any]) -> float:
+    """How long one call takes, from nothing cached."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    trace()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    leaf = jax.ShapeDtypeStruct((8,), jnp.float32)
+    names = [f"{'frozen' if i % 2 else 'trains'}_{i:03d}" for i in range(LAYERS)]
+    params = {name: {f"leaf_{j:03d}": leaf for j in range(LEAVES)} for name in names}
+
+    def label_fn(tree: Any) -> Any:
+        return {name: "frozen" if name.startswith("frozen") else "trainable" for name in tree}
+
+    inner = optax.adamw(1e-3)
+    transformations = {
+        "optax.partition": optax.partition({"trainable": inner, "frozen": optax.set_to_zero()}, label_fn),
+        "optax.partition, fz.labels": optax.partition(
+            {"trainable": inner, "frozen": optax.set_to_zero()}, fz.labels(FROZEN)
+        ),
+        "fz.freeze": fz.freeze(inner, FROZEN),
+        "fz.freeze, full_updates=False": fz.freeze(inner, FROZEN, full_updates=False),
+    }
+    states = {name: jax.eval_shape(tx.init, params) for name, tx in transformations.items()}
+    times: dict[str, list[float]] = {name: [] for name in transformations}
+    for _ in range(ROUNDS + 1):
+        for name, tx in transformations.items():
+            times[name].append(seconds(lambda tx=tx, s=states[name]: jax.jit(tx.update).trace(params, s, params)))
+
+    table = Table("", "seconds", "ratio", title=f"tracing an update of {LAYERS * LEAVES:,} leaves")
+    base = statistics.median(times["optax.partition"][1:])
+    for name, measured in times.items():
+        median = statistics.median(measured[1:])
+        table.add_row(name, f"{median:.2f}", f"{median / base:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

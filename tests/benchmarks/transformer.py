@@ -1,0 +1,281 @@
+"""An 8-layer decoder of which the last block and the head train, by every usual composition and by this library.
+
+Prints, for each: the bytes of optimizer state, and, compiled for one chip of TPU v5e, FLOPs, bytes accessed, temporary
+and output bytes; then trace + compile time and step time on the device that is there. Ratios are to the hand-written
+optimum of the same kind: parameters split before ``jax.grad``, the same optimizer on the trainable part.
+
+Run with ``python tests/benchmarks/transformer.py`` (``--no-times`` leaves the times out).
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import measure  # first: it sets up the TPU compiler
+
+import equinox as eqx  # isort: skip
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+WIDTH, LAYERS, VOCABULARY, LENGTH, BATCH, HEADS = 512, 8, 8192, 256, 4, 8
+TRAINS = ("head", f"blocks/{LAYERS - 1:02d}")
+FROZEN = fz.only(*TRAINS)
+
+
+def init(key: jax.Array) -> Any:
+    """Parameters of the decoder."""
+    keys = iter(jax.random.split(key, 4 * LAYERS + 2))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) * 0.02
+
+    def block() -> Any:
+        return {
+            "attention": {"qkv": normal(WIDTH, 3 * WIDTH), "out": normal(WIDTH, WIDTH)},
+            "mlp": {"up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH)},
+            "norm": {"before": jnp.ones(WIDTH), "between": jnp.ones(WIDTH)},
+        }
+
+    blocks = {f"{i:02d}": block() for i in range(LAYERS)}
+    return {"embed": normal(VOCABULARY, WIDTH), "blocks": blocks, "head": normal(WIDTH, VOCABULARY)}
+
+
+def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def attend(x: jax.Array, p: Any) -> jax.Array:
+    q, k, v = jnp.split((x @ p["qkv"]).reshape(BATCH, LENGTH, HEADS, -1), 3, axis=-1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) @ p["out"]
+
+
+def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """Mean cross entropy of the next token."""
+    x = params["embed"][tokens]
+    for name in sorted(params["blocks"]):
+        p = params["blocks"][name]
+        x = x + attend(normalise(x, p["norm"]["before"]), p["attention"])
+        x = x + jax.nn.gelu(normalise(x, p["norm"]["between"]) @ p["mlp"]["up"]) @ p["mlp"]["down"]
+    logits = x @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+class Case(NamedTuple):
+    """A training step ``step(params, state, *others, tokens)`` and what it starts from.
+
+    ``start(params)`` gives the step's arguments but the last. A step that returns the full tree is compared with the
+    optimum that does.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    start: Callable[[Any], tuple[Any, ...]]
+    full_tree: bool = True
+
+
+def full_gradient(name: str, tx: Any, init: Any = None) -> Case:
+    """Every leaf is differentiated; the transformation does the freezing."""
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return Case(name, step, lambda params: (params, tx.init(params)))
+
+
+def by_hand(name: str, tx: Any, *, full_tree: bool) -> Case:
+    """The optimum: the trainable dictionary is cut out before ``jax.grad``."""
+
+    def cut(params: Any) -> tuple[Any, Any]:
+        blocks = dict(params["blocks"])
+        last = blocks.pop(f"{LAYERS - 1:02d}")
+        return {"head": params["head"], "last": last}, {"embed": params["embed"], "blocks": blocks}
+
+    def paste(trainable: Any, rest: Any) -> Any:
+        blocks = {**rest["blocks"], f"{LAYERS - 1:02d}": trainable["last"]}
+        return {"embed": rest["embed"], "blocks": blocks, "head": trainable["head"]}
+
+    def of_parts(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(lambda t: loss(paste(t, rest), tokens))(trainable)
+        updates, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, value
+
+    def of_whole(params: Any, state: Any, tokens: jax.Array) -> Any:
+        trainable, rest = cut(params)
+        trainable, state, value = of_parts(trainable, state, rest, tokens)
+        return paste(trainable, rest), state, value
+
+    if full_tree:
+        return Case(name, of_whole, lambda params: (params, tx.init(cut(params)[0])))
+    return Case(
+        name, of_parts, lambda params: (cut(params)[0], tx.init(cut(params)[0]), cut(params)[1]), full_tree=False
+    )
+
+
+def equinox(name: str, tx: Any) -> Case:
+    """``equinox.partition`` with None in the holes."""
+
+    def trains(params: Any) -> Any:
+        return jax.tree.map(lambda frozen: not frozen, fz.resolve(FROZEN, params))
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        trainable, rest = eqx.partition(params, trains(params))
+        value, grads = eqx.filter_value_and_grad(lambda t: loss(eqx.combine(t, rest), tokens))(trainable)
+        updates, state = tx.update(grads, state, trainable)
+        return eqx.apply_updates(params, updates), state, value
+
+    return Case(name, step, lambda params: (params, tx.init(eqx.filter(params, trains(params)))))
+
+
+class Decoder(nnx.Module):
+    """The same parameters as NNX variables."""
+
+    def __init__(self, params: Any):
+        self.params = nnx.data(jax.tree.map(nnx.Param, params))
+
+
+def nnx_wrt(name: str, tx: Any) -> Case:
+    """``nnx.Optimizer(wrt=...)`` and ``nnx.grad`` with the same filter."""
+
+    def wrt(path: Any, value: Any) -> bool:
+        return isinstance(value, nnx.Param) and "/".join(map(str, path[1:])).startswith(TRAINS)
+
+    def split(params: Any) -> Any:
+        model = Decoder(params)
+        return nnx.split((model, nnx.Optimizer(model, tx, wrt=wrt)), nnx.Param, ...)
+
+    graph: Any = split(jax.eval_shape(init, jax.random.key(0)))[0]
+
+    def step(variables: Any, state: Any, tokens: jax.Array) -> Any:
+        model, optimizer = nnx.merge(graph, variables, state)
+
+        def of_model(model: Decoder) -> jax.Array:
+            return loss(nnx.as_pure(nnx.state(model, nnx.Param))["params"], tokens)
+
+        value, grads = nnx.value_and_grad(of_model, argnums=nnx.DiffState(0, wrt))(model)
+        optimizer.update(model, grads)
+        _, variables, state = nnx.split((model, optimizer), nnx.Param, ...)
+        return variables, state, value
+
+    return Case(name, step, lambda params: split(params)[1:])
+
+
+def with_fz(name: str, tx: Any, *, plain_gradient: bool = False) -> Case:
+    """``fz.freeze`` around the optimizer, on the full tree."""
+    value_and_grad = jax.value_and_grad(loss) if plain_gradient else fz.value_and_grad(loss, FROZEN)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = value_and_grad(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates), state, value
+
+    return Case(name, step, lambda params: (params, tx.init(params)))
+
+
+def with_fz_outside(name: str, tx: Any) -> Case:
+    """``fz.freeze`` inside wrappers that run on the trainable structure."""
+    case = with_fz(name, tx)
+    return case._replace(start=lambda params: (params, tx.init(fz.partition(params, FROZEN)[0])))
+
+
+def with_partition(name: str, tx: Any) -> Case:
+    """``fz.partition``: the step takes and returns the trainable part."""
+
+    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
+        updates, state = tx.update(grads, state, trainable)
+        return fz.apply_updates(trainable, updates), state, value
+
+    def start(params: Any) -> Any:
+        trainable, rest = fz.partition(params, FROZEN)
+        return trainable, tx.init(trainable), rest
+
+    return Case(name, step, start, full_tree=False)
+
+
+def cases(wrap: Callable[[Any], Any]) -> list[Case]:
+    """All compositions, with ``wrap`` outside of them; the first two are the optima."""
+    clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+    both = optax.chain(clip, adamw)
+    mask = fz.resolve(FROZEN, jax.eval_shape(init, jax.random.key(0)))
+
+    def partition(tx: Any) -> Any:
+        return optax.partition({"trainable": tx, "frozen": optax.set_to_zero()}, fz.labels(FROZEN))
+
+    return [
+        by_hand("by hand, returns what trains", wrap(both), full_tree=False),
+        by_hand("by hand, returns the donated tree", wrap(both), full_tree=True),
+        full_gradient("everything trains", wrap(both)),
+        full_gradient("optax.partition, clip outside", wrap(optax.chain(clip, partition(adamw)))),
+        full_gradient("optax.partition, clip inside", wrap(partition(both))),
+        full_gradient("chain(clip, adamw, optax.freeze)", wrap(optax.chain(both, optax.freeze(mask)))),
+        equinox("equinox.partition", wrap(both)),
+        nnx_wrt("nnx wrt=", wrap(both)),
+        with_fz("fz.freeze, jax.grad", fz.freeze(wrap(both), FROZEN), plain_gradient=True),
+        with_fz("fz.freeze, fz.value_and_grad", fz.freeze(wrap(both), FROZEN)),
+        with_fz_outside(
+            "  the same, clip outside", wrap(optax.chain(clip, fz.freeze(adamw, FROZEN, full_updates=False)))
+        ),
+        with_partition("fz.partition, fz.restrict", wrap(both)),
+    ]
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "clip_by_global_norm, adamw": lambda tx: tx,
+    "in MultiSteps(..., 4)": lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
+    "in apply_if_finite(..., 4)": lambda tx: optax.apply_if_finite(tx, 4),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-times", action="store_true", help="leave out what takes long: times on this device")
+    times = not parser.parse_args().no_times
+    chip = measure.tpu_sharding()
+    device = jax.devices()[0]
+    target = "one chip of TPU v5e" if chip else f"{device.device_kind} (without libtpu)"
+    console = Console(width=150)
+    table = Table(title=f"compiled for {target}; times on {device.device_kind}; (ratio to the optimum by hand)")
+    for column in ("", "state MB", "GFLOP", "MB accessed", "MB temporary", "MB output", "compile time", "step time"):
+        table.add_column(column, justify="right" if column else "left")
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCABULARY)
+    for title, wrap in WRAPPERS.items():
+        table.add_section()
+        table.add_row(f"[bold]{title}")
+        optima: list[list[float]] = []
+        for case in cases(wrap):
+            args = (*jax.eval_shape(case.start, shapes), tokens)
+            row = measure.figures(case.step, *measure.on(chip, args))
+            figures = [row.flops, row.accessed, float(row.temporary)]
+            if times:
+                seconds, compiled = measure.compile_seconds(case.step, *args)
+                start = jax.tree.map(jnp.copy, case.start(init(jax.random.key(0))))
+                figures += [seconds, measure.step_seconds(compiled, *start, tokens)]
+            if len(optima) < 2:
+                optima.append(figures)
+            best = optima[case.full_tree and len(optima) > 1]
+            ratios = [f"({mine / its:.2f})" for mine, its in zip(figures, best, strict=True)]
+            cells = [f"{figures[0] / 1e9:.1f}", f"{figures[1] / 1e6:.0f}", f"{figures[2] / 1e6:.2f}"]
+            compared = [f"{cell} {ratio}" for cell, ratio in zip(cells, ratios, strict=False)]
+            table.add_row(
+                case.name, f"{measure.nbytes(args[1]) / 1e6:.1f}", *compared, f"{row.output / 1e6:.1f}", *ratios[3:]
+            )
+            console.print(f"{title}: {case.name}", style="dim")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Every example runs, and says what it should."""
+
+import re
+import runpy
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example as a script and returns what it printed."""
+
+    def run_example(name, *args):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        monkeypatch.setenv("COLUMNS", "120")
+        runpy.run_path(f"examples/{name}.py", run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
+
+
+def row(output, name):
+    """The cells of a line of a printed table."""
+    line = next(line for line in output.splitlines() if name in line)
+    return [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()][1:]
+
+
+def test_finetune_digits(run, tmp_path):
+    output = run("finetune_digits", "--epochs", 4, "--picture", tmp_path / "curves.png")
+    before, after = (
+        [float(cell.rstrip("%")) for cell in row(output, f"accuracy {when}")] for when in ("before", "after")
+    )
+    assert min(after) > max(before) + 10
+    full, frozen = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
+    assert frozen == 4 + 2 * 4 * (28_106 - 23_296)
+    assert full == 4 + 2 * 4 * 28_106
+    full, frozen = (float(cell.split()[0]) for cell in row(output, "compiled step"))
+    assert frozen < 0.5 * full
+    moved, not_moved = row(output, "bits that moved")
+    assert not_moved == "0"
+    assert moved != "0"
+    assert row(output, "encoder/conv_0/kernel")[-1] == "frozen"
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_finetune_digits_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("finetune_digits", "--epochs", 0)
