@@ -127,7 +127,7 @@ class TestTrees:
             "value": {"kernel": False, "bias": False},
         }
         assert nnx.to_pure_dict(fz.resolve(fz.regex("value/.*"), state))["value"] == {"kernel": True, "bias": True}
-        assert fz.resolve("encoder/kernel", nnx.as_pure(state))["encoder"]["kernel"] is True
+        assert fz.resolve("encoder/kernel", nnx.to_pure_dict(state))["encoder"]["kernel"] is True
 
     def test_two_leaves_with_one_path(self):
         with pytest.raises(ValueError, match=r"same path\n  at: a/b"):

@@ -47,7 +47,8 @@ def figures(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (0, 1)
     """What the compiler says of ``fn``; a loop's body is counted once."""
     compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
-    assert cost and memory, "the compiler gives no figures"
+    assert cost, "the compiler gives no cost analysis"
+    assert memory, "the compiler gives no memory analysis"
     return Figures(
         cost["flops"],
         cost["bytes accessed"],
