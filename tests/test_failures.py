@@ -118,7 +118,9 @@ def test_13_momentum_moves_what_is_frozen_late(params, frozen):
     assert bits(new["head"]) != bits(params["head"])
 
 
-@pytest.mark.parametrize("inner", [optax.lars(0.1), optax.contrib.muon(0.1), optax.adafactor(0.1)], ids=str)
+@pytest.mark.parametrize(
+    "inner", [optax.lars(0.1), optax.contrib.muon(0.1), optax.adafactor(0.1)], ids=["lars", "muon", "adafactor"]
+)
 def test_14_frozen_gradients_change_the_trainable_step(inner):
     """Updates zeroed only after the chain: huge frozen gradients change the steps of LARS and Muon."""
     params = {"w": jnp.eye(4), "frozen": jnp.eye(4)}
