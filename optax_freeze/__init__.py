@@ -1,6 +1,9 @@
 """Say once which parameters are frozen, and every part of training obeys it."""
 
-# What is frozen.
+# What is frozen: leaves, and elements of a leaf.
+from optax_freeze._tree import Part as Part
+from optax_freeze._masks import elements as elements
+from optax_freeze._masks import rows as rows
 from optax_freeze._select import only as only
 from optax_freeze._select import path as path
 from optax_freeze._select import regex as regex
@@ -24,3 +27,7 @@ from optax_freeze._restrict import value_and_grad_from_state as value_and_grad_f
 # Any optimizer, on what trains.
 from optax_freeze._transform import freeze as freeze
 from optax_freeze._transform import masked_zero_updates as masked_zero_updates
+
+# What its state knows.
+from optax_freeze._state import replace_masks as replace_masks
+from optax_freeze._state import spec_of as spec_of

@@ -8,18 +8,8 @@ from optax_freeze._tree import message
 
 def regex(pattern: str) -> re.Pattern[str]:
     """A regular expression, to be matched against a whole path."""
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            message(
-                "no regular expression",
-                at=f"fz.regex({pattern!r})",
-                got=str(error),
-                expected="an expression that `re.compile` takes",
-                fix="for globs such as 'encoder/*', use fz.path(...)",
-            )
-        ) from error
+    fix = "for globs such as 'encoder/*', use fz.path(...)"
+    return _compile(pattern, "no regular expression", f"fz.regex({pattern!r})", fix)
 
 
 def glob(pattern: str) -> re.Pattern[str]:
@@ -30,7 +20,16 @@ def glob(pattern: str) -> re.Pattern[str]:
     if segments == ["**"]:
         return re.compile(".*", re.DOTALL)
     translated = ["(?:[^/]*/)*" if segment == "**" else _segment(segment, pattern) + "/" for segment in segments[:-1]]
-    return re.compile("".join(translated) + _segment(segments[-1], pattern) + "(?:/.*)?", re.DOTALL)
+    whole = "".join(translated) + _segment(segments[-1], pattern) + "(?:/.*)?"
+    return _compile(whole, "no pattern", f"fz.path({pattern!r})", "write ranges in ascending order: [0-7]")
+
+
+def _compile(expression: str, what: str, at: str, fix: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression, re.DOTALL if what == "no pattern" else 0)
+    except re.error as error:
+        expected = "an expression that `re.compile` takes" if what != "no pattern" else "a glob"
+        raise ValueError(message(what, at=at, got=error.msg, expected=expected, fix=fix)) from error
 
 
 def _segment(segment: str, pattern: str) -> str:
@@ -55,7 +54,7 @@ def _segment(segment: str, pattern: str) -> str:
         elif end > 0:
             chars, i = segment[i:end], end + 1
             negated = chars.startswith("!")
-            body = re.sub(r"([\\\[\]^&~|])", r"\\\1", chars[negated:])
+            body = re.sub(r"([\\\[\]^&~|])", r"\\\1", chars[negated:]).replace("--", r"-\-")
             out += f"(?!/)[{'^' if negated else ''}{body}]"
         else:
             out += re.escape(char)

@@ -12,8 +12,9 @@ import jax
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._resolve import Resolved, Spec, Tied, refuse_other_paths
-from optax_freeze._tree import PyTree, message
+from optax_freeze._masks import Answer, Dense, RowIndex
+from optax_freeze._resolve import Masks, Resolved, Spec, Tied
+from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 
 def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[PyTree, PyTree]:
@@ -53,13 +54,13 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
                 fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
             )
         )
-    return split(params, Resolved.of(frozen, params, tied=tied))
+    return split(params, *Resolved.of(frozen, params, tied=tied))
 
 
-def split(params: PyTree, spec: Resolved) -> tuple[PyTree, PyTree]:
+def split(params: PyTree, spec: Resolved, masks: Masks) -> tuple[PyTree, PyTree]:
     """:func:`partition` with a spec that is resolved already."""
     values, treedef = spec.align(params, "params")
-    return spec.take(values, treedef), spec.leave(values, treedef)
+    return tuple(jax.tree.unflatten(treedef, part(values, masks)) for part in (spec.take, spec.leave))
 
 
 def combine(trainable: PyTree, rest: PyTree) -> PyTree:
@@ -83,19 +84,26 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     left, treedef = _tree.flatten(trainable)
     right, other = _tree.flatten(rest)
     if treedef != other:
-        refuse_other_paths(_tree.paths(trainable), _tree.paths(rest), "combine's first argument")
+        _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two parts of one fz.partition")
+    whole = []
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
-        if not _tree.is_hole(a) and not _tree.is_hole(b):
+        if isinstance(b, Rest) and not _tree.is_hole(a):
+            whole.append(b.answer.put(b.array, a, b.mask))
+        elif _tree.is_hole(a) and not isinstance(b, Rest):
+            whole.append(b)
+        elif _tree.is_hole(b):
+            whole.append(a)
+        else:
             raise ValueError(
                 message(
-                    "both parts have a leaf",
+                    "what trains of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
                     at=_tree.paths(rest)[i],
-                    got="a leaf in `trainable` and a leaf in `rest`",
-                    expected="a hole (optax.MaskedNode) in one of them",
+                    got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
+                    expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
                     fix="pass the two parts of one fz.partition",
                 )
             )
-    return jax.tree.unflatten(treedef, [b if _tree.is_hole(a) else a for a, b in zip(left, right, strict=True)])
+    return jax.tree.unflatten(treedef, whole)
 
 
 def stop_gradient(params: PyTree, frozen: Spec) -> PyTree:
@@ -122,13 +130,17 @@ def stop_gradient(params: PyTree, frozen: Spec) -> PyTree:
       >>> float(grads["encoder"]), float(grads["head"])
       (0.0, 2.0)
     """
-    spec = Resolved.of(frozen, params, tied="ignore")
+    spec, masks = Resolved.of(frozen, params, tied="ignore")
     values, treedef = _tree.flatten(params)
-    stopped = [
-        jax.lax.stop_gradient(value) if frozen and leaf.dtype is not None else value
-        for value, leaf, frozen in zip(values, spec.leaves, spec.frozen, strict=True)
-    ]
+    stopped = [_stop(*leaf) for leaf in zip(values, spec.leaves, spec.answers, masks, strict=True)]
     return jax.tree.unflatten(treedef, stopped)
+
+
+def _stop(value: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
+    if answer is False or leaf.dtype is None or isinstance(value, Part):
+        return value
+    stopped = jax.lax.stop_gradient(value)
+    return stopped if answer is True else answer.choose(stopped, value, mask)
 
 
 def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -> PyTree:
@@ -155,23 +167,42 @@ def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -
     values, treedef = _tree.flatten(params)
     changes, other = _tree.flatten(updates)
     if treedef != other:
-        refuse_other_paths(_tree.paths(updates), _tree.paths(params), "updates")
-    still = [False] * len(values) if frozen is None else Resolved.of(frozen, params, tied="ignore").frozen
-    moving = [
-        i
-        for i, (value, change) in enumerate(zip(values, changes, strict=True))
-        if not (still[i] or _tree.is_hole(value) or _is_nothing(change))
-    ]
-    moved = optax.apply_updates([values[i] for i in moving], [changes[i] for i in moving])
-    return jax.tree.unflatten(treedef, _replace(values, moving, moved))
+        _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
+    if frozen is None:
+        answers, masks = [False] * len(values), [_tree.HOLE] * len(values)
+    else:
+        spec, masks = Resolved.of(frozen, params, tied="ignore")
+        answers = spec.answers
+    moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
+    return jax.tree.unflatten(treedef, moved)
+
+
+def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
+    if answer is True or _tree.is_hole(value) or _is_nothing(change):
+        return value
+    if isinstance(value, Part):
+        return jax.tree.map(optax.apply_updates, value, change)
+    if isinstance(change, Part):
+        if isinstance(change.index, RowIndex):
+            return change.index.add(value, change, mask)
+        if not isinstance(answer, Dense):
+            raise ValueError(
+                message(
+                    "a Part of single elements cannot be placed",
+                    at=f"a leaf of shape {value.shape}",
+                    got="a vector of elements, and no mask that says where they are",
+                    expected="`frozen` with the mask, as it is in the state",
+                    fix="fz.apply_updates(params, updates, fz.spec_of(state))",
+                )
+            )
+        return answer.add(value, change, mask)
+    moved = optax.apply_updates(value, change)
+    return moved if isinstance(answer, bool) else answer.choose(value, moved, mask)
 
 
 def _is_nothing(change: Any) -> bool:
     return _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
 
 
-def _replace(values: list[Any], places: list[int], new: Any) -> list[Any]:
-    values = list(values)
-    for i, value in zip(places, new, strict=True):
-        values[i] = value
-    return values
+def _kind(node: Any) -> str:
+    return "a hole" if _tree.is_hole(node) else "a Part" if isinstance(node, (Part, Rest)) else "a leaf"

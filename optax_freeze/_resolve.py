@@ -16,10 +16,12 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+import optax
 
 from optax_freeze import _tree
-from optax_freeze._select import Selector, as_bool, as_selector, ask_without_values, is_patterns
-from optax_freeze._tree import Leaf, PyTree, message
+from optax_freeze._masks import Answer, Elements, RowIndex, Rows, resolve_mask
+from optax_freeze._select import Choice, Selector, as_choice, as_selector, ask_without_values, is_patterns
+from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
 """Every form in which "what is frozen" may be said."""
@@ -35,12 +37,12 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
       params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; only paths, shapes and dtypes are looked at.
 
     Returns:
-      A tree of the structure of ``params`` with True (frozen) or False at every leaf. Whatever is no floating-point or
-      complex array is True, and so is a hole.
+      A tree of the structure of ``params`` with True (frozen), False or an element mask at every leaf. Whatever is no
+      floating-point or complex array is True, and so is a hole.
 
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
-        bools, or two leaves have the same path.
+        bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
       TypeError: if a function of the spec looks at values.
 
     Example:
@@ -49,7 +51,8 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
       >>> fz.resolve("kernel", params)
       {'bias': False, 'kernel': True, 'steps': True}
     """
-    return Resolved.of(frozen, params, tied="ignore").tree()
+    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    return jax.tree.unflatten(spec.treedef, spec.choices(masks))
 
 
 def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
@@ -63,7 +66,7 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
 
     Returns:
       A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at each frozen leaf or hole
-      and ``"trainable"`` at any other.
+      and ``"trainable"`` at any other: a leaf frozen in part trains.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -76,9 +79,13 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
     """
 
     def label_fn(params: PyTree) -> PyTree:
-        return Resolved.of(frozen, params, tied="ignore").labels()
+        return Resolved.of(frozen, params, tied="ignore")[0].labels()
 
     return label_fn
+
+
+Masks: TypeAlias = Sequence[Any]
+"""For each leaf the array of its dense mask, or a hole."""
 
 
 @jax.tree_util.register_static
@@ -87,16 +94,17 @@ class Resolved:
     """A spec that has met its parameters: one answer per leaf, and what is needed to recognise the leaves again.
 
     A pytree node without leaves, so that an optimizer state can carry it through jit, donation and a checkpoint. The
-    answer for a tree without leaves equals any other: ``optax.tree_map_params`` builds a state from a placeholder and
-    maps it together with the real one.
+    arrays of dense masks are kept beside it. The answer for a tree without leaves equals any other:
+    ``optax.tree_map_params`` builds a state from a placeholder and maps it together with the real one.
     """
 
     leaves: tuple[Leaf, ...]
-    frozen: tuple[bool, ...]
+    answers: tuple[Answer, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
+    variables: bool = False  # of NNX: `update` is given their values, in other containers
 
     @classmethod
-    def of(cls, frozen: Spec, params: PyTree, *, tied: Tied) -> "Resolved":
+    def of(cls, frozen: Spec, params: PyTree, *, tied: Tied) -> tuple["Resolved", Masks]:
         """Resolves ``frozen``; ``tied="error"`` refuses one array that is frozen at one path and trains at another."""
         if tied not in ("error", "ignore"):
             raise ValueError(
@@ -106,47 +114,64 @@ class Resolved:
             )
         values, treedef = _tree.flatten(params)
         leaves = _tree.leaves(params)
-        chosen = _choose(frozen, params, leaves) if leaves else []
-        answers = [not leaf.inexact or choice for leaf, choice in zip(leaves, chosen, strict=True)]
+        choices = _choose(frozen, params, leaves) if leaves else []
+        pairs = [
+            resolve_mask(choice, leaf) if leaf.inexact else (True, _tree.HOLE)
+            for choice, leaf in zip(choices, leaves, strict=True)
+        ]
+        answers, masks = tuple(answer for answer, _ in pairs), [mask for _, mask in pairs]
         if tied == "error":
-            _refuse_tied(values, leaves, answers)
-        return cls(tuple(leaves), tuple(answers), treedef)
+            _refuse_tied(values, leaves, [(answer, id(mask)) for answer, mask in pairs])
+        return cls(tuple(leaves), answers, treedef, _tree.has_variables(params)), masks
 
-    def tree(self) -> PyTree:
-        """True or False in the place of every leaf."""
-        return jax.tree.unflatten(self.treedef, self.frozen)
+    @property
+    def in_part(self) -> bool:
+        """Whether some leaf is frozen in part."""
+        return any(not isinstance(answer, bool) for answer in self.answers)
+
+    def choices(self, masks: Masks) -> list[Choice]:
+        """The answers as a spec says them."""
+        return [_as_choice(answer, mask) for answer, mask in zip(self.answers, masks, strict=True)]
 
     def labels(self, treedef: Any = None) -> PyTree:
         """``"frozen"`` or ``"trainable"`` in the place of every leaf."""
-        return jax.tree.unflatten(
-            self.treedef if treedef is None else treedef, ["frozen" if f else "trainable" for f in self.frozen]
-        )
+        labels = ["frozen" if answer is True else "trainable" for answer in self.answers]
+        return jax.tree.unflatten(self.treedef if treedef is None else treedef, labels)
 
     def align(self, tree: PyTree, name: str) -> tuple[list[Any], Any]:
         """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes."""
         values, treedef = _tree.flatten(tree)
         if self.treedef is None or treedef != self.treedef:
-            refuse_other_paths(_tree.paths(tree), [leaf.path for leaf in self.leaves], name)
-        for value, leaf, frozen in zip(values, self.leaves, self.frozen, strict=True):
-            if not frozen and _tree.is_hole(value):
-                raise ValueError(
-                    message(
-                        f"{name}: a leaf that trains is missing",
-                        at=leaf.path,
-                        got="a hole (optax.MaskedNode)",
-                        expected=f"an array of shape {leaf.shape}",
-                        fix="give the same `frozen` to the gradient and to the optimizer",
-                    )
-                )
+            fix = "pass the tree that belongs to the parameters given to `init`"
+            _tree.refuse_other_paths(_tree.paths(tree), [leaf.path for leaf in self.leaves], name, fix)
+            if self.treedef is not None and not self.variables:
+                _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(self.leaves))), name, fix)
+        for value, leaf, answer in zip(values, self.leaves, self.answers, strict=True):
+            if answer is not True:
+                _refuse_other_leaf(value, leaf, answer, name)
         return values, treedef
 
-    def take(self, values: Sequence[Any], treedef: Any) -> PyTree:
-        """The trainable part of a tree: holes in the place of what is frozen."""
-        return jax.tree.unflatten(treedef, [_tree.HOLE if f else v for v, f in zip(values, self.frozen, strict=True)])
+    def take(self, values: Sequence[Any], masks: Masks) -> list[Any]:
+        """The trainable part: holes in the place of what is frozen, a ``Part`` of what is frozen in part."""
+        return [
+            _tree.HOLE
+            if answer is True
+            else value
+            if answer is False or isinstance(value, Part)
+            else answer.take(value, mask)
+            for value, answer, mask in zip(values, self.answers, masks, strict=True)
+        ]
 
-    def leave(self, values: Sequence[Any], treedef: Any) -> PyTree:
-        """The frozen part of a tree: holes in the place of what trains."""
-        return jax.tree.unflatten(treedef, [v if f else _tree.HOLE for v, f in zip(values, self.frozen, strict=True)])
+    def leave(self, values: Sequence[Any], masks: Masks) -> list[Any]:
+        """The rest: holes in the place of what trains, the full leaf and its mask for what is frozen in part."""
+        return [
+            value
+            if answer is True
+            else _tree.HOLE
+            if answer is False or isinstance(value, Part)
+            else Rest(value, mask, answer)
+            for value, answer, mask in zip(values, self.answers, masks, strict=True)
+        ]
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -155,41 +180,53 @@ class Resolved:
             return NotImplemented
         if not self.leaves or not other.leaves:
             return True
-        return self.frozen == other.frozen and self.leaves == other.leaves
+        return self.answers == other.answers and self.leaves == other.leaves
 
     def __hash__(self) -> int:
         return hash(Resolved)
 
     def __reduce__(self) -> Any:
-        return Resolved, (self.leaves, self.frozen, None)
+        return Resolved, (self.leaves, self.answers, None, self.variables)
+
+
+def _as_choice(answer: Answer, mask: Any) -> Choice:
+    if isinstance(answer, bool):
+        return answer
+    return answer.source if isinstance(answer, RowIndex) else Elements(mask, answer.compact, answer.count)
+
+
+def _refuse_other_leaf(value: Any, leaf: Leaf, answer: Answer, name: str) -> None:
+    """Refuses what cannot be in the place of a leaf that trains, in whole or in part."""
+    what, got, expected = f"{name}: not what trains of the leaf", "", f"an array of shape {leaf.shape}"
+    if not isinstance(answer, bool):
+        expected += ", or the Part of it that trains"
+    if _tree.is_hole(value):
+        what, got = f"{name}: a leaf that trains is missing", "a hole (optax.MaskedNode)"
+    elif isinstance(value, Part):
+        if isinstance(answer, bool) or value.index != answer.part_index or value.shape != leaf.shape:
+            got = f"a Part of {value.index} of shape {value.shape}"
+    elif not isinstance(answer, bool) and getattr(value, "shape", leaf.shape) != leaf.shape:
+        got = f"an array of shape {value.shape}"
+    if got:
+        fix = "give the same `frozen` to the gradient and to the optimizer"
+        raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
 
 
 def register_with_flax() -> None:
-    """Teaches ``flax.serialization``, if Flax is loaded, to pass a :class:`Resolved` by."""
+    """Teaches ``flax.serialization``, if Flax is loaded, to pass a :class:`Resolved` by, and to store a ``Part``."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
         serialization.register_serialization_state(Resolved, lambda _: {}, lambda target, _: target, override=True)
-
-
-def refuse_other_paths(got: list[str], expected: list[str], name: str) -> None:
-    """A ``ValueError`` that names the first path at which two trees differ; nothing if they have the same paths."""
-    if got == expected:
-        return
-    missing = [p for p in expected if p not in set(got)]
-    unknown = [p for p in got if p not in set(expected)]
-    raise ValueError(
-        message(
-            f"{name}: another structure than the parameters'",
-            at=(missing + unknown)[0] if missing or unknown else got[0],
-            got=f"{len(got)} leaves" + (f", among them {unknown[:3]}, which the parameters lack" if unknown else ""),
-            expected=f"{len(expected)} leaves" + (f", among them {missing[:3]}" if missing else ""),
-            fix="pass the tree that belongs to the parameters given to `init`",
+        serialization.register_serialization_state(
+            Part,
+            lambda part: {"values": part.values},
+            lambda part, state: dataclasses.replace(part, values=state["values"]),
+            override=True,
         )
-    )
 
 
-def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[bool]:
-    """One bool per leaf, before what cannot train anyway is added."""
+def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
+    """One choice per leaf, before what cannot train anyway is added."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
     if isinstance(frozen, (str, Selector)) or is_patterns(frozen):
@@ -197,27 +234,37 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[bool]:
     if callable(frozen) and not isinstance(frozen, type(params)):  # an Equinox module is a tree that can be called
         function: Callable[[PyTree], PyTree] = frozen
         values, treedef = _tree.flatten(params)
-        structs = [leaf.struct if leaf.dtype else value for value, leaf in zip(values, leaves, strict=True)]
+        structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
         shapes = jax.tree.unflatten(treedef, structs)
-        frozen = ask_without_values(lambda: function(shapes), f"the function {function!r}", "frozen")
+        answer = ask_without_values(lambda: function(shapes), f"the function {function!r}", "frozen")
+        return _from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)
     return _from_prefix(frozen, params)
 
 
-def _from_prefix(prefix: PyTree, params: PyTree) -> list[bool]:
-    choices, treedef = _tree.flatten(prefix)
+def _from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
+    choices, treedef = jax.tree.flatten(prefix, is_leaf=_is_choice)
     try:
         subtrees = treedef.flatten_up_to(params)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(_no_fit(prefix, params)) from error
-    answers: list[bool] = []
-    for choice, at, subtree in zip(choices, _tree.paths(prefix), subtrees, strict=True):
+    answers: list[Choice] = []
+    for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
         both_holes = _tree.is_hole(choice) and _tree.is_hole(subtree)
-        answers += [True if both_holes else as_bool(choice, at)] * len(_tree.flatten(subtree)[0])
+        answers += [True if both_holes else as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
     return answers
 
 
+def _is_choice(node: Any) -> bool:
+    return isinstance(node, (Rows, Elements, Selector)) or _tree.is_hole(node)
+
+
+def _prefix_paths(prefix: PyTree) -> list[str]:
+    marked = jax.tree.map(lambda choice: True, prefix, is_leaf=_is_choice)
+    return _tree.paths(marked)
+
+
 def _no_fit(prefix: PyTree, params: PyTree) -> str:
-    covers, covered = _tree.paths(prefix), _tree.paths(params)
+    covers, covered = _prefix_paths(prefix), _tree.paths(params)
     bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
     loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
     if bare or loose:
@@ -225,12 +272,21 @@ def _no_fit(prefix: PyTree, params: PyTree) -> str:
         got = f"no entry for {bare[:3]}" if bare else f"an entry for {loose[:3]}, where the parameters have nothing"
     else:
         at, got = "", f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
+    fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
+    if isinstance(params, (str, Selector)):
+        fix = "swap the arguments: the parameters come first in fz.partition, second in fz.resolve"
+    elif isinstance(prefix, optax.GradientTransformation):
+        fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
+    elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
+        fix = "combine patterns and selectors by |: fz.path('a') | fz.where(fn)"
+    elif not covers:
+        fix = "nothing is named: for nothing frozen give False"
     return message(
-        "the tree of bools does not fit the parameters",
+        "`frozen` does not fit the parameters",
         at=at,
         got=got,
         expected=f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})",
-        fix="build it from the parameters: jax.tree.map(lambda leaf: ..., params)",
+        fix=fix,
     )
 
 
@@ -238,13 +294,13 @@ def _is_above(prefix: str, path: str) -> bool:
     return not prefix or path == prefix or path.startswith(prefix + "/")
 
 
-def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[bool]) -> None:
+def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[tuple[Answer, int]]) -> None:
     first: dict[int, int] = {}
     for i, value in enumerate(values):
         if leaves[i].inexact and _tree.is_concrete(value):
             j = first.setdefault(id(value), i)
             if answers[i] != answers[j]:
-                frozen, trains = (i, j) if answers[i] else (j, i)
+                frozen, trains = (j, i) if answers[j][0] is True or answers[i][0] is False else (i, j)
                 raise ValueError(
                     message(
                         "one array stands at two paths, of which one is frozen and the other is not",

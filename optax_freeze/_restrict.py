@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from optax_freeze._partition import combine, split
-from optax_freeze._resolve import Resolved, Spec
+from optax_freeze._resolve import Masks, Resolved, Spec
 from optax_freeze._tree import PyTree, message
 
 
@@ -37,7 +38,7 @@ def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
     """
 
     @functools.wraps(fun)
-    def restricted(trainable: PyTree, *args: Any, **kwargs: Any) -> Any:
+    def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         return fun(combine(trainable, rest), *args, **kwargs)
 
     return restricted
@@ -71,7 +72,17 @@ def value_and_grad(
       >>> float(value), grads
       (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
     """
-    if isinstance(argnums, bool) or not isinstance(argnums, int):
+    if not callable(fun):
+        raise TypeError(
+            message(
+                "a function is differentiated",
+                at="the first argument",
+                got=repr(fun),
+                expected="fz.value_and_grad(fun, frozen)",
+                fix="swap the arguments" if callable(frozen) else "pass the loss function first",
+            )
+        )
+    if isinstance(argnums, bool) or not isinstance(argnums, (int, np.integer)):
         raise ValueError(
             message(
                 "one argument can be differentiated with respect to",
@@ -95,7 +106,7 @@ def value_and_grad(
                 )
             )
         place = argnums % len(args)
-        trainable, rest = split(args[place], _something_trains(frozen, args[place]))
+        trainable, rest = split(args[place], *_something_trains(frozen, args[place]))
 
         def of_params(params: PyTree) -> Any:
             return fun(*args[:place], params, *args[place + 1 :], **kwargs)
@@ -170,16 +181,16 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
     """
 
     @functools.wraps(fun)
-    def value_and_grad_fn(params: PyTree, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        trainable, rest = split(params, _something_trains(frozen, params))
+    def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        trainable, rest = split(params, *_something_trains(frozen, params))
         return optax.value_and_grad_from_state(restrict(fun, rest))(trainable, *args, state=state, **kwargs)
 
     return value_and_grad_fn
 
 
-def _something_trains(frozen: Spec, params: PyTree) -> Resolved:
-    spec = Resolved.of(frozen, params, tied="ignore")
-    if all(spec.frozen):
+def _something_trains(frozen: Spec, params: PyTree) -> tuple[Resolved, Masks]:
+    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    if all(answer is True for answer in spec.answers):
         inexact = sum(leaf.inexact for leaf in spec.leaves)
         raise ValueError(
             message(
@@ -190,4 +201,4 @@ def _something_trains(frozen: Spec, params: PyTree) -> Resolved:
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )
         )
-    return spec
+    return spec, masks

@@ -7,22 +7,27 @@ pattern that matches no leaf is an error.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from optax_freeze import _glob, _tree
+from optax_freeze._masks import ElementMask, Elements, Rows, elements
 from optax_freeze._tree import Leaf, message
+
+Choice: TypeAlias = bool | ElementMask
+"""What a spec says of one leaf: True is frozen, False trains, an element mask freezes a part."""
 
 
 class Selector:
     """Chooses leaves by path, shape and dtype. Combine selectors with ``|``, ``&`` and ``~``."""
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
-        """True for each leaf that is selected."""
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        """For each leaf whether it is selected; rules may select a part of one."""
         raise NotImplementedError
 
     def __or__(self, other: "Selector | str") -> "Selector":
@@ -39,6 +44,17 @@ class Selector:
 
     def __invert__(self) -> "Selector":
         return _Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            message(
+                "a selector is neither true nor false",
+                at=repr(self),
+                got="`not`, `and`, `or` or `if` on a selector",
+                expected="~a, a & b, a | b",
+                fix="use ~, & and |",
+            )
+        )
 
 
 def path(*patterns: str) -> Selector:
@@ -140,11 +156,12 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
     return _Where(fn)
 
 
-def rules(rules: Mapping[Any, bool], *, default: bool = False) -> Selector:
+def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
     """Ordered rules: the first that matches a leaf says whether it is frozen.
 
     Args:
-      rules: a mapping from glob patterns or selectors to True (frozen) or False.
+      rules: a mapping from glob patterns or selectors to True (frozen), False or an element mask
+        (:func:`optax_freeze.rows`, :func:`optax_freeze.elements` or a boolean array).
       default: what holds for a leaf that no rule matches.
 
     Returns:
@@ -153,7 +170,7 @@ def rules(rules: Mapping[Any, bool], *, default: bool = False) -> Selector:
 
     Raises:
       TypeError: if ``rules`` is no mapping, or a key is neither a pattern nor a selector.
-      ValueError: if a value is no bool.
+      ValueError: if a value is neither a bool nor an element mask.
 
     Example:
       >>> import optax_freeze as fz
@@ -167,12 +184,12 @@ def rules(rules: Mapping[Any, bool], *, default: bool = False) -> Selector:
                 "fz.rules takes a mapping",
                 at="its first argument",
                 got=repr(rules),
-                expected="{pattern or selector: True or False}",
+                expected="{pattern or selector: True, False or an element mask}",
                 fix="for a list of patterns, use fz.path(*patterns)",
             )
         )
-    pairs = tuple((as_selector(key, "fz.rules"), as_bool(value, f"rule {key!r}")) for key, value in rules.items())
-    return _Rules(pairs, as_bool(default, "default"))
+    pairs = tuple((as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items())
+    return _Rules(pairs, as_choice(default, "default"))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -183,8 +200,8 @@ class _Patterns(Selector):
         for pattern in self.patterns:
             self._compile(pattern)
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
-        hits = [False] * len(leaves)
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        hits: list[Choice] = [False] * len(leaves)
         for pattern in self.patterns:
             matches = self._compile(pattern).fullmatch
             found = [i for i, leaf in enumerate(leaves) if matches(leaf.path)]
@@ -198,6 +215,7 @@ class _Patterns(Selector):
         raise NotImplementedError
 
 
+@jax.tree_util.register_static
 class _Path(_Patterns):
     def _compile(self, pattern: str) -> re.Pattern[str]:
         return _glob.glob(pattern)
@@ -206,6 +224,7 @@ class _Path(_Patterns):
         return f"fz.path({', '.join(map(repr, self.patterns))})"
 
 
+@jax.tree_util.register_static
 class _Regex(_Patterns):
     def _compile(self, pattern: str) -> re.Pattern[str]:
         return _glob.regex(pattern)
@@ -214,11 +233,12 @@ class _Regex(_Patterns):
         return f"fz.regex({', '.join(map(repr, self.patterns))})"
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Where(Selector):
     fn: Callable[[str, jax.ShapeDtypeStruct], bool]
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         return [leaf.dtype is not None and self._ask(leaf) for leaf in leaves]
 
     def _ask(self, leaf: Leaf) -> bool:
@@ -239,37 +259,40 @@ class _Where(Selector):
         return f"fz.where({getattr(self.fn, '__qualname__', repr(self.fn))})"
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Or(Selector):
     left: Selector
     right: Selector
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
-        return [a or b for a, b in zip(self.left.select(leaves), self.right.select(leaves), strict=True)]
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return _combine(self, leaves, winner=True)
 
     def __repr__(self) -> str:
         return f"{_operand(self.left, _Or)} | {_operand(self.right)}"
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, repr=False)
 class _And(Selector):
     left: Selector
     right: Selector
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
-        return [a and b for a, b in zip(self.left.select(leaves), self.right.select(leaves), strict=True)]
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return _combine(self, leaves, winner=False)
 
     def __repr__(self) -> str:
         return f"{_operand(self.left, _And)} & {_operand(self.right)}"
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["spelled_only"])
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Not(Selector):
     operand: Selector
     spelled_only: bool = dataclasses.field(default=False, compare=False)
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
-        return [not chosen for chosen in self.operand.select(leaves)]
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
 
     def __repr__(self) -> str:
         if self.spelled_only:
@@ -277,13 +300,24 @@ class _Not(Selector):
         return f"~{_operand(self.operand)}"
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Rules(Selector):
-    pairs: tuple[tuple[Selector, bool], ...]
-    default: bool
+    pairs: tuple[tuple[Selector, Choice], ...]
+    default: Choice
 
-    def select(self, leaves: Sequence[Leaf]) -> list[bool]:
-        answers: list[bool | None] = [None] * len(leaves)
+    def tree_flatten(self) -> tuple[Any, Any]:
+        values, static = _dense_apart([*(value for _, value in self.pairs), self.default])
+        return (tuple(selector for selector, _ in self.pairs), values), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "_Rules":
+        selectors, values = children
+        *choices, default = _dense_back(values, static)
+        return cls(tuple(zip(selectors, choices, strict=True)), default)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        answers: list[Choice | None] = [None] * len(leaves)
         for selector, value in self.pairs:
             selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
             free = [i for i in selected if answers[i] is None]
@@ -302,8 +336,44 @@ class _Rules(Selector):
         return [self.default if answer is None else answer for answer in answers]
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"{_key(selector)}: {value}" for selector, value in self.pairs)
+        pairs = ", ".join(f"{_key(selector)}: {value!r}" for selector, value in self.pairs)
         return f"fz.rules({{{pairs}}}{', default=True' if self.default else ''})"
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Known(Selector):
+    """The choices of a spec that is resolved already, by path."""
+
+    paths: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        fix = "use the spec of the state that belongs to these parameters"
+        _tree.refuse_other_paths([leaf.path for leaf in leaves], self.paths, repr(self), fix)
+        return list(self.choices)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        values, static = _dense_apart(self.choices)
+        return values, (self.paths, static)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "Known":
+        return cls(static[0], tuple(_dense_back(children, static[1])))
+
+    def __repr__(self) -> str:
+        return f"fz.spec_of(<state of {len(self.paths)} leaves>)"
+
+
+def _dense_apart(choices: Sequence[Choice]) -> tuple[tuple[Elements, ...], tuple[Any, ...]]:
+    """Dense masks, whose arrays are leaves of a pytree, and everything else, which is static."""
+    values = tuple(choice for choice in choices if isinstance(choice, Elements))
+    return values, tuple(None if isinstance(choice, Elements) else choice for choice in choices)
+
+
+def _dense_back(values: Sequence[Elements], static: Sequence[Any]) -> list[Choice]:
+    remaining = iter(values)
+    return [next(remaining) if choice is None else choice for choice in static]
 
 
 def _operand(selector: Selector, same: type | None = None) -> str:
@@ -341,17 +411,52 @@ def is_patterns(value: Any) -> bool:
     return type(value) in (list, tuple) and bool(value) and all(isinstance(item, str) for item in value)
 
 
-def as_bool(value: Any, at: str) -> bool:
-    """A bool as it is; a ``ValueError`` for anything else."""
+def as_choice(value: Any, at: str) -> Choice:
+    """A bool or an element mask as it is, a boolean array as one; a ``ValueError`` for anything else."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    kind = "an array" if _tree.is_array(value) else f"a {type(value).__name__}"
-    fix = "True is frozen, False trains"
+    if isinstance(value, (Rows, Elements)):
+        return value
+    name = type(value).__name__
+    kind = f"an array of {value.dtype}" if _tree.is_array(value) else f"a{'n' * (name[0] in 'aeiou')} {name}"
+    if _tree.is_array(value) and value.dtype == np.bool_:
+        return elements(value)
+    fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
     if isinstance(value, (str, Selector)):
-        fix = "give patterns and selectors alone, or as fz.rules({pattern: True}), not inside a tree of bools"
+        kind = kind if isinstance(value, str) else "a selector"
+        fix = "a tree holds neither labels nor patterns: fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
+    elif isinstance(value, (set, frozenset)):
+        fix = "unpack it: fz.path(*patterns)"
     raise ValueError(
-        message(f"{kind} where a bool belongs", at=at, got=repr(value), expected="True (frozen) or False", fix=fix)
+        message(
+            f"{kind} where a bool belongs",
+            at=at,
+            got=repr(value),
+            expected="True (frozen), False, an element mask or a boolean array",
+            fix=fix,
+        )
     )
+
+
+def _combine(selector: "_Or | _And", leaves: Sequence[Leaf], *, winner: bool) -> list[Choice]:
+    """Or (True wins) and and (False wins) of two selectors; one of two element masks at a leaf cannot win."""
+    choices: list[Choice] = []
+    for a, b, leaf in zip(selector.left.select(leaves), selector.right.select(leaves), leaves, strict=True):
+        if a is winner or b is (not winner):
+            choices.append(a)
+        elif b is winner or a is (not winner):
+            choices.append(b)
+        else:
+            raise ValueError(
+                message(
+                    f"{selector!r}: two element masks at one leaf",
+                    at=leaf.path,
+                    got=f"{a!r} and {b!r}",
+                    expected="at most one element mask for a leaf",
+                    fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
+                )
+            )
+    return choices
 
 
 def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:

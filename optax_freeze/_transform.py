@@ -5,6 +5,9 @@ come after it) or too late (moments are held, and frozen gradients reach norms a
 around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +16,18 @@ import numpy as np
 import optax
 
 from optax_freeze import _tree
+from optax_freeze._masks import Answer
 from optax_freeze._partition import split
-from optax_freeze._resolve import Resolved, Spec, Tied, register_with_flax
+from optax_freeze._resolve import Masks, Resolved, Spec, Tied, register_with_flax
 from optax_freeze._restrict import restrict
-from optax_freeze._tree import Leaf, PyTree, message
+from optax_freeze._tree import Leaf, Part, PyTree, message
 
 
 class MaskedZeroUpdatesState(NamedTuple):
-    """State of :func:`masked_zero_updates`: the resolved spec, a node without leaves."""
+    """State of :func:`masked_zero_updates`: the resolved spec, a node without leaves, and its dense masks."""
 
     spec: Resolved
+    masks: PyTree
 
 
 def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.GradientTransformationExtraArgs:
@@ -51,26 +56,33 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
     """
 
     def init_fn(params: PyTree) -> PyTree:
-        return MaskedZeroUpdatesState(_resolve(frozen, params, tied))
+        return MaskedZeroUpdatesState(*_resolve(frozen, params, tied))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        del params, extra_args
-        values, treedef = state.spec.align(updates, "updates")
+        del extra_args
+        spec = _spec_of(state, MaskedZeroUpdatesState, frozen, params, updates)
+        values, treedef = spec.align(updates, "updates")
         zeroed = [
-            _zero(leaf, value) if frozen and not _tree.is_hole(value) else value
-            for value, leaf, frozen in zip(values, state.spec.leaves, state.spec.frozen, strict=True)
+            value if _tree.is_hole(value) or isinstance(value, Part) else _still(answer, mask, leaf, value)
+            for value, leaf, answer, mask in zip(
+                values, spec.leaves, spec.answers, masks_of(state._replace(spec=spec)), strict=True
+            )
         ]
-        return jax.tree.unflatten(treedef, zeroed), state
+        return jax.tree.unflatten(treedef, zeroed), state._replace(spec=spec)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 class FreezeState(NamedTuple):
-    """State of :func:`freeze`: the resolved spec, a node without leaves, and the state of ``optax.multi_transform``."""
+    """State of :func:`freeze`: the resolved spec, a node without leaves, its dense masks, and the optimizer's state.
+
+    The last is that of ``optax.multi_transform`` around the optimizer.
+    """
 
     spec: Resolved
+    masks: PyTree
     inner_state: optax.OptState
 
 
@@ -124,46 +136,81 @@ def freeze(
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        spec = _resolve(frozen, params, tied)
-        return FreezeState(spec, transform(spec.labels()).init(params))
+        spec, masks = _resolve(frozen, params, tied)
+        state = FreezeState(spec, masks, ())
+        values, treedef = _tree.flatten(params)
+        trainable = jax.tree.unflatten(treedef, spec.take(values, masks_of(state)))
+        return state._replace(inner_state=transform(spec.labels(treedef)).init(trainable))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        spec: Resolved = state.spec
+        spec = _spec_of(state, FreezeState, frozen, params, updates)
+        state = state._replace(spec=spec)
+        masks = masks_of(state)
         values, treedef = spec.align(updates, "updates")
-        olds = [None] * len(values) if params is None else spec.align(params, "params")[0]
-        extra_args = _without_frozen(extra_args, spec, treedef, params)
+        extra_args = _without_frozen(extra_args, spec, masks, treedef, params)
+        trainable, olds = None, [None] * len(values)
+        if params is not None:
+            olds, params_treedef = spec.align(params, "params")
+            trainable = jax.tree.unflatten(params_treedef, spec.take(olds, masks))
         tx = transform(spec.labels(treedef))
+        inner_state = _with_parts(state.inner_state, spec, tx, trainable)
         try:
-            updates, inner_state = tx.update(updates, state.inner_state, params, **extra_args)
+            updates, inner_state = tx.update(
+                jax.tree.unflatten(treedef, spec.take(values, masks)), inner_state, trainable, **extra_args
+            )
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
                 raise
-            raise ValueError(
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
                 message(
-                    f"the optimizer inside fz.freeze failed without parameters: {error}",
-                    at="the third argument of update",
+                    f"the optimizer inside fz.freeze failed, and was given no parameters: {error}",
+                    at="update",
                     got="params=None",
                     expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
-                    fix="tx.update(grads, state, params)",
+                    fix="if so, tx.update(grads, state, params)",
                 )
             ) from error
-        new = _tree.flatten(updates)[0]
-        if full_updates:
-            new = [
-                _zero(leaf, value, old) if frozen else u
-                for u, value, old, leaf, frozen in zip(new, values, olds, spec.leaves, spec.frozen, strict=True)
-            ]
-            return jax.tree.unflatten(treedef, new), FreezeState(spec, inner_state)
-        return spec.take(new, treedef), FreezeState(spec, inner_state)
+        new = [
+            _finish(full_updates, *leaf)
+            for leaf in zip(_tree.flatten(updates)[0], values, olds, spec.leaves, spec.answers, masks, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, new), state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _resolve(frozen: Spec, params: PyTree, tied: Tied) -> Resolved:
+def _spec_of(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree) -> Resolved:
+    """The spec of a state; resolved again if it went through ``optax.tree_map_params``, which drops what is static."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            message(
+                "the state of another transformation",
+                at="the second argument of update",
+                got=type(state).__name__,
+                expected=f"{kind.__name__}, from the init of this transformation",
+                fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
+            )
+        )
+    if state.spec.leaves:
+        return state.spec
+    return Resolved.of(frozen, updates if params is None else params, tied="ignore")[0]
+
+
+def masks_of(state: Any) -> list[Any]:
+    """For each leaf the array of its dense mask or a hole; a state without dense masks holds none."""
+    return _tree.flatten(state.masks)[0] or [_tree.HOLE] * len(state.spec.leaves)
+
+
+def _resolve(frozen: Spec, params: PyTree, tied: Tied) -> tuple[Resolved, PyTree]:
+    """The resolved spec and copies of its dense masks: a tree like the parameters, empty if there are none."""
     register_with_flax()
-    return Resolved.of(frozen, params, tied=tied)
+    spec, masks = Resolved.of(frozen, params, tied=tied)
+    copies = [mask if _tree.is_hole(mask) else jnp.array(mask) for mask in masks]
+    # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
+    dense = any(map(_tree.is_array, copies if copies else jax.tree.leaves(frozen)))
+    return spec, jax.tree.unflatten(spec.treedef, copies) if dense else ()
 
 
 def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
@@ -189,33 +236,92 @@ def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
     raise TypeError(message(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix))
 
 
-def _without_frozen(extra_args: dict[str, Any], spec: Resolved, treedef: Any, params: PyTree | None) -> dict[str, Any]:
+def _without_frozen(
+    extra_args: dict[str, Any], spec: Resolved, masks: Masks, treedef: Any, params: PyTree | None
+) -> dict[str, Any]:
     """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
-    taken = {}
-    for name, value in extra_args.items():
-        if name == "value_fn" and callable(value) and params is not None:
-            taken[name] = restrict(value, split(params, spec)[1])
-        else:
-            values, structure = _tree.flatten(value)
-            taken[name] = spec.take(values, structure) if structure == treedef else value
-    return taken
+
+    def take(tree: PyTree) -> PyTree:
+        values, structure = _tree.flatten(tree)
+        lone = len(values) == 1 and jnp.shape(values[0]) != spec.leaves[0].shape  # a scalar beside a lone leaf
+        return tree if structure != treedef or lone else jax.tree.unflatten(treedef, spec.take(values, masks))
+
+    if params is not None and any(callable(extra_args.get(name)) for name in _OF_PARAMS):
+        rest = split(params, spec, masks)[1]
+        for name in _OF_PARAMS:
+            if callable(extra_args.get(name)):
+                fun = restrict(extra_args[name], rest)
+                extra_args = {**extra_args, name: _taking(fun, take) if name == "grad_fn" else fun}
+    return {name: value if name in _OF_PARAMS else take(value) for name, value in extra_args.items()}
+
+
+_OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
+"""Extra arguments that Optax's transformations call with the parameters."""
+
+
+def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
+    @functools.wraps(fun)
+    def taking(*args: Any, **kwargs: Any) -> PyTree:
+        return take(fun(*args, **kwargs))
+
+    return taking
+
+
+def _with_parts(inner_state: Any, spec: Resolved, tx: optax.GradientTransformation, trainable: PyTree | None) -> Any:
+    """The state with its ``Part`` nodes: ``nnx.Optimizer`` hands each back as an ``nnx.State``."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or trainable is None or not spec.in_part:
+        return inner_state
+    if not any(
+        isinstance(node, nnx.State) for node in jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, nnx.State))
+    ):
+        return inner_state
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, trainable)), jax.tree.leaves(inner_state))
+
+
+def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
+    """The update of one leaf, from what ``inner`` made of it."""
+    if answer is False:
+        return new
+    if answer is True:
+        return _zero(leaf, update, param) if full_updates else _tree.HOLE
+    if not isinstance(new, Part):
+        return _still(answer, mask, leaf, new)
+    if not full_updates or isinstance(param, Part):
+        return new
+    return answer.put(jnp.full(leaf.shape or (), _negative_zero(new.dtype), new.dtype), new, mask)
+
+
+def _still(answer: Answer, mask: Any, leaf: Leaf, update: Any) -> Any:
+    """A full update with zeros at what is frozen."""
+    if isinstance(answer, bool):
+        return _zero(leaf, update) if answer else update
+    return answer.choose(_negative_zero(update.dtype), update, mask)
 
 
 def _zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
-    """The update that changes no bit of a leaf: -0.0, or the integer 0, in the update's shape and, if it can, dtype.
+    """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
     A hole where there is no such zero: for PRNG keys, objects and dtypes without a zero.
     """
-    is_float0 = getattr(update, "dtype", None) == jax.dtypes.float0
-    like: Any = next((x for x in (update, param) if _tree.is_array(x) and not (x is update and is_float0)), leaf)
+    numbers = [x for x in (update, param) if isinstance(x, (int, float, complex))]
+    if numbers:
+        return type(numbers[0])(-0.0)
+    like: Any = next((x for x in (param, update) if _tree.is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return _tree.HOLE
-    dtype = like.dtype if _adds_exactly(dtype, like.dtype) else dtype
-    zero = np.asarray(complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0).astype(dtype)
+    if _tree.is_array(update) and _adds_exactly(dtype, update.dtype):
+        dtype = update.dtype
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    zero = _negative_zero(dtype)
     if zero != 0:
         return _tree.HOLE
     return jnp.full(leaf.shape or (), zero, dtype) if like is leaf else jnp.full_like(like, zero, dtype)
+
+
+def _negative_zero(dtype: Any) -> Any:
+    return np.asarray(complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0).astype(dtype)
 
 
 def _adds_exactly(param: Any, update: Any) -> bool:

@@ -5,6 +5,8 @@ Patterns, error messages and tables all name a leaf by the same path, and every 
 Optax, for comparison, walks past its own holes: they are nodes without children there.
 """
 
+import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +22,46 @@ PyTree: TypeAlias = Any
 
 HOLE = optax.MaskedNode()
 """The place of a leaf that was taken out: a node without leaves, which every Optax transformation skips."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["index", "shape"])
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What trains of a leaf that is frozen in part: a pytree node whose one child is an array.
+
+    A bare array of a few rows would broadcast silently against the full leaf; a ``Part`` lines up with nothing but a
+    ``Part`` of the same rows. Optax's transformations map over it as over any node.
+
+    Attributes:
+      values: the trainable rows, of the leaf's shape but for the axis of the rows; or the trainable elements, a vector.
+      index: which rows they are, or how many elements; static.
+      shape: the shape of the full leaf; static.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> trainable, _ = fz.partition({"embed": jnp.zeros((5, 2))}, {"embed": fz.rows(slice(0, 3))})
+      >>> trainable["embed"].values.shape, trainable["embed"].shape
+      ((2, 2), (5, 2))
+    """
+
+    values: Any
+    index: Any = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the leaf."""
+        return self.values.dtype
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "mask"], meta_fields=["answer"])
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """The other part of such a leaf: the full array, which is read where it lies, and what is frozen of it."""
+
+    array: Any
+    mask: Any
+    answer: Any
 
 
 class Leaf(NamedTuple):
@@ -41,7 +83,23 @@ class Leaf(NamedTuple):
     def struct(self) -> jax.ShapeDtypeStruct:
         """The leaf without its values; only for arrays."""
         assert self.shape is not None
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return _Struct(self.shape, self.dtype)
+
+
+class _Struct(jax.ShapeDtypeStruct):
+    """A shape that refuses to be taken for its values, instead of being true, or equal to nothing."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a jax.ShapeDtypeStruct has no values")
+
+    __bool__ = __array__ = __float__ = __int__ = _refuse
+
+    def __eq__(self, other: object) -> bool:
+        if other is None or isinstance(other, jax.ShapeDtypeStruct):
+            return super().__eq__(other)
+        return self._refuse()
+
+    __hash__ = jax.ShapeDtypeStruct.__hash__
 
 
 def is_hole(node: Any) -> bool:
@@ -49,9 +107,17 @@ def is_hole(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
+def is_leaf(node: Any) -> bool:
+    """Whether ``node`` stands in the place of one leaf of the parameters: a hole, a ``Part`` or a ``Rest``."""
+    return isinstance(node, (optax.MaskedNode, Part, Rest))
+
+
 def is_array(leaf: Any) -> bool:
-    """Whether ``leaf`` has a shape and a dtype: an array, a tracer, a NumPy scalar or a ``jax.ShapeDtypeStruct``."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    """Whether ``leaf`` has a shape and a dtype of JAX: an array, a tracer, a NumPy scalar or a shape of one."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return False
+    kinds = (np.number, np.bool_, jax.dtypes.extended)
+    return leaf.dtype == jax.dtypes.float0 or any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
 def is_concrete(leaf: Any) -> bool:
@@ -60,13 +126,13 @@ def is_concrete(leaf: Any) -> bool:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """``jax.tree.flatten``, in which a hole is a leaf."""
-    return jax.tree.flatten(tree, is_leaf=is_hole)
+    """``jax.tree.flatten``, in which a hole is a leaf, and so is what stands for a leaf frozen in part."""
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def paths(tree: PyTree) -> list[str]:
     """The path of each leaf and hole, in order; the ``value`` segment of an NNX variable is left out."""
-    keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]]
+    keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
     variables = _nnx_variables(tree, keys)
     if variables:
         keys = [_without_value(key, variables) for key in keys]
@@ -84,9 +150,10 @@ def leaves(tree: PyTree) -> list[Leaf]:
     Raises:
       ValueError: if two leaves have the same path (a key that holds a ``/`` reads as several segments).
     """
+    values = (node.array if isinstance(node, Rest) else node for node in flatten(tree)[0])
     described = [
-        Leaf(path, tuple(leaf.shape), leaf.dtype) if is_array(leaf) else Leaf(path)
-        for path, leaf in zip(paths(tree), flatten(tree)[0], strict=True)
+        Leaf(path, tuple(value.shape), value.dtype) if is_array(value) else Leaf(path)
+        for path, value in zip(paths(tree), values, strict=True)
     ]
     seen: set[str] = set()
     for path, _, _ in described:
@@ -104,6 +171,51 @@ def leaves(tree: PyTree) -> list[Leaf]:
     return described
 
 
+def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> None:
+    """A ``ValueError`` that names the first path at which two trees differ.
+
+    Trees of NNX variables and of their values have the same paths, and pass.
+    """
+    got, expected = paths(tree), paths(like)
+    if got == expected and (has_variables(tree) or has_variables(like)):
+        return
+    refuse_other_paths(got, expected, name, fix)
+    raise ValueError(
+        message(
+            f"{name}: the same paths in other containers",
+            at=got[0] if got else "",
+            got=str(jax.tree.structure(tree))[:200],
+            expected=str(jax.tree.structure(like))[:200],
+            fix=fix,
+        )
+    )
+
+
+def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, fix: str) -> None:
+    """A ``ValueError`` that names the first path by which two lists differ, and their order if that is all."""
+    if list(got) == list(expected):
+        return
+    in_got, in_expected = set(got), set(expected)
+    missing = [path for path in expected if path not in in_got]
+    unknown = [path for path in got if path not in in_expected]
+    also = f", among them {missing[:3]}" if missing else f": {list(expected[:3])}"
+    raise ValueError(
+        message(
+            f"{name}: another structure" if missing or unknown else f"{name}: the same paths in another order",
+            at=[*missing, *unknown, *got][0],
+            got=f"{len(got)} leaves" + (f", among them {unknown[:3]}, which do not belong" if unknown else ""),
+            expected=f"{len(expected)} leaves{also}",
+            fix=fix,
+        )
+    )
+
+
+def has_variables(tree: PyTree) -> bool:
+    """Whether there are NNX variables in a tree."""
+    keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+    return bool(_nnx_variables(tree, keys))
+
+
 def _nnx_variables(tree: PyTree, keys: list[Any]) -> set[Any]:
     """The key paths of NNX variables in ``tree``, found without importing Flax."""
     nnx = sys.modules.get("flax.nnx")
@@ -111,7 +223,7 @@ def _nnx_variables(tree: PyTree, keys: list[Any]) -> set[Any]:
     if nnx is None or not any(value in key for key in keys):
         return set()
     variable = getattr(nnx, "Variable", ())
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, variable) or is_hole(x))[0]
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, variable) or is_leaf(x))[0]
     return {key for key, node in found if isinstance(node, variable)}
 
 

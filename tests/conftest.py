@@ -1,5 +1,9 @@
 """Shared fixtures: awkward leaves, and each test's update run eagerly and jitted."""
 
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
 import jax
 import jax.numpy as jnp
 import numpy as np

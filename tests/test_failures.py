@@ -171,7 +171,7 @@ def test_18_labels_of_mixed_types(params):
     """Labels of mixed types: the error path itself raises `'<' not supported`."""
     with pytest.raises(ValueError, match=r"a str where a bool belongs\n  at: head"):
         fz.freeze(optax.sgd(1.0), {"encoder": 1 == 1, "head": "trainable"}).init(params)
-    with pytest.raises(ValueError, match=r"a int where a bool belongs\n  at: encoder"):
+    with pytest.raises(ValueError, match=r"an int where a bool belongs\n  at: encoder"):
         fz.freeze(optax.sgd(1.0), {"encoder": 1, "head": "trainable"}).init(params)
 
 

@@ -12,7 +12,7 @@ import pytest
 import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
-ROOMS = ["_tree", "_glob", "_select", "_resolve", "_partition", "_restrict", "_transform"]
+ROOMS = ["_tree", "_masks", "_glob", "_select", "_resolve", "_partition", "_restrict", "_transform", "_state"]
 PUBLIC = [name for name in vars(fz) if not name.startswith("_")]
 
 
@@ -48,7 +48,8 @@ def test_every_public_name_is_documented(name):
     assert re.search(rf"optax_freeze\.{name}$", page, re.MULTILINE)
     doc = inspect.getdoc(function)
     assert doc is not None
-    for section in ("Args:", "Returns:", "Example:\n  >>> "):
+    for section in ("Attributes:",) if inspect.isclass(function) else ("Args:", "Returns:"):
         assert section in doc
+    assert "Example:\n  >>> " in doc
     parameters = inspect.signature(function).parameters
     assert all(re.search(rf"^  \*?{parameter}: ", doc, re.MULTILINE) for parameter in parameters)

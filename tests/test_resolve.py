@@ -57,6 +57,7 @@ class TestForms:
         assert fz.resolve(spec, other) == fz.resolve(True, other)
         assert fz.resolve(lambda shapes: {"encoder": True, "head": False}, other)["encoder"]["bias"] is True
         assert fz.resolve(lambda shapes: True, other) == fz.resolve(True, other)
+        assert fz.resolve(lambda shapes: fz.path("encoder"), other) == fz.resolve("encoder", other)
 
     def test_shape_structs_are_enough(self, other):
         shapes = jax.eval_shape(lambda: other)
@@ -163,6 +164,9 @@ class TestWhatCannotTrain:
             3,
             0.5,
             jax.ShapeDtypeStruct((2,), jnp.uint32),
+            np.array([None, "x"]),
+            np.array(["x"]),
+            np.zeros(2, [("a", np.float32)]),
         ],
         ids=lambda leaf: type(leaf).__name__,
     )
@@ -205,7 +209,7 @@ class TestRefusals:
             fz.resolve({"encoder": True, "head": leaf}, other)
 
     def test_a_number_is_no_spec(self, other):
-        with pytest.raises(ValueError, match="a int where a bool belongs"):
+        with pytest.raises(ValueError, match="an int where a bool belongs"):
             fz.resolve(1, other)
 
     def test_a_hole_in_the_spec_where_there_is_a_leaf(self, other):
@@ -219,6 +223,26 @@ class TestRefusals:
     def test_a_callable_that_returns_labels(self, other):
         with pytest.raises(ValueError, match="a str where a bool belongs"):
             fz.resolve(lambda params: jax.tree.map(lambda leaf: "frozen", params), other)
+
+    @pytest.mark.parametrize(
+        ("spec", "fix"),
+        [
+            (["encoder", fz.path("head")], r"combine patterns and selectors by \|"),
+            ([fz.path("encoder")], r"combine patterns and selectors by \|"),
+            ([], "nothing is named"),
+            (None, "nothing is named"),
+            (optax.sgd(1.0), "an optimizer says nothing"),
+            ({"encoder"}, r"unpack it: fz\.path"),
+        ],
+        ids=["strings and selectors", "selectors", "empty list", "none", "optimizer", "set"],
+    )
+    def test_the_error_says_what_was_meant(self, other, spec, fix):
+        with pytest.raises(ValueError, match=fix):
+            fz.resolve(spec, other)
+
+    def test_swapped_arguments(self, other):
+        with pytest.raises(ValueError, match="swap the arguments"):
+            fz.partition("encoder", other)
 
     def test_errors_have_four_parts(self, other):
         with pytest.raises(ValueError, match="matches no leaf") as error:
@@ -275,12 +299,12 @@ class TestTied:
 
 class TestResolved:
     def test_is_a_static_node_compared_by_value(self, other):
-        a, b = (Resolved.of(spec, other, tied="error") for spec in ("encoder", {"encoder": True, "head": False}))
+        a, b = (Resolved.of(spec, other, tied="error")[0] for spec in ("encoder", {"encoder": True, "head": False}))
         assert jax.tree.leaves(a) == []
         assert a == b
         assert hash(a) == hash(b)
-        assert a != Resolved.of("head", other, tied="error")
-        assert a != Resolved.of("encoder", {**other, "head": jnp.ones(3)}, tied="error")
+        assert a != Resolved.of("head", other, tied="error")[0]
+        assert a != Resolved.of("encoder", {**other, "head": jnp.ones(3)}, tied="error")[0]
         assert a != "encoder"
 
     def test_one_compilation_for_equal_specs(self, other):

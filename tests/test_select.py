@@ -103,6 +103,11 @@ class TestPath:
         with pytest.raises(ValueError, match=r"whole segments(.|\n)*'encoder\*'"):
             fz.path("encoder**")
 
+    @pytest.mark.parametrize("pattern", ["layer_[7-0]", "[a--b]"])
+    def test_a_range_the_wrong_way_round(self, pattern):
+        with pytest.raises(ValueError, match=r"no pattern\n  at: fz\.path"):
+            fz.path(pattern)
+
     def test_takes_strings(self):
         with pytest.raises(TypeError, match="takes strings"):
             fz.path(["encoder"])
@@ -148,11 +153,12 @@ class TestWhere:
         seen = []
 
         def is_bias(path, leaf):
-            seen.append((path, type(leaf), leaf.shape, leaf.dtype))
+            assert isinstance(leaf, jax.ShapeDtypeStruct)
+            seen.append((path, leaf.shape, leaf.dtype))
             return leaf.ndim == 1
 
         assert chosen(fz.where(is_bias), params) == ["encoder/layer_0/bias", "encoder/layer_1/bias", "head/bias"]
-        assert seen[1] == ("encoder/layer_0/kernel", jax.ShapeDtypeStruct, (3, 4), jnp.float32)
+        assert seen[1] == ("encoder/layer_0/kernel", (3, 4), jnp.float32)
 
     def test_may_match_nothing(self, params):
         assert chosen(fz.where(lambda path, leaf: False), params) == []
@@ -167,6 +173,17 @@ class TestWhere:
     def test_looking_at_values_is_refused(self, params):
         with pytest.raises(TypeError, match=r"looks at values(.|\n)*ShapeDtypeStruct"):
             fz.resolve(fz.where(lambda path, leaf: leaf.sum() > 0), params)
+
+    @pytest.mark.parametrize(
+        "look",
+        [bool, lambda leaf: bool(np.any(leaf)), lambda leaf: leaf == 0, lambda leaf: leaf != 0, float, jnp.sum],
+        ids=["bool", "np.any", "==", "!=", "float", "jnp.sum"],
+    )
+    def test_no_value_is_made_up(self, params, look):
+        with pytest.raises(TypeError, match="looks at values"):
+            fz.resolve(fz.where(lambda path, leaf: bool(look(leaf))), params)
+        with pytest.raises(TypeError, match="looks at values"):
+            fz.resolve(lambda shapes: jax.tree.map(lambda leaf: bool(look(leaf)), shapes), params)
 
     def test_returning_no_bool_is_refused(self, params):
         with pytest.raises(TypeError, match="returned no bool"):
@@ -191,6 +208,15 @@ class TestAlgebra:
         assert fz.path("head") | ["a", "b"] == fz.path("head") | fz.path("a", "b")
         with pytest.raises(TypeError, match="neither a pattern nor a selector"):
             fz.path("head") | 3  # pyright: ignore
+
+    def test_python_operators_are_refused(self, params):
+        for use in (
+            lambda: not fz.path("head"),
+            lambda: fz.path("head") and fz.path("encoder"),
+            lambda: fz.path("head") or fz.path("encoder"),
+        ):
+            with pytest.raises(TypeError, match=r"neither true nor false(.|\n)*use ~, & and \|"):
+                use()
 
     def test_an_empty_intersection_is_no_error(self, params):
         assert chosen(fz.path("head") & "encoder", params) == []

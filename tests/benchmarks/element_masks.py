@@ -1,0 +1,237 @@
+"""Single elements at the price of what trains: new embedding rows, a dense mask, executables and tracing.
+
+1. 16 rows of an embedding of 128,256 x 2,048 train, AdamW, the gradient through a lookup and a matmul, by ``jax.grad``:
+   beside masks written by hand with ``where``, masks that multiply, and the rows cut out by hand.
+2. Half of the elements of a 4096 x 4096 layer train under a dense mask, beside the unmasked step.
+3. The size of the executable with a mask of rows, beside that without.
+4. Tracing an update of 1,000 masked leaves, beside unmasked ones.
+
+The first three are compiled for one chip of TPU v5e; steps are also timed on the device that is there.
+
+Run with ``python tests/benchmarks/element_masks.py`` (``--no-times`` leaves the times out).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+VOCABULARY, WIDTH, NEW = 128_256, 2_048, 16
+TX = optax.adamw(1e-3)
+console = Console(width=130)
+
+
+def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """Through a lookup and a matmul."""
+    return jnp.mean(jnp.tanh(params["embed"][tokens] @ params["out"]) ** 2)
+
+
+class Case(NamedTuple):
+    """``step(embed, state, out, tokens)`` and the state that it starts from."""
+
+    name: str
+    step: Callable[..., Any]
+    init: Callable[[Any], Any]
+
+
+def gradient(embed: jax.Array, out: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jax.grad(lambda e: loss({"embed": e, "out": out}, tokens))(embed)
+
+
+def with_mask(name: str, zero: Callable[[Any, Any], Any], *, dense: bool) -> Case:
+    """Gradient and update masked by hand; the optimizer sees the whole leaf."""
+
+    def mask_of(embed: Any) -> jax.Array:
+        return jnp.broadcast_to(jax.lax.broadcasted_iota(jnp.int32, (VOCABULARY, 1), 0) < VOCABULARY - NEW, embed.shape)
+
+    def step(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        inner, mask = state if dense else (state, mask_of(embed))
+        updates, inner = TX.update(zero(mask, gradient(embed, out, tokens)), inner, embed)
+        return embed + zero(mask, updates), (inner, mask) if dense else inner
+
+    return Case(name, step, lambda embed: (TX.init(embed), mask_of(embed)) if dense else TX.init(embed))
+
+
+def rows_by_hand(name: str) -> Case:
+    """The rows cut out of the dense gradient."""
+
+    def step(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        rows = embed[-NEW:]
+        updates, state = TX.update(gradient(embed, out, tokens)[-NEW:], state, rows)
+        return embed.at[-NEW:].set(rows + updates), state
+
+    return Case(name, step, lambda embed: TX.init(embed[-NEW:]))
+
+
+def with_fz(name: str, mask: Any, *, full_updates: bool = False, restricted: bool = False) -> Case:
+    """``fz.freeze`` with rows or elements."""
+    frozen = {"embed": mask, "out": True}
+    tx = fz.freeze(TX, frozen, full_updates=full_updates)
+
+    def step(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        params = {"embed": embed, "out": out}
+        if restricted:
+            grads = fz.grad(loss, frozen)(params, tokens)
+        else:
+            grads = {"embed": gradient(embed, out, tokens), "out": optax.MaskedNode()}
+        updates, state = tx.update(grads, state, params)
+        if full_updates:
+            return optax.apply_updates(params, updates)["embed"], state
+        return fz.apply_updates(params, updates)["embed"], state
+
+    def init(embed: Any) -> Any:
+        return tx.init({"embed": embed, "out": jnp.zeros((WIDTH, WIDTH))})
+
+    return Case(name, step, init)
+
+
+def new_rows(chip: Any, times: bool) -> None:
+    rows = ~fz.rows(slice(VOCABULARY - NEW, None))
+    cases = [
+        rows_by_hand("rows of the dense gradient, by hand"),
+        with_mask("where(mask, 0, g) by hand, dense mask", lambda m, g: jnp.where(m, 0, g), dense=True),
+        with_mask("where(mask, 0, g) by hand, iota", lambda m, g: jnp.where(m, 0, g), dense=False),
+        with_mask("g * (1 - mask), as pruners do", lambda m, g: g * (1 - m), dense=True),
+        with_fz("fz.freeze(rows), fz.apply_updates", rows),
+        with_fz("fz.freeze(rows), full updates", rows, full_updates=True),
+        with_fz("fz.freeze(rows), fz.grad", rows, restricted=True),
+    ]
+    shapes = (
+        jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((4, 256), jnp.int32),
+    )
+    table = Table(title=f"{NEW} rows of {VOCABULARY:,} x {WIDTH:,} train, AdamW")
+    for column in ("", "state MB", "GB accessed", "MB temporary", "step time"):
+        table.add_column(column, justify="right" if column else "left")
+    first = None
+    for case in cases:
+        state = jax.eval_shape(case.init, shapes[0])
+        row = measure.figures(case.step, *measure.on(chip, (shapes[0], state, *shapes[1:])))
+        ratio = ""
+        if times:
+            embed, out = jnp.ones((VOCABULARY, WIDTH)), jnp.ones((WIDTH, WIDTH)) / WIDTH
+            tokens = jax.random.randint(jax.random.key(0), (4, 256), 0, VOCABULARY)
+            start = case.init(embed)
+            _, compiled = measure.compile_seconds(case.step, embed, start, out, tokens)
+            seconds = measure.step_seconds(compiled, embed, start, out, tokens)
+            first = first or seconds
+            ratio = f"({seconds / first:.2f})"
+        table.add_row(
+            case.name,
+            f"{measure.nbytes(state) / 1e6:.2f}",
+            f"{row.accessed / 1e9:.2f}",
+            f"{row.temporary / 1e6:.1f}",
+            ratio,
+        )
+    console.print(table)
+
+
+def dense_mask(chip: Any) -> None:
+    shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    x = jax.ShapeDtypeStruct((256, 4096), jnp.float32)
+    mask = jax.random.bernoulli(jax.random.key(0), 0.5, shape.shape)
+
+    def of(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def plain(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        updates, state = TX.update(jax.grad(of)(w, x), state, w)
+        return optax.apply_updates(w, updates), state
+
+    tx = fz.freeze(TX, mask)
+
+    def masked(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        updates, state = tx.update(jax.grad(of)(w, x), state, w)
+        return optax.apply_updates(w, updates), state
+
+    def masked_bits(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        updates, state = tx.update(jax.grad(of)(w, x), state, w)
+        return fz.apply_updates(w, updates, fz.spec_of(state)), state
+
+    table = Table(
+        "", "MB accessed", "ratio to the unmasked step and one read of the mask", title="4096 x 4096, 50 % dense"
+    )
+    base = 0.0
+    for name, step, init in (
+        ("unmasked AdamW", plain, TX.init),
+        ("fz.freeze(mask)", masked, tx.init),
+        ("fz.freeze(mask), fz.apply_updates", masked_bits, tx.init),
+    ):
+        args = measure.on(chip, (shape, jax.eval_shape(init, shape), x))
+        accessed = measure.figures(step, *args).accessed
+        base = base or accessed + mask.nbytes
+        table.add_row(name, f"{accessed / 1e6:.0f}", f"{accessed / base:.2f}")
+    console.print(table)
+
+
+def executables(chip: Any) -> None:
+    shape = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    table = Table("", "code bytes", "ratio", title="executable of an AdamW update of 4096 x 4096")
+    base = 0
+    for name, tx in (
+        ("without a mask", TX),
+        ("fz.rows(slice)", fz.freeze(TX, {"w": fz.rows(slice(0, 4000))})),
+        ("fz.rows(slice), full_updates=False", fz.freeze(TX, {"w": fz.rows(slice(0, 4000))}, full_updates=False)),
+        ("fz.elements(array)", fz.freeze(TX, {"w": jnp.ones((4096, 4096), bool)})),
+    ):
+
+        def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return fz.apply_updates(params, updates), state
+
+        args = measure.on(chip, (shape, jax.eval_shape(tx.init, shape), shape))
+        size = measure.figures(step, *args).executable
+        base = base or size
+        table.add_row(name, f"{size:,}", f"{size / base:.2f}")
+    console.print(table)
+
+
+def tracing() -> None:
+    params = {f"leaf_{i:04d}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(1000)}
+    masked = {
+        "fz.freeze(adamw, False)": False,
+        "rows": fz.rules({"**": fz.rows(slice(0, 4))}),
+        "elements": fz.rules({"**": jnp.eye(8, dtype=bool)}),
+    }
+    runs = {name: fz.freeze(TX, spec, full_updates=False) for name, spec in masked.items()}
+    states = {name: jax.eval_shape(tx.init, params) for name, tx in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(4):
+        for name, tx in runs.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            jax.jit(tx.update).trace(params, states[name], params)
+            seconds[name].append(time.perf_counter() - start)
+    table = Table("", "ratio", title="tracing an update of 1,000 leaves")
+    medians = {name: statistics.median(measured[1:]) for name, measured in seconds.items()}
+    for name, median in medians.items():
+        table.add_row(name, f"{median / medians['fz.freeze(adamw, False)']:.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-times", action="store_true", help="leave out the times on this device")
+    times = not parser.parse_args().no_times
+    chip = measure.tpu_sharding()
+    new_rows(chip, times)
+    dense_mask(chip)
+    executables(chip)
+    if times:
+        tracing()
+
+
+if __name__ == "__main__":
+    main()

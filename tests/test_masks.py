@@ -1,0 +1,537 @@
+"""Single elements: rows and dense masks through every function, and the contract as a property."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits, state_bytes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optax_freeze as fz
+
+DIAGONAL = np.eye(2, dtype=bool)
+
+ROWS = {
+    "head of a slice": (fz.rows(slice(0, 3)), [0, 1, 2]),
+    "tail of a slice": (fz.rows(slice(4, None)), [4, 5, 6]),
+    "middle": (fz.rows(slice(2, 5)), [2, 3, 4]),
+    "negative": (fz.rows(slice(-2, None)), [5, 6]),
+    "strided": (fz.rows(slice(1, None, 2)), [1, 3, 5]),
+    "strided by three": (fz.rows(slice(0, 6, 3)), [0, 3]),
+    "backwards": (fz.rows(slice(None, None, -3)), [0, 3, 6]),
+    "int": (fz.rows(3), [3]),
+    "negative int": (fz.rows(-1), [6]),
+    "list": (fz.rows([5, 0, 1]), [0, 1, 5]),
+    "negative list": (fz.rows([-1, 0]), [0, 6]),
+    "array": (fz.rows(np.array([2, 4])), [2, 4]),
+    "range": (fz.rows(range(3)), [0, 1, 2]),
+    "inverted": (~fz.rows(slice(4, None)), [0, 1, 2, 3]),
+    "inverted stride": (~fz.rows(slice(None, None, 2)), [1, 3, 5]),
+    "inverted list": (~fz.rows([0, 6]), [1, 2, 3, 4, 5]),
+}
+
+
+def frozen_rows(size, frozen, axis, ndim):
+    mask = np.zeros(size, bool)
+    mask[frozen] = True
+    return mask.reshape([-1 if i == axis else 1 for i in range(ndim)])
+
+
+class TestRows:
+    @pytest.mark.parametrize("axis", [0, 1, -1])
+    @pytest.mark.parametrize("name", ROWS)
+    def test_every_function(self, name, axis, compiled):
+        rows, expected = ROWS[name]
+        rows = type(rows)(rows.index, axis, rows.inverted)
+        shape = [3, 2, 4]
+        shape[axis] = 7
+        w = jax.random.normal(jax.random.key(0), shape)
+        mask = np.broadcast_to(frozen_rows(7, expected, axis % 3, 3), shape)
+        trains = [i for i in range(7) if i not in expected]
+        params, spec = {"w": w, "b": jnp.ones(2)}, {"w": rows, "b": False}
+
+        trainable, rest = compiled(lambda p: fz.partition(p, spec))(params)
+        assert bits(trainable["w"].values) == bits(jnp.take(w, jnp.array(trains), axis))
+        assert trainable["w"].shape == w.shape
+        assert bits(fz.combine(trainable, rest)) == bits(params)
+
+        doubled = jax.tree.map(lambda x: x * 2, trainable)
+        assert bits(fz.combine(doubled, rest)["w"]) == bits(jnp.where(mask, w, w * 2))
+        moved = compiled(fz.apply_updates)(params, trainable)
+        assert bits(moved["w"]) == bits(jnp.where(mask, w, w + w))
+        moved = compiled(lambda p, u: fz.apply_updates(p, u, spec))(params, jax.tree.map(lambda x: x * np.nan, params))
+        assert np.array_equal(np.isnan(moved["w"]), ~mask)
+        assert np.asarray(moved["w"])[mask].tobytes() == np.asarray(w)[mask].tobytes()
+
+        def loss(p):
+            return jnp.sum(jnp.sin(p["w"])) + p["b"].sum()
+
+        grads = compiled(fz.grad(loss, spec))(params)
+        chex.assert_trees_all_close(grads["w"].values, jnp.take(jnp.cos(w), jnp.array(trains), axis), rtol=1e-6)
+        stopped = compiled(jax.grad(lambda p: loss(fz.stop_gradient(p, spec))))(params)
+        chex.assert_trees_all_close(stopped["w"], jnp.where(mask, 0, jnp.cos(w)), rtol=1e-6)
+        assert bits(fz.stop_gradient(params, spec)) == bits(params)
+
+        tx = fz.masked_zero_updates(spec)
+        wild = {"w": jnp.where(mask, jnp.nan, 1.0), "b": jnp.ones(2)}
+        zeroed, _ = compiled(tx.update)(wild, tx.init(params))
+        assert bits(zeroed["w"]) == bits(jnp.where(mask, -0.0, 1.0))
+
+        tx = fz.freeze(optax.adam(0.1), spec)
+        state = tx.init(params)
+        assert state_bytes(state) == 8 * (len(trains) * w.size // 7 + 2)
+        updates, _ = compiled(tx.update)(wild, state, params)
+        assert np.asarray(updates["w"])[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
+        assert (np.asarray(updates["w"])[~mask] != 0).all()
+        assert fz.labels(spec)(params) == {"w": "trainable", "b": "trainable"}
+        assert fz.resolve(spec, params) == spec
+
+    def test_all_or_none_fold_to_the_whole_leaf(self):
+        params = {"w": jnp.ones((3, 2))}
+        for rows, expected in [
+            (fz.rows(slice(None)), True),
+            (fz.rows([0, 1, 2]), True),
+            (~fz.rows(slice(3, None)), True),
+            (fz.rows(slice(0, 0)), False),
+            (fz.rows([]), False),
+            (~fz.rows(slice(None)), False),
+        ]:
+            assert fz.resolve({"w": rows}, params) == {"w": expected}
+        assert fz.resolve({"w": fz.rows(slice(None))}, {"w": jnp.ones((0, 2))}) == {"w": True}
+
+    @pytest.mark.parametrize(
+        ("rows", "error"),
+        [
+            (fz.rows(7), r"out of range\n  at: w\n  got: 7, for 7 rows"),
+            (fz.rows([0, -8]), "out of range"),
+            (fz.rows(slice(0, 8)), "out of range"),
+            (fz.rows(slice(-8, None)), "out of range"),
+            (fz.rows([0, -7]), r"named twice\n  at: w"),
+            (fz.rows(0, axis=2), r"no such axis\n  at: w"),
+            (fz.rows(0, axis=-3), "no such axis"),
+        ],
+        ids=str,
+    )
+    def test_what_does_not_fit_the_leaf(self, rows, error):
+        with pytest.raises(ValueError, match=error):
+            fz.resolve({"w": rows}, {"w": jnp.ones((7, 2))})
+
+    def test_rows_of_a_scalar(self):
+        with pytest.raises(ValueError, match="at least one axis"):
+            fz.resolve(fz.rows(0), jnp.ones(()))
+
+    def test_wrong_arguments(self):
+        for index, axis in [
+            ("0", 0),
+            (True, 0),
+            (1.0, 0),
+            ([0.5], 0),
+            (slice(0, 1.5), 0),
+            (slice(0, 2, 0), 0),
+            (0, None),
+        ]:
+            with pytest.raises(TypeError, match="numbers of rows"):
+                fz.rows(index, axis)
+        with pytest.raises(TypeError, match=r"fz\.elements"):
+            fz.rows(np.ones((2, 2), bool))  # pyright: ignore
+        with pytest.raises(ValueError, match="named twice"):
+            fz.rows([1, 1])
+
+    def test_are_values_with_a_repr(self):
+        texts = ["fz.rows(slice(0, 4, None))", "fz.rows([1, 2], axis=1)", "~fz.rows(-1)"]
+        for text in texts:
+            rows = eval(text, {"fz": fz})
+            assert repr(rows) == text
+            assert rows == eval(text, {"fz": fz})
+            assert hash(rows) == hash(eval(text, {"fz": fz}))
+            assert ~~rows == rows
+        assert repr(fz.rules({"a": fz.rows(3), "b": True})) == "fz.rules({'a': fz.rows(3), 'b': True})"
+
+    def test_over_a_subtree_and_in_rules(self):
+        params = {"blocks": {"q": jnp.ones((4, 2)), "n": jnp.ones(4)}, "head": jnp.ones(2)}
+        for spec in ({"blocks": fz.rows([0, 1]), "head": True}, fz.rules({"blocks/**": fz.rows([0, 1]), "head": True})):
+            trainable, _ = fz.partition(params, spec)
+            assert jax.tree.map(jnp.shape, trainable["blocks"]) == {
+                "q": fz.Part((2, 2), trainable["blocks"]["q"].index, (4, 2)),
+                "n": fz.Part((2,), trainable["blocks"]["n"].index, (4,)),
+            }
+
+    def test_selectors_with_masks(self):
+        params = {"a": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
+        first = fz.rules({"a": fz.rows(0)})
+        assert fz.resolve(~first, params) == {"a": ~fz.rows(0), "b": True}
+        assert fz.resolve(first | "b", params) == {"a": fz.rows(0), "b": True}
+        assert fz.resolve(first & fz.path("a"), params) == {"a": fz.rows(0), "b": False}
+        assert fz.resolve(first | "a", params) == {"a": True, "b": False}
+        with pytest.raises(ValueError, match=r"two element masks at one leaf\n  at: a"):
+            fz.resolve(first | fz.rules({"a": fz.rows(1)}), params)
+
+    def test_many_runs_and_a_wide_leaf(self, compiled):
+        listed = list(range(0, 100, 2))
+        w = jnp.arange(300.0).reshape(100, 3)
+        for rows in (fz.rows(listed), ~fz.rows(listed), fz.rows(slice(0, 100, 2)), ~fz.rows(slice(0, 100, 2))):
+            mask = frozen_rows(100, listed, 0, 2) ^ rows.inverted
+            moved = compiled(lambda w, r=rows: fz.apply_updates(w, fz.partition(w, r)[0]))(w)
+            assert bits(moved) == bits(jnp.where(mask, w, 2 * w))
+
+    def test_an_update_of_another_dtype(self):
+        w = jnp.full((4, 2), 1.0, jnp.bfloat16)
+        updates = jax.tree.map(lambda x: x.astype(jnp.float32) * 0.3, fz.partition(w, fz.rows(0))[0])
+        whole = optax.apply_updates(w, jnp.full((4, 2), 0.3))
+        assert bits(fz.apply_updates(w, updates)) == bits(whole.at[0].set(1.0))
+
+
+class TestElements:
+    @pytest.mark.parametrize("compact", [False, True])
+    @pytest.mark.parametrize("library", [np, jnp])
+    def test_every_function(self, compact, library, compiled):
+        mask = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.5, (5, 4)))
+        w = jax.random.normal(jax.random.key(0), (5, 4)).at[0, 0].set(-0.0)
+        params = {"w": w, "b": jnp.ones(2)}
+        spec = {"w": fz.elements(library.asarray(mask), compact), "b": True}
+        count = int((~mask).sum())
+
+        trainable, rest = compiled(lambda p: fz.partition(p, spec))(params)
+        assert bits(fz.combine(trainable, rest)) == bits(params)
+        if compact:
+            assert bits(trainable["w"].values) == bits(jnp.asarray(np.asarray(w)[~mask]))
+        else:
+            assert bits(trainable["w"]) == bits(jnp.where(mask, 0, w))
+        moved = compiled(lambda p, u: fz.apply_updates(p, u, spec))(params, trainable)
+        assert bits(moved["w"]) == bits(jnp.where(mask, w, w + w))
+
+        def loss(p):
+            return jnp.sum(jnp.sin(p["w"])) * p["b"].sum()
+
+        grads = compiled(fz.grad(loss, spec))(params)
+        expected = np.asarray(2 * jnp.cos(w))
+        if compact:
+            chex.assert_trees_all_close(grads["w"].values, expected[~mask], rtol=1e-6)
+        else:
+            chex.assert_trees_all_close(grads["w"], np.where(mask, 0, expected), rtol=1e-6)
+        stopped = compiled(jax.grad(lambda p: loss(fz.stop_gradient(p, spec))))(params)
+        chex.assert_trees_all_close(stopped["w"], np.where(mask, 0, expected), rtol=1e-6)
+
+        wild = {"w": jnp.where(mask, jnp.nan, 1.0), "b": jnp.ones(2)}
+        tx = fz.masked_zero_updates(spec)
+        zeroed, _ = compiled(tx.update)(wild, tx.init(params))
+        assert bits(zeroed["w"]) == bits(jnp.where(mask, -0.0, 1.0))
+        tx = fz.freeze(optax.adamw(0.1), spec)
+        state = tx.init(params)
+        assert state_bytes(state) == 20 + 8 * (count if compact else 20)
+        updates, _ = compiled(tx.update)(wild, state, params)
+        assert np.asarray(updates["w"])[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
+        assert (np.asarray(updates["w"])[~mask] != 0).all()
+
+    def test_a_boolean_array_means_elements(self):
+        params = {"w": jnp.ones((2, 2))}
+        for array in (DIAGONAL, jnp.asarray(DIAGONAL)):
+            for spec in ({"w": array}, fz.rules({"w": array}), lambda shapes, a=array: {"w": a}):
+                assert bits(fz.partition(params, spec)[0]["w"]) == bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
+        assert bits(fz.partition(params["w"], DIAGONAL)[0]) == bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
+
+    def test_invert(self):
+        params = {"w": jnp.ones((2, 2))}
+        inverted = ~fz.elements(DIAGONAL, compact=True)
+        assert inverted.compact
+        assert bits(inverted.array) == bits(jnp.asarray(~DIAGONAL))
+        assert bits(fz.partition(params, {"w": ~fz.elements(DIAGONAL)})[0]["w"]) == bits(jnp.eye(2))
+
+    def test_dense_masks_never_fold(self):
+        params = {"w": jnp.ones((2, 2))}
+        for value in (True, False):
+            assert repr(fz.resolve({"w": np.full((2, 2), value)}, params)) == "{'w': fz.elements(<bool[2, 2]>)}"
+
+    @pytest.mark.parametrize("shape", [(2,), (1,), (), (2, 3), (2, 2, 1)])
+    def test_another_shape(self, shape):
+        with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
+            fz.resolve({"w": np.zeros(shape, bool) if shape else jnp.zeros((), bool)}, {"w": jnp.ones((2, 2))})
+
+    @pytest.mark.parametrize("array", [np.ones((2, 2)), jnp.ones((2, 2), int), [[True, False]], "w", None], ids=str)
+    def test_takes_boolean_arrays(self, array):
+        with pytest.raises(TypeError, match="takes a boolean array"):
+            fz.elements(array)
+
+    def test_a_float_mask_in_a_tree(self):
+        with pytest.raises(ValueError, match=r"an array of float32 where a bool belongs\n  at: w"):
+            fz.resolve({"w": jnp.ones((2, 2))}, {"w": jnp.ones((2, 2))})
+
+    def test_a_traced_compact_mask_cannot_be_counted(self):
+        with pytest.raises(ValueError, match=r"cannot be counted\n  at: w"):
+            jax.jit(lambda m: fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.elements(m, compact=True)})[0])(DIAGONAL)
+
+    def test_a_spec_is_an_argument_of_a_jitted_function(self):
+        params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+
+        @jax.jit
+        def f(params, spec):
+            return fz.apply_updates(params, params, spec)
+
+        for spec in (
+            fz.rules({"w": fz.elements(DIAGONAL), "b": True}),
+            fz.rules({"w": DIAGONAL}) | "b",
+            ~fz.rules({"w": ~DIAGONAL, "b": False}),
+        ):
+            new = f(params, spec)
+            assert bits(new) == bits({"w": jnp.array([[1.0, 2.0], [2.0, 1.0]]), "b": params["b"]})
+        size = f._cache_size()
+        f(params, fz.rules({"w": fz.elements(~DIAGONAL), "b": True}))
+        assert f._cache_size() == size
+
+    def test_the_part_of_another_spec(self):
+        params = {"w": jnp.ones((4, 2))}
+        tx = fz.freeze(optax.sgd(0.1), {"w": fz.rows(0)})
+        with pytest.raises(ValueError, match=r"not what trains of the leaf\n  at: w(.|\n)*a Part of"):
+            tx.update(fz.partition(params, {"w": fz.rows(1)})[0], tx.init(params))
+        with pytest.raises(ValueError, match=r"at: w\n  got: an array of shape \(3, 2\)"):
+            tx.update({"w": jnp.ones((3, 2))}, tx.init(params))
+        plain = fz.freeze(optax.sgd(0.1), False)
+        with pytest.raises(ValueError, match="a Part of"):
+            plain.update(fz.partition(params, {"w": fz.rows(1)})[0], plain.init(params))
+
+    def test_a_compact_part_needs_the_mask(self):
+        params = {"w": jnp.ones((2, 2))}
+        updates, _ = fz.partition(params, {"w": fz.elements(DIAGONAL, compact=True)})
+        with pytest.raises(ValueError, match=r"cannot be placed(.|\n)*spec_of"):
+            fz.apply_updates(params, updates)
+
+    def test_combine_without_what_trains(self):
+        trainable, rest = fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.rows(0)})
+        with pytest.raises(ValueError, match=r"what trains of a leaf is missing\n  at: w"):
+            fz.combine({"w": optax.MaskedNode()}, rest)
+        with pytest.raises(ValueError, match="both parts have a leaf"):
+            fz.combine(trainable, {"w": jnp.ones((2, 2))})
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+}
+
+
+class TestTheUsersOwnCase:
+    """A 2 x 2 parameter of which only [0, 0] and [1, 1] train; the gradient is NaN elsewhere."""
+
+    @pytest.mark.parametrize("compact", [False, True])
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_only_the_diagonal_trains(self, name, compact, compiled):
+        w = jnp.array([[1.0, -0.0], [3.0, 4.0]])
+        tx = fz.freeze(OPTIMIZERS[name], ~fz.elements(DIAGONAL, compact=compact))
+        grads = jnp.where(DIAGONAL, 0.5, jnp.nan)
+
+        def train(w):
+            state = tx.init(w)
+            for _ in range(3):
+                updates, state = tx.update(grads, state, w)
+                w = optax.apply_updates(w, updates)
+            return w
+
+        new = np.asarray(compiled(train)(w))
+        assert new[~DIAGONAL].tobytes() == np.array([-0.0, 3.0], np.float32).tobytes()
+
+        alone = jnp.array([1.0, 4.0])
+        state = OPTIMIZERS[name].init(alone)
+        for _ in range(3):
+            updates, state = OPTIMIZERS[name].update(jnp.full(2, 0.5), state, alone)
+            alone = optax.apply_updates(alone, updates)
+        chex.assert_trees_all_close(new[DIAGONAL], alone, rtol=1e-6)
+
+
+class TestReplaceMasks:
+    @pytest.mark.parametrize("compact", [False, True])
+    def test_between_steps_without_recompiling(self, compact):
+        key = jax.random.key(0)
+        params = {"w": jax.random.normal(key, (4, 4)), "b": jnp.ones(4)}
+        masks = [
+            np.asarray(jax.random.permutation(jax.random.key(i), jnp.arange(16) < 8).reshape(4, 4)) for i in range(3)
+        ]
+        tx = fz.freeze(optax.adam(0.1), {"w": fz.elements(masks[0], compact), "b": False}, full_updates=False)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state):
+            spec = fz.spec_of(state)
+            grads = fz.grad(lambda p: jnp.sum(jnp.cos(p["w"]) * p["b"]), spec)(params)
+            updates, state = tx.update(grads, state, params)
+            return fz.apply_updates(params, updates, spec), state
+
+        for mask in masks:
+            state = fz.replace_masks(state, {"w": mask})
+            before = params
+            params, state = step(params, state)
+            assert np.asarray(params["w"])[mask].tobytes() == np.asarray(before["w"])[mask].tobytes()
+            assert (np.asarray(params["w"])[~mask] != np.asarray(before["w"])[~mask]).all()
+        assert step._cache_size() == 1
+
+    @pytest.mark.parametrize("compact", [False, True])
+    def test_moments_of_what_goes_on_training_stay(self, compact):
+        old, new = np.array([True, True, False, False, False]), np.array([False, True, True, False, False])
+        params = {"a": {"w": jnp.zeros(5)}, "w": jnp.zeros(5)}
+        spec = {"a": {"w": fz.elements(old, compact)}, "w": fz.elements(old, compact)}
+        tx = fz.freeze(optax.sgd(1.0, momentum=0.5), spec)
+        grads = jax.tree.map(lambda p: jnp.arange(1.0, 6.0), params)
+        _, state = tx.update(grads, tx.init(params), params)
+        replaced = fz.replace_masks(state, {"a/w": new})
+        zero = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = tx.update(zero, replaced, params)
+        assert updates["a"]["w"].tolist() == [0.0, 0.0, 0.0, -2.0, -2.5]
+        assert updates["w"].tolist() == [0.0, 0.0, -1.5, -2.0, -2.5]
+        assert bits(state) == bits(tx.update(grads, tx.init(params), params)[1])
+
+    def test_the_state_has_a_copy_of_its_own(self):
+        mask = jnp.asarray(DIAGONAL)
+        tx = fz.freeze(optax.sgd(0.1), {"w": mask})
+        state = tx.init({"w": jnp.ones((2, 2))})
+        step = jax.jit(lambda u, s: tx.update(u, s), donate_argnums=1)
+        step({"w": jnp.ones((2, 2))}, state)
+        assert mask.tolist() == DIAGONAL.tolist()
+
+    def test_in_a_larger_state(self):
+        spec, params = {"w": fz.elements(DIAGONAL)}, {"w": jnp.ones((2, 2))}
+        tx = optax.chain(fz.masked_zero_updates(spec), fz.freeze(optax.sgd(0.1), spec))
+        state = fz.replace_masks(tx.init(params), {"w": ~DIAGONAL})
+        assert bits(fz.resolve(fz.spec_of(state), params)["w"].array) == bits(jnp.asarray(~DIAGONAL))
+        updates, _ = tx.update(params, state)
+        assert bits(optax.apply_updates(params, updates)["w"]) == bits(
+            jnp.where(DIAGONAL, 0.9, 1.0).astype(jnp.float32)
+        )
+
+    def test_refusals_change_nothing(self):
+        params = {"w": jnp.ones((2, 2)), "c": jnp.ones((2, 2)), "r": jnp.ones((2, 2))}
+        spec = {"w": DIAGONAL, "c": fz.elements(DIAGONAL, compact=True), "r": fz.rows(0)}
+        state = fz.freeze(optax.adam(0.1), spec).init(params)
+        before = bits(state)
+        for path, mask, error in [
+            ("x", DIAGONAL, r"no dense mask in the state\n  at: x"),
+            ("r", DIAGONAL, r"no dense mask in the state\n  at: r"),
+            ("w", np.zeros(2, bool), "another shape"),
+            ("c", np.zeros((2, 2), bool), r"compact mask is fixed\n  at: c\n  got: 4"),
+        ]:
+            with pytest.raises(ValueError, match=error):
+                fz.replace_masks(state, {path: mask})
+        with pytest.raises(TypeError, match="takes a boolean array"):
+            fz.replace_masks(state, {"w": np.ones((2, 2))})
+        assert bits(state) == before
+
+    def test_spec_of_needs_a_state_of_ours(self):
+        with pytest.raises(ValueError, match="no spec to be found"):
+            fz.spec_of(optax.adam(0.1).init(jnp.ones(2)))
+        tx = optax.chain(fz.masked_zero_updates("a"), fz.masked_zero_updates("b"))
+        with pytest.raises(ValueError, match="several specs that differ"):
+            fz.spec_of(tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
+
+    def test_spec_of_is_a_selector(self, params, frozen):
+        state = fz.freeze(optax.sgd(0.1), frozen).init(params)
+        spec = fz.spec_of(state)
+        assert fz.resolve(spec, params) == fz.resolve(frozen, params)
+        with pytest.raises(ValueError, match="another structure"):
+            fz.resolve(spec, {"head": params["head"]})
+
+
+class TestPrograms:
+    """What is compiled."""
+
+    def lowered(self, tx, params):
+        state = jax.eval_shape(tx.init, params)
+        return jax.jit(tx.update).lower(params, state, params).as_text()
+
+    @pytest.mark.parametrize("full_updates", [True, False])
+    def test_the_program_does_not_grow_with_a_dense_mask(self, full_updates):
+        sizes = []
+        for n in (8, 2048):
+            params = {"w": jax.ShapeDtypeStruct((n, n), jnp.float32)}
+            tx = fz.freeze(optax.adamw(0.1), {"w": jnp.ones((n, n), bool)}, full_updates=full_updates)
+            sizes.append(len(self.lowered(tx, params)))
+        assert sizes[1] < 1.1 * sizes[0]
+
+    @pytest.mark.parametrize("index", [slice(0, 100), slice(100, 400), slice(0, None, 2), [3, 5]], ids=str)
+    @pytest.mark.parametrize("full_updates", [True, False])
+    @pytest.mark.parametrize("inverted", [True, False])
+    def test_the_program_does_not_grow_with_the_rows(self, index, full_updates, inverted):
+        sizes = []
+        for n in (512, 16384):
+            params = {"w": jax.ShapeDtypeStruct((n, 64), jnp.float32)}
+            rows = ~fz.rows(index) if inverted else fz.rows(index)
+            tx = fz.freeze(optax.adamw(0.1), {"w": rows}, full_updates=full_updates)
+            sizes.append(len(self.lowered(tx, params)))
+        assert sizes[1] < 1.1 * sizes[0]
+
+
+elementwise = st.sampled_from(
+    [
+        optax.sgd(0.1),
+        optax.sgd(0.1, momentum=0.9, nesterov=True),
+        optax.adam(0.1),
+        optax.adamw(0.1, weight_decay=0.1),
+        optax.nadam(0.1),
+        optax.amsgrad(0.1),
+        optax.adagrad(0.1),
+        optax.adadelta(0.1),
+        optax.rmsprop(0.1),
+        optax.lion(0.1),
+        optax.adabelief(0.1),
+        optax.chain(optax.clip(0.5), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    ]
+)
+
+
+@st.composite
+def leaves(draw):
+    """A leaf, its gradients and a mask of it, awkward values among them."""
+    dtype = jnp.dtype(draw(st.sampled_from(["float32", "bfloat16", "float16", "complex64"])))
+    shape = draw(st.sampled_from([(5,), (3, 4), (4, 1, 3), (1,)]))
+    size = int(np.prod(shape))
+    frozen = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size))).reshape(shape)
+    kind = draw(st.sampled_from(["elements", "compact", "rows"]))
+    if kind == "rows":
+        axis = draw(st.integers(0, len(shape) - 1))
+        rows = sorted(draw(st.sets(st.integers(0, shape[axis] - 1))))
+        frozen = np.broadcast_to(frozen_rows(shape[axis], rows, axis, len(shape)), shape).copy()
+        mask = fz.rows(rows, axis)
+    else:
+        mask = fz.elements(frozen, compact=kind == "compact")
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    normal = lambda: rng.normal(size=shape) + (1j * rng.normal(size=shape) if dtype.kind == "c" else 0)  # noqa: E731
+    odd = st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -0.0, 0.0])
+    value = np.where(frozen & (rng.random(shape) < 0.5), draw(odd), normal())
+    gradient = np.where(frozen, draw(odd), normal())
+    with np.errstate(over="ignore"):
+        value, gradient = value.astype(dtype), gradient.astype(dtype)
+    return jnp.asarray(value), jnp.asarray(gradient), frozen, mask
+
+
+class TestTheContract:
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(leaves(), min_size=1, max_size=3), elementwise, st.integers(1, 3), st.booleans())
+    def test_frozen_bits_stay_and_the_rest_trains_as_if_alone(self, drawn, inner, steps, ours):
+        names = [f"leaf_{i}" for i in range(len(drawn))]
+        params = {name: leaf[0] for name, leaf in zip(names, drawn, strict=True)}
+        grads = {name: leaf[1] for name, leaf in zip(names, drawn, strict=True)}
+        spec = {name: leaf[3] for name, leaf in zip(names, drawn, strict=True)}
+        frozen = {name: leaf[2] for name, leaf in zip(names, drawn, strict=True)}
+        alone = {name: jnp.asarray(np.asarray(params[name])[~frozen[name]]) for name in names}
+        alone_grads = {name: jnp.asarray(np.asarray(grads[name])[~frozen[name]]) for name in names}
+
+        tx = fz.freeze(inner, spec, full_updates=not ours)
+        before, state, alone_state = params, tx.init(params), inner.init(alone)
+        for _ in range(steps):
+            updates, state = tx.update(grads, state, params)
+            params = fz.apply_updates(params, updates, spec) if ours else optax.apply_updates(params, updates)
+            alone_updates, alone_state = inner.update(alone_grads, alone_state, alone)
+            alone = optax.apply_updates(alone, alone_updates)
+        for name in names:
+            was, now, mask = np.asarray(before[name]), np.asarray(params[name]), frozen[name]
+            nan = np.isnan(was[mask]) if not ours else np.zeros(mask.sum(), bool)
+            assert was[mask][~nan].tobytes() == now[mask][~nan].tobytes()
+            wide = np.complex128 if now.dtype.kind == "c" else np.float64
+            tolerance = {2: 2e-2}.get(now.dtype.itemsize, 1e-5)
+            np.testing.assert_allclose(
+                now[~mask].astype(wide), np.asarray(alone[name]).astype(wide), rtol=tolerance, atol=tolerance
+            )
