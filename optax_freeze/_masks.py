@@ -240,6 +240,17 @@ class RowIndex:
         at = jnp.asarray(full).at[self._where()]
         return at.set(part.values, unique_indices=True, indices_are_sorted=True)
 
+    def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
+        """An array of the leaf's shape with the part at its trainable rows and ``fill`` elsewhere."""
+        assert part.shape is not None
+        if self.runs is not None and len(self.runs) == 1:
+            [(start, stop)] = self.runs
+            edges = [
+                (start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(part.shape))
+            ]
+            return jax.lax.pad(part.values, fill, edges)
+        return self.put(jnp.full(part.shape, fill), part, mask)
+
     def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
 
@@ -289,6 +300,10 @@ class Dense:
         if not self.compact:
             return jnp.where(mask, full, part)
         return full.ravel().at[self._indices(mask)].set(part.values, mode="drop").reshape(full.shape)
+
+    def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
+        """An array of the leaf's shape with a vector at its trainable elements and ``fill`` elsewhere."""
+        return self.put(jnp.full(part.shape or (), fill), part, mask)
 
     def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with a vector added to its trainable elements."""

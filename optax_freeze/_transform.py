@@ -289,7 +289,7 @@ def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, a
         return _still(answer, mask, leaf, new)
     if not full_updates or isinstance(param, Part):
         return new
-    return answer.put(jnp.full(leaf.shape or (), _negative_zero(new.dtype), new.dtype), new, mask)
+    return answer.spread(new, _negative_zero(new.dtype), mask)
 
 
 def _still(answer: Answer, mask: Any, leaf: Leaf, update: Any) -> Any:
