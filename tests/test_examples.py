@@ -47,3 +47,36 @@ def test_finetune_digits(run, tmp_path):
 def test_finetune_digits_refuses_no_epochs(run):
     with pytest.raises(SystemExit, match="2"):
         run("finetune_digits", "--epochs", 0)
+
+
+def test_new_token_rows(run):
+    output = run("new_token_rows", "--steps", 60)
+    before, after = (float(cell) for cell in row(output, "held-out loss"))
+    assert after < before
+    everything, rows = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
+    assert rows == 4 + 2 * 16 * 96 * 4
+    assert everything > 50 * rows
+    assert row(output, "old rows and all other parameters") == ["the same bits"]
+    assert "before:" in output
+    assert "after:" in output
+    assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
+
+
+def test_new_token_rows_refuses_no_steps(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("new_token_rows", "--steps", 0)
+
+
+def test_lottery_ticket(run, tmp_path):
+    output = run("lottery_ticket", "--epochs", 4, "--picture", tmp_path / "tickets.png")
+    assert row(output, "1,723 (10.0%)")[-1] == "0"
+    accuracy = float(row(output, "5,168 (30.0%)")[0].rstrip("%"))
+    assert accuracy > 80
+    state = int(row(output, "1,723 (10.0%)")[2].split()[0].replace(",", ""))
+    assert state == 4 + 8 * 1723
+    assert (tmp_path / "tickets.png").stat().st_size > 5000
+
+
+def test_lottery_ticket_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("lottery_ticket", "--epochs", 0)

@@ -59,6 +59,31 @@ def test_04_masked_passes_the_raw_gradient_on():
     assert new["b"] == pytest.approx(0.9)
 
 
+def test_05_a_boolean_array_as_a_mask():
+    """A boolean array is "ambiguous"; one of a single element is taken for the whole leaf."""
+    params = {"w": jnp.ones(3), "v": jnp.ones(1)}
+    mask = {"w": np.array([True, False, True]), "v": np.array([True])}
+    new, _ = step(fz.freeze(optax.sgd(0.5), mask), params, params)
+    assert bits(new) == bits({"w": jnp.array([1.0, 0.5, 1.0]), "v": params["v"]})
+    with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
+        fz.freeze(optax.sgd(0.5), {"w": np.array([True]), "v": True}).init(params)
+
+
+def test_06_a_traced_mask():
+    """A traced mask under jit is a TracerBoolConversionError."""
+    params = {"w": jnp.ones(3)}
+
+    @jax.jit
+    def f(mask):
+        return step(fz.freeze(optax.adam(0.5), {"w": mask}), params, params)[0]
+
+    new = f(np.array([True, False, True]))
+    assert bits(new["w"][::2]) == bits(jnp.ones(2))
+    assert new["w"][1] != 1
+    f(np.array([False, False, True]))
+    assert f._cache_size() == 1
+
+
 def clips():
     """The ways to clip, with the gradient that each wants."""
     clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
@@ -130,6 +155,19 @@ def test_14_frozen_gradients_change_the_trainable_step(inner):
     alone, _ = step(inner, {"w": params["w"]}, {"w": calm["w"]})
     for grads in (calm, huge):
         assert bits(step(tx, params, grads)[0]) == bits({"w": alone["w"], "frozen": params["frozen"]})
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("mask", [np.array([True, False]), fz.rows(0)], ids=["elements", "rows"])
+def test_15_a_nan_times_zero_is_nan(bad, mask):
+    """`u * (1 - mask)` with a NaN in `u` is NaN."""
+    params = {"w": jnp.array([-0.0, 1.0])}
+    grads = {"w": jnp.array([bad, 0.5])}
+    for tx in (fz.freeze(optax.sgd(1.0), {"w": mask}), fz.masked_zero_updates({"w": mask})):
+        new, _ = step(tx, params, grads)
+        assert bits(new["w"][:1]) == bits(params["w"][:1])
+    stopped = jax.grad(lambda p: jnp.sum(fz.stop_gradient(p, {"w": mask})["w"] * grads["w"]))(params)
+    assert bits(stopped["w"]) == bits(jnp.array([0.0, 0.5]))
 
 
 def test_16_a_label_that_depends_on_the_dtype_flips(compiled):
@@ -281,6 +319,16 @@ def test_27_adding_a_zero_to_negative_zero(compiled):
         assert bits(new["a"]) == bits(params["a"])
 
 
+def test_28_a_mask_becomes_a_constant_of_the_program():
+    """A dense 2048 x 2048 mask closed over makes megabytes of program and executable."""
+    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    for mask in (np.ones((2048, 2048), bool), fz.rows(slice(0, 1024))):
+        for tx in (fz.masked_zero_updates(mask), fz.freeze(optax.adamw(0.1), mask)):
+            lowered = jax.jit(tx.update).lower(shape, jax.eval_shape(tx.init, shape), shape)
+            assert len(lowered.as_text()) < 30_000
+            assert lowered.compile().memory_analysis().generated_code_size_in_bytes < 100_000
+
+
 def test_29_a_buffer_of_an_equinox_module_decays():
     """`stop_gradient(buffer)` keeps the gradient away, and AdamW decays the buffer."""
 
@@ -311,3 +359,32 @@ def test_31_one_end_of_a_tied_weight_is_frozen():
         fz.freeze(optax.sgd(0.1), "embed").init(params)
     chex.assert_trees_all_equal(step(fz.freeze(optax.sgd(0.1), True), params, params)[0], params)
     assert np.array_equal(step(fz.freeze(optax.sgd(0.1), "embed", tied="ignore"), params, params)[0]["embed"], shared)
+
+
+def test_33_new_rows_of_an_embedding_cost_as_much_as_all():
+    """16 new rows of an embedding: the whole leaf and moments for all of it move in each step."""
+    vocabulary, width, new = 4096, 64, 16
+    shapes = {
+        "embed": jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+        "out": jax.ShapeDtypeStruct((width, width), jnp.float32),
+    }
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+
+    def loss(params, tokens):
+        return jnp.mean(jnp.tanh(params["embed"][tokens] @ params["out"]) ** 2)
+
+    def accessed(tx, apply_updates):
+        def step(params, state, tokens):
+            updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
+            return apply_updates(params, updates), state
+
+        state = jax.eval_shape(tx.init, shapes)
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, tokens).compile()
+        return compiled.cost_analysis()["bytes accessed"], sum(x.size * 4 for x in jax.tree.leaves(state))
+
+    rows = {"embed": ~fz.rows(slice(vocabulary - new, None)), "out": True}
+    moved, held = accessed(fz.freeze(optax.adamw(0.1), rows, full_updates=False), fz.apply_updates)
+    all_moved, all_held = accessed(optax.adamw(0.1), optax.apply_updates)
+    assert held == 4 + 2 * new * width * 4
+    assert all_held > 100 * held
+    assert moved < 0.5 * all_moved

@@ -1,12 +1,14 @@
 """Single elements: rows and dense masks through every function, and the contract as a property."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conftest import bits, state_bytes
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -340,6 +342,85 @@ class TestTheUsersOwnCase:
             updates, state = OPTIMIZERS[name].update(jnp.full(2, 0.5), state, alone)
             alone = optax.apply_updates(alone, updates)
         chex.assert_trees_all_close(new[DIAGONAL], alone, rtol=1e-6)
+
+
+class TestStackedLayers:
+    """The first k of L layers frozen, where the layers are one axis of each leaf."""
+
+    def check(self, params, spec, axis, frozen, layers, select):
+        tx = fz.freeze(optax.adamw(0.1), spec)
+        grads = jax.tree.map(jnp.ones_like, params)
+        state = tx.init(params)
+        updates, state = tx.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        total = 0
+        for was, now in zip(select(params), select(new), strict=True):
+            first = [slice(None)] * axis + [slice(0, frozen)]
+            rest = [slice(None)] * axis + [slice(frozen, None)]
+            assert bits(was[tuple(first)]) == bits(now[tuple(first)])
+            assert (np.asarray(was[tuple(rest)]) != np.asarray(now[tuple(rest)])).all()
+            total += 8 * was.size // layers * (layers - frozen)
+        return state_bytes(state) - total
+
+    def test_linen_scan(self):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.relu(nn.Dense(4)(x)), None
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=6)
+                return scan(name="layers")(x, None)[0]
+
+        model, x = Model(), jnp.ones((2, 4))
+        params = model.init(jax.random.key(0), x)["params"]
+        spec = {"layers": fz.rows(slice(0, 4))}
+        assert self.check(params, spec, 0, 4, 6, jax.tree.leaves) == 0
+        grads = fz.grad(lambda p: model.apply({"params": p}, x).sum(), spec)(params)
+        full = jax.grad(lambda p: model.apply({"params": p}, x).sum())(params)
+        for part, whole in zip(
+            jax.tree.leaves(grads["layers"], is_leaf=lambda x: isinstance(x, fz.Part)),
+            jax.tree.leaves(full),
+            strict=True,
+        ):
+            chex.assert_trees_all_close(part.values, whole[4:], rtol=1e-5)
+
+    def test_nnx_vmap(self):
+        @nnx.split_rngs(splits=5)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return nnx.Linear(3, 3, rngs=rngs)
+
+        layers = make(nnx.Rngs(0))
+        state = nnx.state(layers, nnx.Param)
+        assert self.check(state, fz.rules({"*": fz.rows(slice(0, 2))}), 0, 2, 5, jax.tree.leaves) == 0
+
+        optimizer = nnx.Optimizer(layers, fz.freeze(optax.adam(0.1), fz.rows(slice(0, 2))), wrt=nnx.Param)
+        before = np.asarray(layers.kernel[...])
+
+        def loss(layers):
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                jnp.ones((2, 3)), layers
+            ).sum()
+
+        for _ in range(2):
+            optimizer.update(layers, nnx.grad(loss)(layers))
+        after = np.asarray(layers.kernel[...])
+        assert after[:2].tobytes() == before[:2].tobytes()
+        assert (after[2:] != before[2:]).any()
+
+    def test_layers_on_axis_one(self):
+        """As MaxText stacks them: the embedding axis first, then the layers."""
+        key = jax.random.key(0)
+        params = {
+            "token_embedder": {"embedding": jax.random.normal(key, (11, 8))},
+            "decoder": {"layers": {"mlp": {"wi": jax.random.normal(key, (8, 6, 16)), "scale": jnp.ones((8, 6))}}},
+        }
+        spec = fz.rules({"decoder/layers": fz.rows(slice(0, 5), axis=1)}, default=True)
+        assert self.check(params, spec, 1, 5, 6, lambda p: jax.tree.leaves(p["decoder"])) == 0
+        assert fz.resolve(spec, params)["token_embedder"]["embedding"] is True
 
 
 class TestReplaceMasks:
