@@ -17,6 +17,7 @@ test: .venv/test
 
 bench: .venv/bench
 	$(BIN)/python tests/benchmarks/transformer.py
+	$(BIN)/python tests/benchmarks/element_masks.py
 	$(BIN)/python tests/benchmarks/tracing.py
 
 format: .venv/test

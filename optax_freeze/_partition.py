@@ -12,7 +12,7 @@ import jax
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._masks import Answer, Dense, RowIndex
+from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec, Tied
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 

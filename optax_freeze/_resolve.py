@@ -19,7 +19,8 @@ import numpy as np
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._masks import Answer, Elements, RowIndex, Rows, resolve_mask
+from optax_freeze._masks import Elements, Rows
+from optax_freeze._parts import Answer, RowIndex, resolve_mask
 from optax_freeze._select import Choice, Selector, as_choice, as_selector, ask_without_values, is_patterns
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 

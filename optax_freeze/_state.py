@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._masks import Dense, Elements, elements, resolve_mask
+from optax_freeze._masks import Elements, elements
+from optax_freeze._parts import Dense, resolve_mask
 from optax_freeze._select import Known, Selector
 from optax_freeze._transform import FreezeState, MaskedZeroUpdatesState, masks_of
 from optax_freeze._tree import Part, PyTree, message

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._masks import Answer
 from optax_freeze._partition import split
+from optax_freeze._parts import Answer
 from optax_freeze._resolve import Masks, Resolved, Spec, Tied, register_with_flax
 from optax_freeze._restrict import restrict
 from optax_freeze._tree import Leaf, Part, PyTree, message

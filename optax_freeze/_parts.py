@@ -1,0 +1,256 @@
+"""An element mask that has met its leaf: how what trains of a leaf is taken out of it, and put back.
+
+Rows and dense masks answer the same questions: ``take`` what trains, ``put`` it back, ``spread`` it over zeros, ``add``
+to it in place, ``choose`` between two arrays. All of them select; nothing is multiplied by a mask (NaN times zero is
+NaN).
+"""
+
+import dataclasses
+import functools
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._masks import ElementMask, Elements, Rows, Slice, named_twice
+from optax_freeze._tree import HOLE, Leaf, Part, message
+
+_FEW = 16
+"""Up to so many runs of rows are sliced one by one; more are looked up by their numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowIndex:
+    """Rows of one leaf: which of ``size`` rows along ``axis`` train."""
+
+    source: Rows = dataclasses.field(compare=False)
+    axis: int
+    size: int
+    picked: tuple[tuple[int, int, int], ...]  # ascending progressions (start, stop, step)
+    picked_train: bool
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[int, int], ...] | None:
+        """The trainable rows as runs (start, stop); None where there is a step, and they would be many."""
+        if any(step != 1 for _, _, step in self.picked):
+            return None
+        if self.picked_train:
+            return tuple((start, stop) for start, stop, _ in self.picked)
+        edges = [0, *(edge for start, stop, _ in self.picked for edge in (start, stop)), self.size]
+        return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many rows train."""
+        picked = sum(len(range(*progression)) for progression in self.picked)
+        return picked if self.picked_train else self.size - picked
+
+    @property
+    def part_index(self) -> "RowIndex":
+        """What a ``Part`` of this leaf has for its index."""
+        return self
+
+    def indices(self) -> jax.Array:
+        """The numbers of the trainable rows, int32, ascending; from iotas where they are few runs."""
+        if self.runs is not None and len(self.runs) <= _FEW:
+            return jnp.concatenate([start + jnp.arange(stop - start, dtype=jnp.int32) for start, stop in self.runs])
+        if self.runs is not None:
+            return jnp.asarray(np.concatenate([np.arange(*run, dtype=np.int32) for run in self.runs]))
+        if self.picked_train and len(self.picked) == 1:
+            start, _, step = self.picked[0]
+            return start + step * jnp.arange(self.count, dtype=jnp.int32)
+        return jnp.nonzero(~self._frozen_rows(), size=self.count)[0].astype(jnp.int32)
+
+    def frozen(self, ndim: int) -> jax.Array:
+        """A boolean array, True at frozen rows, that broadcasts against the leaf."""
+        return jnp.expand_dims(self._frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+
+    def _frozen_rows(self) -> jax.Array:
+        if len(self.picked) > _FEW:
+            rows = [np.arange(*progression) for progression in self.picked]
+            hit = jnp.zeros(self.size, bool).at[np.concatenate(rows)].set(True)
+        else:
+            i = jnp.arange(self.size, dtype=jnp.int32)
+            hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in self.picked]
+            hit = functools.reduce(jnp.logical_or, hits)
+        return ~hit if self.picked_train else hit
+
+    def take(self, value: Any, mask: Any) -> Part:
+        """The trainable rows."""
+        del mask
+        value = jnp.asarray(value)
+        if self.runs is not None and len(self.runs) <= _FEW:
+            cut = [jax.lax.slice_in_dim(value, start, stop, axis=self.axis) for start, stop in self.runs]
+            rows = cut[0] if len(cut) == 1 else jnp.concatenate(cut, self.axis)
+        else:
+            rows = jnp.take(value, self.indices(), self.axis, unique_indices=True, indices_are_sorted=True)
+        return Part(rows, self, value.shape)
+
+    def put(self, full: Any, part: Part, mask: Any) -> jax.Array:
+        """``full`` with its trainable rows replaced."""
+        del mask
+        at = jnp.asarray(full).at[self._where()]
+        return at.set(part.values, unique_indices=True, indices_are_sorted=True)
+
+    def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
+        """An array of the leaf's shape with the part at its trainable rows and ``fill`` elsewhere."""
+        assert part.shape is not None
+        if self.runs is not None and len(self.runs) == 1:
+            [(start, stop)] = self.runs
+            edges = [
+                (start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(part.shape))
+            ]
+            return jax.lax.pad(part.values, fill, edges)
+        return self.put(jnp.full(part.shape, fill), part, mask)
+
+    def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
+        """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
+
+        The values stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes
+        its values moves the whole leaf, and a slice update of a sharded leaf gathers it.
+        """
+        del mask
+        full = jnp.asarray(full)
+        values = jax.lax.optimization_barrier(part.values)
+        at = full.at[self._where()]
+        if values.dtype == full.dtype:
+            return at.add(values, unique_indices=True, indices_are_sorted=True)
+        moved = jax.lax.optimization_barrier((at.get() + values).astype(full.dtype))
+        return at.set(moved, unique_indices=True, indices_are_sorted=True)
+
+    def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
+        """An array with ``frozen`` at the frozen rows and ``trains`` at the others."""
+        del mask
+        return jnp.where(self.frozen(jnp.ndim(trains)), frozen, trains)
+
+    def _where(self) -> tuple[Any, ...]:
+        return (slice(None),) * self.axis + (self.indices(),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A dense mask of one leaf, whose array is kept elsewhere; ``count`` elements train if it is compact."""
+
+    compact: bool
+    count: int | None
+
+    @property
+    def part_index(self) -> int:
+        """What a ``Part`` of this leaf has for its index; a mask that is not compact has none."""
+        return -1 if self.count is None else self.count
+
+    def take(self, value: Any, mask: Any) -> Any:
+        """The trainable elements: the full leaf, zero at the frozen ones, or a vector if compact."""
+        value = jnp.asarray(value)
+        if not self.compact:
+            return jnp.where(mask, jnp.zeros((), value.dtype), value)
+        return Part(value.ravel().at[self._indices(mask)].get(mode="fill", fill_value=0), self.count, value.shape)
+
+    def put(self, full: Any, part: Any, mask: Any) -> jax.Array:
+        """``full`` with its trainable elements replaced."""
+        full = jnp.asarray(full)
+        if not self.compact:
+            return jnp.where(mask, full, part)
+        return full.ravel().at[self._indices(mask)].set(part.values, mode="drop").reshape(full.shape)
+
+    def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
+        """An array of the leaf's shape with a vector at its trainable elements and ``fill`` elsewhere."""
+        return self.put(jnp.full(part.shape or (), fill), part, mask)
+
+    def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
+        """``full`` with a vector added to its trainable elements."""
+        full = jnp.asarray(full)
+        at = full.ravel().at[self._indices(mask)]
+        moved = (at.get(mode="fill", fill_value=0) + part.values).astype(full.dtype)
+        return at.set(moved, mode="drop").reshape(full.shape)
+
+    def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
+        """An array with ``frozen`` at the frozen elements and ``trains`` at the others."""
+        return jnp.where(mask, frozen, trains)
+
+    def _indices(self, mask: Any) -> jax.Array:
+        return jnp.nonzero(~jnp.asarray(mask).ravel(), size=self.count, fill_value=mask.size)[0]
+
+
+Answer: TypeAlias = bool | RowIndex | Dense
+"""What holds for one leaf: True is frozen, False trains, anything else is frozen in part."""
+
+
+def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
+    """The answer for one leaf, and the array of a dense mask or a hole."""
+    if isinstance(choice, Rows):
+        return _resolve_rows(choice, leaf), HOLE
+    if isinstance(choice, Elements):
+        if tuple(choice.array.shape) != leaf.shape:
+            raise ValueError(
+                message(
+                    "an element mask of another shape than its leaf",
+                    at=leaf.path,
+                    got=f"a mask of shape {tuple(choice.array.shape)}",
+                    expected=f"{leaf.shape}, the shape of the leaf",
+                    fix="broadcast it: jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
+                )
+            )
+        if choice.compact and choice.count is None:
+            raise ValueError(
+                message(
+                    "the elements of a compact mask cannot be counted",
+                    at=leaf.path,
+                    got="a traced array",
+                    expected="an array with values: the number of trainable elements is static",
+                    fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
+                )
+            )
+        return Dense(choice.compact, choice.count), choice.array
+    return choice, HOLE
+
+
+def _resolve_rows(rows: Rows, leaf: Leaf) -> Answer:
+    assert leaf.shape is not None
+    ndim = len(leaf.shape)
+    if not -ndim <= rows.axis < ndim:
+        raise ValueError(
+            message(
+                f"{rows!r}: the leaf has no such axis",
+                at=leaf.path,
+                got=f"axis={rows.axis} for shape {leaf.shape}",
+                expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
+                fix="give the axis along which rows are counted, or narrow the pattern",
+            )
+        )
+    axis = rows.axis % ndim
+    size = leaf.shape[axis]
+    index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
+    return {0: True, size: False}.get(index.count, index) if size else True
+
+
+def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
+    index = rows.index
+    if isinstance(index, Slice):
+        outside = [b for b in (index.start, index.stop) if b is not None and not -size <= b <= size]
+        if outside:
+            raise ValueError(_out_of_range(rows, outside[0], size, leaf))
+        found = range(*slice(*index).indices(size))
+        found = found[::-1] if found.step < 0 else found
+        return ((found[0], found[-1] + 1, found.step if len(found) > 1 else 1),) if found else ()
+    numbers = index if isinstance(index, tuple) else (index,)
+    for number in numbers:
+        if not -size <= number < size:
+            raise ValueError(_out_of_range(rows, number, size, leaf))
+    ordered = sorted(number % size for number in numbers)
+    if len(set(ordered)) < len(ordered):
+        raise ValueError(named_twice(leaf.path, numbers))
+    breaks = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
+    starts, ends = [0, *breaks], [*breaks, len(ordered)]
+    return tuple((ordered[a], ordered[b - 1] + 1, 1) for a, b in zip(starts, ends, strict=True)) if ordered else ()
+
+
+def _out_of_range(rows: Rows, number: int, size: int, leaf: Leaf) -> str:
+    return message(
+        f"{rows!r}: a row out of range",
+        at=leaf.path,
+        got=f"{number}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
+        expected=f"numbers from {-size} to {size - 1}",
+        fix="leave an end of a slice open (None) to go to the last row",
+    )
