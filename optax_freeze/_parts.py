@@ -222,6 +222,8 @@ def _resolve_rows(rows: Rows, leaf: Leaf) -> Answer:
     axis = rows.axis % ndim
     size = leaf.shape[axis]
     index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
+    if index.runs is not None:  # the same rows however they were named
+        index = dataclasses.replace(index, picked=tuple((*run, 1) for run in index.runs), picked_train=True)
     return {0: True, size: False}.get(index.count, index) if size else True
 
 

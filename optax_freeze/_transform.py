@@ -207,10 +207,19 @@ def _resolve(frozen: Spec, params: PyTree, tied: Tied) -> tuple[Resolved, PyTree
     """The resolved spec and copies of its dense masks: a tree like the parameters, empty if there are none."""
     register_with_flax()
     spec, masks = Resolved.of(frozen, params, tied=tied)
-    copies = [mask if _tree.is_hole(mask) else jnp.array(mask) for mask in masks]
+    values = _tree.flatten(params)[0]
+    copies = [_copy(mask, value) if _tree.is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(_tree.is_array, copies if copies else jax.tree.leaves(frozen)))
     return spec, jax.tree.unflatten(spec.treedef, copies) if dense else ()
+
+
+def _copy(mask: Any, param: Any) -> jax.Array:
+    """A copy of a mask, placed like its parameter."""
+    copy = jnp.array(mask)
+    if _tree.is_concrete(copy) and getattr(param, "committed", False):
+        return jax.device_put(copy, param.sharding)
+    return copy
 
 
 def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:

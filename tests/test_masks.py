@@ -171,6 +171,16 @@ class TestRows:
         with pytest.raises(ValueError, match=r"two element masks at one leaf\n  at: a"):
             fz.resolve(first | fz.rules({"a": fz.rows(1)}), params)
 
+    def test_the_same_rows_however_they_are_named(self):
+        w = jnp.ones((7, 2))
+        names = [fz.rows(slice(0, 4)), ~fz.rows([4, 5, 6]), fz.rows([3, 2, 1, 0]), ~fz.rows(slice(-3, None))]
+        parts = [fz.partition(w, rows)[0] for rows in names]
+        assert all(part.index == parts[0].index for part in parts)
+        for rows in names:
+            tx = fz.freeze(optax.sgd(0.1), rows)
+            for part in parts:
+                tx.update(part, tx.init(w))
+
     def test_many_runs_and_a_wide_leaf(self, compiled):
         listed = list(range(0, 100, 2))
         w = jnp.arange(300.0).reshape(100, 3)

@@ -232,6 +232,7 @@ class TestFreeze:
         sharded = jax.device_put(plain, sharding)
         state = tx.init(sharded)
         assert optax.tree.get(state, "mu")["b"].sharding == sharding
+        assert state.masks["d"].sharding == sharding
         new, _ = step(sharded, state)
         alone, _ = step(plain, tx.init(plain))
         chex.assert_trees_all_close(new, alone, rtol=1e-6)
