@@ -93,7 +93,7 @@ def freeze(
     full_updates: bool = True,
     tied: Tied = "error",
 ) -> optax.GradientTransformationExtraArgs:
-    """Freezes leaves for a whole optimizer: ``inner`` runs on what trains, and what is frozen gets zeros.
+    """Freezes leaves, or parts of them, for a whole optimizer: ``inner`` runs on what trains, the rest gets zeros.
 
     ``optax.multi_transform`` with ``inner`` for what trains, then :func:`masked_zero_updates`. ``inner`` never sees a
     frozen leaf: no moments, no weight decay, no share in a global norm, no NaN. The update and the state of a leaf that
@@ -111,8 +111,9 @@ def freeze(
     Returns:
       A transformation. Its ``init`` takes the full parameters, or the trainable part, resolves the spec and raises
       ``ValueError`` if it does not fit. Its ``update`` takes full gradients, or those of the trainable structure
-      (:func:`optax_freeze.value_and_grad`); extra arguments reach ``inner`` with the frozen part taken out (trees of
-      the gradients' structure, and ``value_fn``, which is called with parameters as given to ``update``).
+      (:func:`optax_freeze.value_and_grad`). Extra arguments reach ``inner`` with the frozen part taken out: trees of the
+      gradients' structure, and the functions ``value_fn``, ``obj_fn`` and ``grad_fn``, which are called with parameters
+      as given to ``update``.
 
     Raises:
       TypeError: if ``inner`` is no optimizer.
