@@ -111,9 +111,9 @@ def freeze(
     Returns:
       A transformation. Its ``init`` takes the full parameters, or the trainable part, resolves the spec and raises
       ``ValueError`` if it does not fit. Its ``update`` takes full gradients, or those of the trainable structure
-      (:func:`optax_freeze.value_and_grad`). Extra arguments reach ``inner`` with the frozen part taken out: trees of the
-      gradients' structure, and the functions ``value_fn``, ``obj_fn`` and ``grad_fn``, which are called with parameters
-      as given to ``update``.
+      (:func:`optax_freeze.value_and_grad`). Extra arguments reach ``inner`` with the frozen part taken out: trees of
+      the gradients' structure, and the functions ``value_fn``, ``obj_fn`` and ``grad_fn``, which are called with
+      parameters as given to ``update``.
 
     Raises:
       TypeError: if ``inner`` is no optimizer.
