@@ -101,7 +101,7 @@ def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
         if len(bounds) == 3 and index.step != 0:
             return Rows(Slice(*bounds), int(axis))
     elif isinstance(index, (Sequence, np.ndarray)):
-        if np.ndim(index) == 1 and all(map(_is_int, index)):
+        if all(map(_is_int, index)):
             numbers = tuple(map(int, index))
             if len(set(numbers)) < len(numbers):
                 raise ValueError(named_twice("fz.rows", numbers))

@@ -13,7 +13,7 @@ import optax
 
 from optax_freeze import _tree
 from optax_freeze._parts import Answer, Dense, RowIndex
-from optax_freeze._resolve import Masks, Resolved, Spec, Tied
+from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 
@@ -88,6 +88,7 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     whole = []
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
+            refuse_other_leaf(a, Leaf(_tree.paths(rest)[i], tuple(b.array.shape)), b.answer, "trainable", whole=False)
             whole.append(b.answer.put(b.array, a, b.mask))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
@@ -173,18 +174,23 @@ def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -
     else:
         spec, masks = Resolved.of(frozen, params, tied="ignore")
         answers = spec.answers
-    moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
+    for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
+        if isinstance(change, Part) and answer is not True:
+            leaf = Leaf(_tree.paths(params)[i], tuple(value.shape))
+            refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
+    bitwise = frozen is not None
+    moved = [_move(*leaf, bitwise) for leaf in zip(values, changes, answers, masks, strict=True)]
     return jax.tree.unflatten(treedef, moved)
 
 
-def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
+def _move(value: Any, change: Any, answer: Answer, mask: Any, bitwise: bool) -> Any:
     if answer is True or _tree.is_hole(value) or _is_nothing(change):
         return value
     if isinstance(value, Part):
         return jax.tree.map(optax.apply_updates, value, change)
     if isinstance(change, Part):
         if isinstance(change.index, RowIndex):
-            return change.index.add(value, change, mask)
+            return change.index.add(value, change, mask, bitwise=bitwise)
         if not isinstance(answer, Dense):
             raise ValueError(
                 message(

@@ -7,6 +7,7 @@ NaN).
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +18,7 @@ from optax_freeze._masks import ElementMask, Elements, Rows, Slice, named_twice
 from optax_freeze._tree import HOLE, Leaf, Part, message
 
 _FEW = 16
-"""Up to so many runs of rows are sliced one by one; more are looked up by their numbers."""
+"""The numbers of up to so many runs of rows are iotas; those of more are a constant."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +81,17 @@ class RowIndex:
         """The trainable rows."""
         del mask
         value = jnp.asarray(value)
-        if self.runs is not None and len(self.runs) <= _FEW:
-            cut = [jax.lax.slice_in_dim(value, start, stop, axis=self.axis) for start, stop in self.runs]
-            rows = cut[0] if len(cut) == 1 else jnp.concatenate(cut, self.axis)
+        if self.runs is not None and len(self.runs) == 1:
+            [(start, stop)] = self.runs
+            rows = jax.lax.slice_in_dim(value, start, stop, axis=self.axis)
         else:
-            rows = jnp.take(value, self.indices(), self.axis, unique_indices=True, indices_are_sorted=True)
+            rows = _gather(self.axis, value, self.indices())
         return Part(rows, self, value.shape)
 
     def put(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with its trainable rows replaced."""
         del mask
-        at = jnp.asarray(full).at[self._where()]
-        return at.set(part.values, unique_indices=True, indices_are_sorted=True)
+        return _scatter(self.axis, jnp.asarray(full), self.indices(), part.values)
 
     def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
         """An array of the leaf's shape with the part at its trainable rows and ``fill`` elsewhere."""
@@ -104,28 +104,26 @@ class RowIndex:
             return jax.lax.pad(part.values, fill, edges)
         return self.put(jnp.full(part.shape, fill), part, mask)
 
-    def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
+    def add(self, full: Any, part: Part, mask: Any, *, bitwise: bool = False) -> jax.Array:
         """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
 
         The values stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes
-        its values moves the whole leaf, and a slice update of a sharded leaf gathers it.
+        its values moves the whole leaf, and a slice update of a sharded leaf gathers it. ``bitwise`` keeps every bit
+        pattern of narrow floats at the other rows, too.
         """
         del mask
         full = jnp.asarray(full)
         values = jax.lax.optimization_barrier(part.values)
-        at = full.at[self._where()]
-        if values.dtype == full.dtype:
-            return at.add(values, unique_indices=True, indices_are_sorted=True)
+        at = _at(full, self.axis, self.indices())
+        if values.dtype == full.dtype and not (bitwise and _bits_of(full.dtype)):
+            return at.add(values, **_ASCENDING)
         moved = jax.lax.optimization_barrier((at.get() + values).astype(full.dtype))
-        return at.set(moved, unique_indices=True, indices_are_sorted=True)
+        return _scatter(self.axis, full, self.indices(), moved)
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen rows and ``trains`` at the others."""
         del mask
-        return jnp.where(self.frozen(jnp.ndim(trains)), frozen, trains)
-
-    def _where(self) -> tuple[Any, ...]:
-        return (slice(None),) * self.axis + (self.indices(),)
+        return _select(self.frozen(jnp.ndim(trains)), frozen, trains)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,15 +142,15 @@ class Dense:
         """The trainable elements: the full leaf, zero at the frozen ones, or a vector if compact."""
         value = jnp.asarray(value)
         if not self.compact:
-            return jnp.where(mask, jnp.zeros((), value.dtype), value)
-        return Part(value.ravel().at[self._indices(mask)].get(mode="fill", fill_value=0), self.count, value.shape)
+            return _select(mask, jnp.zeros((), value.dtype), value)
+        return Part(_gather(0, value.ravel(), self._indices(mask)), self.count, value.shape)
 
     def put(self, full: Any, part: Any, mask: Any) -> jax.Array:
         """``full`` with its trainable elements replaced."""
         full = jnp.asarray(full)
         if not self.compact:
-            return jnp.where(mask, full, part)
-        return full.ravel().at[self._indices(mask)].set(part.values, mode="drop").reshape(full.shape)
+            return _select(mask, full, part)
+        return _scatter(0, full.ravel(), self._indices(mask), part.values).reshape(full.shape)
 
     def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
         """An array of the leaf's shape with a vector at its trainable elements and ``fill`` elsewhere."""
@@ -161,16 +159,78 @@ class Dense:
     def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with a vector added to its trainable elements."""
         full = jnp.asarray(full)
-        at = full.ravel().at[self._indices(mask)]
-        moved = (at.get(mode="fill", fill_value=0) + part.values).astype(full.dtype)
-        return at.set(moved, mode="drop").reshape(full.shape)
+        flat, indices = full.ravel(), self._indices(mask)
+        moved = (_gather(0, flat, indices) + part.values).astype(full.dtype)
+        return _scatter(0, flat, indices, moved).reshape(full.shape)
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen elements and ``trains`` at the others."""
-        return jnp.where(mask, frozen, trains)
+        return _select(mask, frozen, trains)
 
     def _indices(self, mask: Any) -> jax.Array:
         return jnp.nonzero(~jnp.asarray(mask).ravel(), size=self.count, fill_value=mask.size)[0]
+
+
+def _bits_of(dtype: Any) -> Any:
+    """The unsigned integer that a narrow float is moved as, or None.
+
+    XLA computes these on some devices in float32, even where they are only moved, and that changes NaN payloads.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    return {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(dtype).bits)
+
+
+def _on_bits(move: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+    dtype = arrays[-1].dtype
+    bits = _bits_of(dtype)
+    if bits is None or any(array.dtype != dtype for array in arrays):
+        return move(*arrays)
+    return jax.lax.bitcast_convert_type(move(*(jax.lax.bitcast_convert_type(x, bits) for x in arrays)), dtype)
+
+
+@jax.custom_jvp
+def _select(mask: Any, a: Any, b: Any) -> jax.Array:
+    """``jnp.where``, which keeps every bit pattern."""
+    return _on_bits(lambda a, b: jnp.where(mask, a, b), jnp.asarray(a), jnp.asarray(b))
+
+
+@_select.defjvp
+def _select_jvp(primals: Any, tangents: Any) -> Any:
+    mask, _, _ = primals
+    return _select(*primals), jnp.where(mask, *tangents[1:])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
+    """``full`` with ``values`` at ascending ``indices`` along an axis; those out of range are dropped."""
+    return _on_bits(lambda full, values: _at(full, axis, indices).set(values, **_ASCENDING, mode="drop"), full, values)
+
+
+@_scatter.defjvp
+def _scatter_jvp(axis: int, primals: Any, tangents: Any) -> Any:
+    _, indices, _ = primals
+    moved = _at(tangents[0], axis, indices).set(tangents[2], **_ASCENDING, mode="drop")
+    return _scatter(axis, *primals), moved
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gather(axis: int, full: Any, indices: Any) -> jax.Array:
+    """The values at ascending ``indices`` along an axis, zero for those out of range."""
+    return _on_bits(lambda full: _at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0), full)
+
+
+@_gather.defjvp
+def _gather_jvp(axis: int, primals: Any, tangents: Any) -> Any:
+    found = _at(tangents[0], axis, primals[1]).get(**_ASCENDING, mode="fill", fill_value=0)
+    return _gather(axis, *primals), found
+
+
+_ASCENDING: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
+
+
+def _at(array: Any, axis: int, indices: Any) -> Any:
+    return array.at[(slice(None),) * axis + (indices,)]
 
 
 Answer: TypeAlias = bool | RowIndex | Dense
@@ -179,6 +239,16 @@ Answer: TypeAlias = bool | RowIndex | Dense
 
 def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
     """The answer for one leaf, and the array of a dense mask or a hole."""
+    if not isinstance(choice, bool) and np.zeros((), leaf.dtype) != 0:
+        raise ValueError(
+            message(
+                "a leaf whose dtype has no zero cannot be frozen in part",
+                at=leaf.path,
+                got=f"{choice!r} for {leaf.dtype}",
+                expected="True or False",
+                fix="freeze the whole leaf, or train it",
+            )
+        )
     if isinstance(choice, Rows):
         return _resolve_rows(choice, leaf), HOLE
     if isinstance(choice, Elements):

@@ -17,10 +17,11 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from optax_freeze import _tree
 from optax_freeze._masks import Elements, Rows
-from optax_freeze._parts import Answer, RowIndex, resolve_mask
+from optax_freeze._parts import Answer, Dense, RowIndex, resolve_mask
 from optax_freeze._select import Choice, Selector, as_choice, as_selector, ask_without_values, is_patterns
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
@@ -122,7 +123,7 @@ class Resolved:
         ]
         answers, masks = tuple(answer for answer, _ in pairs), [mask for _, mask in pairs]
         if tied == "error":
-            _refuse_tied(values, leaves, [(answer, id(mask)) for answer, mask in pairs])
+            _refuse_tied(values, leaves, pairs)
         return cls(tuple(leaves), answers, treedef, _tree.has_variables(params)), masks
 
     @property
@@ -149,7 +150,7 @@ class Resolved:
                 _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(self.leaves))), name, fix)
         for value, leaf, answer in zip(values, self.leaves, self.answers, strict=True):
             if answer is not True:
-                _refuse_other_leaf(value, leaf, answer, name)
+                refuse_other_leaf(value, leaf, answer, name)
         return values, treedef
 
     def take(self, values: Sequence[Any], masks: Masks) -> list[Any]:
@@ -196,20 +197,22 @@ def _as_choice(answer: Answer, mask: Any) -> Choice:
     return answer.source if isinstance(answer, RowIndex) else Elements(mask, answer.compact, answer.count)
 
 
-def _refuse_other_leaf(value: Any, leaf: Leaf, answer: Answer, name: str) -> None:
-    """Refuses what cannot be in the place of a leaf that trains, in whole or in part."""
-    what, got, expected = f"{name}: not what trains of the leaf", "", f"an array of shape {leaf.shape}"
-    if not isinstance(answer, bool):
-        expected += ", or the Part of it that trains"
+def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: bool = True) -> None:
+    """Refuses what cannot be in the place of a leaf that trains, in whole or in part (``whole``: a full array may)."""
+    compact = isinstance(answer, Dense) and answer.compact
+    in_part = not isinstance(answer, bool)
+    what, got = f"{name}: not what trains of the leaf", ""
     if _tree.is_hole(value):
         what, got = f"{name}: a leaf that trains is missing", "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
-        if isinstance(answer, bool) or value.index != answer.part_index or value.shape != leaf.shape:
+        index = answer.part_index if isinstance(answer, (RowIndex, Dense)) else answer
+        if isinstance(answer, bool) or value.index != index or value.shape != leaf.shape:
             got = f"a Part of {value.index} of shape {value.shape}"
-    elif not isinstance(answer, bool) and getattr(value, "shape", leaf.shape) != leaf.shape:
-        got = f"an array of shape {value.shape}"
+    elif in_part and ((not whole and (compact or isinstance(answer, RowIndex))) or np.shape(value) != leaf.shape):
+        got = f"an array of shape {np.shape(value)}"
     if got:
-        fix = "give the same `frozen` to the gradient and to the optimizer"
+        expected = f"an array of shape {leaf.shape}" + (", or the Part of it that trains" if in_part else "")
+        fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
         raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
 
 
@@ -295,19 +298,25 @@ def _is_above(prefix: str, path: str) -> bool:
     return not prefix or path == prefix or path.startswith(prefix + "/")
 
 
-def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[tuple[Answer, int]]) -> None:
+def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[tuple[Answer, Any]]) -> None:
     first: dict[int, int] = {}
     for i, value in enumerate(values):
         if leaves[i].inexact and _tree.is_concrete(value):
             j = first.setdefault(id(value), i)
-            if answers[i] != answers[j]:
+            if not _same(answers[i], answers[j]):
                 frozen, trains = (j, i) if answers[j][0] is True or answers[i][0] is False else (i, j)
                 raise ValueError(
                     message(
-                        "one array stands at two paths, of which one is frozen and the other is not",
+                        "one array stands at two paths, and is not frozen alike at both",
                         at=leaves[frozen].path,
-                        got=f"frozen there, trained at {leaves[trains].path}",
+                        got=f"frozen there, trained at {leaves[trains].path}, in whole or in part",
                         expected="tied leaves frozen together or trained together",
                         fix='give both the same answer, copy the array, or pass tied="ignore"',
                     )
                 )
+
+
+def _same(a: tuple[Answer, Any], b: tuple[Answer, Any]) -> bool:
+    if a[0] != b[0] or not isinstance(a[0], Dense) or a[1] is b[1]:
+        return a[0] == b[0]
+    return not isinstance(a[1], Tracer) and not isinstance(b[1], Tracer) and np.array_equal(a[1], b[1])

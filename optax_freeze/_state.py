@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_freeze import _tree
@@ -38,7 +39,7 @@ def spec_of(state: optax.OptState) -> Selector:
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
     states = [node for node in _states(state) if node.spec.leaves]
-    if not states or any(other.spec != states[0].spec for other in states):
+    if not states or any(_differ(states[0], other) for other in states[1:]):
         raise ValueError(
             message(
                 "no spec to be found" if not states else "several specs that differ",
@@ -80,6 +81,16 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
       Array([[0., 1.],
              [1., 0.]], dtype=float32)
     """
+    if not isinstance(masks, Mapping):
+        raise TypeError(
+            message(
+                "fz.replace_masks takes a mapping",
+                at="its second argument",
+                got=type(masks).__name__,
+                expected="{path: boolean array}",
+                fix="name each mask by the path of its leaf",
+            )
+        )
     known = {
         leaf.path
         for node in _states(state)
@@ -100,6 +111,14 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
     return jax.tree.map(lambda node: _with_masks(node, masks) if _is_state(node) else node, state, is_leaf=_is_state)
 
 
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two states have other specs or, as far as they have values, other masks."""
+    pairs = zip(masks_of(a), masks_of(b), strict=False)
+    return a.spec != b.spec or any(
+        _tree.is_concrete(x) and _tree.is_concrete(y) and not np.array_equal(x, y) for x, y in pairs
+    )
+
+
 def _is_state(node: Any) -> bool:
     return isinstance(node, (FreezeState, MaskedZeroUpdatesState))
 
@@ -116,18 +135,18 @@ def _with_masks(state: Any, new: Mapping[str, Any]) -> Any:
             mask = new[leaf.path]
             mask = elements(mask.array if isinstance(mask, Elements) else mask, answer.compact)
             resolve_mask(Elements(mask.array, answer.compact, answer.count), leaf)
-            if mask.count is not None and mask.count != answer.count:
+            if answer.compact and mask.count != answer.count:
                 raise ValueError(
                     message(
                         "the number of trainable elements of a compact mask is fixed",
                         at=leaf.path,
-                        got=f"{mask.count} trainable elements",
+                        got="a traced mask" if mask.count is None else f"{mask.count} trainable elements",
                         expected=f"{answer.count}, as in the state",
-                        fix="keep their number, or use compact=False",
+                        fix="keep their number and replace it outside jit, or use compact=False",
                     )
                 )
             masks[i] = jnp.array(mask.array)
-            if _tree.is_concrete(masks[i]) and getattr(old[i], "committed", False):
+            if _tree.is_concrete(masks[i]) and _tree.is_concrete(old[i]) and old[i].committed:
                 masks[i] = jax.device_put(masks[i], old[i].sharding)
     if isinstance(state, FreezeState):
         state = state._replace(inner_state=_moved_parts(state, old, masks))
@@ -136,16 +155,34 @@ def _with_masks(state: Any, new: Mapping[str, Any]) -> Any:
 
 def _moved_parts(state: FreezeState, old: Sequence[Any], new: Sequence[Any]) -> PyTree:
     """The optimizer's state, in which each vector of compact elements is in the order of the new mask."""
-    compact = {
-        leaf.path: (answer, old[i], new[i])
-        for i, (leaf, answer) in enumerate(zip(state.spec.leaves, state.spec.answers, strict=True))
-        if isinstance(answer, Dense) and answer.compact and old[i] is not new[i]
-    }
+    owners = {leaf.path: i for i, leaf in enumerate(state.spec.leaves)}
+    replaced = [i for i, answer in enumerate(state.spec.answers) if _is_compact(answer) and old[i] is not new[i]]
+    if not replaced:
+        return state.inner_state
+    if _tree.has_nnx_state(state.inner_state):
+        raise ValueError(
+            message(
+                "the moments of compact elements cannot be found in the state of an nnx.Optimizer",
+                at=state.spec.leaves[replaced[0]].path,
+                got="another mask for compact elements",
+                expected="a plain mask, whose moments stay where they are",
+                fix="fz.elements(array, compact=False)",
+            )
+        )
     nodes, treedef = _tree.flatten(state.inner_state)
-    for i, path in enumerate(_tree.paths(state.inner_state) if compact else []):
-        owners = [leaf for leaf in compact if path == leaf or path.endswith("/" + leaf)]
-        if owners and isinstance(nodes[i], Part):
-            answer, before, after = compact[max(owners, key=len)]
-            full = answer.put(jnp.zeros(nodes[i].shape, nodes[i].dtype), nodes[i], before)
-            nodes[i] = answer.take(full, after)
+    for place, path in enumerate(_tree.paths(state.inner_state)):
+        segments = path.split("/")
+        above = ("/".join(segments[start:]) for start in range(len(segments) + 1))
+        i = next((owners[owner] for owner in above if owner in owners), None)
+        part = nodes[place]
+        if i in replaced and isinstance(part, Part) and _tree.is_array(part.values):
+            answer: Any = state.spec.answers[i]
+            count = answer.part_index
+            if part.index == count and part.values.shape == (count,):
+                full = answer.put(jnp.zeros(part.shape, part.dtype), part, old[i])
+                nodes[place] = answer.take(full, new[i])
     return jax.tree.unflatten(treedef, nodes)
+
+
+def _is_compact(answer: Any) -> bool:
+    return isinstance(answer, Dense) and answer.compact

@@ -6,7 +6,6 @@ around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -218,7 +217,7 @@ def _resolve(frozen: Spec, params: PyTree, tied: Tied) -> tuple[Resolved, PyTree
 def _copy(mask: Any, param: Any) -> jax.Array:
     """A copy of a mask, placed like its parameter."""
     copy = jnp.array(mask)
-    if _tree.is_concrete(copy) and getattr(param, "committed", False):
+    if _tree.is_concrete(copy) and isinstance(param, jax.Array) and _tree.is_concrete(param) and param.committed:
         return jax.device_put(copy, param.sharding)
     return copy
 
@@ -279,12 +278,7 @@ def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Cal
 
 def _with_parts(inner_state: Any, spec: Resolved, tx: optax.GradientTransformation, trainable: PyTree | None) -> Any:
     """The state with its ``Part`` nodes: ``nnx.Optimizer`` hands each back as an ``nnx.State``."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or trainable is None or not spec.in_part:
-        return inner_state
-    if not any(
-        isinstance(node, nnx.State) for node in jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, nnx.State))
-    ):
+    if trainable is None or not spec.in_part or not _tree.has_nnx_state(inner_state):
         return inner_state
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, trainable)), jax.tree.leaves(inner_state))
 

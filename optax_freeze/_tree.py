@@ -216,6 +216,12 @@ def has_variables(tree: PyTree) -> bool:
     return bool(_nnx_variables(tree, keys))
 
 
+def has_nnx_state(tree: PyTree) -> bool:
+    """Whether there is an ``nnx.State`` in a tree."""
+    state = getattr(sys.modules.get("flax.nnx"), "State", ())
+    return any(isinstance(node, state) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, state)))
+
+
 def _nnx_variables(tree: PyTree, keys: list[Any]) -> set[Any]:
     """The key paths of NNX variables in ``tree``, found without importing Flax."""
     nnx = sys.modules.get("flax.nnx")

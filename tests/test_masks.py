@@ -326,6 +326,85 @@ OPTIMIZERS = {
 }
 
 
+class TestEveryBitPattern:
+    """Narrow floats are moved as integers: XLA computes them in float32 on a CPU, which changes NaN payloads."""
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])
+    @pytest.mark.parametrize("kind", ["rows", "last axis", "strided", "list", "elements", "compact"])
+    def test_of_what_is_frozen_in_part(self, dtype, kind, compiled):
+        width = jnp.finfo(dtype).bits
+        patterns = np.arange(2**width, dtype=f"uint{width}").reshape(16, -1)
+        w = jax.lax.bitcast_convert_type(jnp.asarray(patterns), jnp.dtype(dtype))
+        mask = np.random.default_rng(0).random(w.shape) < 0.5
+        spec = {
+            "rows": fz.rows(slice(0, 7)),
+            "last axis": fz.rows(slice(3, None), axis=1),
+            "strided": fz.rows(slice(0, None, 3)),
+            "list": fz.rows([0, 5, 9]),
+            "elements": fz.elements(mask),
+            "compact": fz.elements(mask, compact=True),
+        }[kind]
+        assert bits(compiled(lambda w: fz.combine(*fz.partition(w, spec)))(w)) == bits(w)
+        assert bits(compiled(lambda w: fz.stop_gradient(w, spec))(w)) == bits(w)
+        ones = jnp.ones(w.shape)
+        trains = np.asarray(jax.grad(lambda p: jnp.sum(fz.stop_gradient(p, spec)))(ones)) != 0
+        for full_updates in (True, False):
+            tx = fz.freeze(optax.sgd(0.1), spec, full_updates=full_updates)
+
+            def step(w, tx=tx):
+                updates, _ = tx.update(jnp.ones_like(w), tx.init(w), w)
+                return fz.apply_updates(w, updates, spec)
+
+            new = np.asarray(jax.lax.bitcast_convert_type(compiled(step)(w), jnp.dtype(f"uint{width}")))
+            assert np.array_equal(new[~trains], patterns[~trains])
+
+    def test_the_gradient_passes_through(self):
+        w = jnp.ones((4, 2), jnp.bfloat16)
+        mask = np.arange(8).reshape(4, 2) % 2 == 0
+        for spec in (fz.rows([0, 2]), fz.rows(slice(0, None, 2)), mask, fz.elements(mask, compact=True)):
+
+            def loss(w, spec=spec):
+                return jnp.sum(fz.combine(*fz.partition(w, spec)).astype(jnp.float32) ** 2)
+
+            assert jax.grad(loss)(w).tolist() == jnp.full((4, 2), 2.0).tolist()
+            batched = jax.vmap(jax.grad(loss))(jnp.stack([w, 2 * w]))
+            assert batched[1].tolist() == jnp.full((4, 2), 4.0).tolist()
+
+    def test_a_dtype_without_a_zero(self):
+        w = jnp.ones((2, 2), jnp.float8_e8m0fnu)
+        with pytest.raises(ValueError, match=r"no zero cannot be frozen in part\n  at: w"):
+            fz.resolve({"w": fz.rows(0)}, {"w": w})
+        assert fz.resolve({"w": True}, {"w": w}) == {"w": True}
+
+
+class TestPartsOfAnotherLeaf:
+    def test_apply_updates(self):
+        params = {"w": jnp.zeros((6, 2))}
+        updates = fz.partition(params, {"w": fz.rows(slice(0, 4))})[0]
+        for frozen in ({"w": fz.rows(slice(4, 6))}, {"w": np.ones((6, 2), bool)}, {"w": fz.elements(DIAGONAL)}):
+            with pytest.raises(ValueError, match=r"at: w"):
+                fz.apply_updates(params, updates, frozen)
+        for shape in ((5, 2), (16, 2), (6, 3)):
+            with pytest.raises(ValueError, match=r"updates: not what trains of the leaf\n  at: w"):
+                fz.apply_updates({"w": jnp.zeros(shape)}, updates)
+        assert bits(fz.apply_updates(params, updates, {"w": True})) == bits(params)
+
+    def test_combine(self):
+        params = {"w": jnp.zeros((6, 2))}
+        _, rest = fz.partition(params, {"w": fz.rows(slice(0, 4))})
+        for trainable in (fz.partition(params, {"w": fz.rows(slice(2, 6))})[0], params):
+            with pytest.raises(ValueError, match=r"trainable: not what trains of the leaf\n  at: w"):
+                fz.combine(trainable, rest)
+
+    def test_tied_leaves_in_part(self):
+        w, mask = jnp.ones((4, 3)), np.zeros((4, 3), bool)
+        fz.partition({"x": w, "y": w}, {"x": mask, "y": mask.copy()})
+        with pytest.raises(ValueError, match="not frozen alike"):
+            fz.partition({"x": w, "y": w}, {"x": mask, "y": ~mask})
+        with pytest.raises(ValueError, match="not frozen alike"):
+            fz.partition({"x": w, "y": w}, {"x": fz.rows(0), "y": fz.rows(1)})
+
+
 class TestTheUsersOwnCase:
     """A 2 x 2 parameter of which only [0, 0] and [1, 1] train; the gradient is NaN elsewhere."""
 
@@ -474,6 +553,62 @@ class TestReplaceMasks:
         assert updates["w"].tolist() == [0.0, 0.0, -1.5, -2.0, -2.5]
         assert bits(state) == bits(tx.update(grads, tx.init(params), params)[1])
 
+    def test_only_the_leaf_that_is_named(self):
+        old, new = np.array([True, True, False, False]), np.array([True, False, True, False])
+        grads = jnp.array([1.0, 2.0, 3.0, 4.0])
+        for other in (fz.elements(old, compact=True), fz.rows(slice(0, 2))):
+            params = {"w": jnp.ones(4), "a": {"w": jnp.ones(4)}}
+            tx = fz.freeze(optax.trace(0.9), {"w": fz.elements(old, compact=True), "a": {"w": other}})
+            _, state = tx.update({"w": grads, "a": {"w": grads}}, tx.init(params), params)
+            trace = optax.tree.get(fz.replace_masks(state, {"w": new}), "trace")
+            assert trace["a"]["w"].values.tolist() == [3.0, 4.0]
+            assert trace["w"].values.tolist() == [0.0, 4.0]
+
+    def test_a_lone_leaf(self):
+        tx = fz.freeze(optax.trace(0.9), fz.elements(np.array([True, True, False, False]), compact=True))
+        _, state = tx.update(jnp.array([1.0, 2.0, 3.0, 4.0]), tx.init(jnp.ones(4)))
+        state = fz.replace_masks(state, {"": np.array([True, False, True, False])})
+        assert optax.tree.get(state, "trace").values.tolist() == [0.0, 4.0]
+
+    @pytest.mark.parametrize(
+        "inner", [optax.contrib.muon(0.1), optax.sm3(0.1), optax.adafactor(0.1)], ids=["muon", "sm3", "adafactor"]
+    )
+    def test_state_that_is_no_vector_is_left_alone(self, inner):
+        params = {"w": jnp.ones((2, 4)), "m": jnp.ones((4, 4))}
+        mask = np.arange(8).reshape(2, 4) < 4
+        tx = fz.freeze(inner, {"w": fz.elements(mask, compact=True), "m": False})
+        _, state = tx.update(params, tx.init(params), params)
+        replaced = fz.replace_masks(state, {"w": ~mask})
+        chex.assert_trees_all_equal_shapes(replaced, state)
+        updates, _ = tx.update(params, replaced, params)
+        assert np.signbit(updates["w"][1]).all()
+
+    def test_a_traced_compact_mask_cannot_be_counted(self):
+        tx = fz.freeze(optax.sgd(1.0), fz.elements(np.array([True, False]), compact=True))
+        with pytest.raises(ValueError, match="compact mask is fixed"):
+            jax.jit(lambda s, m: fz.replace_masks(s, {"": m}))(tx.init(jnp.ones(2)), np.array([True, True]))
+
+    def test_under_nnx_compact_is_refused(self):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        spec = fz.rules({"kernel": fz.elements(DIAGONAL, compact=True)})
+        optimizer = nnx.Optimizer(model, fz.freeze(optax.trace(0.9), spec), wrt=nnx.Param)
+        with pytest.raises(ValueError, match=r"nnx\.Optimizer\n  at: kernel"):
+            fz.replace_masks(optimizer.opt_state, {"kernel": ~DIAGONAL})
+
+    def test_takes_a_mapping(self):
+        state = fz.freeze(optax.sgd(1.0), DIAGONAL).init(jnp.ones((2, 2)))
+        with pytest.raises(TypeError, match="takes a mapping"):
+            fz.replace_masks(state, [DIAGONAL])  # pyright: ignore
+
+    def test_an_ensemble(self):
+        params = {"w": jnp.arange(12.0).reshape(3, 2, 2)}
+        tx = fz.freeze(optax.adam(0.1), {"w": DIAGONAL})
+        state = jax.vmap(tx.init)(params)
+        updates, _ = jax.vmap(tx.update)(params, state, params)
+        new = optax.apply_updates(params, updates)
+        assert np.asarray(new["w"])[:, DIAGONAL].tobytes() == np.asarray(params["w"])[:, DIAGONAL].tobytes()
+        jax.grad(lambda p: tx.update(p, tx.init(p), p)[0]["w"].sum())({"w": jnp.ones((2, 2))})
+
     def test_the_state_has_a_copy_of_its_own(self):
         mask = jnp.asarray(DIAGONAL)
         tx = fz.freeze(optax.sgd(0.1), {"w": mask})
@@ -512,6 +647,9 @@ class TestReplaceMasks:
     def test_spec_of_needs_a_state_of_ours(self):
         with pytest.raises(ValueError, match="no spec to be found"):
             fz.spec_of(optax.adam(0.1).init(jnp.ones(2)))
+        both = optax.chain(fz.masked_zero_updates(DIAGONAL), fz.masked_zero_updates(~DIAGONAL))
+        with pytest.raises(ValueError, match="several specs that differ"):
+            fz.spec_of(both.init(jnp.ones((2, 2))))
         tx = optax.chain(fz.masked_zero_updates("a"), fz.masked_zero_updates("b"))
         with pytest.raises(ValueError, match="several specs that differ"):
             fz.spec_of(tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
