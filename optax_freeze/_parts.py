@@ -181,49 +181,45 @@ def _bits_of(dtype: Any) -> Any:
     return {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(dtype).bits)
 
 
-def _on_bits(move: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    dtype = arrays[-1].dtype
-    bits = _bits_of(dtype)
-    if bits is None or any(array.dtype != dtype for array in arrays):
-        return move(*arrays)
-    return jax.lax.bitcast_convert_type(move(*(jax.lax.bitcast_convert_type(x, bits) for x in arrays)), dtype)
-
-
-@jax.custom_jvp
-def _select(mask: Any, a: Any, b: Any) -> jax.Array:
-    """``jnp.where``, which keeps every bit pattern."""
-    return _on_bits(lambda a, b: jnp.where(mask, a, b), jnp.asarray(a), jnp.asarray(b))
-
-
-@_select.defjvp
-def _select_jvp(primals: Any, tangents: Any) -> Any:
-    mask, _, _ = primals
-    return _select(*primals), jnp.where(mask, *tangents[1:])
+def _move(move: Callable[..., jax.Array], operands: tuple[Any, ...], *arrays: Any) -> jax.Array:
+    """``move(operands, *arrays)``, linear in the arrays, whose elements it moves about: it keeps every bit pattern."""
+    narrow = _bits_of(arrays[-1].dtype) and all(array.dtype == arrays[-1].dtype for array in arrays)
+    return _move_bits(move, operands, *arrays) if narrow else move(operands, *arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_bits(move: Callable[..., jax.Array], operands: tuple[Any, ...], *arrays: Any) -> jax.Array:
+    dtype = arrays[-1].dtype
+    moved = move(operands, *(jax.lax.bitcast_convert_type(array, _bits_of(dtype)) for array in arrays))
+    return jax.lax.bitcast_convert_type(moved, dtype)
+
+
+@_move_bits.defjvp
+def _move_bits_jvp(move: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+    return _move_bits(move, *primals), move(primals[0], *tangents[1:])
+
+
+def _select(mask: Any, a: Any, b: Any) -> jax.Array:
+    """``jnp.where``."""
+    return _move(lambda mask, a, b: jnp.where(mask[0], a, b), (mask,), jnp.asarray(a), jnp.asarray(b))
+
+
 def _scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
     """``full`` with ``values`` at ascending ``indices`` along an axis; those out of range are dropped."""
-    return _on_bits(lambda full, values: _at(full, axis, indices).set(values, **_ASCENDING, mode="drop"), full, values)
+
+    def move(indices: Any, full: Any, values: Any) -> jax.Array:
+        return _at(full, axis, indices[0]).set(values, **_ASCENDING, mode="drop")
+
+    return _move(move, (indices,), full, values)
 
 
-@_scatter.defjvp
-def _scatter_jvp(axis: int, primals: Any, tangents: Any) -> Any:
-    _, indices, _ = primals
-    moved = _at(tangents[0], axis, indices).set(tangents[2], **_ASCENDING, mode="drop")
-    return _scatter(axis, *primals), moved
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gather(axis: int, full: Any, indices: Any) -> jax.Array:
     """The values at ascending ``indices`` along an axis, zero for those out of range."""
-    return _on_bits(lambda full: _at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0), full)
 
+    def move(indices: Any, full: Any) -> jax.Array:
+        return _at(full, axis, indices[0]).get(**_ASCENDING, mode="fill", fill_value=0)
 
-@_gather.defjvp
-def _gather_jvp(axis: int, primals: Any, tangents: Any) -> Any:
-    found = _at(tangents[0], axis, primals[1]).get(**_ASCENDING, mode="fill", fill_value=0)
-    return _gather(axis, *primals), found
+    return _move(move, (indices,), full)
 
 
 _ASCENDING: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
