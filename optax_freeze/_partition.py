@@ -86,9 +86,10 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     if treedef != other:
         _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two parts of one fz.partition")
     whole = []
+    names = _tree.paths(rest) if any(isinstance(b, Rest) for b in right) else []
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
-            refuse_other_leaf(a, Leaf(_tree.paths(rest)[i], tuple(b.array.shape)), b.answer, "trainable", whole=False)
+            refuse_other_leaf(a, Leaf(names[i], tuple(b.array.shape)), b.answer, "trainable", whole=False)
             whole.append(b.answer.put(b.array, a, b.mask))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
@@ -174,9 +175,10 @@ def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -
     else:
         spec, masks = Resolved.of(frozen, params, tied="ignore")
         answers = spec.answers
+    names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
     for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
         if isinstance(change, Part) and answer is not True:
-            leaf = Leaf(_tree.paths(params)[i], tuple(value.shape))
+            leaf = Leaf(names[i], tuple(value.shape))
             refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
     bitwise = frozen is not None
     moved = [_move(*leaf, bitwise) for leaf in zip(values, changes, answers, masks, strict=True)]

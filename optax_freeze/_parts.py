@@ -114,11 +114,12 @@ class RowIndex:
         del mask
         full = jnp.asarray(full)
         values = jax.lax.optimization_barrier(part.values)
-        at = _at(full, self.axis, self.indices())
+        indices = self.indices()
+        at = _at(full, self.axis, indices)
         if values.dtype == full.dtype and not (bitwise and _bits_of(full.dtype)):
             return at.add(values, **_ASCENDING)
         moved = jax.lax.optimization_barrier((at.get() + values).astype(full.dtype))
-        return _scatter(self.axis, full, self.indices(), moved)
+        return _scatter(self.axis, full, indices, moved)
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen rows and ``trains`` at the others."""

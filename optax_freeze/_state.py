@@ -12,7 +12,7 @@ from optax_freeze import _tree
 from optax_freeze._masks import Elements, elements
 from optax_freeze._parts import Dense, resolve_mask
 from optax_freeze._select import Known, Selector
-from optax_freeze._transform import FreezeState, MaskedZeroUpdatesState, masks_of
+from optax_freeze._transform import FreezeState, MaskedZeroUpdatesState, copy_like, masks_of
 from optax_freeze._tree import Part, PyTree, message
 
 
@@ -145,9 +145,7 @@ def _with_masks(state: Any, new: Mapping[str, Any]) -> Any:
                         fix="keep their number and replace it outside jit, or use compact=False",
                     )
                 )
-            masks[i] = jnp.array(mask.array)
-            if _tree.is_concrete(masks[i]) and _tree.is_concrete(old[i]) and old[i].committed:
-                masks[i] = jax.device_put(masks[i], old[i].sharding)
+            masks[i] = copy_like(mask.array, old[i])
     if isinstance(state, FreezeState):
         state = state._replace(inner_state=_moved_parts(state, old, masks))
     return state._replace(masks=jax.tree.unflatten(treedef, masks))

@@ -61,15 +61,14 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del extra_args
-        spec = _spec_of(state, MaskedZeroUpdatesState, frozen, params, updates)
+        state = _with_spec(state, MaskedZeroUpdatesState, frozen, params, updates)
+        spec = state.spec
         values, treedef = spec.align(updates, "updates")
         zeroed = [
             value if _tree.is_hole(value) or isinstance(value, Part) else _still(answer, mask, leaf, value)
-            for value, leaf, answer, mask in zip(
-                values, spec.leaves, spec.answers, masks_of(state._replace(spec=spec)), strict=True
-            )
+            for value, leaf, answer, mask in zip(values, spec.leaves, spec.answers, masks_of(state), strict=True)
         ]
-        return jax.tree.unflatten(treedef, zeroed), state._replace(spec=spec)
+        return jax.tree.unflatten(treedef, zeroed), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -145,9 +144,8 @@ def freeze(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        spec = _spec_of(state, FreezeState, frozen, params, updates)
-        state = state._replace(spec=spec)
-        masks = masks_of(state)
+        state = _with_spec(state, FreezeState, frozen, params, updates)
+        spec, masks = state.spec, masks_of(state)
         values, treedef = spec.align(updates, "updates")
         extra_args = _without_frozen(extra_args, spec, masks, treedef, params)
         trainable, olds = None, [None] * len(values)
@@ -181,8 +179,8 @@ def freeze(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _spec_of(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree) -> Resolved:
-    """The spec of a state; resolved again if it went through ``optax.tree_map_params``, which drops what is static."""
+def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree) -> Any:
+    """The state with its spec, resolved again after ``optax.tree_map_params``, which drops what is static."""
     if not isinstance(state, kind):
         raise TypeError(
             message(
@@ -194,8 +192,8 @@ def _spec_of(state: Any, kind: type, frozen: Any, params: PyTree | None, updates
             )
         )
     if state.spec.leaves:
-        return state.spec
-    return Resolved.of(frozen, updates if params is None else params, tied="ignore")[0]
+        return state
+    return state._replace(spec=Resolved.of(frozen, updates if params is None else params, tied="ignore")[0])
 
 
 def masks_of(state: Any) -> list[Any]:
@@ -208,17 +206,19 @@ def _resolve(frozen: Spec, params: PyTree, tied: Tied) -> tuple[Resolved, PyTree
     register_with_flax()
     spec, masks = Resolved.of(frozen, params, tied=tied)
     values = _tree.flatten(params)[0]
-    copies = [_copy(mask, value) if _tree.is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
+    copies = [
+        copy_like(mask, value) if _tree.is_array(mask) else mask for mask, value in zip(masks, values, strict=True)
+    ]
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(_tree.is_array, copies if copies else jax.tree.leaves(frozen)))
     return spec, jax.tree.unflatten(spec.treedef, copies) if dense else ()
 
 
-def _copy(mask: Any, param: Any) -> jax.Array:
-    """A copy of a mask, placed like its parameter."""
+def copy_like(mask: Any, placed: Any) -> jax.Array:
+    """A copy of a mask, placed like another array: its parameter, or the mask before it."""
     copy = jnp.array(mask)
-    if _tree.is_concrete(copy) and isinstance(param, jax.Array) and _tree.is_concrete(param) and param.committed:
-        return jax.device_put(copy, param.sharding)
+    if _tree.is_concrete(copy) and isinstance(placed, jax.Array) and _tree.is_concrete(placed) and placed.committed:
+        return jax.device_put(copy, placed.sharding)
     return copy
 
 
