@@ -45,7 +45,7 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
         bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
-      TypeError: if a function of the spec looks at values.
+      TypeError: if a function of the spec looks at values, or a leaf holds an array and is none (a Keras variable).
 
     Example:
       >>> import optax_freeze as fz

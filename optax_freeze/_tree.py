@@ -149,12 +149,10 @@ def leaves(tree: PyTree) -> list[Leaf]:
 
     Raises:
       ValueError: if two leaves have the same path (a key that holds a ``/`` reads as several segments).
+      TypeError: if a leaf holds an array and is none: a Keras ``Variable``.
     """
     values = (node.array if isinstance(node, Rest) else node for node in flatten(tree)[0])
-    described = [
-        Leaf(path, tuple(value.shape), value.dtype) if is_array(value) else Leaf(path)
-        for path, value in zip(paths(tree), values, strict=True)
-    ]
+    described = [_describe(path, value) for path, value in zip(paths(tree), values, strict=True)]
     seen: set[str] = set()
     for path, _, _ in described:
         if path in seen:
@@ -169,6 +167,22 @@ def leaves(tree: PyTree) -> list[Leaf]:
             )
         seen.add(path)
     return described
+
+
+def _describe(path: str, value: Any) -> Leaf:
+    if not is_array(value):
+        return Leaf(path)
+    if isinstance(value.dtype, str):  # neither jit nor grad takes such an object, and nothing here can update it
+        raise TypeError(
+            message(
+                "no array, but an object that holds one",
+                at=path,
+                got=f"a {type(value).__name__} of {value.dtype}",
+                expected="a JAX or NumPy array",
+                fix="pass the arrays: for Keras {variable.path: variable.value for variable in variables}",
+            )
+        )
+    return Leaf(path, tuple(value.shape), value.dtype)
 
 
 def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> None:
