@@ -76,35 +76,34 @@ class Freezing:
 
         inward, outward = iter(stores), iter(stores)
         lifted = nn.map_variables(
-            self._inside(fun),
+            self._inside(lambda module: fun(module, *args, **kwargs)),  # modules among the arguments stay as they are
             self.collections,
             lambda _: next(inward).read(given),
             lambda written: next(outward).write(written),
             mutable=True,
         )
         with nn.intercept_methods(_use_stored_statistics) if self.stats else contextlib.nullcontext():
-            output = lifted(module, *args, **kwargs)
+            output = lifted(module)
 
         fresh = {path: leaf for store in stores for path, leaf in store.fresh("params").items()}
         if (fresh and is_call) or (self.collection and (fresh or initializing)):
             answers = self._answers({**params, **fresh})
         if self.collection and initializing:
             self._refuse_no_collection(stores, fresh, answers, is_call)
-            known = {path: answers[path] for path in params}
-            if known:
-                self._refuse_other_places(stores, known, "freeze a module alike wherever it is used")
+            if params:
+                self._refuse_other_places(stores, answers, "freeze a module alike wherever it is used")
         for store in stores:
             store.publish(given, answers)
         return output
 
-    def _inside(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def _inside(self, fun: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
         """``fun`` as Linen is to run it: not as another method, with intermediates and a row of a table of its own."""
 
-        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run(module: nn.Module) -> Any:
             if self.stats:
                 for scope in get_module_scopes(module)[0]:
                     scope.flags = scope.flags.copy({"stored_statistics": True})  # nn.jit tells programs apart by flags
-            return fun(module, *args, **kwargs)
+            return fun(module)
 
         run.method_handler_wrapped = True  # type: ignore[attr-defined]
         return run
@@ -129,9 +128,10 @@ class Freezing:
     def _refuse_other_places(self, stores: "Sequence[_Store]", answers: Flat, fix: str) -> None:
         assert self.collection is not None
         moved = {path for store in stores for path in store.before[self.collection]}
+        moved.update(path for store in stores for path in store.fresh("params") if answers[path])
         for path in answers or [()]:
             is_frozen = answers.get(path, True)
-            if is_frozen != (path in moved):
+            if not moved if is_frozen else path in moved:  # some of "params" may be of a module that shares the scope
                 here = stores[-1].scope
                 raise ValueError(
                     message(
@@ -241,6 +241,8 @@ class Probe:
     stop: Callable[[Any], Any] = lambda answer: answer
     """The answer that is acted on instead."""
     answers: dict[Path, list[Any]] = dataclasses.field(default_factory=dict)
+    flags: dict[str, int] = dataclasses.field(default_factory=lambda: {"probe": next(_numbers)})
+    """For the scopes: ``nn.jit`` tells programs apart by them, and would run that of another probe."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -265,7 +267,7 @@ class Probe:
         """Whether the parameter is wholly frozen in each application."""
         return all(answer is True for answer, _ in self.answers.get(path, [(False, None)]))
 
-    def part(self, path: Path, shape: tuple[int, ...]) -> Any:
+    def part(self, path: Path, shape: tuple[int, ...] | None) -> Any:
         """The element mask of a parameter that is frozen in part in each application."""
         parts = [given for given in self.answers[path] if given[0] is not True]
         (first, inner), others = parts[0], parts[1:]
@@ -282,6 +284,7 @@ class Probe:
         return first
 
 
+_numbers = itertools.count()
 _probe: contextvars.ContextVar[Probe | None] = contextvars.ContextVar("probe", default=None)
 
 
@@ -309,6 +312,9 @@ def _constant(params: Flat, answers: Flat) -> Flat:
 def _use_stored_statistics(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     """A method interceptor: a field and an argument may not both be given, so the argument gives way."""
     name = "use_running_average"
+    scope = context.module.scope
+    if scope is None or not scope.has_flag("stored_statistics"):
+        return next_fun(*args, **kwargs)
     is_field = name in type(context.module).__dataclass_fields__
     if is_field:
         object.__setattr__(context.module, name, True)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import DenyList, FrozenDict, Scope, unfreeze
-from flax.linen.module import wrap_method_once
+from flax.core import DenyList, FrozenDict, Scope, apply, unfreeze
+from flax.linen.module import TestScope, wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from optax_freeze._depends import depends_on
@@ -79,7 +79,8 @@ class Frozen(nn.Module):
                 )
             )
         _check_collection(self.collection, self.stats_collections)
-        if self.name is not None and not isinstance(self.parent, (nn.Module, Scope, type(None))):
+        is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
+        if is_new and self.name is not None:
             raise ValueError(
                 message(
                     "a Frozen has no name of its own",
@@ -92,6 +93,18 @@ class Frozen(nn.Module):
         super().__post_init__()
         if self.module.scope is not None:
             object.__setattr__(self, "scope", self.module.scope)
+        object.__setattr__(self, "_place", self.scope)
+        if self._state.is_initialized and isinstance(self._innermost.parent, Frozen):
+            object.__setattr__(self._innermost, "name", self.name or self.module.name)
+        elif self._state.is_initialized or (is_new and self.parent is None):
+            object.__setattr__(self, "name", self._innermost.name)
+
+    @nn.nowrap
+    def _try_setup(self, shallow: bool = False) -> None:
+        """How Linen prepares a module for a call: here ``module`` follows where ``nn.share_scope`` took the wrapper."""
+        if self.scope is not self._place:
+            object.__setattr__(self, "_place", self.scope)
+            nn.share_scope(self, self.module)
 
     @nn.nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
@@ -144,6 +157,7 @@ class Frozen(nn.Module):
 
     @property
     def _innermost(self) -> nn.Module:
+        self._try_setup()
         return self.module._innermost if isinstance(self.module, Frozen) else self.module
 
     @nn.nowrap
@@ -156,6 +170,7 @@ class Frozen(nn.Module):
         is_call: bool = False,
     ) -> Any:
         """``fun(module, *args, **kwargs)`` with the frozen variables."""
+        self._try_setup()
         frozen = unfreeze(self.frozen) if isinstance(self.frozen, FrozenDict) else self.frozen
         stats = self.stats_collections if self.stats == "frozen" else ()
         return Freezing(frozen, self.collection, stats).run(fun, self.module, args, kwargs, is_call=is_call)
@@ -197,8 +212,19 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
 
     def interceptor(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         nonlocal inside, applied
-        if inside:
+        scope = context.module.scope
+        if inside or scope is None or isinstance(scope.root, TestScope):
             return next_fun(*args, **kwargs)
+        if any("jit(" in name for name in scope.debug_path[-1:]):
+            raise ValueError(
+                message(
+                    "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
+                    at=type(context.module).__name__,
+                    got="a program that nn.jit keeps, and runs outside the context too",
+                    expected="a module that nn.jit leaves alone, or that holds the transformed one",
+                    fix="nn.Sequential([module]), or Frozen(module)",
+                )
+            )
         if context.method_name == "setup":
             output = next_fun(*args, **kwargs)
             if collection:
@@ -253,13 +279,20 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
     leaves, treedef = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
-    def call(function: Callable[..., Any], arrays: Sequence[Any], **options: Any) -> Any:
+    def call(function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
         given = dict(zip(places, arrays, strict=True))
         args, kwargs = jax.tree.unflatten(treedef, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return function(*args, rngs=rngs or {"params": jax.random.key(0)}, **options, **kwargs)
+        return function(*args, rngs={"params": jax.random.key(0)} if rngs is None else rngs, **kwargs)
 
     def init(arrays: Sequence[Any]) -> Any:
         return call(lambda *args, rngs, **kwargs: model.init(rngs, *args, **kwargs), arrays)
+
+    def bound(scope: Scope, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        """What ``model.apply`` does, which takes no flags."""
+        module = model.copy(parent=scope)
+        if isinstance(method, str):
+            return getattr(module, method)(*args, **kwargs)
+        return getattr(method, "__func__", method or type(model).__call__)(module, *args, **kwargs)
 
     arrays = [leaves[i] for i in places]
     variables = dict(unfreeze(jax.eval_shape(init, arrays)))
@@ -272,7 +305,8 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
         def gradient(params: Any, variables: Any, arrays: Any, scale: Any) -> Any:
             def outputs(moving: Any) -> list[Any]:
                 everything = {"params": unflatten_dict({**params, **moving}), **variables}
-                output = call(functools.partial(model.apply, everything), arrays, mutable=DenyList("params"))
+                run = apply(bound, mutable=DenyList("params"), flags=probe.flags)
+                output = call(functools.partial(run, everything), arrays)
                 return [leaf for leaf in jax.tree.leaves(output) if _is_inexact(leaf)]
 
             values, pullback = jax.vjp(outputs, {path: params[path] for path in inexact})
@@ -286,16 +320,19 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
 
     declared = Probe()
     trains = reached(declared)
-    used = reached(Probe(lambda answer: False))
+    try:
+        used = reached(Probe(lambda answer: False))
+    except Exception:  # the bare model has no derivative, as that of a while loop
+        used = set()
     bare = reached(Probe(lambda answer: answer is not False)) if declared.has_parts else trains
     mask = {}
     for path, leaf in params.items():
-        if path in bare:
-            mask[path] = False
-        elif path in trains:
-            mask[path] = declared.part(path, nn.meta.unbox(leaf).shape)
+        value = nn.meta.unbox(leaf)
+        if path in trains and path not in bare:
+            mask[path] = declared.part(path, getattr(value, "shape", None))
         else:
-            mask[path] = path in used or declared.is_frozen(path)
+            is_frozen = path not in bare and (path in used or declared.is_frozen(path))
+            mask[path] = jax.tree.map(lambda _, answer=is_frozen: answer, value)
     return unflatten_dict(mask)
 
 

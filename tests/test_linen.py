@@ -169,6 +169,46 @@ def two_wrappers(wrap):
     return Model()
 
 
+def given_to_a_method(wrap):
+    """A module that is given modules with the call, which are not its own: one of them is frozen itself."""
+
+    class Reader(nn.Module):
+        @nn.compact
+        def __call__(self, x, first, second):
+            return nn.Dense(4, name="mine")(second(first(x)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            first, second = wrap(Block(name="first")), nn.Sequential([nn.Dense(4, name="second")])
+            return wrap(Reader())(x, first, second=second)
+
+    return Model()
+
+
+class Adapter(nn.Module):
+    """Adds to a module, in the module's own scope."""
+
+    base: nn.Module
+
+    def setup(self):
+        nn.share_scope(self, self.base)
+
+    @nn.compact
+    def __call__(self, x):
+        y = self.base(x)
+        return y + x @ self.param("low_rank", nn.initializers.normal(), (x.shape[-1], y.shape[-1]))
+
+
+def adapter_in_compact(wrap):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Adapter(wrap(nn.Dense(3)))(x)
+
+    return Model()
+
+
 def vmapped(module):
     return nn.vmap(module, in_axes=0, variable_axes={"params": None}, split_rngs={"params": False})
 
@@ -195,6 +235,11 @@ MODELS = {
     "of vmap": of_lift(vmapped),
     "remat of the wrapper": lambda wrap: nn.Sequential([nn.remat(wrap)(Block()) if wrap is Frozen else Block()]),
     "lifted method": method_of_holder,
+    "given to a method": given_to_a_method,
+    "adapter": lambda wrap: nn.Sequential([nn.Dense(4), Adapter(wrap(nn.Dense(3)))]),
+    "adapter in a lift": lambda wrap: nn.Sequential([nn.remat(Adapter)(wrap(Holder(Block(), nn.Dense(4))))]),
+    "adapter, compact": adapter_in_compact,
+    "of adapter": lambda wrap: nn.Sequential([nn.Dense(4), wrap(Adapter(nn.Dense(3)))]),
 }
 
 
@@ -480,6 +525,32 @@ def test_a_jitted_module_with_statistics_is_not_run_by_the_program_of_another_mo
         expected, _ = Normed().apply({k: v["normed"] for k, v in variables.items()}, X, stats != "frozen", mutable=True)
         assert bits(output) == bits(expected)
         assert (bits(moved["batch_stats"]) == bits(variables["batch_stats"])) is (stats == "frozen")
+
+
+def test_statistics_of_a_module_given_to_a_frozen_method_move():
+    class Reader(nn.Module):
+        @nn.compact
+        def __call__(self, x, norm):
+            return norm(nn.BatchNorm(use_running_average=False, name="mine")(x))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Frozen(Reader(name="reader"))(x, nn.BatchNorm(use_running_average=False, name="given"))
+
+    variables = Model().init(KEY, X)
+    moved = Model().apply(variables, X, mutable=["batch_stats"])[1]["batch_stats"]
+    assert bits(moved["reader"]) == bits(variables["batch_stats"]["reader"])
+    assert bits(moved["given"]) != bits(variables["batch_stats"]["given"])
+
+
+def test_a_frozen_module_may_call_a_method_of_an_unbound_one():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.LSTMCell(4, parent=None).initialize_carry(KEY, x.shape)[0]
+
+    assert bits(Frozen(Model()).apply({}, X)) == bits(Model().apply({}, X))
 
 
 def test_a_module_used_bare_and_frozen_has_the_gradient_of_the_bare_use():
@@ -828,6 +899,28 @@ def test_a_context_in_which_nothing_is_applied_is_refused():
         step(variables, X)
 
 
+def test_a_context_refuses_a_module_whose_program_nn_jit_keeps():
+    jitted = nn.jit(Block)
+    variables = jitted().init(KEY, X)
+    with pytest.raises(ValueError, match="itself transformed by nn.jit"), freeze_variables(True):
+        jitted().apply(variables, X)
+    jitted().apply(variables, X)
+    with pytest.raises(ValueError, match="no module was applied"), freeze_variables(True):
+        jitted().apply(variables, X)
+    inside = nn.Sequential([jitted()])
+    with freeze_variables(True):
+        grads = jax.grad(lambda p: loss(inside, {"params": {"layers_0": p}}, X))(variables["params"])
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_a_context_passes_by_the_method_of_an_unbound_module():
+    cell = nn.LSTMCell(4)
+    with freeze_variables(True):
+        carry = cell.initialize_carry(KEY, X.shape)
+        variables = cell.init(KEY, carry, X)
+    assert bits(variables) == bits(cell.init(KEY, carry, X))
+
+
 def test_a_pattern_must_match_in_each_application_inside_a_context():
     def twice():
         nn.Dense(3).init(KEY, X)
@@ -873,6 +966,20 @@ def test_a_mask_takes_the_arguments_of_a_call():
         assert {path.split("/")[0] for path in frozen_paths(mask)} == {"Noted_0", "Normed_0"}
     mask = frozen_mask(Frozen(Table()), X, method="decode")
     assert {path.split("/")[0] for path in frozen_paths(mask)} == {"table", "layers_0", "layers_1", "stages_last"}
+
+
+def test_a_mask_is_not_read_off_a_program_that_nn_jit_kept():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3, name="free")(Frozen(Block(name="fixed"))(x))
+
+    jitted = nn.jit(Layer)
+    for model in (jitted(), nn.Sequential([jitted()])):
+        variables = model.init(KEY, X)
+        jax.grad(lambda v, model=model: loss(model, v, X))(variables)
+        for _ in range(2):
+            assert {path.split("/")[-2] for path in frozen_paths(frozen_mask(model, X))} == {"dense"}
 
 
 def test_an_unused_parameter_is_frozen_with_the_module_that_holds_it():
