@@ -67,12 +67,14 @@ class Rest:
 class Leaf(NamedTuple):
     """What a selector may see of a leaf: never its values.
 
-    ``shape`` and ``dtype`` are None for a hole and for an object that is no array.
+    ``shape`` and ``dtype`` are None for a hole and for an object that is no array. ``aliases`` are the other paths of
+    a shared NNX variable: a pattern may match any of them.
     """
 
     path: str
     shape: tuple[int, ...] | None = None
     dtype: Any = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def inexact(self) -> bool:
@@ -154,7 +156,7 @@ def leaves(tree: PyTree) -> list[Leaf]:
     values = (node.array if isinstance(node, Rest) else node for node in flatten(tree)[0])
     described = [_describe(path, value) for path, value in zip(paths(tree), values, strict=True)]
     seen: set[str] = set()
-    for path, _, _ in described:
+    for path in (leaf.path for leaf in described):
         if path in seen:
             raise ValueError(
                 message(
