@@ -25,21 +25,18 @@ from optax_freeze._tree import message
 
 register_with_flax()
 
-Module = TypeVar("Module", bound=nnx.Pytree)
+_Module = TypeVar("_Module", bound=nnx.Pytree)
 Stats = Literal["frozen", "live"]
 
 _THAWS_TO = "thaws_to"
-"""The name of the metadata that keeps the type which a frozen parameter had."""
+"""The metadata that keeps the type which a frozen parameter had, if that was not ``nnx.Param`` itself."""
 
 
 class FrozenParam(nnx.Variable):
     """A parameter that no gradient and no optimizer sees: an ``nnx.Variable`` that is no ``nnx.Param``.
 
     It keeps the value and the metadata of the parameter it was, and reads and writes as that did: a type of yours that
-    overrides ``get_value`` or ``set_value`` still computes the same.
-
-    Attributes:
-      thaws_to: the type that :func:`thaw` gives back; ``nnx.Param`` for a ``FrozenParam`` that you made yourself.
+    overrides ``get_value`` or ``set_value`` still computes the same. One that you make yourself thaws to ``nnx.Param``.
 
     Example:
       >>> import numpy as np
@@ -61,7 +58,7 @@ class FrozenParam(nnx.Variable):
         self.update_from_state(_frozen(param))
 
 
-def freeze(module: Module, frozen: Spec) -> Module:
+def freeze(module: _Module, frozen: Spec) -> _Module:
     """Freezes parameters of a module in place: ``nnx.Param`` becomes :class:`FrozenParam`.
 
     Values and paths stay. Freezing again adds to what is frozen; only :func:`thaw` takes from it. An ``nnx.Optimizer``
@@ -95,7 +92,7 @@ def freeze(module: Module, frozen: Spec) -> Module:
     return module
 
 
-def thaw(module: Module, frozen: Spec = True) -> Module:
+def thaw(module: _Module, frozen: Spec = True) -> _Module:
     """Undoes :func:`freeze` in place: :class:`FrozenParam` becomes the type of parameter that it was.
 
     Values, paths and metadata stay. A :class:`Frozen` goes on holding its batch statistics: take the module out of it
@@ -266,8 +263,8 @@ class Frozen(nnx.Module):
 
 
 def _is_own(name: str) -> bool:
-    """Whether an attribute belongs to the wrapper itself, or to NNX: ``_pytree__state``, ``__captures__``."""
-    return name in ("module", "stats") or name.startswith(("__", "_pytree__"))
+    """Whether an attribute is the wrapper's own, or one by which NNX treats each module of a tree by itself."""
+    return name in ("module", "stats", "set_view") or name.startswith(("__", "_pytree__"))
 
 
 @contextlib.contextmanager
@@ -337,9 +334,8 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     tree = nnx.to_pure_dict(nnx.state(module, (nnx.Param, FrozenParam)))
     leaves, found = _tree.leaves(tree), []
     for i, leaf in enumerate(leaves):
-        own = leaf.path
-        while own not in at:  # the value of a parameter may be a tree itself
-            own = own.rpartition("/")[0]
+        parts = leaf.path.split("/")  # the value of a parameter may be a tree, and the path of its leaf longer
+        own = next(prefix for n in range(len(parts), 0, -1) if (prefix := "/".join(parts[:n])) in at)
         found.append(at[own])
         others = [path for path in paths[id(at[own])] if path != own]
         leaves[i] = leaf._replace(aliases=tuple(path + leaf.path[len(own) :] for path in others))
@@ -366,7 +362,7 @@ def _walk(node: nnx.Pytree, path: str = "", above: tuple[nnx.Pytree, ...] = ()) 
     """Each variable of a module at each of its paths; ``nnx.iter_graph`` gives the first alone."""
     for name, value in vars(node).items():
         for key, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_node)[0]:
-            here = "/".join(filter(None, (path, name, _tree.keystr(key))))
+            here = "/".join(filter(None, (path, str(name), _tree.keystr(key))))
             if isinstance(leaf, nnx.Variable):
                 yield here, leaf
             elif isinstance(leaf, nnx.Pytree) and not any(leaf is other for other in (*above, node)):
@@ -380,7 +376,11 @@ def _retype(module: nnx.Pytree, new: dict[int, nnx.Variable]) -> None:
         for name, value in list(vars(node).items()):
             if any(id(leaf) in new for leaf in jax.tree.leaves(value, is_leaf=_is_node)):
                 replaced = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), value, is_leaf=_is_node)
-                setattr(node, name, replaced if _is_node(value) else nnx.data(replaced))
+                replaced = replaced if _is_node(value) else nnx.data(replaced)
+                if isinstance(name, int):  # an `nnx.List` of older releases of Flax
+                    node[name] = replaced  # pyright: ignore[reportIndexIssue]
+                else:
+                    setattr(node, name, replaced)
 
 
 def _is_node(value: Any) -> bool:
@@ -392,7 +392,8 @@ def _is_frozen(variable: Any) -> bool:
 
 
 def _frozen(param: nnx.Variable) -> nnx.Variable:
-    return FrozenParam.from_metadata(_raw(param), {**param.get_metadata(), _THAWS_TO: type(param)})
+    was = {} if type(param) is nnx.Param else {_THAWS_TO: type(param)}
+    return FrozenParam.from_metadata(_raw(param), {**param.get_metadata(), **was})
 
 
 def _thawed(param: nnx.Variable) -> nnx.Variable:
