@@ -108,3 +108,19 @@ def test_freeze_at_construction(run):
 def test_an_example_with_models_refuses_no_epochs(run, example):
     with pytest.raises(SystemExit, match="2"):
         run(example, "--epochs", 0)
+
+
+def test_freeze_a_backbone_nnx(run):
+    output = run("freeze_a_backbone_nnx", "--epochs", 4)
+    trained, frozen, wrapped = (row(output, name) for name in ("everything", "fnnx.freeze(", "fnnx.Frozen("))
+    assert float(trained[0].rstrip("%")) > 90
+    assert min(float(frozen[0].rstrip("%")), float(wrapped[0].rstrip("%"))) > 60
+    assert frozen[1] == wrapped[1] == f"{8 + 2 * 4 * 650:,} bytes"
+    assert trained[1] == f"{8 + 2 * 4 * (650 + 19_008):,} bytes"
+    assert "0" not in (trained[2], trained[3], frozen[3])
+    assert (frozen[2], *wrapped[2:]) == ("0", "0", "0")
+
+
+def test_freeze_a_backbone_nnx_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("freeze_a_backbone_nnx", "--epochs", 0)
