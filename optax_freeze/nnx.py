@@ -233,10 +233,17 @@ class Frozen(nnx.Module):
         return self._through(getattr(self.module, name))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._through(self.module[key])  # pyright: ignore[reportIndexIssue]
+        value = self.module[key]  # pyright: ignore[reportIndexIssue]
+        return [self._through(item) for item in value] if isinstance(value, list) else self._through(value)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._through, self.module)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def __len__(self) -> int:
+        return len(self.module)  # pyright: ignore[reportArgumentType]
+
+    def __bool__(self) -> bool:
+        return True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if _is_own(name):
@@ -274,7 +281,8 @@ def _statistics_held(module: nnx.Module) -> Iterator[None]:
     norms = [(n, type(n)) for n in nodes if _has_running_average(n)]
     before = [(n, n.copy(), jax.tree.leaves(n)) for n in nodes if isinstance(n, nnx.BatchStat)]
     for norm, cls in norms:
-        object.__setattr__(norm, "__class__", _with_stored_statistics(cls))
+        is_pytree = not jax.tree_util.all_leaves([norm])
+        object.__setattr__(norm, "__class__", _with_stored_statistics(cls, is_pytree))
     try:
         yield
     finally:
@@ -290,7 +298,7 @@ def _has_running_average(node: Any) -> bool:
 
 
 @functools.cache
-def _with_stored_statistics(cls: type[nnx.Module]) -> type[nnx.Module]:
+def _with_stored_statistics(cls: type[nnx.Module], is_pytree: bool) -> type[nnx.Module]:
     """A subclass that uses the stored statistics, whatever its attribute or an argument of its call says.
 
     The only place at which an argument of the call can be overruled, since Python looks ``__call__`` up in the class.
@@ -309,7 +317,7 @@ def _with_stored_statistics(cls: type[nnx.Module]) -> type[nnx.Module]:
 
     stored = property(lambda self: True, set_attribute)
     body = {"__call__": call, "use_running_average": stored, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
+    return types.new_class(cls.__name__, (cls,), {"pytree": is_pytree}, lambda namespace: namespace.update(body))
 
 
 class _Param(NamedTuple):

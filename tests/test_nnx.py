@@ -437,6 +437,9 @@ def test_lists_of_layers_are_reached_through_the_wrapper(chain, x):
         y = layer(y)
     assert bits(y) == bits(chain(x))
     assert bits(frozen.layers[0](x)) == bits(chain.layers[0](x))
+    assert len(frozen.layers) == 3
+    assert [type(layer) for layer in frozen.layers[1:]] == [fnnx.Frozen, fnnx.Frozen]
+    assert frozen
 
 
 @pytest.mark.parametrize("spec", ["linear/kernel", fz.only("linear/bias", "norm")])
@@ -534,6 +537,30 @@ def test_other_writers_of_statistics_keep_their_output_and_lose_the_write(x):
     model = fnnx.Frozen(Counter())
     assert bits(model(x)) == bits(model(x)) == bits(x)
     assert model.calls[...] == 0
+
+
+@pytest.mark.parametrize("pytree", [True, False])
+def test_a_norm_of_your_own(x, pytree):
+    class Norm(nnx.Module, pytree=pytree):
+        """Written with a mode that is an argument of the call alone, or an attribute of the class."""
+
+        use_running_average = False
+
+        def __init__(self):
+            self.mean = nnx.BatchStat(jnp.zeros(4))
+            self.seen = []
+
+        def __call__(self, x, use_running_average=False):
+            if not (use_running_average or self.use_running_average):
+                self.mean[...] = x.mean(0)
+            self.seen = ["one"]
+            return nnx.jit(lambda self, x: x - self.mean[...])(self, x)
+
+    norm = Norm()
+    frozen = fnnx.Frozen(norm)
+    assert bits(frozen(x)) == bits(frozen(x, False)) == bits(frozen(x, use_running_average=False)) == bits(x)
+    assert type(norm) is Norm
+    assert bits(norm(x)) == bits(x - x.mean(0))
 
 
 def test_statistics_are_as_before_after_an_exception(rngs):
