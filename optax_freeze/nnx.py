@@ -384,7 +384,6 @@ def _retype(module: nnx.Pytree, new: dict[int, nnx.Variable]) -> None:
         for name, value in list(vars(node).items()):
             if any(id(leaf) in new for leaf in jax.tree.leaves(value, is_leaf=_is_node)):
                 replaced = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), value, is_leaf=_is_node)
-                replaced = replaced if _is_node(value) else nnx.data(replaced)
                 if isinstance(name, int):  # an `nnx.List` of older releases of Flax
                     node[name] = replaced  # pyright: ignore[reportIndexIssue]
                 else:

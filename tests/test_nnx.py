@@ -1,5 +1,8 @@
 """Freezing in NNX: types that change in place, a wrapper that holds statistics, and a filter."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -27,6 +30,9 @@ class Block(nnx.Module):
     def features(self, x):
         """Before the dropout."""
         return self.norm(self.linear(x))
+
+    def itself(self):
+        return self
 
     @property
     def doubled(self):
@@ -128,17 +134,19 @@ def test_a_state_of_bools_is_a_spec(chain):
     assert trains(fnnx.freeze(chain, state)) == {f"layers/{i}/kernel" for i in range(3)}
 
 
+class MyParam(nnx.Param):
+    """A parameter with a type of its own."""
+
+
 def test_freezing_again_adds_and_thawing_takes_away(chain):
+    chain.layers[0].kernel = MyParam(chain.layers[0].kernel[...])
     fnnx.freeze(chain, "layers/0")
     fnnx.freeze(chain, ["layers/0", "layers/1"])
     assert trains(chain) == {"layers/2/kernel", "layers/2/bias"}
     fnnx.thaw(chain, "layers/1/kernel")
     fnnx.thaw(chain, "layers/1/kernel")
     assert trains(chain) == {"layers/1/kernel", "layers/2/kernel", "layers/2/bias"}
-
-
-class MyParam(nnx.Param):
-    """A parameter with a type of its own."""
+    assert kinds(fnnx.thaw(chain))["layers/0/kernel"] == "MyParam"
 
 
 class Doubled(nnx.Param):
@@ -200,6 +208,9 @@ def test_a_frozen_param_can_be_written_to(rngs):
     assert bits(linear(jnp.ones(4))) == bits(jnp.ones(4))
 
 
+HEAD_KERNEL = fz.where(lambda path, leaf: path == "head/kernel")
+
+
 class Tied(nnx.Module):
     """One kernel as embedding and as head."""
 
@@ -212,7 +223,9 @@ class Tied(nnx.Module):
         return self.head(self.embed(x))
 
 
-@pytest.mark.parametrize("spec", ["embed/kernel", "head/kernel", "embed", fz.regex("head/kernel"), fz.only("**/bias")])
+@pytest.mark.parametrize(
+    "spec", ["embed/kernel", "head/kernel", "embed", fz.regex("head/kernel"), fz.only("**/bias"), HEAD_KERNEL]
+)
 def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
     model = Tied(rngs)
     fnnx.freeze(model, spec)
@@ -419,6 +432,7 @@ def test_methods_and_attributes_are_those_of_the_module(rngs, x):
     features = block.features(x)
     frozen = fnnx.Frozen(block)
     assert frozen.module is block
+    assert frozen.itself() is block
     assert bits(frozen.features(x)) == bits(features)
     assert frozen.features.__doc__ == "Before the dropout."
     assert (frozen.width, frozen.doubled) == (4, 8)
@@ -537,6 +551,31 @@ def test_other_writers_of_statistics_keep_their_output_and_lose_the_write(x):
     model = fnnx.Frozen(Counter())
     assert bits(model(x)) == bits(model(x)) == bits(x)
     assert model.calls[...] == 0
+
+
+def test_a_norm_that_knows_the_attribute_alone(rngs, x):
+    class Norm(nnx.BatchNorm):
+        """Has no such argument."""
+
+        def __call__(self, x):
+            return super().__call__(x)
+
+    class Trains(nnx.Sequential):
+        """Sets the mode in its call."""
+
+        def __call__(self, x):
+            self.train()
+            return super().__call__(x)
+
+    norm = Norm(4, rngs=rngs)
+    inner = fnnx.Frozen(norm, stats="live")
+    frozen = fnnx.Frozen(Trains(inner))
+    before = values(frozen, nnx.BatchStat)
+    frozen(x)
+    assert values(frozen, nnx.BatchStat) == before
+    assert bits(frozen(x)) == bits(nnx.BatchNorm.__call__(norm, x, use_running_average=True))
+    assert vars(norm)["use_running_average"] is False
+    assert "use_running_average" not in vars(inner)
 
 
 @pytest.mark.parametrize("pytree", [True, False])
@@ -787,3 +826,11 @@ def test_an_unknown_choice_for_the_statistics_is_refused(rngs, stats):
 def test_a_filter_by_which_nothing_trains_is_refused(chain, spec):
     with pytest.raises(ValueError, match="nothing trains"):
         fnnx.trainable(spec, chain)
+
+
+def test_importing_it_teaches_flax_to_store_a_part():
+    code = """
+import optax_freeze.nnx, optax_freeze as fz, flax.serialization
+assert flax.serialization.to_state_dict(fz.Part(1.0)) == {"values": 1.0}
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
