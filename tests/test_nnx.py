@@ -118,7 +118,7 @@ def test_freeze_changes_the_types_in_place_and_nothing_else(chain, x):
         ({"layers": {i: {"bias": True, "kernel": False} for i in range(3)}}, {"kernel"}),
         (lambda params: jax.tree.map(lambda leaf: leaf.ndim == 1, params), {"kernel"}),
     ],
-    ids=repr,
+    ids=["all", "none", "glob", "list", "only", "regex", "where", "and", "rules", "tree", "function"],
 )
 def test_every_form_of_spec(chain, spec, free):
     wanted = {f"layers/{i}/{name}" for i in range(3) for name in free}

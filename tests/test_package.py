@@ -37,8 +37,8 @@ def test_every_file_is_a_known_room():
 @pytest.mark.parametrize("room", [*ROOMS, *OUTER])
 def test_a_room_imports_only_rooms_above_it(room):
     text = (PACKAGE / f"{room}.py").read_text()
-    imported = re.findall(r"from optax_freeze\.(\w+) import", text)
-    for names in re.findall(r"from optax_freeze import (.+)", text):
+    imported = re.findall(r"^from optax_freeze\.(\w+) import", text, re.MULTILINE)
+    for names in re.findall(r"^from optax_freeze import (.+)", text, re.MULTILINE):
         imported += names.split(", ")
     assert set(imported) <= set(ROOMS[: ROOMS.index(room)] if room in ROOMS else ROOMS)
 
