@@ -278,7 +278,7 @@ def _is_own(name: str) -> bool:
 def _statistics_held(module: nnx.Module) -> Iterator[None]:
     """Lets modules with ``use_running_average`` use the stored statistics, and undoes what is written to any."""
     nodes = [node for _, node in nnx.iter_graph(module)]
-    norms = [(n, type(n)) for n in nodes if _has_running_average(n)]
+    norms = [(n, type(n)) for n in nodes if isinstance(n, nnx.Module) and hasattr(n, "use_running_average")]
     before = [(n, n.copy(), jax.tree.leaves(n)) for n in nodes if isinstance(n, nnx.BatchStat)]
     for norm, cls in norms:
         is_pytree = not jax.tree_util.all_leaves([norm])
@@ -291,10 +291,6 @@ def _statistics_held(module: nnx.Module) -> Iterator[None]:
         for variable, copy, leaves in before:
             if any(new is not old for new, old in zip(jax.tree.leaves(variable), leaves, strict=True)):
                 variable.update_from_state(copy)
-
-
-def _has_running_average(node: Any) -> bool:
-    return isinstance(node, nnx.Module) and not isinstance(node, Frozen) and hasattr(node, "use_running_average")
 
 
 @functools.cache

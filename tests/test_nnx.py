@@ -553,7 +553,8 @@ def test_other_writers_of_statistics_keep_their_output_and_lose_the_write(x):
     assert model.calls[...] == 0
 
 
-def test_a_norm_that_knows_the_attribute_alone(rngs, x):
+@pytest.mark.parametrize("stats", ["frozen", "live"])
+def test_a_norm_that_knows_the_attribute_alone(rngs, x, stats):
     class Norm(nnx.BatchNorm):
         """Has no such argument."""
 
@@ -568,13 +569,14 @@ def test_a_norm_that_knows_the_attribute_alone(rngs, x):
             return super().__call__(x)
 
     norm = Norm(4, rngs=rngs)
-    inner = fnnx.Frozen(norm, stats="live")
+    inner = fnnx.Frozen(norm, stats=stats)
     frozen = fnnx.Frozen(Trains(inner))
     before = values(frozen, nnx.BatchStat)
     frozen(x)
     assert values(frozen, nnx.BatchStat) == before
     assert bits(frozen(x)) == bits(nnx.BatchNorm.__call__(norm, x, use_running_average=True))
     assert vars(norm)["use_running_average"] is False
+    assert type(norm) is Norm
     assert "use_running_average" not in vars(inner)
 
 
