@@ -9,6 +9,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from optax_freeze._jaxpr import scan_counts
+
 
 def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """For each output of ``jaxpr`` whether it depends on one of the marked inputs.
@@ -45,7 +47,7 @@ def _through(eqn: Any, given: list[bool]) -> list[bool]:
         return [True] * len(eqn.outvars)
     if eqn.primitive.name != "scan":
         return _outputs(inner[0], given)
-    first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, carried = scan_counts(eqn.params)
     while True:
         passed = _outputs(inner[0], given)
         carry = [old or new for old, new in zip(given[first : first + carried], passed[:carried], strict=True)]

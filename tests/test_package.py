@@ -14,7 +14,7 @@ import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
 ROOMS = ["_tree", "_masks", "_parts", "_glob", "_select", "_resolve", "_partition", "_restrict", "_transform", "_state"]
-ROOMS += ["_depends", "_lift"]  # below the map: of the rooms that bring Flax
+ROOMS += ["_jaxpr", "_depends", "_lift"]  # below the map: of the rooms that bring Flax
 OUTER = ["linen", "nnx"]  # you import these yourself: they bring Flax with them
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 
