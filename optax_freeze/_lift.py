@@ -100,8 +100,13 @@ class Freezing:
         """``fun`` as Linen is to run it: not as another method, with intermediates and a row of a table of its own."""
 
         def run(module: nn.Module) -> Any:
-            if self.stats:
-                for scope in get_module_scopes(module)[0]:
+            scopes = {scope.path: scope for scope in get_module_scopes(module)[0]}
+            for scope in scopes.values():
+                if (
+                    scope.parent is not None
+                ):  # a lift makes a parent for each child, and nn.share_scope asks for the one
+                    scope.parent = scopes.get(scope.parent.path, scope.parent)
+                if self.stats:
                     scope.flags = scope.flags.copy({"stored_statistics": True})  # nn.jit tells programs apart by flags
             return fun(module)
 

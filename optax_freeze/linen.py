@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -305,7 +306,7 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
         def gradient(params: Any, variables: Any, arrays: Any, scale: Any) -> Any:
             def outputs(moving: Any) -> list[Any]:
                 everything = {"params": unflatten_dict({**params, **moving}), **variables}
-                run = apply(bound, mutable=DenyList("params"), flags=probe.flags)
+                run = apply(bound, mutable=bool(variables) and DenyList("params"), flags=probe.flags)
                 output = call(functools.partial(run, everything), arrays)
                 return [leaf for leaf in jax.tree.leaves(output) if _is_inexact(leaf)]
 
@@ -355,10 +356,12 @@ class _SamePlace:
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """A method or a submodule of a frozen module: called, and looked into, with the frozen variables."""
+    """A method, submodule or variable of a frozen module: called, and looked into, with the frozen variables."""
 
     owner: Frozen
     keys: tuple[Any, ...]
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)
+    """Never the same: a program that ``nn.jit`` keeps holds the variables of the call that was traced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -372,11 +375,11 @@ class _Member:
         return self.member(name)
 
     def member(self, name: str) -> Any:
-        """An attribute, in which methods and modules are members again."""
+        """An attribute, in which methods, modules and variables are members again."""
         here = _Member(self.owner, (*self.keys, jax.tree_util.GetAttrKey(name)))
 
         def mark(key: Any, leaf: Any) -> Any:
-            is_member = isinstance(leaf, nn.Module) or inspect.ismethod(leaf)
+            is_member = isinstance(leaf, (nn.Module, nn.Variable)) or inspect.ismethod(leaf)
             return _Member(self.owner, (*here.keys, *key)) if is_member else leaf
 
         return self.owner._run(lambda module: jax.tree_util.tree_map_with_path(mark, here._reach(module)))
@@ -406,7 +409,8 @@ def _check_module(module: Any, name: str) -> None:
 
 
 def _check_collection(collection: Any, stats_collections: Any) -> None:
-    if isinstance(stats_collections, str) or not all(isinstance(name, str) for name in stats_collections):
+    is_sequence = isinstance(stats_collections, Iterable) and not isinstance(stats_collections, str)
+    if not is_sequence or not all(isinstance(name, str) for name in stats_collections):
         raise ValueError(
             message(
                 "collections are given by their names",

@@ -1,5 +1,6 @@
 """Frozen modules of Flax Linen: the bare module in every respect but the gradient of its parameters."""
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,7 @@ class Adapter(nn.Module):
 
     @nn.compact
     def __call__(self, x):
+        x = x @ self.param("rotation", nn.initializers.orthogonal(), (x.shape[-1], x.shape[-1]))
         y = self.base(x)
         return y + x @ self.param("low_rank", nn.initializers.normal(), (x.shape[-1], y.shape[-1]))
 
@@ -239,6 +241,7 @@ MODELS = {
     "adapter": lambda wrap: nn.Sequential([nn.Dense(4), Adapter(wrap(nn.Dense(3)))]),
     "adapter in a lift": lambda wrap: nn.Sequential([nn.remat(Adapter)(wrap(Holder(Block(), nn.Dense(4))))]),
     "adapter, compact": adapter_in_compact,
+    "of adapters": lambda wrap: wrap(nn.Sequential([Adapter(nn.Dense(4)), wrap(Adapter(nn.Dense(3)))])),
     "of adapter": lambda wrap: nn.Sequential([nn.Dense(4), wrap(Adapter(nn.Dense(3)))]),
 }
 
@@ -346,6 +349,81 @@ def test_whatever_is_read_through_the_wrapper_is_frozen(read, make):
     assert any(jnp.any(grad) for grad in jax.tree.leaves(expected))
     assert bits(inputs) == bits(bare_inputs)
     assert bits(value(make())(variables["params"], x)) == bits(value(Table())(variables["params"], x))
+
+
+def test_a_variable_made_in_setup_is_read_through_the_wrapper():
+    class Model(nn.Module):
+        def setup(self):
+            self.count = self.variable("cache", "count", lambda: jnp.ones(()))
+
+        def __call__(self):
+            return self.count.value
+
+    assert Frozen(Model()).bind(Model().init(KEY)).count.value == 1
+
+
+def test_a_submodule_given_to_a_jitted_module_is_read_anew_each_time():
+    class Reader(nn.Module):
+        mix: nn.Module
+
+        def __call__(self, x):
+            return self.mix(x)
+
+    jitted = nn.jit(Reader)
+
+    class Model(nn.Module):
+        def setup(self):
+            self.table = Frozen(Table())
+            self.reader = jitted(self.table.mix)
+
+        def __call__(self, ids):
+            return self.reader(self.table(ids)[:, :4])
+
+    variables = Model().init(KEY, IDS)
+    for scale in (1.0, 2.0):
+        scaled = jax.tree.map(lambda leaf, scale=scale: scale * leaf, variables)
+        frozen, table = Table().bind({"params": scaled["params"]["table"]}), Model().apply(scaled, IDS)
+        assert bits(table) == bits(frozen.mix(frozen(IDS)[:, :4]))
+
+
+class Named(nn.Module):
+    """Uses its own name."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + self.param(f"of_{self.name}", nn.initializers.normal(), x.shape)
+
+
+def named_in_setup(wrap):
+    class Model(nn.Module):
+        def setup(self):
+            self.first = wrap(Named())
+            self.layers = [wrap(wrap(Named())), wrap(wrap(Named(name="own")))]
+
+        def __call__(self, x):
+            assert self.first.name == "first"
+            return self.layers[1](self.layers[0](self.first(x)))
+
+    return Model()
+
+
+def named_in_compact(wrap):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = wrap(wrap(Named()))
+            assert layer.name == "Named_0"
+            return nn.Sequential([wrap(Named(name="own")), wrap(Named())])(layer(x))
+
+    return Model()
+
+
+@pytest.mark.parametrize("build", [named_in_setup, named_in_compact, lambda wrap: nn.Sequential([wrap(Named())])])
+def test_the_name_is_that_of_the_bare_module(build):
+    assert bits(build(Frozen).init(KEY, X)) == bits(build(bare).init(KEY, X))
+    with flax.config.temp_flip_flag("preserve_adopted_names", True):
+        kept = [nn.Sequential([wrap(nn.Dense(3, name="kept"))]).init(KEY, X) for wrap in (Frozen, bare)]
+    assert bits(kept[0]) == bits(kept[1])
 
 
 def test_plain_attributes_can_be_read_bound_or_not():
@@ -792,6 +870,7 @@ WRONG = {
     "stats": (lambda: Frozen(nn.Dense(3), stats="forzen"), ValueError, "'frozen' or 'live'"),
     "a bool for stats": (lambda: Frozen(nn.Dense(3), stats=True), ValueError, "'frozen' or 'live'"),
     "one collection of stats": (lambda: Frozen(nn.Dense(3), stats_collections="batch_stats"), ValueError, "sequence"),
+    "no collections of stats": (lambda: Frozen(nn.Dense(3), stats_collections=None), ValueError, "sequence"),
     "params as stats": (lambda: Frozen(nn.Dense(3), stats_collections=("params",)), ValueError, "cannot be used"),
     "params as collection": (lambda: Frozen(nn.Dense(3), collection="params"), ValueError, "cannot be used"),
     "stats as collection": (lambda: Frozen(nn.Dense(3), collection="batch_stats"), ValueError, "cannot be used"),
@@ -902,7 +981,7 @@ def test_a_context_in_which_nothing_is_applied_is_refused():
 def test_a_context_refuses_a_module_whose_program_nn_jit_keeps():
     jitted = nn.jit(Block)
     variables = jitted().init(KEY, X)
-    with pytest.raises(ValueError, match="itself transformed by nn.jit"), freeze_variables(True):
+    with pytest.raises(ValueError, match=r"itself transformed by nn\.jit"), freeze_variables(True):
         jitted().apply(variables, X)
     jitted().apply(variables, X)
     with pytest.raises(ValueError, match="no module was applied"), freeze_variables(True):
@@ -960,7 +1039,7 @@ def test_a_mask_takes_the_arguments_of_a_call():
             x = Frozen(Noted())(x, train=train)
             return nn.Dense(3)(Frozen(Normed())(x, train))
 
-    for rngs in (None, {"params": KEY, "dropout": KEY, "noise": KEY}):
+    for rngs in (None, KEY, {"params": KEY, "dropout": KEY, "noise": KEY}):
         options = {} if rngs is None else {"rngs": rngs}
         mask = frozen_mask(Model(), X, "features", train=True, **options)
         assert {path.split("/")[0] for path in frozen_paths(mask)} == {"Noted_0", "Normed_0"}
@@ -980,6 +1059,29 @@ def test_a_mask_is_not_read_off_a_program_that_nn_jit_kept():
         jax.grad(lambda v, model=model: loss(model, v, X))(variables)
         for _ in range(2):
             assert {path.split("/")[-2] for path in frozen_paths(frozen_mask(model, X))} == {"dense"}
+
+
+def test_a_mask_of_a_model_without_a_derivative_when_bare():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = Frozen(nn.Dense(4))
+            if not self.is_initializing():
+                x = nn.while_loop(lambda m, x: x.sum() > 9, lambda m, x: layer(x), self, x)
+            return nn.Dense(3)(layer(x))
+
+    assert frozen_paths(frozen_mask(Model(), X)) == {"Dense_0/kernel", "Dense_0/bias"}
+
+
+def test_a_mask_of_a_parameter_that_is_a_tree_itself():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            first, (second, third) = self.param("tree", lambda _: (x[0], [x[0], x[1]]))
+            return x * first + second - third
+
+    assert frozen_mask(Frozen(Model()), X) == {"tree": (True, [True, True])}
+    assert frozen_mask(Frozen(Model(), "tree/1"), X) == {"tree": (False, [True, True])}
 
 
 def test_an_unused_parameter_is_frozen_with_the_module_that_holds_it():
