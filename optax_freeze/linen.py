@@ -323,7 +323,7 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
     trains = reached(declared)
     try:
         used = reached(Probe(lambda answer: False))
-    except Exception:  # the bare model has no derivative, as that of a while loop
+    except (NotImplementedError, TypeError, ValueError):  # the bare model has no derivative, as that of a while loop
         used = set()
     bare = reached(Probe(lambda answer: answer is not False)) if declared.has_parts else trains
     mask = {}
