@@ -100,7 +100,7 @@ class Freezing:
         """``fun`` as Linen is to run it: not as another method, with intermediates and a row of a table of its own."""
 
         def run(module: nn.Module) -> Any:
-            scopes = {scope.path: scope for scope in get_module_scopes(module)[0]}
+            scopes = {scope.path: scope for scope in _bound_scopes(module)}
             for scope in scopes.values():
                 if (
                     scope.parent is not None
@@ -297,6 +297,16 @@ def _scopes(module: nn.Module) -> list[Scope]:
     """The scopes that a lift carries, in its order: of submodules that live elsewhere, and last the module's own."""
     scopes = list(dict.fromkeys(get_module_scopes(module)[0]))
     return [scope for scope in scopes if not any(above in scopes for above in _above(scope))]
+
+
+def _bound_scopes(module: nn.Module) -> Iterator[Any]:
+    """The scopes of a module and of those among its fields; without a rehearsal of each setup, which takes time."""
+    yield module.scope
+    for field in dataclasses.fields(module):
+        if field.name != "parent":
+            for leaf in jax.tree.leaves(getattr(module, field.name, None)):
+                if isinstance(leaf, nn.Module) and leaf.scope is not None:
+                    yield from _bound_scopes(leaf)
 
 
 def _above(scope: Scope) -> Iterator[Scope]:

@@ -193,7 +193,8 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
       A context manager.
 
     Raises:
-      ValueError: if the spec does not fit, the collection cannot be used, or no module is applied inside the context.
+      ValueError: if the spec does not fit, the collection cannot be used, no module is applied inside the context, or
+        the outermost one is itself transformed by ``nn.jit``, whose program would be run outside the context too.
 
     Example:
       >>> from optax_freeze.linen import freeze_variables
