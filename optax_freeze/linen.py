@@ -20,7 +20,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import DenyList, FrozenDict, Scope, apply, unfreeze
-from flax.linen.module import TestScope, wrap_method_once
+from flax.linen.module import TestScope as RehearsalScope
+from flax.linen.module import wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from optax_freeze._depends import depends_on
@@ -215,7 +216,7 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
     def interceptor(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         nonlocal inside, applied
         scope = context.module.scope
-        if inside or scope is None or isinstance(scope.root, TestScope):
+        if inside or scope is None or isinstance(scope.root, RehearsalScope):
             return next_fun(*args, **kwargs)
         if any("jit(" in name for name in scope.debug_path[-1:]):
             raise ValueError(
