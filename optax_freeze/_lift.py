@@ -23,6 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from optax_freeze._masks import Elements, Rows
 from optax_freeze._partition import stop_gradient
 from optax_freeze._resolve import Spec, resolve
+from optax_freeze._select import Selector, as_selector, is_patterns
 from optax_freeze._tree import message
 
 Path: TypeAlias = tuple[str, ...]
@@ -60,7 +61,7 @@ class Freezing:
         initializing = module.is_initializing()
         stores = [_Store(scope, module.scope.path, self) for scope in _scopes(module)]
         params = {path: leaf for store in stores for path, leaf in store.params.items()}
-        answers = {} if initializing else self._answers(params)
+        answers = self._answers(params) if params and not initializing else {}
         if self.collection and not initializing:
             self._refuse_other_places(
                 stores,
@@ -86,7 +87,7 @@ class Freezing:
             output = lifted(module)
 
         fresh = {path: leaf for store in stores for path, leaf in store.fresh("params").items()}
-        if (fresh and is_call) or (self.collection and (fresh or initializing)):
+        if (is_call and (fresh or not params)) or (self.collection and (fresh or initializing)):
             answers = self._answers({**params, **fresh})
         if self.collection and initializing:
             self._refuse_no_collection(stores, fresh, answers, is_call)
@@ -102,9 +103,7 @@ class Freezing:
         def run(module: nn.Module) -> Any:
             scopes = {scope.path: scope for scope in _bound_scopes(module)}
             for scope in scopes.values():
-                if (
-                    scope.parent is not None
-                ):  # a lift makes a parent for each child, and nn.share_scope asks for the one
+                if scope.parent is not None:  # a lift makes a parent for each child: nn.share_scope asks for the one
                     scope.parent = scopes.get(scope.parent.path, scope.parent)
                 if self.stats:
                     scope.flags = scope.flags.copy({"stored_statistics": True})  # nn.jit tells programs apart by flags
@@ -115,6 +114,8 @@ class Freezing:
 
     def _answers(self, params: Flat) -> Flat:
         """For each parameter True, False or, where it is frozen in part, an element mask."""
+        if not params and (isinstance(self.frozen, (str, Selector)) or is_patterns(self.frozen)):
+            as_selector(self.frozen, "frozen").select([])  # a pattern has nothing to match
         tree = resolve(self.frozen, nn.meta.unbox(unflatten_dict(params))) if params else {}
         answers = {path: _in_one(answer) for path, answer in flatten_dict(tree).items()}
         parts = [path for path, answer in answers.items() if not isinstance(answer, bool)]

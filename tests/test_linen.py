@@ -888,6 +888,11 @@ WRONG = {
         ValueError,
         r"kernal[\s\S]*kernel",
     ),
+    "a pattern, no parameters": (
+        lambda: Frozen(nn.Dropout(0.5, deterministic=True), "kernel").init(KEY, X),
+        ValueError,
+        "kernel",
+    ),
     "a tree": (lambda: Frozen(nn.Dense(3), {"weight": True}).init(KEY, X), ValueError, "does not fit"),
     "unbound": (lambda: Frozen(nn.Dense(3))(X), ValueError, "before it belongs to a model"),
     "a mask of a class": (lambda: frozen_mask(nn.Dense, X), TypeError, "takes a Linen module"),
