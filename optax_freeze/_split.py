@@ -1,0 +1,146 @@
+"""An array in two parts: the frozen rows where they lie, and the rows that train.
+
+A gradient with respect to ``Split.rows`` is all that differentiation can ask of a leaf that is frozen by rows, and it has
+their size. What the primitives of JAX make of such a value is in the rooms below; here is what they need to know of it:
+which rows train, the dense values at those rows, and the two parts as one dense array.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._parts import RowIndex
+from optax_freeze._tree import Part
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "origin"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
+
+    ``frozen`` has the full shape. What it holds at the trainable rows is stale and is never read, multiplied by zero, or
+    added and taken away again.
+    """
+
+    frozen: Any
+    rows: Any
+    index: RowIndex
+    origin: "Origin | None" = None  # only while explain() listens; static, so that no cached trace is deaf
+
+    @property
+    def axis(self) -> int:
+        """The axis of the rows."""
+        return self.index.axis
+
+    @property
+    def size(self) -> int:
+        """The length of that axis."""
+        return self.index.size
+
+    def like(self, frozen: Any, rows: Any, axis: int | None = None) -> "Split":
+        """Two new parts, of the same rows; along another axis, maybe."""
+        index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
+        return Split(frozen, rows, index, self.origin)
+
+    def note(self, operation: str, in_parts: bool, source: Any) -> None:
+        """Tells the leaf, while explain() listens, what is done to it."""
+        if self.origin is not None:
+            self.origin.events.append((operation, in_parts, source))
+
+    def merged(self) -> jax.Array:
+        """The array itself, which copies ``frozen``."""
+        return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)), None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen:
+    """A leaf that is frozen whole, or row ``at`` of one: read as late as possible, so that nothing copies it."""
+
+    array: Any
+    at: Any = None
+
+    def read(self) -> Any:
+        """The array itself."""
+        return self.array if self.at is None else jax.lax.dynamic_index_in_dim(self.array, self.at, 0, keepdims=False)
+
+
+jax.tree_util.register_dataclass(Frozen, data_fields=["array", "at"], meta_fields=[])
+
+
+class Origin:
+    """The leaf that a :class:`Split` comes from, and what was done to it: ``(operation, in parts, source)``."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.events: list[tuple[str, bool, Any]] = []
+
+
+def dense(value: Any) -> Any:
+    """``value`` as one array."""
+    if isinstance(value, Split):
+        return value.merged()
+    return value.read() if isinstance(value, Frozen) else value
+
+
+@functools.lru_cache(maxsize=256)
+def numbers(index: RowIndex) -> np.ndarray:
+    """The numbers of the trainable rows, ascending."""
+    picked = np.concatenate([np.arange(*progression) for progression in index.picked])
+    return picked if index.picked_train else np.setdiff1d(np.arange(index.size), picked)
+
+
+def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
+    """An index like another, of ``size`` rows of which those numbered train."""
+    breaks = np.flatnonzero(np.diff(trains) != 1) + 1
+    runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
+    return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
+
+
+def take(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
+    """The trainable rows of a dense array along an axis (that of the index)."""
+    at = index if axis is None else dataclasses.replace(index, axis=axis)
+    return at.take(array, None).values
+
+
+def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether rows ``i`` train, and their places among the trainable rows: 0 for frozen rows, and out of range."""
+    runs = index.runs
+    if runs is not None and len(runs) <= 8:
+        trains, place, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
+        for start, stop in runs:
+            here = (i >= start) & (i < stop)
+            trains, place = trains | here, jnp.where(here, i - (start - before), place)
+            before += stop - start
+        return trains, place
+    places = jnp.full(index.size, -1, jnp.int32).at[index.indices()].set(jnp.arange(index.count, dtype=jnp.int32))
+    place = jnp.take(places, i, mode="clip")
+    return (i >= 0) & (i < index.size) & (place >= 0), jnp.maximum(place, 0).astype(jnp.result_type(i))
+
+
+def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
+    """A dense array from computed parts, by a selection that fuses with whatever computed them."""
+    i = jax.lax.broadcasted_iota(jnp.int32, [index.size if d == axis else 1 for d in range(jnp.ndim(frozen))], axis)
+    if index.runs is not None and len(index.runs) == 1:
+        [(start, stop)] = index.runs
+        edges = [(start, index.size - stop, 0) if d == axis else (0, 0, 0) for d in range(jnp.ndim(frozen))]
+        spread = jax.lax.pad(rows, jnp.zeros((), rows.dtype), edges)
+        return jnp.where((i >= start) & (i < stop), spread, frozen)
+    trains, place = locate(index, jnp.arange(index.size, dtype=jnp.int32))
+    spread = jnp.take(rows, place, axis=axis, mode="clip")
+    return jnp.where(trains.reshape(i.shape), spread, frozen)
+
+
+def segments(splits: Sequence[Split], length: int) -> list[tuple[int, int]]:
+    """The stretches of rows in which each of the arrays is all frozen or all trains."""
+    trains = np.zeros((len(splits), length), bool)
+    for row, split in zip(trains, splits, strict=True):
+        row[numbers(split.index)] = True
+    inner = (np.flatnonzero((trains[:, 1:] != trains[:, :-1]).any(0)) + 1).tolist()
+    return list(zip([0, *inner], [*inner, length], strict=True))
