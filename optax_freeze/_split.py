@@ -32,7 +32,7 @@ class Split:
     frozen: Any
     rows: Any
     index: RowIndex
-    origin: "Origin | None" = None  # only while explain() listens; static, so that no cached trace is deaf
+    origin: "Origin | None" = None  # only while someone listens; static, so that no cached trace is deaf
 
     @property
     def axis(self) -> int:
@@ -49,10 +49,14 @@ class Split:
         index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
         return Split(frozen, rows, index, self.origin)
 
-    def note(self, operation: str, in_parts: bool, source: Any) -> None:
-        """Tells the leaf, while explain() listens, what is done to it."""
+    def note(self, operation: str, how: str, source: Any) -> None:
+        """Tells the leaf, while someone listens, that an operation ``"kept"`` its parts, ``"read"`` or ``"merged"`` them."""
         if self.origin is not None:
-            self.origin.events.append((operation, in_parts, source))
+            self.origin.events.append((operation, how, source))
+
+    def heard(self, origin: "Origin") -> "Split":
+        """The same array, of which ``origin`` hears."""
+        return dataclasses.replace(self, origin=origin)
 
     def merged(self) -> jax.Array:
         """The array itself, which copies ``frozen``."""
@@ -75,11 +79,14 @@ jax.tree_util.register_dataclass(Frozen, data_fields=["array", "at"], meta_field
 
 
 class Origin:
-    """The leaf that a :class:`Split` comes from, and what was done to it: ``(operation, in parts, source)``."""
+    """Hears what is done to an array, and to whatever is made of it in parts: ``(operation, how, source)``."""
 
-    def __init__(self, path: str):
-        self.path = path
-        self.events: list[tuple[str, bool, Any]] = []
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, Any]] = []
+
+    def how(self, how: str) -> bool:
+        """Whether something was done that way."""
+        return any(done == how for _, done, _ in self.events)
 
 
 def dense(value: Any) -> Any:

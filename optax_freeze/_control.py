@@ -1,0 +1,217 @@
+"""The operations that hold programs of their own: they are entered with arrays in two parts, and stay what they are.
+
+``jit`` and ``remat`` hand the parts on. A ``scan`` over the rows becomes one scan for each stretch of rows: that of
+frozen rows reads them by their number, so that nothing is copied and, before the first row that trains, nothing is
+differentiated. A function with a derivative of its own keeps it: its rule is evaluated in parts, too.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.source_info_util import current
+
+from optax_freeze._evaluate import CONTROL, bind, bound_params, evaluate
+from optax_freeze._split import Frozen, Origin, Split, dense, numbers, segments
+
+_MOST_SEGMENTS = 32
+"""A scan of more stretches of rows would be a large program: it takes the merged array."""
+
+
+def _has(values: Sequence[Any], kind: type = Split) -> bool:
+    return any(isinstance(value, kind) for value in values)
+
+
+def _inline(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    if not _has(values):
+        return None
+    closed = params["call_jaxpr"]
+    return evaluate(closed, (), values) if isinstance(closed, Jaxpr) else evaluate(closed.jaxpr, closed.consts, values)
+
+
+def _jit(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    placed = (*params["in_shardings"], *params["out_shardings"])
+    if not _has(values) or any(params["donated_invars"]) or any(type(s).__name__ != "UnspecifiedValue" for s in placed):
+        return None
+    closed = params["jaxpr"]
+    if params["inline"]:
+        return evaluate(closed.jaxpr, closed.consts, values)
+    return _jitted(closed, params["name"])(*values)
+
+
+@functools.lru_cache(maxsize=512)
+def _jitted(closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
+    def function(*values: Any) -> list[Any]:
+        return evaluate(closed.jaxpr, closed.consts, values)
+
+    function.__name__ = function.__qualname__ = name
+    return jax.jit(function)
+
+
+def _remat(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    rows_to_read = any(isinstance(value, Frozen) and value.at is not None for value in values)
+    if params["differentiated"] or not (_has(values) or rows_to_read):
+        return None
+    prevent_cse = params["prevent_cse"]
+
+    def function(*values: Any) -> list[Any]:
+        return evaluate(params["jaxpr"], (), values)
+
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
+    return jax.checkpoint(function, prevent_cse=prevent_cse, policy=params["policy"])(*values)
+
+
+def _scan(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    first = params["num_consts"]
+    second = first + params["num_carry"]
+    carry, xs, length = [dense(value) for value in values[first:second]], values[second:], params["length"]
+    by_rows = [x for x in xs if isinstance(x, Split) and x.axis == 0]
+    stretches = segments(by_rows, length) if by_rows else [(0, length)]
+    if not _has((*values[:first], *xs)) or len(stretches) > _MOST_SEGMENTS:
+        return None
+    closed, reverse = params["jaxpr"], params["reverse"]
+    consts = _merged_outside(closed, values[:first])
+    for split in by_rows:
+        split.note(primitive.name, "read", current())
+
+    ys = []
+    for start, stop in stretches[::-1] if reverse else stretches:
+        scanned = [_stretch(x, start, stop) for x in xs] if by_rows else [_read(x) for x in xs]
+
+        def body(carry: Any, step: Any, scanned: Any = scanned) -> Any:
+            i, sliced = step
+            of_xs = [
+                Frozen(x.array, i) if isinstance(x, Frozen) else _of_step(part)
+                for x, part in zip(scanned, sliced, strict=True)
+            ]
+            outs = [dense(out) for out in evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *of_xs])]
+            return outs[: len(carry)], outs[len(carry) :]
+
+        steps = stop - start
+        i = jnp.arange(start, stop, dtype=jnp.int32) if _has(scanned, Frozen) else None
+        xs_of_scan = i, [None if isinstance(x, Frozen) else x for x in scanned]
+        options = {"_split_transpose": True} if params.get("_split_transpose") else {}
+        unroll = max(1, min(params["unroll"], steps))
+        carry, y = jax.lax.scan(body, carry, xs_of_scan, steps, reverse, unroll, **options)
+        ys.append(y)
+    ys = ys[::-1] if reverse else ys
+    return [*carry, *(y[0] if len(y) == 1 else jnp.concatenate(y) for y in zip(*ys, strict=True))]
+
+
+def _stretch(x: Any, start: int, stop: int) -> Any:
+    """What a scan over the steps from ``start`` to ``stop`` is given: a :class:`Frozen` is read step by step."""
+    if isinstance(x, Frozen):
+        return Frozen(x.read())
+    if not isinstance(x, Split):
+        return jax.lax.slice_in_dim(x, start, stop)
+    if x.axis:
+        return x.like(*(jax.lax.slice_in_dim(part, start, stop) for part in (x.frozen, x.rows)))
+    place = int(np.searchsorted(numbers(x.index), start))
+    trains = place < x.index.count and numbers(x.index)[place] == start
+    return jax.lax.slice_in_dim(x.rows, place, place + stop - start) if trains else Frozen(x.frozen)
+
+
+def _read(x: Any) -> Any:
+    return x.read() if isinstance(x, Frozen) else x
+
+
+def _of_step(x: Any) -> Any:
+    """What the body of a scan is given: its rows are one axis further to the left there."""
+    return x.like(x.frozen, x.rows, x.axis - 1) if isinstance(x, Split) else x
+
+
+def _merged_outside(closed: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
+    """The constants of a scan: those that its body would merge in every step are merged before it."""
+    if not _has(consts):
+        return list(consts)
+    origins = [Origin() for _ in consts]
+    heard = [x.heard(origin) if isinstance(x, Split) else x for x, origin in zip(consts, origins, strict=True)]
+
+    def body(consts: Any, *others: Any) -> list[Any]:
+        return [dense(out) for out in evaluate(closed.jaxpr, closed.consts, [*consts, *others])]
+
+    jax.eval_shape(body, heard, *closed.in_avals[len(consts) :])
+    merged = []
+    for x, origin in zip(consts, origins, strict=True):
+        if isinstance(x, Split) and origin.how("merged"):
+            operation, _, source = next(event for event in origin.events if event[1] == "merged")
+            x.note(operation, "merged", source)
+            merged.append(x.merged())
+        else:
+            merged.append(x)
+    return merged
+
+
+def _custom_jvp(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    if not _has(values) or params["symbolic_zeros"]:
+        return None
+    values = [_read(value) for value in values]
+    whole = [value.frozen if isinstance(value, Split) else value for value in values]
+    moves = [jnp.issubdtype(jnp.result_type(value), jnp.inexact) for value in whole]
+    closed = params["call_jaxpr"]
+    if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals):
+        return None
+    functions, bound = bound_params(primitive, params)
+    _, rule = functions or bound["subfuns"]
+
+    def of_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        left = iter(tangents)
+        zeros = [np.zeros(np.shape(p), jax.dtypes.float0) for p in primals]
+        return rule.call_wrapped(*primals, *(next(left) if m else z for m, z in zip(moves, zeros, strict=True)))
+
+    closed_rule = jax.make_jaxpr(of_tangents)(whole, [x for x, m in zip(whole, moves, strict=True) if m])
+
+    def function(*values: Any) -> list[Any]:
+        return evaluate(closed.jaxpr, closed.consts, values)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        moving = [t for t, m in zip(tangents, moves, strict=True) if m]
+        return evaluate(closed_rule.jaxpr, closed_rule.consts, [*primals, *moving])
+
+    def with_derivative(finish: Callable[[Any], Any]) -> list[Any]:
+        of_parts = jax.custom_jvp(lambda *values: [finish(out) for out in function(*values)])
+
+        @of_parts.defjvp
+        def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            outs = [finish(out) for out in derivative(primals, tangents)]
+            return outs[: len(outs) // 2], outs[len(outs) // 2 :]
+
+        return of_parts(*values)
+
+    index = _acts_on_rows(function, derivative, values)
+    if index is None:
+        return with_derivative(dense)
+    frozen, rows = bind(primitive, params, whole), with_derivative(lambda out: out.rows)
+    first = next(value for value in values if isinstance(value, Split))
+    return [Split(*parts, index, first.origin) for parts in zip(frozen, rows, strict=True)]
+
+
+def _acts_on_rows(function: Any, derivative: Any, values: Sequence[Any]) -> Any:
+    """The rows of the outputs, if a function and its derivative treat each row alone and all alike; else None."""
+    origin = Origin()
+    heard = [value.heard(origin) if isinstance(value, Split) else value for value in values]
+    outs = [*jax.eval_shape(function, *heard), *jax.eval_shape(derivative, heard, heard)]
+    if origin.how("read") or origin.how("merged"):
+        return None
+    indices = {out.index if isinstance(out, Split) else None for out in outs}
+    return indices.pop() if len(indices) == 1 else None
+
+
+CONTROL.update(
+    {
+        "call": _inline,
+        "checkpoint": _remat,
+        "closed_call": _inline,
+        "core_call": _inline,
+        "custom_jvp_call": _custom_jvp,
+        "jit": _jit,
+        "pjit": _jit,
+        "remat": _remat,
+        "remat2": _remat,
+        "scan": _scan,
+    }
+)
