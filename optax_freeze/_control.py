@@ -6,8 +6,9 @@ differentiated. A function with a derivative of its own keeps it: its rule is ev
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current
 
-from optax_freeze._evaluate import CONTROL, bind, bound_params, evaluate
-from optax_freeze._split import Frozen, Origin, Split, dense, numbers, segments
+from optax_freeze._split import Frozen, Origin, Split, dense, numbers, segments, take
 
+Evaluate: TypeAlias = Callable[..., list[Any]]
+Control: TypeAlias = Callable[[Evaluate, Any, dict[str, Any], Sequence[Any]], Any]
+"""A rule as in the rooms above, that is given the interpreter, and may read a :class:`Frozen` itself."""
+
+_JAX = os.path.dirname(jax.__file__)
 _MOST_SEGMENTS = 32
 """A scan of more stretches of rows would be a large program: it takes the merged array."""
 
@@ -26,25 +31,28 @@ def _has(values: Sequence[Any], kind: type = Split) -> bool:
     return any(isinstance(value, kind) for value in values)
 
 
-def _inline(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+def _inline(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
     if not _has(values):
         return None
     closed = params["call_jaxpr"]
     return evaluate(closed, (), values) if isinstance(closed, Jaxpr) else evaluate(closed.jaxpr, closed.consts, values)
 
 
-def _jit(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+def _jit(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
     placed = (*params["in_shardings"], *params["out_shardings"])
     if not _has(values) or any(params["donated_invars"]) or any(type(s).__name__ != "UnspecifiedValue" for s in placed):
         return None
     closed = params["jaxpr"]
+    if _JAX in closed.jaxpr.debug_info.func_src_info:  # a function of jax.numpy, of which the user knows the call alone
+        with jax.named_scope(params["name"]):
+            return evaluate(closed.jaxpr, closed.consts, values, current())
     if params["inline"]:
         return evaluate(closed.jaxpr, closed.consts, values)
-    return _jitted(closed, params["name"])(*values)
+    return _jitted(evaluate, closed, params["name"])(*values)
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted(closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
+def _jitted(evaluate: Evaluate, closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
     def function(*values: Any) -> list[Any]:
         return evaluate(closed.jaxpr, closed.consts, values)
 
@@ -52,7 +60,7 @@ def _jitted(closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
     return jax.jit(function)
 
 
-def _remat(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+def _remat(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
     rows_to_read = any(isinstance(value, Frozen) and value.at is not None for value in values)
     if params["differentiated"] or not (_has(values) or rows_to_read):
         return None
@@ -65,7 +73,7 @@ def _remat(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any
     return jax.checkpoint(function, prevent_cse=prevent_cse, policy=params["policy"])(*values)
 
 
-def _scan(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+def _scan(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
     first = params["num_consts"]
     second = first + params["num_carry"]
     carry, xs, length = [dense(value) for value in values[first:second]], values[second:], params["length"]
@@ -74,9 +82,11 @@ def _scan(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
     if not _has((*values[:first], *xs)) or len(stretches) > _MOST_SEGMENTS:
         return None
     closed, reverse = params["jaxpr"], params["reverse"]
-    consts = _merged_outside(closed, values[:first])
+    consts = _merged_outside(evaluate, closed, values[:first])
     for split in by_rows:
         split.note(primitive.name, "read", current())
+    for split in values[first:second]:
+        _note_merged(split, primitive)
 
     ys = []
     for start, stop in stretches[::-1] if reverse else stretches:
@@ -92,11 +102,11 @@ def _scan(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
             return outs[: len(carry)], outs[len(carry) :]
 
         steps = stop - start
-        i = jnp.arange(start, stop, dtype=jnp.int32) if _has(scanned, Frozen) else None
-        xs_of_scan = i, [None if isinstance(x, Frozen) else x for x in scanned]
+        rows = jnp.arange(start, stop, dtype=jnp.int32) if _has(scanned, Frozen) else None
+        of_scan = rows, [None if isinstance(x, Frozen) else x for x in scanned]
         options = {"_split_transpose": True} if params.get("_split_transpose") else {}
         unroll = max(1, min(params["unroll"], steps))
-        carry, y = jax.lax.scan(body, carry, xs_of_scan, steps, reverse, unroll, **options)
+        carry, y = jax.lax.scan(body, carry, of_scan, steps, reverse, unroll, **options)
         ys.append(y)
     ys = ys[::-1] if reverse else ys
     return [*carry, *(y[0] if len(y) == 1 else jnp.concatenate(y) for y in zip(*ys, strict=True))]
@@ -109,10 +119,16 @@ def _stretch(x: Any, start: int, stop: int) -> Any:
     if not isinstance(x, Split):
         return jax.lax.slice_in_dim(x, start, stop)
     if x.axis:
-        return x.like(*(jax.lax.slice_in_dim(part, start, stop) for part in (x.frozen, x.rows)))
+        frozen, rows = (jax.lax.slice_in_dim(part, start, stop) for part in (x.frozen, x.rows))
+        return x.like(frozen, rows)
     place = int(np.searchsorted(numbers(x.index), start))
     trains = place < x.index.count and numbers(x.index)[place] == start
     return jax.lax.slice_in_dim(x.rows, place, place + stop - start) if trains else Frozen(x.frozen)
+
+
+def _note_merged(x: Any, primitive: Any) -> None:
+    if isinstance(x, Split):
+        x.note(primitive.name, "merged", current())
 
 
 def _read(x: Any) -> Any:
@@ -124,7 +140,7 @@ def _of_step(x: Any) -> Any:
     return x.like(x.frozen, x.rows, x.axis - 1) if isinstance(x, Split) else x
 
 
-def _merged_outside(closed: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
+def _merged_outside(evaluate: Evaluate, closed: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
     """The constants of a scan: those that its body would merge in every step are merged before it."""
     if not _has(consts):
         return list(consts)
@@ -137,40 +153,38 @@ def _merged_outside(closed: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
     jax.eval_shape(body, heard, *closed.in_avals[len(consts) :])
     merged = []
     for x, origin in zip(consts, origins, strict=True):
-        if isinstance(x, Split) and origin.how("merged"):
-            operation, _, source = next(event for event in origin.events if event[1] == "merged")
-            x.note(operation, "merged", source)
+        if isinstance(x, Split) and origin.done("merged"):
+            x.note(*origin.done("merged")[0])
             merged.append(x.merged())
         else:
             merged.append(x)
     return merged
 
 
-def _custom_jvp(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    if not _has(values) or params["symbolic_zeros"]:
+def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    closed = params["call_jaxpr"]
+    inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in (*closed.in_avals, *closed.out_avals)]
+    moves = inexact[: len(closed.in_avals)]
+    if not _has(values) or params["symbolic_zeros"] or not all(inexact[len(moves) :]):
         return None
     values = [_read(value) for value in values]
     whole = [value.frozen if isinstance(value, Split) else value for value in values]
-    moves = [jnp.issubdtype(jnp.result_type(value), jnp.inexact) for value in whole]
-    closed = params["call_jaxpr"]
-    if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals):
-        return None
-    functions, bound = bound_params(primitive, params)
-    _, rule = functions or bound["subfuns"]
+    subfunctions, bound = _bound(primitive, params)
+    _, rule = subfunctions or bound["subfuns"]
 
-    def of_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    def rule_of_moving(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         left = iter(tangents)
         zeros = [np.zeros(np.shape(p), jax.dtypes.float0) for p in primals]
         return rule.call_wrapped(*primals, *(next(left) if m else z for m, z in zip(moves, zeros, strict=True)))
-
-    closed_rule = jax.make_jaxpr(of_tangents)(whole, [x for x, m in zip(whole, moves, strict=True) if m])
 
     def function(*values: Any) -> list[Any]:
         return evaluate(closed.jaxpr, closed.consts, values)
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         moving = [t for t, m in zip(tangents, moves, strict=True) if m]
-        return evaluate(closed_rule.jaxpr, closed_rule.consts, [*primals, *moving])
+        shapes = [aval for aval, m in zip(closed.in_avals, moves, strict=True) if m]
+        of_rule = jax.make_jaxpr(rule_of_moving)(closed.in_avals, shapes)
+        return evaluate(of_rule.jaxpr, of_rule.consts, [*primals, *moving])
 
     def with_derivative(finish: Callable[[Any], Any]) -> list[Any]:
         of_parts = jax.custom_jvp(lambda *values: [finish(out) for out in function(*values)])
@@ -182,36 +196,55 @@ def _custom_jvp(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
 
         return of_parts(*values)
 
+    def merge(out: Any) -> Any:
+        _note_merged(out, primitive)
+        return dense(out)
+
     index = _acts_on_rows(function, derivative, values)
     if index is None:
-        return with_derivative(dense)
-    frozen, rows = bind(primitive, params, whole), with_derivative(lambda out: out.rows)
+        return with_derivative(merge)
+    frozen = bind(primitive, params, whole)
+    rows = with_derivative(lambda out: out.rows if isinstance(out, Split) else take(index, out))
     first = next(value for value in values if isinstance(value, Split))
     return [Split(*parts, index, first.origin) for parts in zip(frozen, rows, strict=True)]
 
 
 def _acts_on_rows(function: Any, derivative: Any, values: Sequence[Any]) -> Any:
-    """The rows of the outputs, if a function and its derivative treat each row alone and all alike; else None."""
-    origin = Origin()
+    """The rows of the outputs, if a function and its derivative treat each row alone and all alike; else None.
+
+    A derivative may call the function: asked about the derivative of the derivative, the function alone answers.
+    """
+    trying = any(isinstance(value, Split) and value.origin is not None and value.origin.trying for value in values)
+    origin = Origin(trying=True)
     heard = [value.heard(origin) if isinstance(value, Split) else value for value in values]
-    outs = [*jax.eval_shape(function, *heard), *jax.eval_shape(derivative, heard, heard)]
-    if origin.how("read") or origin.how("merged"):
-        return None
+    outs = jax.eval_shape(function, *heard)
+    if not trying:
+        outs = [*outs, *jax.eval_shape(derivative, heard, heard)]
     indices = {out.index if isinstance(out, Split) else None for out in outs}
-    return indices.pop() if len(indices) == 1 else None
+    return indices.pop() if len(indices) == 1 and not origin.done("read") + origin.done("merged") else None
 
 
-CONTROL.update(
-    {
-        "call": _inline,
-        "checkpoint": _remat,
-        "closed_call": _inline,
-        "core_call": _inline,
-        "custom_jvp_call": _custom_jvp,
-        "jit": _jit,
-        "pjit": _jit,
-        "remat": _remat,
-        "remat2": _remat,
-        "scan": _scan,
-    }
-)
+def bind(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    """An equation of a jaxpr, as it is."""
+    subfunctions, params = _bound(primitive, params)
+    return primitive.bind(*subfunctions, *values, **params)
+
+
+def _bound(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """What ``bind`` takes for the parameters: functions to stand before the operands (up to JAX 0.9), and the rest."""
+    bound = primitive.get_bind_params(params)
+    return bound if isinstance(bound, tuple) else ((), bound)
+
+
+CONTROL: dict[str, Control] = {
+    "call": _inline,
+    "checkpoint": _remat,
+    "closed_call": _inline,
+    "core_call": _inline,
+    "custom_jvp_call": _custom_jvp,
+    "jit": _jit,
+    "pjit": _jit,
+    "remat": _remat,
+    "remat2": _remat,
+    "scan": _scan,
+}

@@ -5,7 +5,6 @@ global norm, an accumulator, a finite check, a ``jit`` boundary) the compiler ha
 to what trains has no other gradients.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
-from optax_freeze import _control as _control  # the rules of scan, jit and remat
-from optax_freeze._evaluate import evaluate
+from optax_freeze._evaluate import call
 from optax_freeze._partition import assemble, split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec
-from optax_freeze._split import Frozen, Split, dense
+from optax_freeze._split import Origin, Split
 from optax_freeze._tree import PyTree, Rest, is_array, is_leaf, message
 
 
@@ -54,63 +51,20 @@ def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
     return restricted
 
 
-def in_parts(trainable: PyTree, rest: PyTree) -> tuple[PyTree, list[Split], list[Any]]:
-    """:func:`optax_freeze.combine` with a :class:`Split` for each leaf frozen by rows; these, and the frozen leaves."""
+def in_parts(
+    trainable: PyTree, rest: PyTree, origin_of: Callable[[str], Origin | None] = lambda path: None
+) -> tuple[PyTree, list[Split], list[Any]]:
+    """:func:`optax_freeze.combine` with a ``Split`` for each leaf frozen by rows; these, and the frozen arrays."""
     splits: list[Split] = []
 
     def place(path: str, of_rest: Rest, part: Any) -> Any:
         if not isinstance(of_rest.answer, RowIndex):
             return of_rest.answer.put(of_rest.array, part, of_rest.mask)
-        splits.append(Split(jnp.asarray(of_rest.array), part.values, of_rest.answer))
+        splits.append(Split(jnp.asarray(of_rest.array), part.values, of_rest.answer, origin_of(path)))
         return splits[-1]
 
     params = assemble(trainable, rest, place)
     return params, splits, [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
-
-
-def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any] = ()) -> Any:
-    """``fun`` of leaves in two parts.
-
-    It is called once, with tracers in the place of these leaves alone: other arguments are closed over, and what is
-    computed from them stays concrete outside of ``jit``, as under ``jax.grad``. Where it asks for the value of a leaf
-    (Python branches on it), it is called again with the merged arrays.
-
-    Args:
-      fun: a function of as many arrays; may return anything.
-      leaves: the arrays.
-      frozen: arrays that ``fun`` closes over and that nothing is differentiated with respect to.
-    """
-    found: list[Any] = []
-
-    def traced(*arrays: Any) -> list[Any]:
-        flat, treedef = jax.tree.flatten(fun(*arrays))
-        found[:] = treedef, [_TRACED if isinstance(leaf, Tracer) else leaf for leaf in flat]
-        return [leaf for leaf in flat if isinstance(leaf, Tracer)]
-
-    under_jit = isinstance(jnp.zeros(()), Tracer)
-    try:
-        with contextlib.nullcontext() if under_jit else jax.ensure_compile_time_eval():
-            closed = jax.make_jaxpr(traced)(*(leaf.frozen for leaf in leaves))
-    except _ASKED_FOR_A_VALUE:
-        closed = None
-    if closed is None:
-        for leaf in leaves:
-            leaf.note("Python that needs a value", "merged", None)
-        return fun(*(leaf.merged() for leaf in leaves))
-    constant = {id(array) for array in frozen}
-    consts = [Frozen(const) if id(const) in constant else const for const in closed.consts]
-    outs = iter(evaluate(closed.jaxpr, consts, leaves))
-    treedef, flat = found
-    return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
-
-
-_TRACED = object()
-_ASKED_FOR_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def fill(params: PyTree, arrays: Sequence[Any]) -> PyTree:

@@ -1,6 +1,6 @@
 """An array in two parts: the frozen rows where they lie, and the rows that train.
 
-A gradient with respect to ``Split.rows`` is all that differentiation can ask of a leaf that is frozen by rows, and it has
+A gradient with respect to ``Split.rows`` is all that differentiation can ask of a leaf that is frozen by rows, and has
 their size. What the primitives of JAX make of such a value is in the rooms below; here is what they need to know of it:
 which rows train, the dense values at those rows, and the two parts as one dense array.
 """
@@ -18,15 +18,13 @@ from optax_freeze._parts import RowIndex
 from optax_freeze._tree import Part
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "origin"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "origin"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
 
-    ``frozen`` has the full shape. What it holds at the trainable rows is stale and is never read, multiplied by zero, or
-    added and taken away again.
+    ``frozen`` has the full shape. What it holds at the trainable rows is stale: it is selected away, and never
+    multiplied by zero, or added and taken away again.
     """
 
     frozen: Any
@@ -50,13 +48,22 @@ class Split:
         return Split(frozen, rows, index, self.origin)
 
     def note(self, operation: str, how: str, source: Any) -> None:
-        """Tells the leaf, while someone listens, that an operation ``"kept"`` its parts, ``"read"`` or ``"merged"`` them."""
+        """Tells who listens that an operation ``"kept"`` the parts apart, ``"read"`` rows or ``"merged"`` them."""
         if self.origin is not None:
             self.origin.events.append((operation, how, source))
 
     def heard(self, origin: "Origin") -> "Split":
         """The same array, of which ``origin`` hears."""
         return dataclasses.replace(self, origin=origin)
+
+    def widened(self, trains: np.ndarray) -> "Split":
+        """The same array with more rows, which these numbers name, among those that train."""
+        if len(trains) == self.index.count:
+            return self
+        index = of_numbers(self.index, trains, self.size)
+        places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
+        rows = take(index, self.frozen)
+        return Split(self.frozen, places.put(rows, Part(self.rows), None), index, self.origin)
 
     def merged(self) -> jax.Array:
         """The array itself, which copies ``frozen``."""
@@ -81,12 +88,13 @@ jax.tree_util.register_dataclass(Frozen, data_fields=["array", "at"], meta_field
 class Origin:
     """Hears what is done to an array, and to whatever is made of it in parts: ``(operation, how, source)``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, trying: bool = False) -> None:
+        self.trying = trying  # a rule that asks what would be done
         self.events: list[tuple[str, str, Any]] = []
 
-    def how(self, how: str) -> bool:
-        """Whether something was done that way."""
-        return any(done == how for _, done, _ in self.events)
+    def done(self, how: str) -> list[tuple[str, str, Any]]:
+        """What was done that way."""
+        return [event for event in self.events if event[1] == how]
 
 
 def dense(value: Any) -> Any:
@@ -151,3 +159,8 @@ def segments(splits: Sequence[Split], length: int) -> list[tuple[int, int]]:
         row[numbers(split.index)] = True
     inner = (np.flatnonzero((trains[:, 1:] != trains[:, :-1]).any(0)) + 1).tolist()
     return list(zip([0, *inner], [*inner, length], strict=True))
+
+
+def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """A shape with another size at one axis."""
+    return (*sizes[:axis], size, *sizes[axis + 1 :])
