@@ -184,7 +184,8 @@ def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], valu
         moving = [t for t, m in zip(tangents, moves, strict=True) if m]
         shapes = [aval for aval, m in zip(closed.in_avals, moves, strict=True) if m]
         of_rule = jax.make_jaxpr(rule_of_moving)(closed.in_avals, shapes)
-        return evaluate(of_rule.jaxpr, of_rule.consts, [*primals, *moving])
+        primals = [x.like(x.refreshed(), x.rows) if isinstance(x, Split) else x for x in primals]
+        return evaluate(of_rule.jaxpr, of_rule.consts, [_in_rule(x) for x in (*primals, *moving)])
 
     def with_derivative(finish: Callable[[Any], Any]) -> list[Any]:
         of_parts = jax.custom_jvp(lambda *values: [finish(out) for out in function(*values)])
@@ -203,10 +204,16 @@ def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], valu
     index = _acts_on_rows(function, derivative, values)
     if index is None:
         return with_derivative(merge)
+    if sum(moves) > 1:
+        whole = [value.refreshed() if isinstance(value, Split) else value for value in values]
     frozen = bind(primitive, params, whole)
     rows = with_derivative(lambda out: out.rows if isinstance(out, Split) else take(index, out))
     first = next(value for value in values if isinstance(value, Split))
     return [Split(*parts, index, first.origin) for parts in zip(frozen, rows, strict=True)]
+
+
+def _in_rule(x: Any) -> Any:
+    return x.heard((x.origin or Origin()).of_rule()) if isinstance(x, Split) else x
 
 
 def _acts_on_rows(function: Any, derivative: Any, values: Sequence[Any]) -> Any:

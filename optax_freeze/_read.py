@@ -20,6 +20,8 @@ Rule: TypeAlias = Callable[[Any, dict[str, Any], Sequence[Any]], Any]
 
 def cut(x: Split, start: int, stop: int, step: int = 1) -> Any:
     """The rows of a static slice; dense where all of them are frozen or all train."""
+    if (start, stop, step) == (0, x.size, 1):
+        return x
     trains = numbers(x.index)
     inside = (trains >= start) & (trains < stop) & ((trains - start) % step == 0)
     size = len(range(start, stop, step))
@@ -39,12 +41,16 @@ def cut(x: Split, start: int, stop: int, step: int = 1) -> Any:
 def static_slice(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
     """A static slice."""
     [x] = values
-    start, stop = list(params["start_indices"]), list(params["limit_indices"])
-    step = list(params["strides"] or [1] * len(start))
+    start, stop = params["start_indices"], params["limit_indices"]
+    step = params["strides"] or (1,) * len(start)
     bounds = start[x.axis], stop[x.axis], step[x.axis]
-    start[x.axis], step[x.axis] = 0, 1
-    parts = (jax.lax.slice(part, start, at_axis(stop, x.axis, part.shape[x.axis]), step) for part in (x.frozen, x.rows))
-    return cut(x.like(*parts), *bounds)
+    start, step = at_axis(start, x.axis, 0), at_axis(step, x.axis, 1)
+    if (start, at_axis(stop, x.axis, x.size)) != ((0,) * len(start), x.frozen.shape) or set(step) != {1}:
+        frozen, rows = (
+            jax.lax.slice(part, start, at_axis(stop, x.axis, part.shape[x.axis]), step) for part in (x.frozen, x.rows)
+        )
+        x = x.like(frozen, rows)
+    return cut(x, *bounds)
 
 
 def consecutive_slices(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
@@ -69,9 +75,10 @@ def dynamic_slice(primitive: Any, params: dict[str, Any], values: Sequence[Any])
     start = starts[x.axis]
     if not isinstance(start, Tracer):
         first = min(max(int(start), 0), x.size - sizes[x.axis])
-        whole = {**params, "slice_sizes": at_axis(sizes, x.axis, x.size)}
-        out = dynamic_slice(primitive, whole, [x, *starts])
-        return cut(out, first, first + sizes[x.axis])
+        whole = at_axis(sizes, x.axis, x.size)
+        if whole != x.frozen.shape:
+            x = dynamic_slice(primitive, {**params, "slice_sizes": whole}, [x, *starts])
+        return cut(x, first, first + sizes[x.axis])
     start = jnp.clip(_wide(start), 0, x.size - sizes[x.axis])
     trains, place = locate(x.index, start + jnp.arange(sizes[x.axis], dtype=start.dtype))
     of_rows = {**params, "slice_sizes": at_axis(sizes, x.axis, x.index.count)}
@@ -105,12 +112,31 @@ def gather(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any
         number = jnp.clip(number, 0, x.size - 1)
     trains, place = locate(x.index, number)
     columns = [place if c == column else _wide(indices[..., c]) for c in range(indices.shape[-1])]
-    rows = primitive.bind(x.rows, jnp.stack(columns, -1), **{**params, "unique_indices": False, **_UNSORTED})
     frozen = primitive.bind(x.frozen, indices, **params)
-    return jnp.where(jax.lax.broadcast_in_dim(trains, frozen.shape, of_batch), rows, frozen)
+
+    def broadcast(of_batches: Any) -> jax.Array:
+        return jax.lax.broadcast_in_dim(of_batches, frozen.shape, of_batch)
+
+    def looked_up() -> jax.Array:
+        unordered = {**params, "unique_indices": False, "indices_are_sorted": False}
+        return jnp.where(broadcast(trains), primitive.bind(x.rows, jnp.stack(columns, -1), **unordered), frozen)
+
+    def selected() -> jax.Array:
+        chosen, across = frozen, [d for d in range(frozen.ndim) if d not in of_batch]
+        for i in range(x.index.count):
+            row = jax.lax.index_in_dim(x.rows, i, x.axis, keepdims=False)
+            row = jax.lax.broadcast_in_dim(row, frozen.shape, across)
+            chosen = jnp.where(broadcast(trains & (place == i)), row, chosen)
+        return chosen
+
+    whole_rows = sizes == at_axis(x.frozen.shape, x.axis, 1) and numbering.collapsed_slice_dims == (x.axis,)
+    if x.index.count <= _FEW_ROWS and len(columns) == 1 and whole_rows:
+        return jax.lax.platform_dependent(tpu=selected, default=looked_up)
+    return looked_up()
 
 
-_UNSORTED = {"indices_are_sorted": False}
+_FEW_ROWS = 16
+"""So many rows a TPU selects, fused with what reads them, instead of a second lookup in memory."""
 
 
 def dot_general(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
@@ -137,8 +163,7 @@ def dot_general(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
         rows = product(x.rows, take(x.index, other, axis))
         if rest is not None:
             return product(take(rest, x.frozen), take(rest, other, axis)) + rows
-        zeros = jnp.zeros((), x.frozen.dtype)
-        return product(jnp.where(x.index.frozen(x.frozen.ndim), x.frozen, zeros), other) + rows
+        return product(x.cleared(), other) + rows
     if params.get("out_sharding") is not None:
         return None
     if x.axis in batch[mine]:
@@ -146,7 +171,7 @@ def dot_general(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
         out, axis = at, batch[1 - mine][at]
         rows = product(x.rows, take(x.index, other, axis))
         if rest is None:
-            return join(x.index, out, product(x.frozen, other), rows)
+            return join(x.index, out, product(x.cleared(), other), rows)
         frozen = product(take(rest, x.frozen), take(rest, other, axis))
     else:
         free = [d for d in range(x.frozen.ndim) if d not in (*contracting[mine], *batch[mine])]
@@ -154,7 +179,7 @@ def dot_general(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
         out = before + free.index(x.axis)
         rows = product(x.rows, other)
         if rest is None:
-            return join(x.index, out, product(x.frozen, other), rows)
+            return join(x.index, out, product(x.cleared(), other), rows)
         frozen = product(take(rest, x.frozen), other)
     order = np.argsort(np.concatenate([numbers(rest), trains]))
     together = jnp.concatenate([frozen, rows], axis=out)

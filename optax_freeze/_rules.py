@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._read import Rule, consecutive_slices, dot_general, dynamic_slice, gather, static_slice
@@ -34,21 +33,26 @@ def rule_of(primitive: Any) -> Rule | None:
 
 
 def elementwise(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """Any number of operands of one shape, or scalars. Where they train in other rows, those that train in any."""
+    """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
+
+    Where several are in parts, the rows that train in any of them are the trainable rows of the result.
+    """
     splits = [value for value in values if isinstance(value, Split)]
     first = splits[0]
     trains = functools.reduce(np.union1d, [numbers(split.index) for split in splits])
     if params.get("sharding") is not None or len(trains) == first.size or len({x.axis for x in splits}) > 1:
         return None
+    first = first.widened(trains)
+    several = sum(isinstance(value, (Split, jax.Array)) for value in values) > 1
     frozen, rows = [], []
     for value in values:
         if isinstance(value, Split):
-            first = value.widened(trains)
-            frozen.append(first.frozen)
-            rows.append(first.rows)
+            frozen.append(value.refreshed() if several else value.frozen)  # the gradient of another operand reads it
+            rows.append(value.widened(trains).rows)
         else:
+            by_rows = np.ndim(value) and np.shape(value)[first.axis] == first.size
             frozen.append(value)
-            rows.append(take(first.widened(trains).index, value) if np.ndim(value) else value)
+            rows.append(take(first.index, value) if by_rows else value)
     return first.like(primitive.bind(*frozen, **params), primitive.bind(*rows, **params))
 
 
@@ -115,9 +119,7 @@ def reduction(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> 
         return x.like(*parts, axis=x.axis - sum(d < x.axis for d in params["axes"]))
     if primitive.name != "reduce_sum":
         return None
-    zeros = jnp.zeros((), x.frozen.dtype)
-    frozen = jnp.where(x.index.frozen(x.frozen.ndim), x.frozen, zeros)
-    return primitive.bind(frozen, **params) + primitive.bind(x.rows, **params)
+    return primitive.bind(x.cleared(), **params) + primitive.bind(x.rows, **params)
 
 
 def sharding_constraint(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:

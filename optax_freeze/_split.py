@@ -23,8 +23,8 @@ from optax_freeze._tree import Part
 class Split:
     """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
 
-    ``frozen`` has the full shape. What it holds at the trainable rows is stale: it is selected away, and never
-    multiplied by zero, or added and taken away again.
+    ``frozen`` has the full shape. What it holds at the trainable rows is stale, and may be NaN: it is selected away,
+    and never multiplied by zero, here or in a gradient (:meth:`cleared` and :meth:`refreshed` are for that).
     """
 
     frozen: Any
@@ -65,6 +65,16 @@ class Split:
         rows = take(index, self.frozen)
         return Split(self.frozen, places.put(rows, Part(self.rows), None), index, self.origin)
 
+    def cleared(self) -> jax.Array:
+        """``frozen`` with zeros at its stale rows, by a selection that fuses."""
+        return jnp.where(self.index.frozen(jnp.ndim(self.frozen)), self.frozen, jnp.zeros((), self.frozen.dtype))
+
+    def refreshed(self) -> jax.Array:
+        """``frozen`` with the trainable rows, as constants, at its stale rows, by a selection that fuses."""
+        if self.origin is not None and self.origin.in_rule:
+            return self.frozen
+        return join(self.index, self.axis, self.frozen, jax.lax.stop_gradient(self.rows))
+
     def merged(self) -> jax.Array:
         """The array itself, which copies ``frozen``."""
         return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)), None)
@@ -88,9 +98,16 @@ jax.tree_util.register_dataclass(Frozen, data_fields=["array", "at"], meta_field
 class Origin:
     """Hears what is done to an array, and to whatever is made of it in parts: ``(operation, how, source)``."""
 
-    def __init__(self, *, trying: bool = False) -> None:
-        self.trying = trying  # a rule that asks what would be done
+    def __init__(self, *, trying: bool = False, in_rule: bool = False):
+        self.trying = trying  # a rule asks what would be done
+        self.in_rule = in_rule  # of a derivative, which may be transposed: nothing in it is a constant
         self.events: list[tuple[str, str, Any]] = []
+
+    def of_rule(self) -> "Origin":
+        """One that hears for this one what is done in the rule of a derivative."""
+        origin = Origin(trying=self.trying, in_rule=True)
+        origin.events = self.events
+        return origin
 
     def done(self, how: str) -> list[tuple[str, str, Any]]:
         """What was done that way."""
