@@ -574,6 +574,95 @@ class TestLikeJaxGrad:
             fz.grad(loss, self.FROZEN)(self.PARAMS)
 
 
+class TestFlax:
+    """Models as they are: nothing in them knows of rows."""
+
+    def check(self, loss, params, frozen):
+        value, grads = jax.jit(fz.value_and_grad(loss, frozen))(params)
+        expected_value, expected = jax.jit(jax.value_and_grad(loss))(params)
+        chex.assert_trees_all_close(value, expected_value, rtol=1e-5)
+        chex.assert_trees_all_close(grads, fz.partition(expected, frozen)[0], rtol=1e-5, atol=1e-5)
+        rows = fz.explain(loss, params, frozen).rows
+        assert rows
+        assert all(row.merged is None and row.in_parts for row in rows), "\n".join(map(str, rows))
+
+    @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+    def test_linen_embed(self, dtype):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, tokens):
+                embed = nn.Embed(6, 4, dtype=dtype)
+                return embed.attend(nn.tanh(embed(tokens)))
+
+        model = Model()
+        params = model.init(jax.random.key(0), TOKENS % 6)
+
+        def loss(params):
+            return jnp.mean(model.apply(params, TOKENS % 6).astype(jnp.float32) ** 2)
+
+        if dtype is None:
+            self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
+        assert fz.explain(loss, params, fz.rules({"**": fz.rows(slice(0, 4))})).rows[0].merged is None
+
+    def test_nnx_embed(self):
+        model = nnx.Embed(6, 4, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(model)
+
+        def loss(params):
+            embed = nnx.merge(graph, params)
+            return jnp.mean(embed.attend(jnp.tanh(embed(TOKENS % 6))) ** 2)
+
+        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_linen_scan(self, axis):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.tanh(nn.Dense(4)(x)) + x, None
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                layer = nn.remat(Layer, prevent_cse=False)
+                scan = nn.scan(layer, variable_axes={"params": axis}, split_rngs={"params": True}, length=6)
+                return nn.Dense(2, name="head")(scan(name="layers")(x, None)[0])
+
+        model = Model()
+        params = model.init(jax.random.key(0), X)["params"]
+        frozen = {"layers": fz.rows(slice(0, 4), axis), "head": False}
+        self.check(lambda params: jnp.sum(model.apply({"params": params}, X) ** 2), params, frozen)
+
+    def test_linen_remat_scan(self):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.tanh(nn.Dense(4)(x)) + x
+
+        model = nn.remat_scan(Layer, lengths=(2, 3))()
+        params = model.init(jax.random.key(0), X)
+        for rows in (fz.rows(slice(0, 1)), fz.rows(slice(0, 2), 1)):
+            self.check(lambda params: jnp.sum(model.apply(params, X) ** 2), params, fz.rules({"**": rows}))
+
+    def test_nnx_scan(self):
+        @nnx.split_rngs(splits=6)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return nnx.Linear(4, 4, rngs=rngs)
+
+        graph, params = nnx.split(make(nnx.Rngs(0)))
+
+        def loss(params):
+            @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            @nnx.remat
+            def forward(layer, x):
+                return jnp.tanh(layer(x))
+
+            return jnp.sum(forward(nnx.merge(graph, params), X) ** 2)
+
+        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
+
+
 LAYOUTS = {
     "transpose": (lambda w: w.T, lambda axis: 1 - axis),
     "cast": (lambda w: w.astype(jnp.float16).astype(jnp.float32), lambda axis: axis),
