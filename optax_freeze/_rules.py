@@ -38,7 +38,7 @@ def elementwise(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
     Where several are in parts, the rows that train in any of them are the trainable rows of the result.
     """
     if primitive.multiple_results:  # pvary, before JAX 0.9
-        return handed_on(primitive, params, values)
+        return jax.tree.map(lambda part: primitive.bind(part, **params)[0], list(values))
     splits = [value for value in values if isinstance(value, Split)]
     first = splits[0]
     trains = functools.reduce(np.union1d, [numbers(split.index) for split in splits])
@@ -58,8 +58,8 @@ def elementwise(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
     return first.like(primitive.bind(*frozen, **params), primitive.bind(*rows, **params))
 
 
-def handed_on(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """Each operand is a result, and so is each part."""
+def optimization_barrier(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    """Both parts of each operand behind one barrier."""
     leaves, treedef = jax.tree.flatten(list(values))
     return jax.tree.unflatten(treedef, primitive.bind(*leaves, **params))
 
@@ -143,7 +143,7 @@ RULES: dict[str, Rule] = {
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
     "gather": gather,
-    "optimization_barrier": handed_on,
+    "optimization_barrier": optimization_barrier,
     "reduce_and": reduction,
     "reduce_max": reduction,
     "reduce_min": reduction,
