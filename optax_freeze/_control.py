@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current
 
+from optax_freeze._jaxpr import scan_counts
 from optax_freeze._split import Frozen, Origin, Split, dense, numbers, segments, take
 
 Evaluate: TypeAlias = Callable[..., list[Any]]
@@ -74,8 +75,8 @@ def _remat(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: S
 
 
 def _scan(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    first = params["num_consts"]
-    second = first + params["num_carry"]
+    first, carried = scan_counts(params)
+    second = first + carried
     carry, xs, length = [dense(value) for value in values[first:second]], values[second:], params["length"]
     by_rows = [x for x in xs if isinstance(x, Split) and x.axis == 0]
     stretches = segments(by_rows, length) if by_rows else [(0, length)]

@@ -5,6 +5,8 @@ The number is that of the situation; what other tools do stands in the docstring
 
 import chex
 import equinox as eqx
+import flax.errors
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from conftest import bits, state_bytes
 from flax import nnx
 
 import optax_freeze as fz
+from optax_freeze.linen import Frozen
 
 ONES = {"a": jnp.ones(1), "b": jnp.ones(1)}
 
@@ -309,6 +312,28 @@ def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
 
     full = flops_and_temporaries(lambda p, x: jax.grad(loss)(p, x), params, x, donate=())
     assert full[0] > 1.9 * flops
+
+
+def test_25_statistics_of_a_frozen_batch_norm_drift():
+    """A BatchNorm whose parameters the optimizer freezes: its running mean moves all the same."""
+    x = 5 + jax.random.normal(jax.random.key(0), (8, 3))
+    norm = nn.BatchNorm(use_running_average=False)
+    variables = norm.init(jax.random.key(0), x)
+    _, drifted = norm.apply(variables, x, mutable=["batch_stats"])
+    _, still = Frozen(norm).apply(variables, x, mutable=["batch_stats"])
+    assert bits(drifted["batch_stats"]) != bits(variables["batch_stats"])
+    assert bits(still["batch_stats"]) == bits(variables["batch_stats"])
+
+
+def test_26_a_lift_that_stops_the_gradient_cannot_initialise():
+    """`map_variables(..., trans_in_fn=stop_gradient)` without `init=`: ScopeCollectionNotFound."""
+    x = jnp.ones((2, 3))
+    stopped = nn.map_variables(nn.Dense, "params", lambda tree: jax.tree.map(jax.lax.stop_gradient, tree))
+    with pytest.raises(flax.errors.ScopeCollectionNotFound):
+        stopped(4).init(jax.random.key(0), x)
+    variables = Frozen(nn.Dense(4)).init(jax.random.key(0), x)
+    assert bits(variables) == bits(nn.Dense(4).init(jax.random.key(0), x))
+    assert not jnp.any(jax.grad(lambda v: Frozen(nn.Dense(4)).apply(v, x).sum())(variables)["params"]["kernel"])
 
 
 def test_27_adding_a_zero_to_negative_zero(compiled):
