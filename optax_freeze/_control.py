@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current
 
-from optax_freeze._jaxpr import scan_counts
+from optax_freeze._jaxpr import is_inlined, scan_counts
 from optax_freeze._split import Frozen, Origin, Split, dense, numbers, segments, take
 
 Evaluate: TypeAlias = Callable[..., list[Any]]
@@ -47,7 +47,7 @@ def _jit(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Seq
     if _JAX in closed.jaxpr.debug_info.func_src_info:  # a function of jax.numpy, of which the user knows the call alone
         with jax.named_scope(params["name"]):
             return evaluate(closed.jaxpr, closed.consts, values, current())
-    if params["inline"]:
+    if is_inlined(params):
         return evaluate(closed.jaxpr, closed.consts, values)
     return _jitted(evaluate, closed, params["name"])(*values)
 
