@@ -24,6 +24,9 @@ from optax_freeze._restrict import restrict as restrict
 from optax_freeze._restrict import value_and_grad as value_and_grad
 from optax_freeze._restrict import value_and_grad_from_state as value_and_grad_from_state
 
+from optax_freeze._explain import Explanation as Explanation
+from optax_freeze._explain import explain as explain
+
 # Any optimizer, on what trains.
 from optax_freeze._transform import freeze as freeze
 from optax_freeze._transform import masked_zero_updates as masked_zero_updates

@@ -15,3 +15,15 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
     return params["num_consts"], params["num_carry"]
+
+
+def is_inlined(params: dict[str, Any]) -> bool:
+    """Whether a ``jit`` asks for its program to stand in the place of the call.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: jax.jit(lambda x: x + 1)(x))(1.0)
+    >>> is_inlined(jaxpr.eqns[-1].params)
+    False
+    """
+    inline = params["inline"]
+    return inline is True or getattr(inline, "name", "") == "JAX_EARLY"  # an enumeration since JAX 0.11

@@ -5,7 +5,7 @@ place of a leaf that is in the other part: Optax's transformations, accumulation
 already skip it, and ``None`` keeps its own meaning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -81,6 +81,11 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
       {'encoder': 2.0, 'head': 1.0}
     """
+    return assemble(trainable, rest, lambda path, rest, part: rest.answer.put(rest.array, part, rest.mask))
+
+
+def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], Any]) -> PyTree:
+    """:func:`combine` with ``place(path, rest, part)`` for a leaf that is frozen in part."""
     left, treedef = _tree.flatten(trainable)
     right, other = _tree.flatten(rest)
     if treedef != other:
@@ -90,7 +95,7 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
             refuse_other_leaf(a, Leaf(names[i], tuple(b.array.shape)), b.answer, "trainable", whole=False)
-            whole.append(b.answer.put(b.array, a, b.mask))
+            whole.append(place(names[i], b, a))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
         elif _tree.is_hole(b):

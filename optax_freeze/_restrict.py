@@ -6,16 +6,20 @@ to what trains has no other gradients.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._partition import combine, split
+from optax_freeze._evaluate import call
+from optax_freeze._partition import assemble, split
+from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec
-from optax_freeze._tree import PyTree, message
+from optax_freeze._split import Origin, Split
+from optax_freeze._tree import PyTree, Rest, is_array, is_leaf, message
 
 
 def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
@@ -39,9 +43,36 @@ def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> Any:
-        return fun(combine(trainable, rest), *args, **kwargs)
+        params, leaves, frozen = in_parts(trainable, rest)
+        if not leaves:
+            return fun(params, *args, **kwargs)
+        return call(lambda *arrays: fun(fill(params, arrays), *args, **kwargs), leaves, frozen)
 
     return restricted
+
+
+def in_parts(
+    trainable: PyTree, rest: PyTree, origin_of: Callable[[str], Origin | None] = lambda path: None
+) -> tuple[PyTree, list[Split], list[Any]]:
+    """:func:`optax_freeze.combine` with a ``Split`` for each leaf frozen by rows; these, and the frozen arrays."""
+    splits: list[Split] = []
+
+    def place(path: str, of_rest: Rest, part: Any) -> Any:
+        if not isinstance(of_rest.answer, RowIndex):
+            return of_rest.answer.put(of_rest.array, part, of_rest.mask)
+        splits.append(Split(jnp.asarray(of_rest.array), part.values, of_rest.answer, origin_of(path)))
+        return splits[-1]
+
+    params = assemble(trainable, rest, place)
+    return params, splits, [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
+
+
+def fill(params: PyTree, arrays: Sequence[Any]) -> PyTree:
+    """Arrays in the place of the leaves frozen by rows."""
+    left = iter(arrays)
+    return jax.tree.map(
+        lambda leaf: next(left) if isinstance(leaf, Split) else leaf, params, is_leaf=lambda x: isinstance(x, Split)
+    )
 
 
 def value_and_grad(

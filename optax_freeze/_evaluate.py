@@ -1,0 +1,107 @@
+"""A program evaluated with some of its values in two parts, as long as its operations allow.
+
+The usual interpreter of a jaxpr, but that an operation with a :class:`~optax_freeze._split.Split` among its operands is
+done by its rule, and without a rule gets the arrays merged.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, Literal
+from jax.extend.source_info_util import current, current_name_stack, register_exclusion, user_context
+
+from optax_freeze._control import CONTROL, bind
+from optax_freeze._rules import rule_of
+from optax_freeze._split import Frozen, Split, dense
+
+register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # an operation's source line is the user's
+
+
+_TRACED = object()
+ASKED_FOR_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where Python asks a tracer for its value."""
+
+
+def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any] = ()) -> Any:
+    """``fun`` of leaves in two parts.
+
+    It is called once, with tracers in the place of these leaves alone: other arguments are closed over, and what is
+    computed from them stays concrete outside of ``jit``, as under ``jax.grad``. Where it asks for the value of a leaf
+    (Python branches on it), it is called again with the merged arrays.
+
+    Args:
+      fun: a function of as many arrays; may return anything.
+      leaves: the arrays.
+      frozen: arrays that ``fun`` closes over and that nothing is differentiated with respect to.
+    """
+    found: list[Any] = []
+
+    def traced(*arrays: Any) -> list[Any]:
+        flat, treedef = jax.tree.flatten(fun(*arrays))
+        found[:] = treedef, [_TRACED if isinstance(leaf, Tracer) else leaf for leaf in flat]
+        return [leaf for leaf in flat if isinstance(leaf, Tracer)]
+
+    under_jit = isinstance(jnp.zeros(()), Tracer)
+    try:
+        with contextlib.nullcontext() if under_jit else jax.ensure_compile_time_eval():
+            closed = jax.make_jaxpr(traced)(*(leaf.frozen for leaf in leaves))
+    except ASKED_FOR_A_VALUE:
+        closed = None
+    if closed is None:
+        for leaf in leaves:
+            leaf.note("Python that needs a value", "merged", None)
+        return fun(*(leaf.merged() for leaf in leaves))
+    constant = {id(array) for array in frozen}
+    consts = [Frozen(const) if id(const) in constant else const for const in closed.consts]
+    outs = iter(evaluate(closed.jaxpr, consts, leaves))
+    treedef, flat = found
+    return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source: Any = None) -> list[Any]:
+    """The outputs of a jaxpr, dense or in two parts, under its name scopes; ``source``: the line of all of it."""
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
+    last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        name_stack = current_name_stack() + eqn.source_info.name_stack
+        traceback = (source or eqn.source_info).traceback
+        with user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
+            outs = _apply(eqn.primitive, eqn.params, [read(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
+        for v in {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}:
+            if last.get(v, i) <= i:
+                del env[v]
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _apply(primitive: Any, params: dict[str, Any], values: list[Any]) -> Any:
+    control = CONTROL.get(primitive.name)
+    if control is None:
+        values = [value.read() if isinstance(value, Frozen) else value for value in values]
+    splits = [value for value in values if isinstance(value, Split)]
+    rule = functools.partial(control, evaluate) if control else rule_of(primitive) if splits else None
+    out = rule(primitive, params, values) if rule is not None else None
+    if out is None or control is None:
+        outs = out if primitive.multiple_results and out is not None else [out]
+        kept = any(isinstance(part, Split) for part in outs)
+        for split in splits:
+            split.note(primitive.name, "merged" if out is None else "kept" if kept else "read", current())
+    if out is None:
+        return bind(primitive, params, [dense(value) for value in values])
+    return out

@@ -1,0 +1,389 @@
+"""Frozen rows cost nothing: what ``restrict`` makes of a scanned decoder and of new embedding rows, beside the optimum.
+
+1. The last block, norm and head of a scanned, rematerialised decoder of Llama 3's shape train (bfloat16, AdamW, 4096
+   tokens a data shard, FSDP x tensor parallel): memory per chip of TPU v5e, with the whole stack differentiated, with
+   the scan split by hand, and by ``fz.restrict`` of the unchanged model.
+2. 16 new rows of an embedding of 128,256 x 2,048 train, through a lookup and a matmul, and through a tied head.
+3. One stack scanned and in a Python loop: FLOPs, and tracing beside ``jax.value_and_grad``; the time of a step on the
+   device that is there, beside that of the scan split by hand.
+
+The first two are compiled for TPU without a TPU.
+
+Run with ``python tests/benchmarks/frozen_rows.py`` (``--models 8B 70B 405B``: the decoder of each size; takes minutes).
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+console = Console(width=130)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder of Llama 3's shape, its layers stacked, on a mesh of TPU chips."""
+
+    width: int
+    layers: int
+    hidden: int
+    heads: int
+    topology: str
+    tensor_parallel: int
+    kv_heads: int = 8
+    vocabulary: int = 128_256
+    length: int = 4096
+    chunk: int = 256
+
+    def mesh(self) -> Mesh:
+        chips = np.array(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
+        return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
+
+    def params(self, mesh: Mesh) -> Any:
+        """Shapes of the parameters, placed."""
+        d, f, n = self.width, self.hidden, self.layers
+        head = d // self.heads
+
+        def leaf(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+        into, out = (None, "fsdp", "tp"), (None, "tp", "fsdp")
+        blocks = {
+            "q": leaf((n, d, self.heads * head), *into),
+            "k": leaf((n, d, self.kv_heads * head), *into),
+            "v": leaf((n, d, self.kv_heads * head), *into),
+            "o": leaf((n, self.heads * head, d), *out),
+            "gate": leaf((n, d, f), *into),
+            "up": leaf((n, d, f), *into),
+            "down": leaf((n, f, d), *out),
+            "before": leaf((n, d)),
+            "between": leaf((n, d)),
+        }
+        embed = leaf((self.vocabulary, d), "tp", "fsdp")
+        return {"embed": embed, "blocks": blocks, "norm": leaf((d,)), "head": leaf((d, self.vocabulary), "fsdp", "tp")}
+
+    def loss(self, mesh: Mesh) -> Callable[..., jax.Array]:
+        """Mean cross entropy, of parameters whose blocks are one stack or a list of stacks."""
+        head, groups = self.width // self.heads, self.heads // self.kv_heads
+
+        def on(x: jax.Array, *spec: str | None) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+        def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
+            mean = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+            return x * jax.lax.rsqrt(mean + 1e-5).astype(x.dtype) * scale
+
+        def block(x: jax.Array, p: Any) -> jax.Array:
+            h = normalise(x, p["before"])
+            q = (h @ p["q"]).reshape(*h.shape[:2], self.kv_heads, groups, head)
+            k, v = ((h @ p[name]).reshape(*h.shape[:2], self.kv_heads, head) for name in "kv")
+            if self.kv_heads % self.tensor_parallel == 0:
+                q = on(q, "fsdp", None, "tp", None, None)
+
+            @jax.checkpoint
+            def attend(q: jax.Array) -> jax.Array:
+                scores = jnp.einsum("bqgrh,bkgh->bgrqk", q, k).astype(jnp.float32) / np.sqrt(head)
+                return jnp.einsum("bgrqk,bkgh->bqgrh", jax.nn.softmax(scores, -1).astype(v.dtype), v)
+
+            chunks = q.reshape(q.shape[0], self.length // self.chunk, self.chunk, *q.shape[2:]).swapaxes(0, 1)
+            mixed = jax.lax.map(attend, chunks).swapaxes(0, 1)
+            x = x + mixed.reshape(x.shape[0], self.length, self.heads * head) @ p["o"]
+            h = normalise(x, p["between"])
+            return on(x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "fsdp", None, None)
+
+        def loss(params: Any, tokens: jax.Array) -> jax.Array:
+            x = on(jnp.take(params["embed"], tokens, axis=0), "fsdp", None, None)
+            stacks = params["blocks"] if isinstance(params["blocks"], list) else [params["blocks"]]
+            for stack in stacks:
+                x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, stack)
+            logits = on(normalise(x, params["norm"]) @ params["head"], "fsdp", None, "tp").astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+        return loss
+
+
+SHAPES = {"8B": (4096, 32, 14336, 32), "70B": (8192, 80, 28672, 64), "405B": (16384, 126, 53248, 128)}
+RUNS = {
+    "8B": [("v5e:4x4", 4), ("v5e:2x2", 4)],
+    "70B": [("v5e:8x8", 8), ("v5e:4x8", 8), ("v5e:4x4", 4)],
+    "405B": [("v5e:16x16", 16), ("v5e:8x16", 16)],
+}
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, mu_dtype=jnp.float32))
+
+
+def gib_per_chip(decoder: Decoder, how: str) -> float | None:
+    """Memory of a step: the ``"whole"`` stack differentiated, the scan split ``"by hand"``, or ``"fz.restrict"``.
+
+    None if the compiler cannot fit it into a chip.
+    """
+    mesh = decoder.mesh()
+    params, loss = decoder.params(mesh), decoder.loss(mesh)
+    batch = mesh.devices.size // decoder.tensor_parallel
+    tokens = jax.ShapeDtypeStruct((batch, decoder.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
+    last = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype, sharding=a.sharding), params["blocks"]
+    )
+
+    def split_by_hand(trainable: Any, rest: Any, tokens: jax.Array) -> jax.Array:
+        first = jax.tree.map(lambda a: a[:-1], rest["blocks"])
+        return loss({**trainable, "embed": rest["embed"], "blocks": [first, trainable["blocks"]]}, tokens)
+
+    def restricted(trainable: Any, rest: Any, tokens: jax.Array) -> jax.Array:
+        return fz.restrict(loss, rest)(trainable, tokens)
+
+    if how == "by hand":
+        trainable = {"blocks": last, "norm": params["norm"], "head": params["head"]}
+        rest: Any = {"embed": params["embed"], "blocks": params["blocks"]}
+    else:
+        blocks = how == "fz.restrict" and fz.rows(slice(0, decoder.layers - 1))
+        frozen = {"embed": True, "blocks": blocks, "norm": False, "head": False}
+        trainable, rest = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
+        trainable, rest = jax.tree.map(place, (trainable, rest), (params, params), is_leaf=stands_for_a_leaf)
+    state = optax.tree_map_params(
+        ADAMW,
+        lambda x, p: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=p.sharding),
+        jax.eval_shape(ADAMW.init, trainable),
+        trainable,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
+    )
+    value_and_grad = jax.value_and_grad(split_by_hand if how == "by hand" else restricted)
+
+    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
+        value, grads = value_and_grad(trainable, rest, tokens)
+        updates, state = ADAMW.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, value
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(trainable, state, rest, tokens)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return None
+        raise
+    memory = compiled.memory_analysis()
+    assert memory
+    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return (used - memory.alias_size_in_bytes) / 2**30
+
+
+def stands_for_a_leaf(node: Any) -> bool:
+    return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "answer")
+
+
+def place(node: Any, param: jax.ShapeDtypeStruct) -> Any:
+    """The shapes of one leaf's part, placed like the leaf."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
+
+
+def decoders(sizes: list[str]) -> None:
+    table = Table(title="GiB per chip; a chip of TPU v5e has 15.75")
+    for column in ("", "the whole stack", "split by hand", "fz.restrict", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    for size in sizes:
+        for topology, tensor_parallel in RUNS[size]:
+            decoder = Decoder(*SHAPES[size], topology, tensor_parallel)
+            used = {}
+            for how in ("whole", "by hand", "fz.restrict"):
+                try:
+                    used[how] = gib_per_chip(decoder, how)
+                except jax.errors.JaxRuntimeError as error:
+                    assert "RESOURCE_EXHAUSTED" in str(error)
+            cells = [
+                f"{used[how]:.1f}" if how in used else "does not fit" for how in ("whole", "by hand", "fz.restrict")
+            ]
+            both = "by hand" in used and "fz.restrict" in used
+            ratio = f"{used['fz.restrict'] / used['by hand']:.2f}" if both else ""
+            table.add_row(f"{size}, {topology}, tensor parallel {tensor_parallel}", *cells, ratio)
+    console.print(table)
+
+
+VOCABULARY, WIDTH, NEW = 128_256, 2_048, 16
+OLD = VOCABULARY - NEW
+FROZEN = {"embed": fz.rows(slice(0, OLD)), "out": True}
+TX = optax.adamw(1e-3)
+
+
+def lookup(embed: Any, out: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(embed[tokens] @ out) ** 2)
+
+
+def tied(embed: Any, out: jax.Array, tokens: jax.Array) -> jax.Array:
+    logits = jnp.tanh(embed[tokens] @ out) @ embed.T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+@dataclasses.dataclass
+class OldAndNew:
+    """The embedding as someone writes it by hand, who wants the gradient of the new rows alone."""
+
+    old: jax.Array
+    new: jax.Array
+
+    def __getitem__(self, tokens: jax.Array) -> jax.Array:
+        new = self.new[jnp.clip(tokens - OLD, 0, NEW - 1)]
+        return jnp.where((tokens >= OLD)[..., None], new, self.old[tokens])
+
+    @property
+    def T(self) -> "OldAndNew":  # noqa: N802
+        return self
+
+    def __rmatmul__(self, h: jax.Array) -> jax.Array:
+        start = (0,) * (h.ndim - 1) + (OLD,)
+        return jax.lax.dynamic_update_slice(h @ self.old.T, h @ self.new.T, start)
+
+    __array_priority__ = 1000
+
+
+def new_rows(chip: Any) -> None:
+    def masked(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        frozen = jax.lax.broadcasted_iota(jnp.int32, (VOCABULARY, 1), 0) < OLD
+        grads = jnp.where(frozen, 0, jax.grad(loss)(embed, out, tokens))
+        updates: Any
+        updates, state = TX.update(grads, state, embed)
+        return embed + jnp.where(frozen, 0, updates), state
+
+    def cut_out(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        updates, state = TX.update(jax.grad(loss)(embed, out, tokens)[OLD:], state, embed[OLD:])
+        return embed.at[OLD:].add(updates), state
+
+    def by_hand(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        grads = jax.grad(lambda new: loss(OldAndNew(embed, new), out, tokens))(embed[OLD:])
+        updates, state = TX.update(grads, state, embed[OLD:])
+        return embed.at[OLD:].add(updates), state
+
+    def with_fz(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        params = {"embed": embed, "out": out}
+        grads = fz.grad(lambda params, tokens: loss(params["embed"], params["out"], tokens), FROZEN)(params, tokens)
+        updates, state = fz.freeze(TX, FROZEN, full_updates=False).update(grads, state, params)
+        return fz.apply_updates(params, updates)["embed"], state
+
+    embed = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
+    out = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
+    rows = jax.ShapeDtypeStruct((NEW, WIDTH), jnp.float32)
+    frozen_state = jax.eval_shape(fz.freeze(TX, FROZEN, full_updates=False).init, {"embed": embed, "out": out})
+    table = Table(title=f"{NEW} new rows of {VOCABULARY:,} x {WIDTH:,}, AdamW, one step")
+    for column in ("", "GB, lookup", "MB temporary", "GB, tied head", "MB temporary"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, step, state in (
+        ("masks, from an iota", masked, jax.eval_shape(TX.init, embed)),
+        ("rows cut out of the dense gradient", cut_out, jax.eval_shape(TX.init, rows)),
+        ("written by hand on old and new rows", by_hand, jax.eval_shape(TX.init, rows)),
+        ("fz.grad, the model unchanged", with_fz, frozen_state),
+    ):
+        cells = []
+        for loss in (lookup, tied):
+            args = measure.on(chip, (embed, state, out, tokens))
+            row = measure.figures(lambda *args, step=step, loss=loss: step(loss, *args), *args)
+            cells += [f"{row.accessed / 1e9:.3f}", f"{row.temporary / 1e6:.1f}"]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+LAYERS, SMALL = 16, 256
+
+
+def stack_losses() -> dict[str, Callable[..., jax.Array]]:
+    """One stack of layers, scanned, scanned in two by hand, and in a loop."""
+
+    def block(x: jax.Array, p: Any) -> jax.Array:
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def scanned(stack: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, stack)[0]
+
+    def loop(params: Any, x: jax.Array) -> jax.Array:
+        for i in range(LAYERS):
+            x = jax.checkpoint(block)(x, jax.tree.map(lambda a, i=i: a[i], params))
+        return jnp.mean(x**2)
+
+    def unrolled(params: Any, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, params, unroll=LAYERS)
+        return jnp.mean(x**2)
+
+    def by_hand(last: Any, rest: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(scanned(last, scanned(jax.tree.map(lambda a: a[:-1], rest), x)) ** 2)
+
+    return {"scan": lambda p, x: jnp.mean(scanned(p, x) ** 2), "loop": loop, "unrolled": unrolled, "by hand": by_hand}
+
+
+def stacks(rounds: int = 15) -> None:
+    losses = stack_losses()
+    frozen = fz.rows(slice(0, LAYERS - 1))
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (LAYERS, SMALL, 4 * SMALL)) / 16,
+        "down": jax.random.normal(keys[1], (LAYERS, 4 * SMALL, SMALL)) / 32,
+    }
+    x = jax.random.normal(keys[2], (512, SMALL))
+    spec = jax.tree.map(lambda _: frozen, params)
+    trainable, rest = fz.partition(params, spec)
+    last = jax.tree.map(lambda a: a[-1:], params)
+
+    def flops(name: str) -> float:
+        fun = jax.grad(lambda trainable, rest, x: fz.restrict(losses[name], rest)(trainable, x))
+        cost = jax.jit(fun).lower(trainable, rest, x).compile().cost_analysis()
+        assert cost
+        return cost["flops"]
+
+    def tracing(fun: Callable[..., Any], *args: Any) -> float:
+        seconds = []
+        for _ in range(rounds):
+            jax.clear_caches()
+            start = time.perf_counter()
+            jax.jit(fun).trace(*args)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
+    by_hand = jax.jit(jax.grad(losses["by hand"])).lower(last, params, x).compile()
+    ours = jax.jit(jax.grad(lambda t, rest, x: fz.restrict(losses["scan"], rest)(t, x)))
+    ours = ours.lower(trainable, rest, x).compile()
+    seconds: dict[str, list[float]] = {"by hand": [], "ours": []}
+    for _ in range(rounds):
+        for name, run in (("by hand", lambda: by_hand(last, params, x)), ("ours", lambda: ours(trainable, rest, x))):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+
+    table = Table("", "ratio", title=f"{LAYERS} stacked layers, of which the last trains")
+    table.add_row("FLOPs, scanned (loop bodies unrolled) to a loop", f"{flops('unrolled') / flops('loop'):.3f}")
+    for name in ("scan", "loop"):
+        traced = tracing(fz.value_and_grad(losses[name], spec), params, x)
+        plain = tracing(jax.value_and_grad(losses[name]), params, x)
+        table.add_row(f"tracing to jax.value_and_grad, {name}", f"{traced / plain:.2f}")
+    step = statistics.median(seconds["ours"]) / statistics.median(seconds["by hand"])
+    table.add_row("time of a step to the scan split by hand", f"{step:.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=list(RUNS), default=["8B"], help="sizes of the decoder")
+    parser.add_argument("--no-times", action="store_true", help="leave out what is timed on this device")
+    args = parser.parse_args()
+    chip = measure.tpu_sharding()
+    if chip is not None:
+        decoders(args.models)
+    new_rows(chip)
+    if not args.no_times:
+        stacks()
+
+
+if __name__ == "__main__":
+    main()
