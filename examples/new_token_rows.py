@@ -2,7 +2,8 @@
 
 A small character model learns the docstrings of NumPy, which come with its wheel. Its vocabulary then grows by 16
 tokens, frequent words of the text: 16 more rows of the embedding, which is the head's matrix, too. Only these rows
-train. Every other parameter, the old rows among them, keeps its bits, and the optimizer holds state for them alone.
+train. Every other parameter, the old rows among them, keeps its bits; the gradient and the optimizer's state have the
+size of the new rows, since lookup and head read the old ones where they lie.
 
 Run with ``python examples/new_token_rows.py``; takes a minute on two cores.
 """
@@ -174,6 +175,7 @@ def main() -> None:
         updates, state = tx.update(grads, state, params)
         return fz.apply_updates(params, updates), state
 
+    print(fz.explain(loss_of(model), params, frozen, windows_of(tokenise(learned, vocabulary), BATCH, seed=0)))
     trained = train(f"train {NEW} rows", step, params, state, tokenise(learned, vocabulary), max(1, args.steps // 2))
 
     old_bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(base)]

@@ -57,6 +57,7 @@ def test_new_token_rows(run):
     assert rows == 4 + 2 * 16 * 96 * 4
     assert everything > 50 * rows
     assert row(output, "old rows and all other parameters") == ["the same bits"]
+    assert re.search(r"embed/embedding: 16 of \d+ rows train; in parts throughout", output)
     assert "before:" in output
     assert "after:" in output
     assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
@@ -65,6 +66,18 @@ def test_new_token_rows(run):
 def test_new_token_rows_refuses_no_steps(run):
     with pytest.raises(SystemExit, match="2"):
         run("new_token_rows", "--steps", 0)
+
+
+def test_last_layers_of_a_scanned_transformer(run):
+    output = run("last_layers_of_a_scanned_transformer", "--steps", 40)
+    before, after = (float(cell) for cell in row(output, "held-out loss"))
+    assert after < before
+    for name in ("a step", "optimizer state"):
+        dense, in_parts = (float(cell.split()[0].replace(",", "")) for cell in row(output, name))
+        assert in_parts < 0.7 * dense
+    assert row(output, "frozen layers") == ["the same bits"]
+    assert "in parts throughout" in output
+    assert "merged by" not in output
 
 
 def test_lottery_ticket(run, tmp_path):
