@@ -199,16 +199,17 @@ def _as_choice(answer: Answer, mask: Any) -> Choice:
 
 def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: bool = True) -> None:
     """Refuses what cannot be in the place of a leaf that trains, in whole or in part (``whole``: a full array may)."""
-    compact = isinstance(answer, Dense) and answer.compact
-    in_part = not isinstance(answer, bool)
+    in_part = not isinstance(answer, bool) or leaf.index is not None
+    index = leaf.index if isinstance(answer, bool) else getattr(answer, "part_index", answer)
+    is_vector = isinstance(answer, Dense) and answer.compact
+    narrow = leaf.index is not None or (not whole and (is_vector or isinstance(answer, RowIndex)))
     what, got = f"{name}: not what trains of the leaf", ""
     if _tree.is_hole(value):
         what, got = f"{name}: a leaf that trains is missing", "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
-        index = answer.part_index if isinstance(answer, (RowIndex, Dense)) else answer
-        if isinstance(answer, bool) or value.index != index or value.shape != leaf.shape:
+        if not in_part or value.index != index or value.shape != leaf.shape:
             got = f"a Part of {value.index} of shape {value.shape}"
-    elif in_part and ((not whole and (compact or isinstance(answer, RowIndex))) or np.shape(value) != leaf.shape):
+    elif narrow or (in_part and np.shape(value) != leaf.shape):
         got = f"an array of shape {np.shape(value)}"
     if got:
         expected = f"an array of shape {leaf.shape}" + (", or the Part of it that trains" if in_part else "")
@@ -216,11 +217,11 @@ def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: 
         raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
 
 
-def register_with_flax() -> None:
-    """Teaches ``flax.serialization``, if Flax is loaded, to pass a :class:`Resolved` by, and to store a ``Part``."""
+def register_with_flax(static: type = Resolved) -> None:
+    """Teaches ``flax.serialization``, if Flax is loaded, to pass a static node by, and to store a ``Part``."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
-        serialization.register_serialization_state(Resolved, lambda _: {}, lambda target, _: target, override=True)
+        serialization.register_serialization_state(static, lambda _: {}, lambda target, _: target, override=True)
         serialization.register_serialization_state(
             Part,
             lambda part: {"values": part.values},

@@ -406,6 +406,33 @@ def as_selector(value: Any, name: str) -> Selector:
     )
 
 
+def distinct(name: str, patterns: Any) -> list[Any]:
+    """A list of patterns and selectors, each of which stands there once."""
+    if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
+        raise TypeError(
+            message(
+                f"{name} takes a list of patterns",
+                at=name,
+                got=repr(patterns),
+                expected="patterns or selectors, from the output end to the input end",
+                fix="[pattern, ...]",
+            )
+        )
+    for i, pattern in enumerate(patterns):
+        as_selector(pattern, name)
+        if pattern in patterns[:i]:
+            raise ValueError(
+                message(
+                    "a pattern is named twice",
+                    at=name,
+                    got=repr(pattern),
+                    expected="each pattern once",
+                    fix="delete one of them",
+                )
+            )
+    return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
+
+
 def is_patterns(value: Any) -> bool:
     """Whether ``value`` is a list of strings."""
     return type(value) in (list, tuple) and bool(value) and all(isinstance(item, str) for item in value)

@@ -67,12 +67,13 @@ class Rest:
 class Leaf(NamedTuple):
     """What a selector may see of a leaf: never its values.
 
-    ``shape`` and ``dtype`` are None for a hole and for an object that is no array.
+    ``shape`` and ``dtype`` are None for a hole and for an object that is no array, ``index`` for all but a ``Part``.
     """
 
     path: str
     shape: tuple[int, ...] | None = None
     dtype: Any = None
+    index: Any = None
 
     @property
     def inexact(self) -> bool:
@@ -152,11 +153,11 @@ def leaves(tree: PyTree) -> list[Leaf]:
     """
     values = (node.array if isinstance(node, Rest) else node for node in flatten(tree)[0])
     described = [
-        Leaf(path, tuple(value.shape), value.dtype) if is_array(value) else Leaf(path)
+        Leaf(path, tuple(value.shape), value.dtype, getattr(value, "index", None)) if is_array(value) else Leaf(path)
         for path, value in zip(paths(tree), values, strict=True)
     ]
     seen: set[str] = set()
-    for path, _, _ in described:
+    for path, *_ in described:
         if path in seen:
             raise ValueError(
                 message(
