@@ -9,8 +9,10 @@ from optax_freeze._select import path as path
 from optax_freeze._select import regex as regex
 from optax_freeze._select import rules as rules
 from optax_freeze._select import where as where
-from optax_freeze._resolve import labels as labels
 from optax_freeze._resolve import resolve as resolve
+from optax_freeze._labels import labels as labels
+from optax_freeze._labels import labels_by_path as labels_by_path
+from optax_freeze._labels import layerwise_decay as layerwise_decay
 
 # The parameters in two parts.
 from optax_freeze._partition import apply_updates as apply_updates
@@ -40,3 +42,4 @@ from optax_freeze._schedule import freeze_when as freeze_when
 from optax_freeze._schedule import gradual_unfreeze as gradual_unfreeze
 from optax_freeze._schedule import set_frozen as set_frozen
 from optax_freeze._schedule import unfreeze_at as unfreeze_at
+from optax_freeze._migrate import migrate as migrate

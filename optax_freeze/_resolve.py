@@ -57,35 +57,6 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     return jax.tree.unflatten(spec.treedef, spec.choices(masks))
 
 
-def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
-    """A label function for ``optax.multi_transform`` (``optax.partition``).
-
-    Optax calls it on the updates again, in every ``update``: :func:`optax_freeze.freeze` resolves once and is the
-    better choice where there are no other labels.
-
-    Args:
-      frozen: the spec, in any form.
-
-    Returns:
-      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at each frozen leaf or hole
-      and ``"trainable"`` at any other: a leaf frozen in part trains.
-
-    Example:
-      >>> import optax, optax_freeze as fz
-      >>> params = {"encoder": np.float32(1), "head": np.float32(1)}
-      >>> fz.labels("encoder")(params)
-      {'encoder': 'frozen', 'head': 'trainable'}
-      >>> transforms = {"trainable": optax.adam(1e-3), "frozen": optax.set_to_zero()}
-      >>> tx = optax.multi_transform(transforms, fz.labels("encoder"))
-      >>> state = tx.init(params)
-    """
-
-    def label_fn(params: PyTree) -> PyTree:
-        return Resolved.of(frozen, params, tied="ignore")[0].labels()
-
-    return label_fn
-
-
 Masks: TypeAlias = Sequence[Any]
 """For each leaf the array of its dense mask, or a hole."""
 
