@@ -35,11 +35,13 @@ from optax_freeze._state import replace_masks as replace_masks
 from optax_freeze._state import spec_of as spec_of
 
 # Freezing that changes while training.
-from optax_freeze._schedule import alternate as alternate
-from optax_freeze._schedule import currently_frozen as currently_frozen
-from optax_freeze._schedule import freeze_at as freeze_at
+from optax_freeze._conditions import alternate as alternate
+from optax_freeze._conditions import freeze_at as freeze_at
+from optax_freeze._conditions import gradual_unfreeze as gradual_unfreeze
+from optax_freeze._conditions import unfreeze_at as unfreeze_at
 from optax_freeze._schedule import freeze_when as freeze_when
-from optax_freeze._schedule import gradual_unfreeze as gradual_unfreeze
-from optax_freeze._schedule import set_frozen as set_frozen
-from optax_freeze._schedule import unfreeze_at as unfreeze_at
+from optax_freeze._switches import currently_frozen as currently_frozen
+from optax_freeze._switches import set_frozen as set_frozen
+
+# An optimizer state from one spec to another.
 from optax_freeze._migrate import migrate as migrate

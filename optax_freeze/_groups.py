@@ -16,8 +16,13 @@ from optax_freeze import _tree
 from optax_freeze._masks import Elements, Rows, elements
 from optax_freeze._parts import Dense, RowIndex, resolve_mask
 from optax_freeze._resolve import Masks, Resolved, Tied
-from optax_freeze._select import Choice, Known, Selector
+from optax_freeze._select import Choice, Known, Selector, as_selector
 from optax_freeze._tree import Leaf, Part, PyTree, message
+
+
+def group_name(key: Any) -> str:
+    """What a group is called: its pattern, or its selector as it is written."""
+    return key if isinstance(key, str) else repr(as_selector(key, "a group"))
 
 
 class Claim(NamedTuple):

@@ -8,24 +8,21 @@ state and another program. Here a condition decides, a value of the running prog
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
 from optax_freeze import _tree
-from optax_freeze._groups import Claim, Division, all_masks
+from optax_freeze._conditions import Condition, ask, check, is_bool, no_bool
+from optax_freeze._groups import Claim, Division, all_masks, group_name
 from optax_freeze._masks import Elements
 from optax_freeze._resolve import Masks, Resolved, Tied, register_with_flax
-from optax_freeze._select import as_choice, as_selector, distinct
+from optax_freeze._select import as_choice, as_selector
 from optax_freeze._transform import copy_like, negative_zero, with_parts, without_frozen, zero
 from optax_freeze._tree import Leaf, PyTree, message
-
-Condition: TypeAlias = Callable[[jax.Array], Any]
-"""``step -> bool``: whether a group is frozen in the update that follows ``step`` updates."""
 
 
 @jax.tree_util.register_static
@@ -79,8 +76,8 @@ def freeze_when(
       groups: a mapping from patterns or selectors to conditions, or to pairs of an element mask
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements`) and a condition: the group is then those elements of
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
-        the updates of this transformation from 0), or a bool, which :func:`set_frozen` changes between steps. What two
-        groups name belongs to the first.
+        the updates of this transformation from 0), or a bool, which :func:`optax_freeze.set_frozen` changes between
+        steps. What two groups name belongs to the first.
       coupled: a transformation that runs first, over all groups together, the frozen ones zeroed: a clip by the global
         norm.
       tied: ``"error"`` refuses, in ``init``, one array object at two paths that are not in the same group.
@@ -117,7 +114,7 @@ def freeze_when(
         register_with_flax(Groups)
         for name, condition in zip(names, scheduled, strict=True):
             if condition is not None:
-                _check(name, condition)
+                check(name, condition)
         values, treedef = _tree.flatten(params)
         division, own = Division.of(claims, params, tied=tied)
         own = [
@@ -134,7 +131,7 @@ def freeze_when(
         ]
         of_groups = {
             claim.name: GroupState(
-                () if callable(condition) else jnp.asarray(condition),
+                () if callable(condition) else jnp.array(condition),
                 jax.tree.unflatten(treedef, masks) if isinstance(claim.mask, Elements) else (),
                 state,
             )
@@ -155,7 +152,7 @@ def freeze_when(
         olds, params_treedef = division.whole.align(params, "params") if params is not None else ([], None)
         masks = all_masks(division, [_tree.flatten(state.groups[name].masks)[0] for name in names])
         frozen = [
-            state.groups[name].frozen if condition is None else _ask(name, condition, state.step)
+            state.groups[name].frozen if condition is None else ask(name, condition, state.step)
             for name, condition in zip(names, scheduled, strict=True)
         ]
 
@@ -250,225 +247,6 @@ def _zeroed(values: Sequence[Any], division: Division, masks: Sequence[Masks], f
     return new
 
 
-def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
-    """Freezes or thaws groups of :func:`freeze_when` that have no schedule, between steps and without recompiling.
-
-    Args:
-      state: from :func:`freeze_when`, alone or anywhere within another (a chain, ``MultiSteps``, a train state).
-      frozen: for each group, by the pattern that names it, whether it is frozen from now on.
-
-    Returns:
-      The state with the groups set.
-
-    Raises:
-      KeyError: if there is no such group; the groups are listed.
-      ValueError: if a schedule says when the group is frozen, or there is no state of :func:`freeze_when`.
-      TypeError: if a value is no bool.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
-      >>> state = fz.freeze_when(optax.adam(0.5), {"encoder": True}).init(params)
-      >>> state = fz.set_frozen(state, {"encoder": False})
-      >>> fz.currently_frozen(state)
-      {'encoder': False}
-    """
-    if not isinstance(frozen, Mapping):
-        raise TypeError(
-            message(
-                "fz.set_frozen takes a mapping",
-                at="its second argument",
-                got=repr(frozen),
-                expected="{pattern: bool}",
-                fix="name each group by its pattern: fz.set_frozen(state, {'encoder': True})",
-            )
-        )
-    known = {name: condition for node in _states(state) for name, condition in _conditions(node)}
-    new = {}
-    for key, value in frozen.items():
-        name = _name(key)
-        if name not in known:
-            raise KeyError(
-                message(
-                    "no such group",
-                    at=name,
-                    got=repr(key),
-                    expected=f"one of {sorted(known)}",
-                    fix="use the pattern that names the group in fz.freeze_when",
-                )
-            )
-        if known[name] is not None:
-            raise ValueError(
-                message(
-                    "a schedule says when this group is frozen",
-                    at=name,
-                    got=f"{value!r}, for a group with the condition {known[name]!r}",
-                    expected="a group that was given a bool in fz.freeze_when",
-                    fix="give it True or False there, and toggle it by fz.set_frozen alone",
-                )
-            )
-        if not _is_bool(value):
-            raise TypeError(_no_bool(name, value, "fz.set_frozen"))
-        new[name] = value
-
-    def visit(node: Any) -> Any:
-        groups = {
-            name: group._replace(frozen=_like(group.frozen, new[name])) if name in new else group
-            for name, group in node.groups.items()
-        }
-        return node._replace(groups=groups)
-
-    return _map_states(visit, state)
-
-
-def currently_frozen(state: optax.OptState) -> dict[str, Any]:
-    """Says which groups of :func:`freeze_when` the next update leaves as they are.
-
-    Args:
-      state: from :func:`freeze_when`, alone or anywhere within another.
-
-    Returns:
-      A bool for each group, by the pattern that names it; traced within a jitted function.
-
-    Raises:
-      ValueError: if there is no state of :func:`freeze_when`.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> tx = fz.freeze_when(optax.sgd(0.5), fz.gradual_unfreeze(["head", "encoder"], every=10))
-      >>> fz.currently_frozen(tx.init({"encoder": jnp.ones(2), "head": jnp.ones(2)}))
-      {'head': False, 'encoder': True}
-    """
-    answers = {}
-    for node in _states(state):
-        [step] = jax.tree.leaves(node.step)
-        for name, condition in _conditions(node):
-            if condition is None:
-                [frozen] = jax.tree.leaves(node.groups[name].frozen)
-            else:
-                frozen = _ask(name, condition, step)
-            answers[name] = frozen if isinstance(frozen, Tracer) else bool(frozen)
-    return answers
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _UnfreezeAt:
-    at: int
-
-    def __call__(self, step: Any) -> Any:
-        return step < self.at
-
-    def __repr__(self) -> str:
-        return f"fz.unfreeze_at({self.at})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _FreezeAt:
-    at: int
-
-    def __call__(self, step: Any) -> Any:
-        return step >= self.at
-
-    def __repr__(self) -> str:
-        return f"fz.freeze_at({self.at})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Alternate:
-    period: int
-    offset: int
-
-    def __call__(self, step: Any) -> Any:
-        return (step + self.offset) // self.period % 2 == 0
-
-    def __repr__(self) -> str:
-        return f"fz.alternate({self.period}{f', offset={self.offset}' if self.offset else ''})"
-
-
-def unfreeze_at(step: int) -> Condition:
-    """A condition of :func:`freeze_when`: frozen before ``step``, training from then on.
-
-    Args:
-      step: the number of updates after which the group trains; 0 never freezes it.
-
-    Returns:
-      A function ``step -> bool``.
-
-    Raises:
-      TypeError, ValueError: if ``step`` is no int, or negative.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> [fz.unfreeze_at(2)(step) for step in range(4)]
-      [True, True, False, False]
-    """
-    return _UnfreezeAt(_whole("fz.unfreeze_at", "step", step))
-
-
-def freeze_at(step: int) -> Condition:
-    """A condition of :func:`freeze_when`: training before ``step``, frozen from then on.
-
-    Args:
-      step: the number of updates after which the group is frozen.
-
-    Returns:
-      A function ``step -> bool``.
-
-    Raises:
-      TypeError, ValueError: if ``step`` is no int, or negative.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> [fz.freeze_at(2)(step) for step in range(4)]
-      [False, False, True, True]
-    """
-    return _FreezeAt(_whole("fz.freeze_at", "step", step))
-
-
-def alternate(period: int, offset: int = 0) -> Condition:
-    """A condition of :func:`freeze_when`: frozen and training by turns.
-
-    Args:
-      period: the length of a turn, in updates.
-      offset: how many updates into the first turn it starts: ``alternate(period)`` and ``alternate(period, period)``
-        are never frozen together.
-
-    Returns:
-      A function ``step -> bool``: frozen while ``(step + offset) // period`` is even.
-
-    Raises:
-      TypeError, ValueError: if an argument is no int, ``period`` is less than 1 or ``offset`` negative.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> [fz.alternate(2)(step) for step in range(6)]
-      [True, True, False, False, True, True]
-    """
-    return _Alternate(_whole("fz.alternate", "period", period, 1), _whole("fz.alternate", "offset", offset))
-
-
-def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition]:
-    """The groups of gradual unfreezing (ULMFiT): one more trains every so many updates.
-
-    Args:
-      patterns: patterns or selectors, from the output end, which trains from step 0, to the input end.
-      every: the number of updates between one group and the next.
-
-    Returns:
-      The groups for :func:`freeze_when`: group ``i`` is frozen until step ``i * every``.
-
-    Raises:
-      TypeError, ValueError: if ``patterns`` is no list of patterns, one is named twice, or ``every`` is less than 1.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
-      {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
-    """
-    every = _whole("fz.gradual_unfreeze", "every", every, 1)
-    return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
-
-
 def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
     """The groups as claims, and for each its condition or whether it is frozen at first."""
     if not isinstance(groups, Mapping):
@@ -483,7 +261,7 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
         )
     claims, conditions = [], []
     for key, value in groups.items():
-        name = _name(key)
+        name = group_name(key)
         mask = None
         if isinstance(value, tuple) and len(value) == 2:
             mask, value = as_choice(value[0], name), value[1]
@@ -497,16 +275,11 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
                     fix="for whole leaves give the condition alone: {pattern: condition}",
                 )
             )
-        if not (callable(value) or _is_bool(value)):
-            raise TypeError(_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or "))
+        if not (callable(value) or is_bool(value)):
+            raise TypeError(no_bool(name, value, "fz.freeze_when", "a function step -> bool, or "))
         claims.append(Claim(name, as_selector(key, "fz.freeze_when"), mask))
         conditions.append(value)
     return claims, conditions
-
-
-def _name(key: Any) -> str:
-    """What a group is called: its pattern, or its selector as it is written."""
-    return key if isinstance(key, str) else repr(as_selector(key, "a group"))
 
 
 def _as_transformation(tx: Any, name: str) -> optax.GradientTransformationExtraArgs:
@@ -542,100 +315,3 @@ def _with_division(state: Any, claims: Sequence[Claim], params: PyTree) -> Freez
         return state
     division, _ = Division.of(claims, params, tied="ignore")
     return state._replace(spec=dataclasses.replace(state.spec, division=division))
-
-
-def _check(name: str, condition: Condition) -> None:
-    """Refuses, before the first step, a condition that returns no bool."""
-    jax.eval_shape(lambda step: jnp.asarray(_ask(name, condition, step)), jax.ShapeDtypeStruct((), jnp.int32))
-
-
-def _ask(name: str, condition: Condition, step: jax.Array) -> Any:
-    """Whether a group is frozen at a step: a bool, or a scalar array of one."""
-    try:
-        answer = condition(step)
-    except jax.errors.TracerBoolConversionError as error:
-        raise TypeError(
-            message(
-                "a condition looks at the value of the step, which is traced",
-                at=name,
-                got=repr(condition),
-                expected="a function step -> bool of arithmetic and comparisons",
-                fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
-            )
-        ) from error
-    if not _is_bool(answer):
-        raise TypeError(_no_bool(name, answer, repr(condition)))
-    return answer
-
-
-def _is_bool(value: Any) -> bool:
-    is_scalar = _tree.is_array(value) and value.dtype == np.bool_ and value.shape == ()
-    return isinstance(value, (bool, np.bool_)) or is_scalar
-
-
-def _no_bool(name: str, value: Any, where: str, also: str = "") -> str:
-    kind = f"an array of {value.dtype} of shape {value.shape}" if _tree.is_array(value) else repr(value)
-    return message(
-        f"{where}: no bool for a group",
-        at=name,
-        got=kind,
-        expected=f"{also}True (frozen) or False, one for the whole group",
-        fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
-    )
-
-
-def _like(old: Any, value: Any) -> Any:
-    """A switch in the place of another: placed like it, and in what it is wrapped in (an NNX variable)."""
-    [placed], treedef = jax.tree.flatten(old)
-    return jax.tree.unflatten(treedef, [copy_like(value, placed)])
-
-
-def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        error = ValueError if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else TypeError
-        raise error(
-            message(
-                f"{function} counts updates",
-                at=name,
-                got=repr(value),
-                expected=f"an int of at least {least}",
-                fix="give a number of updates, such as 100",
-            )
-        )
-    return int(value)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, FreezeWhenState)
-
-
-def _map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
-    """``visit`` at each state of :func:`freeze_when` in a tree, those within others too."""
-
-    def below(node: Any) -> Any:
-        if not _is_state(node):
-            return node
-        node = visit(node)
-        return jax.tree.map(below, node, is_leaf=lambda x: _is_state(x) and x is not node)
-
-    return jax.tree.map(below, tree, is_leaf=_is_state)
-
-
-def _states(tree: PyTree) -> list[FreezeWhenState]:
-    found: list[FreezeWhenState] = []
-    _map_states(lambda node: found.append(node) or node, tree)
-    if not found:
-        raise ValueError(
-            message(
-                "no state of fz.freeze_when to be found",
-                at="state",
-                got=type(tree).__name__,
-                expected="the state of an optimizer with fz.freeze_when in it",
-                fix="pass the optimizer's state: fz.set_frozen(state, {pattern: bool})",
-            )
-        )
-    return found
-
-
-def _conditions(state: FreezeWhenState) -> zip:
-    return zip(state.spec.names, state.spec.conditions, strict=True)

@@ -12,7 +12,25 @@ import pytest
 import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
-ROOMS = ["_tree", "_masks", "_parts", "_glob", "_select", "_resolve", "_partition", "_restrict", "_transform", "_state"]
+ROOMS = [
+    "_tree",
+    "_masks",
+    "_parts",
+    "_glob",
+    "_select",
+    "_resolve",
+    "_labels",
+    "_partition",
+    "_restrict",
+    "_transform",
+    "_state",
+    "_conditions",
+    "_groups",
+    "_schedule",
+    "_switches",
+    "_places",
+    "_migrate",
+]
 PUBLIC = [name for name in vars(fz) if not name.startswith("_")]
 
 
