@@ -88,7 +88,7 @@ def migrate(
     fresh = tx.init(params)
     shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
     old, new = entries_of(state, shapes), entries_of(fresh, shapes)
-    _refuse_other_state(old, new)
+    _refuse_other_state(old, new, by_type=_tree.has_variables(params))
     sources: dict[str, list[Entry]] = {}
     for entry in old:
         if entry.holds and entry.place is not None:
@@ -235,18 +235,26 @@ def _spread(entry: Entry, value: Any) -> Any:
     return index.put(jnp.zeros(entry.shape, value.dtype), value, entry.frozen)
 
 
-def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry]) -> None:
-    """A ``ValueError`` if an array of a state has no place in the other for another reason than freezing."""
+def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
+    """A ``ValueError`` if an array of a state has no place in the other for another reason than freezing.
+
+    ``by_type``: parameters that NNX froze or thawed by their type are not in one of the two states at all.
+    """
     trains = {entry.leaf for entry in new if entry.holds}
     owners = {entry.owner.names for entry in new}
-    slots = {entry.slot for entry in old if entry.leaf is not None}
     for entry in _homeless(old, new):
-        still_trains = entry.leaf in trains if entry.leaf is not None else entry.owner.names in owners
-        if still_trains:
+        gone = entry.leaf not in trains if entry.leaf is not None else entry.owner.names not in owners
+        if not (gone or (by_type and _is_within(entry, new))):
             raise ValueError(_no_fit(entry, "an array in the old state alone"))
     for entry in _homeless(new, old):
-        if entry.leaf is not None and entry.slot in slots:
+        if entry.leaf is not None and _is_within(entry, old) and not by_type:
             raise ValueError(_no_fit(entry, "an array in the new state alone"))
+
+
+def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Whether a state has a tree like the parameters at the place where an entry of another stands in one."""
+    slots = {other.slot for other in others if other.leaf is not None}
+    return any(str(entry.place).startswith(f"{slot}/" if slot else "") for slot in slots)
 
 
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:

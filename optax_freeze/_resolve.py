@@ -45,7 +45,7 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
         bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
-      TypeError: if a function of the spec looks at values.
+      TypeError: if a function of the spec looks at values, or a leaf holds an array and is none (a Keras variable).
 
     Example:
       >>> import optax_freeze as fz
@@ -77,8 +77,13 @@ class Resolved:
     variables: bool = False  # of NNX: `update` is given their values, in other containers
 
     @classmethod
-    def of(cls, frozen: Spec, params: PyTree, *, tied: Tied) -> tuple["Resolved", Masks]:
-        """Resolves ``frozen``; ``tied="error"`` refuses one array that is frozen at one path and trains at another."""
+    def of(
+        cls, frozen: Spec, params: PyTree, *, tied: Tied, leaves: Sequence[Leaf] | None = None
+    ) -> tuple["Resolved", Masks]:
+        """Resolves ``frozen``; ``tied="error"`` refuses one array that is frozen at one path and trains at another.
+
+        ``leaves`` are those of ``params``, where more is known of them than the tree tells.
+        """
         if tied not in ("error", "ignore"):
             raise ValueError(
                 message(
@@ -86,7 +91,7 @@ class Resolved:
                 )
             )
         values, treedef = _tree.flatten(params)
-        leaves = _tree.leaves(params)
+        leaves = _tree.leaves(params) if leaves is None else leaves
         choices = _choose(frozen, params, leaves) if leaves else []
         pairs = [
             resolve_mask(choice, leaf) if leaf.inexact else (True, _tree.HOLE)
@@ -116,6 +121,8 @@ class Resolved:
         values, treedef = _tree.flatten(tree)
         if self.treedef is None or treedef != self.treedef:
             fix = "pass the tree that belongs to the parameters given to `init`"
+            if self.variables:
+                fix += "; after freezing or thawing a module make the nnx.Optimizer anew (fz.migrate keeps its moments)"
             _tree.refuse_other_paths(_tree.paths(tree), [leaf.path for leaf in self.leaves], name, fix)
             if self.treedef is not None and not self.variables:
                 _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(self.leaves))), name, fix)

@@ -204,9 +204,9 @@ class _Patterns(Selector):
         hits: list[Choice] = [False] * len(leaves)
         for pattern in self.patterns:
             matches = self._compile(pattern).fullmatch
-            found = [i for i, leaf in enumerate(leaves) if matches(leaf.path)]
+            found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
             if not found:
-                raise ValueError(_glob.no_match(pattern, [leaf.path for leaf in leaves]))
+                raise ValueError(_glob.no_match(pattern, [p for leaf in leaves for p in (leaf.path, *leaf.aliases)]))
             for i in found:
                 hits[i] = True
         return hits
@@ -239,15 +239,18 @@ class _Where(Selector):
     fn: Callable[[str, jax.ShapeDtypeStruct], bool]
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [leaf.dtype is not None and self._ask(leaf) for leaf in leaves]
+        return [
+            leaf.dtype is not None and any(self._ask(leaf, path) for path in (leaf.path, *leaf.aliases))
+            for leaf in leaves
+        ]
 
-    def _ask(self, leaf: Leaf) -> bool:
-        answer = ask_without_values(lambda: self.fn(leaf.path, leaf.struct), repr(self), leaf.path)
+    def _ask(self, leaf: Leaf, path: str) -> bool:
+        answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
         if not isinstance(answer, (bool, np.bool_)):
             raise TypeError(
                 message(
                     f"{self!r} returned no bool",
-                    at=leaf.path,
+                    at=path,
                     got=repr(answer),
                     expected="True (frozen) or False",
                     fix="compare the path, the shape or the dtype",

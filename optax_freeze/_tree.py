@@ -67,12 +67,14 @@ class Rest:
 class Leaf(NamedTuple):
     """What a selector may see of a leaf: never its values.
 
-    ``shape`` and ``dtype`` are None for a hole and for an object that is no array, ``index`` for all but a ``Part``.
+    ``shape`` and ``dtype`` are None for a hole and for an object that is no array. ``aliases`` are the other paths of
+    a shared NNX variable: a pattern may match any of them. ``index`` is that of a ``Part``.
     """
 
     path: str
     shape: tuple[int, ...] | None = None
     dtype: Any = None
+    aliases: tuple[str, ...] = ()
     index: Any = None
 
     @property
@@ -150,14 +152,12 @@ def leaves(tree: PyTree) -> list[Leaf]:
 
     Raises:
       ValueError: if two leaves have the same path (a key that holds a ``/`` reads as several segments).
+      TypeError: if a leaf holds an array and is none: a Keras ``Variable``.
     """
     values = (node.array if isinstance(node, Rest) else node for node in flatten(tree)[0])
-    described = [
-        Leaf(path, tuple(value.shape), value.dtype, getattr(value, "index", None)) if is_array(value) else Leaf(path)
-        for path, value in zip(paths(tree), values, strict=True)
-    ]
+    described = [_describe(path, value) for path, value in zip(paths(tree), values, strict=True)]
     seen: set[str] = set()
-    for path, *_ in described:
+    for path in (leaf.path for leaf in described):
         if path in seen:
             raise ValueError(
                 message(
@@ -170,6 +170,22 @@ def leaves(tree: PyTree) -> list[Leaf]:
             )
         seen.add(path)
     return described
+
+
+def _describe(path: str, value: Any) -> Leaf:
+    if not is_array(value):
+        return Leaf(path)
+    if isinstance(value.dtype, str):  # neither jit nor grad takes such an object, and nothing here can update it
+        raise TypeError(
+            message(
+                "no array, but an object that holds one",
+                at=path,
+                got=f"a {type(value).__name__} of {value.dtype}",
+                expected="a JAX or NumPy array",
+                fix="pass the arrays: for Keras {variable.path: variable.value for variable in variables}",
+            )
+        )
+    return Leaf(path, tuple(value.shape), value.dtype, index=getattr(value, "index", None))
 
 
 def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> None:

@@ -22,7 +22,7 @@ def run(monkeypatch, capsys):
 
 def row(output, name):
     """The cells of a line of a printed table."""
-    line = next(line for line in output.splitlines() if name in line)
+    line = next(line for line in output.splitlines() if name in line and "│" in line)
     return [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()][1:]
 
 
@@ -80,3 +80,47 @@ def test_lottery_ticket(run, tmp_path):
 def test_lottery_ticket_refuses_no_epochs(run):
     with pytest.raises(SystemExit, match="2"):
         run("lottery_ticket", "--epochs", 0)
+
+
+def test_freeze_a_backbone_linen(run):
+    output = run("freeze_a_backbone_linen", "--epochs", 6)
+    assert all(float(cell.rstrip("%")) > 60 for cell in row(output, "accuracy"))
+    assert row(output, "optimizer state") == ["2,644 bytes"] * 2
+    assert row(output, "parameters: bits moved") == ["0", "0"]
+    still, moved = row(output, "statistics: bits moved")
+    assert still == "0"
+    assert moved != "0"
+    same, changed = (float(cell) for cell in row(output, "change of a logit"))
+    assert same == 0
+    assert changed > 0
+
+
+def test_freeze_at_construction(run):
+    output = run("freeze_at_construction", "--epochs", 6)
+    for model, frozen in (("Perceptron", "16,640"), ("Stack", "4,160"), ("Convolutions", "4,752")):
+        cells = row(output, model)
+        assert cells[0] == frozen
+        assert float(cells[3].rstrip("%")) > 75
+        assert cells[4] == "0"
+
+
+@pytest.mark.parametrize("example", ["freeze_a_backbone_linen", "freeze_at_construction"])
+def test_an_example_with_models_refuses_no_epochs(run, example):
+    with pytest.raises(SystemExit, match="2"):
+        run(example, "--epochs", 0)
+
+
+def test_freeze_a_backbone_nnx(run):
+    output = run("freeze_a_backbone_nnx", "--epochs", 4)
+    trained, frozen, wrapped = (row(output, name) for name in ("everything", "fnnx.freeze(", "fnnx.Frozen("))
+    assert float(trained[0].rstrip("%")) > 90
+    assert min(float(frozen[0].rstrip("%")), float(wrapped[0].rstrip("%"))) > 60
+    assert frozen[1] == wrapped[1] == f"{8 + 2 * 4 * 650:,} bytes"
+    assert trained[1] == f"{8 + 2 * 4 * (650 + 19_008):,} bytes"
+    assert "0" not in (trained[2], trained[3], frozen[3])
+    assert (frozen[2], *wrapped[2:]) == ("0", "0", "0")
+
+
+def test_freeze_a_backbone_nnx_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("freeze_a_backbone_nnx", "--epochs", 0)

@@ -11,6 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optax_freeze as fz
+import optax_freeze.nnx as fnnx
 
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 20)
 OPTIMIZERS = {
@@ -303,6 +304,30 @@ class TestResume:
         assert bits(new_mu[1:]) == bits(old_mu)
         assert new_mu.shape == (3, 3)
         step(model, new)
+
+    def test_parameters_frozen_and_thawed_by_type(self):
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+        tx = optax.adam(0.1)
+
+        def step(optimizer):
+            optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
+
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step(optimizer)
+        fnnx.freeze(model, "layers/0")
+        narrow, report = fz.migrate(optimizer.opt_state, tx, nnx.state(model, nnx.Param), report=True)
+        assert all("layers/0" in place for place in report.dropped)
+        assert report.created == ()
+        after = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        nnx.update(after.opt_state, nnx.state(narrow))
+        step(after)
+        fnnx.thaw(model)
+        wide, report = fz.migrate(after.opt_state, tx, nnx.state(model, nnx.Param), report=True)
+        assert all("layers/0" in place for place in report.created)
+        assert report.dropped == ()
+        assert wide[0].count == 2
+        with pytest.raises(ValueError, match="does not belong to these parameters"):
+            fz.migrate(after.opt_state, optax.sgd(0.1, momentum=0.9), nnx.state(model, nnx.Param))
 
 
 class TestItDoesNotFit:

@@ -1,6 +1,7 @@
 """The house: what importing it loads, which names it has, and that each room keeps to its place."""
 
 import ast
+import importlib
 import inspect
 import pathlib
 import re
@@ -31,7 +32,9 @@ ROOMS = [
     "_places",
     "_migrate",
 ]
-PUBLIC = [name for name in vars(fz) if not name.startswith("_")]
+ROOMS += ["_jaxpr", "_depends", "_lift"]  # below the map: of the rooms that bring Flax
+OUTER = ["linen", "nnx"]  # you import these yourself: they bring Flax with them
+PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 
 
 def test_importing_it_loads_neither_flax_nor_orbax():
@@ -46,16 +49,16 @@ def test_the_map_is_re_exports_and_nothing_else():
 
 
 def test_every_file_is_a_known_room():
-    assert sorted(path.stem for path in PACKAGE.glob("*.py")) == sorted(["__init__", *ROOMS])
+    assert sorted(path.stem for path in PACKAGE.glob("*.py")) == sorted(["__init__", *ROOMS, *OUTER])
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", [*ROOMS, *OUTER])
 def test_a_room_imports_only_rooms_above_it(room):
     text = (PACKAGE / f"{room}.py").read_text()
-    imported = re.findall(r"from optax_freeze\.(\w+) import", text)
-    for names in re.findall(r"from optax_freeze import (.+)", text):
+    imported = re.findall(r"^from optax_freeze\.(\w+) import", text, re.MULTILINE)
+    for names in re.findall(r"^from optax_freeze import (.+)", text, re.MULTILINE):
         imported += names.split(", ")
-    assert set(imported) <= set(ROOMS[: ROOMS.index(room)])
+    assert set(imported) <= set(ROOMS[: ROOMS.index(room)] if room in ROOMS else ROOMS)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -71,3 +74,15 @@ def test_every_public_name_is_documented(name):
     assert "Example:\n  >>> " in doc
     parameters = inspect.signature(function).parameters
     assert all(re.search(rf"^  \*?{parameter}: ", doc, re.MULTILINE) for parameter in parameters)
+
+
+@pytest.mark.parametrize("room", OUTER)
+def test_every_public_name_of_an_outer_room_is_documented(room):
+    module = importlib.import_module(f"optax_freeze.{room}")
+    here = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    public = {name: inspect.getdoc(value) for name, value in here.items() if not name.startswith("_")}
+    assert public
+    page = pathlib.Path("docs/api", f"{room}.md").read_text()
+    for name, doc in public.items():
+        assert re.search(rf"optax_freeze\.{room}\.{name}$", page, re.MULTILINE)
+        assert re.search(r"Example:\n  >>> ", doc)

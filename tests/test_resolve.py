@@ -134,6 +134,21 @@ class TestTrees:
         with pytest.raises(ValueError, match=r"same path\n  at: a/b"):
             fz.resolve(True, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
 
+    def test_an_object_that_holds_an_array_is_refused(self):
+        class Variable:
+            shape, dtype = (2,), "float32"
+
+        params = {"a": Variable(), "b": jnp.ones(2)}
+        for use in (
+            lambda: fz.resolve("b", params),
+            lambda: fz.partition(params, "a"),
+            lambda: fz.freeze(optax.sgd(1.0), "a").init(params),
+            lambda: fz.grad(lambda p: p["b"].sum(), "a")(params),
+            lambda: fz.stop_gradient(params, "b"),
+        ):
+            with pytest.raises(TypeError, match=r"an object that holds one\n  at: a\n  got: a Variable of float32"):
+                use()
+
     def test_none_is_no_leaf(self):
         assert fz.resolve("a", {"a": jnp.ones(1), "b": None}) == {"a": True, "b": None}
         with pytest.raises(ValueError, match="matches no leaf"):

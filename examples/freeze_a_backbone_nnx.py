@@ -1,0 +1,120 @@
+"""A convolutional backbone with batch norm, frozen in Flax NNX: parameters alone, or parameters and statistics.
+
+The backbone learns to tell the handwritten digits 0-4 apart. Then a new head learns all ten on top of it, in three
+ways: the backbone trains too; its parameters are frozen (``fnnx.freeze``), and its running statistics drift all the
+same; it is wrapped (``fnnx.Frozen``), and nothing of it moves.
+
+Run with ``python examples/freeze_a_backbone_nnx.py``; ``--epochs 4`` for a quick look.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import optax_freeze.nnx as fnnx
+
+BATCH = 64
+
+
+class Backbone(nnx.Module):
+    """Images of shape (n, 8, 8, 1) to features of shape (n, 64)."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv_0 = nnx.Conv(1, 32, (3, 3), rngs=rngs)
+        self.norm_0 = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
+        self.conv_1 = nnx.Conv(32, 64, (3, 3), strides=2, rngs=rngs)
+        self.norm_1 = nnx.BatchNorm(64, momentum=0.9, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = nnx.relu(self.norm_0(self.conv_0(images)))
+        return nnx.relu(self.norm_1(self.conv_1(x))).max(axis=(1, 2))
+
+
+class Classifier(nnx.Module):
+    """A backbone and a new head."""
+
+    def __init__(self, backbone: nnx.Module, rngs: nnx.Rngs):
+        self.backbone = backbone
+        self.head = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        return self.head(self.backbone(images))
+
+
+@nnx.jit
+def step(model: Classifier, optimizer: nnx.Optimizer, images: Any, labels: Any) -> None:
+    """One step; it knows nothing of what is frozen."""
+
+    def loss(model: Classifier) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+    optimizer.update(model, nnx.grad(loss)(model))
+
+
+def train(model: Classifier, images: np.ndarray, labels: np.ndarray, epochs: int) -> int:
+    """Trains in place; returns the bytes of the optimizer state."""
+    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+    model.train()
+    rng = np.random.default_rng(0)
+    for _ in range(epochs):
+        order = rng.permutation(len(labels))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            chosen = order[start : start + BATCH]
+            step(model, optimizer, images[chosen], labels[chosen])
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(optimizer, nnx.OptState)))
+
+
+def accuracy(model: Classifier, images: np.ndarray, labels: np.ndarray) -> float:
+    """The share of images that are classified right."""
+    model.eval()
+    return float((nnx.jit(lambda model, x: model(x))(model, images).argmax(-1) == labels).mean())
+
+
+def moved_bits(before: nnx.Module, after: nnx.Module, kind: Any) -> int:
+    """How many bits of the variables of a type differ between two modules."""
+    pairs = zip(*(jax.tree.leaves(nnx.state(module, kind)) for module in (before, after)), strict=True)
+    return sum(int(jnp.bitwise_count(a.view(jnp.uint32) ^ b.view(jnp.uint32)).sum()) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of each of the four trainings")
+    epochs = parser.parse_args().epochs
+    if epochs < 1:
+        parser.error(f"--epochs: got {epochs}, expected at least 1")
+
+    pixels, digits = map(np.asarray, load_digits(return_X_y=True))
+    pixels = (pixels / 16.0).reshape(-1, 8, 8, 1).astype(np.float32)
+    chosen, held_out = train_test_split(np.arange(len(digits)), random_state=0, stratify=digits)
+    images, labels = pixels[chosen], digits[chosen]
+    base = Classifier(Backbone(nnx.Rngs(0)), nnx.Rngs(1))
+    train(base, images[labels < 5], labels[labels < 5], epochs)
+    before = base.backbone
+
+    table = Table("", "accuracy", "optimizer state", "parameter bits moved", "statistic bits moved")
+    table.title = "a new head for all ten digits, on a backbone that knows five"
+    for title, wrap in {
+        "everything trains": lambda backbone: backbone,
+        "fnnx.freeze(backbone, True)": lambda backbone: fnnx.freeze(backbone, True),
+        "fnnx.Frozen(backbone)": fnnx.Frozen,
+    }.items():
+        after = nnx.clone(before)
+        model = Classifier(wrap(after), nnx.Rngs(2))
+        size = train(model, images, labels, epochs)
+        moved = [moved_bits(before, fnnx.thaw(after), kind) for kind in (nnx.Param, nnx.BatchStat)]
+        right = accuracy(model, pixels[held_out], digits[held_out])
+        table.add_row(title, f"{right:.1%}", f"{size:,} bytes", *(f"{bits:,}" for bits in moved))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

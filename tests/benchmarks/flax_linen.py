@@ -1,0 +1,148 @@
+"""Linen models with a wrapped backbone, beside the same models with ``stop_gradient`` written inside by hand.
+
+Prints, for a convolutional net with batch normalisation and for an 8-layer transformer, each as a training step of
+AdamW on the head, compiled for one chip of TPU v5e: FLOPs and temporary bytes; then tracing time on this machine, which
+is compared with the model's own, without freezing. Ratios are to the first row.
+
+Run with ``python tests/benchmarks/flax_linen.py``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import flax.linen as nn  # isort: skip
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+from optax_freeze.linen import Frozen, frozen_mask
+
+
+class Convolutions(nn.Module):
+    """Eight convolutions with batch normalisation; images of shape (n, 32, 32, 3)."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        for i in range(8):
+            x = nn.Conv(64, (3, 3), strides=2 if i % 4 == 3 else 1)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+        return x.mean(axis=(1, 2))
+
+
+class Transformer(nn.Module):
+    """Eight pre-norm blocks; tokens of shape (n, 128)."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Embed(4096, 256)(x)
+        for _ in range(8):
+            x = x + nn.MultiHeadDotProductAttention(8)(nn.LayerNorm()(x))
+            x = x + nn.Dense(256)(nn.gelu(nn.Dense(1024)(nn.LayerNorm()(x))))
+        return x.mean(axis=1)
+
+
+class Classifier(nn.Module):
+    """A backbone and a head."""
+
+    backbone: nn.Module
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        return nn.Dense(100, name="head")(self.backbone(x, train))
+
+
+Loss = Callable[[Any, Any, jax.Array], jax.Array]
+
+
+def loss_of(model: nn.Module, *, train: bool, by_hand: bool = False) -> Loss:
+    """A loss of the parameters, the statistics and a batch."""
+
+    def loss(params: Any, stats: Any, x: jax.Array) -> jax.Array:
+        if by_hand:
+            params = {**params, "backbone": jax.lax.stop_gradient(params["backbone"])}
+        logits, _ = model.apply({"params": params, **stats}, x, train, mutable=["batch_stats"])
+        return jnp.mean(jax.nn.logsumexp(jnp.asarray(logits), axis=-1))
+
+    return loss
+
+
+def step_of(loss: Loss, tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """A training step that donates parameters and state."""
+
+    def step(params: Any, state: Any, stats: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, stats, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def tracing_seconds(functions: list[Callable[..., Any]], *args: Any, rounds: int = 9) -> list[float]:
+    """The median seconds that each function takes to trace, in turns."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, times in zip(functions, seconds, strict=True):
+            start = time.perf_counter()
+            jax.make_jaxpr(function)(*args)
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times[1:]) for times in seconds]
+
+
+def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) -> None:
+    """The rows of one model."""
+    bare, wrapped = Classifier(backbone), Classifier(Frozen(backbone))
+    variables = jax.eval_shape(lambda x: bare.init(jax.random.key(0), x, train=False), x)
+    params, stats = variables["params"], {key: value for key, value in variables.items() if key != "params"}
+    mask = frozen_mask(wrapped, x, train=True)
+    tx = fz.freeze(optax.adamw(1e-3), mask)
+    cases = {
+        "stop_gradient by hand, stored statistics": (bare, loss_of(bare, train=False, by_hand=True)),
+        "Frozen(backbone)": (wrapped, loss_of(wrapped, train=True)),
+        "no freezing": (bare, loss_of(bare, train=False)),
+    }
+    *_, (_, plain) = cases.values()
+    trained = {case: step_of(loss, tx if loss is not plain else optax.adamw(1e-3)) for case, (_, loss) in cases.items()}
+    sharding = measure.tpu_sharding()
+    first = None
+    forward = tracing_seconds([loss for _, loss in cases.values()], params, stats, x)
+    both = tracing_seconds([jax.value_and_grad(loss) for _, loss in cases.values()], params, stats, x)
+    for (case, step), seconds, grad_seconds in zip(trained.items(), forward, both, strict=True):
+        state = jax.eval_shape((optax.adamw(1e-3) if case == "no freezing" else tx).init, params)
+        figures = measure.figures(step, *(measure.on(sharding, tree) for tree in (params, state, stats, x)))
+        first = first or figures
+        table.add_row(
+            name,
+            case,
+            f"{figures.flops / 1e9:.2f} ({figures.flops / first.flops:.2f})",
+            f"{figures.temporary / 1e6:.2f} ({figures.temporary / first.temporary:.2f})",
+            f"{seconds / forward[-1]:.2f}",
+            f"{grad_seconds / both[-1]:.2f}",
+        )
+        name = ""
+    table.add_section()
+
+
+def main() -> None:
+    table = Table(
+        "model",
+        "",
+        "GFLOP",
+        "temporaries, MB",
+        "tracing the loss",
+        "and its gradient",
+        title="one training step, AdamW",
+    )
+    rows("convolutions", Convolutions(), jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32), table)
+    rows("transformer", Transformer(), jax.ShapeDtypeStruct((32, 128), jnp.int32), table)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The price of ``fnnx.Frozen``: a backbone between a layer and a head that train, beside ``stop_gradient`` by hand.
+
+For a convolutional net with batch norm and a transformer of 8 layers it prints FLOPs and temporary bytes of a gradient,
+compiled for one chip of TPU v5e where ``libtpu`` is there, and the median seconds to trace it, measured in turn.
+
+Run with ``python tests/benchmarks/flax_nnx.py``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze.nnx as fnnx
+
+ROUNDS = 9
+
+
+class ConvNet(nnx.Module):
+    """Six convolutions with batch norm."""
+
+    inputs, width = (32, 32, 32, 64), 64
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.convs = nnx.List([nnx.Conv(64, 64, (3, 3), rngs=rngs) for _ in range(6)])
+        self.norms = nnx.List([nnx.BatchNorm(64, rngs=rngs) for _ in range(6)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nnx.relu(norm(conv(x)))
+        return x
+
+
+class Block(nnx.Module):
+    """Attention and two dense layers, each after a layer norm."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norms = nnx.List([nnx.LayerNorm(256, rngs=rngs) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(8, 256, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(256, 1024, rngs=rngs), nnx.Linear(1024, 256, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(nnx.Module):
+    """Eight blocks."""
+
+    inputs, width = (8, 128, 256), 256
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(8)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ByHand(nnx.Module):
+    """A module in evaluation mode, with a ``stop_gradient`` on its parameters."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graphdef, params, rest = nnx.split(self.module, nnx.Param, ...)
+        module = nnx.merge(graphdef, jax.lax.stop_gradient(params), rest)
+        module.eval()
+        return module(x)
+
+
+class Program(NamedTuple):
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def program(backbone: type[Any], wrap: Callable[[Any], Any]) -> Program:
+    """The gradient for a layer before the backbone and a head after it; of shapes alone."""
+
+    def build() -> nnx.Module:
+        rngs = nnx.Rngs(0)
+        first, head = (nnx.Linear(backbone.width, backbone.width, rngs=rngs) for _ in range(2))
+        return nnx.Sequential(first, wrap(backbone(rngs)), head)
+
+    graphdef, params, rest = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+
+    def step(params: Any, rest: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            model: Any = nnx.merge(graphdef, params, rest, copy=True)
+            return jnp.mean(model(x) ** 2), nnx.state(model, nnx.BatchStat)
+
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return value, stats, [grads["layers"][i] for i in (0, 2)]
+
+    return Program(step, (params, rest, jax.ShapeDtypeStruct(backbone.inputs, jnp.float32)))
+
+
+def trace_seconds(each: Program) -> float:
+    """How long one trace takes, from nothing cached."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.jit(each.step).trace(*each.args)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    chip = measure.tpu_sharding()
+    title = f"compiled for {'one chip of TPU v5e' if chip else 'this device'}; (ratio to stop_gradient by hand)"
+    table = Table("", "GFLOP", "MB temporary", "seconds to trace", "(ratio to bare)", title=title)
+    for backbone in (ConvNet, Transformer):
+        table.add_section()
+        table.add_row(f"[bold]{backbone.__name__}")
+        wraps = {"bare": lambda module: module, "stop_gradient by hand": ByHand, "fnnx.Frozen": fnnx.Frozen}
+        programs = {name: program(backbone, wrap) for name, wrap in wraps.items()}
+        rows = {name: measure.figures(p.step, *measure.on(chip, p.args), donate=()) for name, p in programs.items()}
+        times = [[trace_seconds(each) for each in programs.values()] for _ in range(ROUNDS + 1)][1:]
+        seconds = dict(zip(programs, map(statistics.median, zip(*times, strict=True)), strict=True))
+        best = rows["stop_gradient by hand"]
+        for name, row in rows.items():
+            flops = f"{row.flops / 1e9:.2f} ({row.flops / best.flops:.3f})"
+            temporary = f"{row.temporary / 1e6:.2f} ({row.temporary / best.temporary:.3f})"
+            table.add_row(name, flops, temporary, f"{seconds[name]:.3f}", f"({seconds[name] / seconds['bare']:.2f})")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Equinox, Haiku and Keras models need no wrapper, only a spec: one training routine, three libraries.
+
+Each model is a body (a convolution, a BatchNorm, an activation) and a head. It is written as its library wants it, and
+comes out as parameters, statistics and a pure function of both.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+
+import optax_freeze as fz
+
+INPUTS = jax.random.normal(jax.random.key(1), (8, 6, 6, 1))
+TARGETS = jax.random.normal(jax.random.key(2), (8, 2))
+
+
+class Model(NamedTuple):
+    params: Any
+    stats: Any
+    apply: Callable[..., Any]  # (params, stats, inputs, body_trains) -> (outputs, stats)
+    body: str  # the pattern that freezes it
+    kernel: str  # the path of its convolution's kernel
+    head: str  # the path of the head's kernel
+
+
+class EquinoxBody(eqx.Module):
+    conv: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    groups: eqx.nn.GroupNorm
+    activation: Callable[[jax.Array], jax.Array]
+
+    def __init__(self, key):
+        self.conv = eqx.nn.Conv2d(1, 4, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+        self.groups = eqx.nn.GroupNorm(2, 4)
+        self.activation = jax.nn.relu
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.conv(x), state)
+        return self.activation(self.groups(x)), state
+
+
+class EquinoxModel(eqx.Module):
+    body: EquinoxBody
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.body = EquinoxBody(keys[0])
+        self.head = eqx.nn.Linear(4, 2, key=keys[1])
+
+    def __call__(self, x, state):
+        x, state = self.body(x, state)
+        return self.head(x.mean((1, 2))), state
+
+
+def equinox_outputs(model, state, inputs):
+    forward = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    return forward(jnp.moveaxis(inputs, -1, 1), state)
+
+
+def equinox_model():
+    model, state = eqx.nn.make_with_state(EquinoxModel)(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def apply(params, state, inputs, body_trains):
+        model = eqx.combine(params, static)
+        body = eqx.nn.inference_mode(model.body, not body_trains)
+        return equinox_outputs(eqx.tree_at(lambda m: m.body, model, body), state, inputs)
+
+    return Model(params, state, apply, "body/*/*", "body/conv/weight", "head/weight")
+
+
+class HaikuBody(hk.Module):
+    def __init__(self, name=None):
+        super().__init__(name)
+        self.conv = hk.Conv2D(4, 3, name="conv")
+        self.norm = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9, name="norm")
+
+    def __call__(self, x, train):
+        return jax.nn.relu(self.norm(self.conv(x), train))
+
+
+class HaikuModel(hk.Module):
+    def __init__(self, name=None):
+        super().__init__(name)
+        self.body = HaikuBody("body")
+
+    def __call__(self, x, body_trains):
+        return hk.Linear(2, name="head")(self.body(x, body_trains).mean((1, 2)))
+
+
+def haiku_model():
+    forward = hk.without_apply_rng(hk.transform_with_state(lambda x, train: HaikuModel("net")(x, train)))
+    params, state = forward.init(jax.random.key(0), INPUTS, True)
+    return Model(params, state, forward.apply, "**/body", "net/~/body/~/conv/w", "net/head/w")
+
+
+class KerasModel(keras.Model):
+    def __init__(self):
+        super().__init__(name="net")
+        layers = [
+            keras.layers.Conv2D(4, 3, name="conv"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.ReLU(),
+        ]
+        self.body = keras.Sequential(layers, name="body")
+        self.pool = keras.layers.GlobalAveragePooling2D()
+        self.head = keras.layers.Dense(2, name="head")
+
+    def call(self, x, body_trains, training=False):
+        return self.head(self.pool(self.body(x, training=training and body_trains)))
+
+
+def keras_model():
+    keras.utils.set_random_seed(0)
+    model = KerasModel()
+    model(INPUTS, body_trains=True)
+    params = {variable.path: variable.value for variable in model.trainable_variables}
+    stats = [variable.value for variable in model.non_trainable_variables]
+
+    def apply(params, stats, inputs, body_trains):
+        values = [params[variable.path] for variable in model.trainable_variables]
+        return model.stateless_call(values, stats, inputs, body_trains=body_trains, training=True)
+
+    return Model(params, stats, apply, "net/body/**", "net/body/conv/kernel", "net/head/kernel")
+
+
+@pytest.fixture(scope="module", params=[equinox_model, haiku_model, keras_model], ids=["equinox", "haiku", "keras"])
+def model(request):
+    """A pretrained model: its statistics have seen a batch."""
+    model = request.param()
+    return model._replace(stats=jax.jit(model.apply, static_argnums=3)(model.params, model.stats, INPUTS, True)[1])
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def train(model, frozen, how, body_trains=True, steps=6):
+    def loss(params, stats):
+        outputs, stats = model.apply(params, stats, INPUTS, body_trains)
+        return jnp.mean((outputs - TARGETS) ** 2), stats
+
+    params, stats, tx, rest, apply_updates = model.params, model.stats, optax.adamw(0.05), None, optax.apply_updates
+    if how == "freeze":
+        tx = fz.freeze(tx, frozen)
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    elif how == "value_and_grad":
+        tx = fz.freeze(tx, frozen, full_updates=False)
+        value_and_grad = fz.value_and_grad(loss, frozen, has_aux=True)
+        apply_updates = functools.partial(fz.apply_updates, frozen=frozen)
+    else:
+        params, rest = fz.partition(params, frozen)
+        value_and_grad = jax.value_and_grad(fz.restrict(loss, rest), has_aux=True)
+
+    @jax.jit
+    def step(params, stats, state):
+        (value, stats), grads = value_and_grad(params, stats)
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), stats, state, value
+
+    state, values = tx.init(params), []
+    for _ in range(steps):
+        params, stats, state, value = step(params, stats, state)
+        values.append(float(value))
+    return (params if rest is None else fz.combine(params, rest)), stats, state, values
+
+
+def moments(state):
+    return sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.dtype == jnp.float32)
+
+
+HOW = pytest.mark.parametrize("how", ["freeze", "value_and_grad", "partition"])
+
+
+@HOW
+def test_a_frozen_body_keeps_its_bits_while_the_head_trains(model, how):
+    new, _, state, values = train(model, model.body, how)
+    old, new = by_path(model.params), by_path(new)
+    frozen = {path for path in old if "body/" in path}
+    trains = old.keys() - frozen
+    assert len(trains) == 2
+    assert len(frozen) >= 4
+    assert [bits(new[path]) for path in frozen] == [bits(old[path]) for path in frozen]
+    assert all((new[path] != old[path]).all() for path in trains)
+    assert values[-1] < values[0]
+    assert moments(state) == 2 * sum(old[path].size for path in trains)
+
+
+@HOW
+def test_parts_of_two_leaves_keep_their_bits(model, how):
+    old = by_path(model.params)
+    mask = np.asarray(jax.random.bernoulli(jax.random.key(3), shape=old[model.kernel].shape))
+    masks = {model.head: fz.rows(0), model.kernel: fz.elements(mask, compact=True)}
+    new, _, state, values = train(model, fz.rules({**masks, model.body: True}), how)
+    new = by_path(new)
+    assert bits(new[model.head][0]) == bits(old[model.head][0])
+    assert (new[model.head][1:] != old[model.head][1:]).all()
+    whole = {path for path in old if "body/" in path} - {model.kernel}
+    assert [bits(new[path]) for path in whole] == [bits(old[path]) for path in whole]
+    assert bits(new[model.kernel][mask]) == bits(old[model.kernel][mask])
+    assert (new[model.kernel][~mask] != old[model.kernel][~mask]).all()
+    assert values[-1] < values[0]
+    assert moments(state) == 2 * (old[model.head][1:].size + (~mask).sum() + 2)  # and the head's bias
+
+
+@pytest.mark.parametrize("body_trains", [True, False])
+def test_statistics_of_a_frozen_body_stand_still_only_in_inference_mode(model, body_trains):
+    _, stats, _, _ = train(model, model.body, "value_and_grad", body_trains)
+    moved = [bits(new) != bits(old) for new, old in zip(*map(jax.tree.leaves, (stats, model.stats)), strict=True)]
+    assert moved == [body_trains] * len(moved)
+
+
+def test_an_equinox_module_trains_without_being_split():
+    model, stats = eqx.nn.make_with_state(EquinoxModel)(jax.random.key(0))
+    tx = fz.freeze(optax.adamw(0.05), "body", full_updates=False)
+
+    def loss(model, stats):
+        outputs, stats = equinox_outputs(model, stats, INPUTS)
+        return jnp.mean((outputs - TARGETS) ** 2), stats
+
+    @eqx.filter_jit
+    def step(model, stats, state):
+        (value, stats), grads = fz.value_and_grad(loss, "body", has_aux=True)(model, stats)
+        updates, state = tx.update(grads, state, model)
+        return fz.apply_updates(model, updates), stats, state, value
+
+    new, state, values = model, tx.init(model), []
+    for _ in range(6):
+        new, stats, state, value = step(new, stats, state)
+        values.append(value)
+    assert bits(new.body) == bits(model.body)
+    assert (new.head.weight != model.head.weight).all()
+    assert values[-1] < values[0]
+    assert moments(state) == 2 * (model.head.weight.size + model.head.bias.size)
+
+
+def test_what_is_no_array_in_an_equinox_module_is_frozen():
+    model, _ = eqx.nn.make_with_state(EquinoxModel)(jax.random.key(0))
+    answers = fz.resolve(False, model)
+    assert (answers.body.activation, answers.body.norm.inference, answers.body.norm.axis_name) == (True, True, True)
+    assert (answers.body.conv.weight, answers.body.norm.weight) == (False, False)
+
+
+def test_a_haiku_path_has_the_segments_of_its_key():
+    params = haiku_model().params
+    frozen = fz.resolve("net/~/body", params)
+    assert [module for module, answers in frozen.items() if answers.popitem()[1]] == [
+        "net/~/body/~/conv",
+        "net/~/body/~/norm",
+    ]
+    for pattern in ("net/*/body", "**/body", "net/~/body/~/*"):
+        assert fz.resolve(pattern, params) == fz.resolve("net/~/body", params)
+    with pytest.raises(ValueError, match="nearest paths: net/~/body"):
+        fz.resolve("net/body", params)
+
+
+@pytest.fixture
+def variables():
+    layers = [keras.Input((3,)), keras.layers.Dense(2, name="body"), keras.layers.Dense(1, name="head")]
+    return keras.Sequential(layers, name="net").trainable_variables
+
+
+def test_keras_variables_are_refused_in_the_place_of_their_values(variables):
+    params = {variable.path: variable for variable in variables}
+    for use in (fz.freeze(optax.sgd(0.1), "**/body").init, lambda params: fz.partition(params, "**/body")):
+        with pytest.raises(TypeError, match=r"at: net/body/bias\n  got: a Variable(.|\n)*variable\.value"):
+            use(params)
+
+
+def test_a_list_of_keras_values_takes_the_answers_of_their_paths(variables):
+    answers = fz.resolve("**/body", {variable.path: variable.value for variable in variables})
+    trainable, rest = fz.partition([variable.value for variable in variables], [answers[v.path] for v in variables])
+    assert bits(trainable) == bits([*[optax.MaskedNode()] * 2, *[v.value for v in variables[2:]]])
+    assert bits(rest) == bits([v.value for v in variables[:2]])

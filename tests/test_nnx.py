@@ -1,0 +1,838 @@
+"""Freezing in NNX: types that change in place, a wrapper that holds statistics, and a filter."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from conftest import bits
+from flax import nnx
+
+import optax_freeze as fz
+from optax_freeze import nnx as fnnx
+
+
+class Block(nnx.Module):
+    """A linear layer, a batch norm and dropout; the norm takes its mode from the caller, if told so."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.width = 4
+
+    def __call__(self, x, train=None):
+        average = None if train is None else not train
+        return self.dropout(jnp.tanh(self.norm(self.linear(x), use_running_average=average)))
+
+    def features(self, x):
+        """Before the dropout."""
+        return self.norm(self.linear(x))
+
+    def itself(self):
+        return self
+
+    @property
+    def doubled(self):
+        return 2 * self.width
+
+
+@pytest.fixture
+def rngs():
+    return nnx.Rngs(0)
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(1), (6, 4)) + 3.0
+
+
+@pytest.fixture
+def chain(rngs):
+    """Three linear layers."""
+    return nnx.Sequential(*(nnx.Linear(4, 4, rngs=rngs) for _ in range(3)))
+
+
+def kinds(module):
+    """The type of each variable, by path."""
+    flat = nnx.to_flat_state(nnx.state(module))
+    return {"/".join(map(str, path)): type(variable).__name__ for path, variable in flat}
+
+
+def trains(module):
+    return {path for path, kind in kinds(module).items() if kind == "Param"}
+
+
+def grad_paths(grads):
+    return {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(grads)}
+
+
+def values(module, kind=...):
+    return bits(nnx.to_pure_dict(nnx.state(module, kind)))
+
+
+def loss(module, x):
+    return jnp.sum(module(x) ** 2)
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    value, grads = nnx.value_and_grad(loss)(model, x)
+    optimizer.update(model, grads)
+    return value
+
+
+# What is frozen: the type of the variable.
+
+
+def test_a_frozen_param_is_a_variable_and_no_param():
+    assert issubclass(fnnx.FrozenParam, nnx.Variable)
+    assert not issubclass(fnnx.FrozenParam, nnx.Param)
+
+
+def test_freeze_changes_the_types_in_place_and_nothing_else(chain, x):
+    before, output = values(chain), chain(x)
+    assert fnnx.freeze(chain, "layers/1") is chain
+    assert trains(chain) == {f"layers/{i}/{name}" for i in (0, 2) for name in ("kernel", "bias")}
+    assert values(chain) == before
+    assert bits(chain(x)) == bits(output)
+    assert fnnx.thaw(chain) is chain
+    assert set(kinds(chain).values()) == {"Param"}
+    assert values(chain) == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "free"),
+    [
+        (True, set()),
+        (False, {"kernel", "bias"}),
+        ("*/*/kernel", {"bias"}),
+        (["layers/[0-2]/bias"], {"kernel"}),
+        (fz.only("**/bias"), {"bias"}),
+        (fz.regex(r"layers/\d/bias"), {"kernel"}),
+        (fz.where(lambda path, leaf: leaf.ndim == 1), {"kernel"}),
+        (fz.path("layers") & ~fz.path("**/bias"), {"bias"}),
+        (fz.rules({"**/bias": False}, default=True), {"bias"}),
+        ({"layers": {i: {"bias": True, "kernel": False} for i in range(3)}}, {"kernel"}),
+        (lambda params: jax.tree.map(lambda leaf: leaf.ndim == 1, params), {"kernel"}),
+    ],
+    ids=["all", "none", "glob", "list", "only", "regex", "where", "and", "rules", "tree", "function"],
+)
+def test_every_form_of_spec(chain, spec, free):
+    wanted = {f"layers/{i}/{name}" for i in range(3) for name in free}
+    if free:
+        some = nnx.state(chain, fnnx.trainable(spec, chain))
+        assert grad_paths(some) == wanted
+    assert trains(fnnx.freeze(chain, spec)) == wanted
+    assert trains(fnnx.thaw(chain, spec)) == wanted | {p for p in kinds(chain) if p not in wanted}
+
+
+def test_a_state_of_bools_is_a_spec(chain):
+    state = jax.tree.map(lambda leaf: leaf.ndim == 1, nnx.state(chain, nnx.Param))
+    assert trains(fnnx.freeze(chain, state)) == {f"layers/{i}/kernel" for i in range(3)}
+
+
+class MyParam(nnx.Param):
+    """A parameter with a type of its own."""
+
+
+def test_freezing_again_adds_and_thawing_takes_away(chain):
+    chain.layers[0].kernel = MyParam(chain.layers[0].kernel[...])
+    fnnx.freeze(chain, "layers/0")
+    fnnx.freeze(chain, ["layers/0", "layers/1"])
+    assert trains(chain) == {"layers/2/kernel", "layers/2/bias"}
+    fnnx.thaw(chain, "layers/1/kernel")
+    fnnx.thaw(chain, "layers/1/kernel")
+    assert trains(chain) == {"layers/1/kernel", "layers/2/kernel", "layers/2/bias"}
+    assert kinds(fnnx.thaw(chain))["layers/0/kernel"] == "MyParam"
+
+
+class Doubled(nnx.Param):
+    """Reads as twice what it holds."""
+
+    def get_value(self, **kwargs):
+        return 2 * super().get_value(**kwargs)
+
+    def set_value(self, value, **kwargs):
+        super().set_value(value / 2, **kwargs)
+
+
+def test_thaw_gives_back_the_type_and_the_metadata(rngs):
+    module = nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+    module.mine = MyParam(jnp.ones(2), note="kept")
+    before = {path: (type(v), dict(v.get_metadata())) for path, v in nnx.to_flat_state(nnx.state(module))}
+    fnnx.freeze(module, True)
+    assert set(kinds(module).values()) == {"FrozenParam"}
+    assert module.mine.note == "kept"
+    fnnx.thaw(module)
+    assert {path: (type(v), dict(v.get_metadata())) for path, v in nnx.to_flat_state(nnx.state(module))} == before
+
+
+def test_the_type_survives_split_merge_clone_and_jit(rngs):
+    module = fnnx.freeze(nnx.LoRA(4, 2, 4, rngs=rngs), True)
+    module = nnx.merge(*nnx.split(nnx.clone(module)))
+    nnx.jit(lambda module: module(jnp.ones(4)))(module)
+    assert set(kinds(fnnx.thaw(module)).values()) == {"LoRAParam"}
+
+
+@pytest.mark.skipif(not hasattr(nnx.Variable, "get_value"), reason="this Flax has no such methods to override")
+def test_a_parameter_that_overrides_its_access_still_does_when_frozen(rngs, x):
+    linear = nnx.Linear(4, 4, rngs=rngs)
+    linear.kernel = Doubled(linear.kernel[...])
+    output = linear(x)
+    fnnx.freeze(linear, True)
+    assert bits(linear(x)) == bits(output)
+    kernel = linear.kernel[...]
+    linear.kernel[...] = kernel
+    assert bits(linear(x)) == bits(output)
+    assert type(fnnx.thaw(linear).kernel) is Doubled
+    assert bits(linear(x)) == bits(output)
+
+
+@pytest.mark.filterwarnings("ignore:Variable hooks")
+def test_hooks_stay_where_they_are(rngs, x):
+    linear = nnx.Linear(4, 4, rngs=rngs)
+    linear.kernel = nnx.Param(linear.kernel[...], on_get_value=lambda variable, value: 2 * value)
+    output = linear(x)
+    assert bits(fnnx.freeze(linear, True)(x)) == bits(output)
+    assert bits(fnnx.thaw(linear)(x)) == bits(output)
+
+
+def test_a_frozen_param_can_be_written_to(rngs):
+    linear = fnnx.freeze(nnx.Linear(4, 4, rngs=rngs), True)
+    linear.kernel[...] = jnp.zeros((4, 4))
+    nnx.update(linear, {"bias": jnp.ones(4)})
+    assert isinstance(linear.kernel, fnnx.FrozenParam)
+    assert bits(linear(jnp.ones(4))) == bits(jnp.ones(4))
+
+
+HEAD_KERNEL = fz.where(lambda path, leaf: path == "head/kernel")
+
+
+class Tied(nnx.Module):
+    """One kernel as embedding and as head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(4, 4, rngs=rngs)
+        self.head.kernel = self.embed.kernel
+
+    def __call__(self, x):
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize(
+    "spec", ["embed/kernel", "head/kernel", "embed", fz.regex("head/kernel"), fz.only("**/bias"), HEAD_KERNEL]
+)
+def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
+    model = Tied(rngs)
+    fnnx.freeze(model, spec)
+    assert trains(model) == {"head/bias"}
+    assert model.head.kernel is model.embed.kernel
+    assert nnx.to_pure_dict(nnx.grad(loss)(model, jnp.ones((1, 4)))).keys() == {"head"}
+    fnnx.thaw(model, "head/kernel")
+    assert isinstance(model.embed.kernel, nnx.Param)
+    assert model.head.kernel is model.embed.kernel
+
+
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_shared_variable_trains_by_each_of_its_paths(rngs, name):
+    model = Tied(rngs)
+    fnnx.freeze(model, fz.only(name))
+    assert isinstance(model.embed.kernel, nnx.Param)
+
+
+@pytest.mark.parametrize("path", ["layers/0", "layers/2"])
+def test_a_shared_module_is_frozen_by_each_of_its_paths(rngs, path):
+    shared = nnx.Linear(4, 4, rngs=rngs)
+    model = nnx.Sequential(shared, nnx.Linear(4, 4, rngs=rngs), shared)
+    assert trains(fnnx.freeze(model, path)) == {"layers/1/kernel", "layers/1/bias"}
+    assert model.layers[0] is model.layers[2]
+
+
+def test_parameters_in_containers(rngs):
+    class Loose(nnx.Module):
+        def __init__(self):
+            self.pair = nnx.data((nnx.Param(jnp.ones(1)), {"deep": nnx.Param(jnp.ones(2))}))
+            self.list = nnx.List([nnx.Param(jnp.ones(3)), nnx.Linear(1, 1, rngs=rngs)])
+            self.tree = nnx.Param({"a": jnp.ones(1), "b": jnp.ones(2)})
+
+    model = fnnx.freeze(Loose(), ["pair/1", "list/0", "tree"])
+    assert trains(model) == {"pair/0", "list/1/kernel", "list/1/bias"}
+    assert isinstance(model.pair, tuple)
+    assert set(kinds(fnnx.thaw(model)).values()) == {"Param"}
+
+
+def test_modules_that_are_no_pytrees_and_cycles(rngs):
+    class Child(nnx.Module, pytree=False):
+        def __init__(self, parent):
+            self.parent = parent
+            self.loose = [nnx.Param(jnp.ones(1))]
+
+    class Parent(nnx.Module, pytree=False):
+        def __init__(self):
+            self.children = [Child(self), Child(self)]
+
+    model = fnnx.freeze(Parent(), "children/0")
+    assert trains(model) == {"children/1/loose/0"}
+    assert set(kinds(fnnx.thaw(model)).values()) == {"Param"}
+
+
+def test_integers_are_frozen_whatever_the_spec_says(rngs):
+    linear = nnx.Linear(4, 4, rngs=rngs)
+    linear.table = nnx.Param(jnp.arange(3))
+    fnnx.freeze(linear, "bias")
+    assert trains(linear) == {"kernel"}
+    assert trains(fnnx.thaw(linear, "bias")) == {"kernel", "bias"}
+    assert trains(fnnx.thaw(linear)) == {"kernel", "bias", "table"}
+
+
+def test_shapes_alone_are_enough(rngs):
+    model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    assert trains(fnnx.freeze(model, "kernel")) == {"bias"}
+
+
+def test_freezing_inside_jit_reaches_the_caller(chain):
+    nnx.jit(lambda model: fnnx.freeze(model, "layers/0") and None)(chain)
+    assert "layers/0/kernel" not in trains(chain)
+
+
+# In training.
+
+
+def test_frozen_parameters_have_no_gradient_and_no_optimizer_state(chain, x):
+    fnnx.freeze(chain, fz.only("layers/2"))
+    before = values(chain, fnnx.FrozenParam)
+    optimizer = nnx.Optimizer(chain, optax.adamw(0.1), wrt=nnx.Param)
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer))) == 2 * 20 + 2
+    first = step(chain, optimizer, x)
+    assert grad_paths(nnx.grad(loss)(chain, x)) == {"layers/2/kernel", "layers/2/bias"}
+    for _ in range(10):
+        last = step(chain, optimizer, x)
+    assert last < first
+    assert values(chain, fnnx.FrozenParam) == before
+
+
+def test_after_freezing_an_optimizer_must_be_made_anew(chain, x):
+    def make():
+        return nnx.Optimizer(chain, fz.freeze(optax.adam(0.1), "layers/0"), wrt=nnx.Param)
+
+    optimizer = make()
+    fnnx.freeze(chain, "layers/2")
+    with pytest.raises(ValueError, match=r"(?s)layers/2/bias.*make the nnx.Optimizer anew \(fz.migrate"):
+        step(chain, optimizer, x)
+    step(chain, make(), x)
+    fnnx.thaw(chain)
+    step(chain, make(), x)
+
+
+def test_together_with_fz_freeze_and_fz_value_and_grad(chain, x):
+    fnnx.freeze(chain, "layers/0")
+    optimizer = nnx.Optimizer(chain, fz.freeze(optax.adamw(0.1), "layers/1"), wrt=nnx.Param)
+    before = values(chain)
+    step(chain, optimizer, x)
+    moved = {path for (path, *a), (_, *b) in zip(before, values(chain), strict=True) if a != b}
+    assert moved == {"['layers'][2]['kernel']", "['layers'][2]['bias']"}
+
+    graphdef, params, rest = nnx.split(chain, nnx.Param, ...)
+    _, grads = fz.value_and_grad(lambda params: loss(nnx.merge(graphdef, params, rest), x), "layers/1")(params)
+    assert len(jax.tree.leaves(grads)) == 2
+
+
+def test_trainable_is_a_filter(chain, x):
+    wrt = fnnx.trainable("layers/[01]", chain)
+    assert set(kinds(chain).values()) == {"Param"}
+    _, some, rest = nnx.split(chain, wrt, ...)
+    assert grad_paths(some) == {"layers/2/kernel", "layers/2/bias"}
+    assert len(jax.tree.leaves(rest)) == 4
+    before = values(some), values(rest)
+
+    @nnx.jit
+    def train(model, optimizer):
+        optimizer.update(model, nnx.state(nnx.grad(loss)(model, x), wrt))
+
+    optimizer = nnx.Optimizer(chain, optax.adamw(0.1), wrt=wrt)
+    train(chain, optimizer)
+    train(chain, optimizer)
+    _, some, rest = nnx.split(chain, wrt, ...)
+    assert values(rest) == before[1]
+    assert values(some) != before[0]
+    assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) == 2 * 20 + 2
+
+
+def test_trainable_is_compared_by_value_and_skips_frozen_params(chain):
+    fnnx.freeze(chain, "layers/0")
+    one, other = fnnx.trainable("layers/1", chain), fnnx.trainable(fz.regex("layers/1/.*"), chain)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != fnnx.trainable("layers/2", chain)
+    fnnx.freeze(chain, "layers/2/bias")
+    assert grad_paths(nnx.state(chain, one)) == {"layers/2/kernel"}
+    assert "2 paths" in repr(one)
+
+
+def test_a_shared_variable_passes_the_filter_at_each_of_its_paths(rngs):
+    wrt = fnnx.trainable(fz.only("head/kernel"), Tied(rngs))
+    param = nnx.Param(jnp.ones(1))
+    assert wrt(("embed", "kernel"), param)
+    assert wrt(("head", "kernel"), param)
+    assert not wrt(("head", "bias"), param)
+
+
+# The wrapper.
+
+
+def test_frozen_computes_the_same_and_lets_gradients_through(rngs, x):
+    block = Block(rngs)
+    block.eval()
+    bare, bare_grad = block(x), jax.grad(lambda x: loss(block, x))(x)
+    frozen = fnnx.Frozen(block)
+    assert bits(frozen(x)) == bits(bare)
+    assert bits(jax.grad(lambda x: loss(frozen, x))(x)) == bits(bare_grad)
+    assert bits(nnx.grad(loss, argnums=1)(frozen, x)) == bits(bare_grad)
+    assert trains(frozen) == set()
+    assert all(path.startswith("module/") for path in kinds(frozen))
+
+
+def test_a_chain_with_a_frozen_layer(rngs, x):
+    """The list of Flux's own tests: m0 = chain(l1, l2, l3) and m1 = chain(l1, Frozen(l2), l3)."""
+    l1, l2, l3 = (nnx.Linear(4, 4, rngs=rngs) for _ in range(3))
+    m0, m1 = nnx.Sequential(l1, l2, l3), nnx.Sequential(l1, fnnx.Frozen(nnx.clone(l2)), l3)
+    assert bits(m0(x)) == bits(m1(x))
+    g0, g1 = nnx.grad(loss)(m0, x), nnx.grad(loss)(m1, x)
+    assert grad_paths(g1) == {f"layers/{i}/{name}" for i in (0, 2) for name in ("kernel", "bias")}
+    for i in (0, 2):
+        assert bits(g0["layers"][i]) == bits(g1["layers"][i])
+        assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(g1["layers"][i]))
+    assert bits(nnx.grad(loss, argnums=1)(m0, x)) == bits(nnx.grad(loss, argnums=1)(m1, x))
+
+    def difference(models):
+        return jnp.sum(models[0](x) - models[1](x))
+
+    # l1 and l3 are shared, and have one gradient in the pair
+    grads = nnx.grad(difference)((m0, m1))
+    assert grad_paths(grads[0]) == {f"layers/{i}/{name}" for i in range(3) for name in ("kernel", "bias")}
+    assert not jax.tree.leaves(grads[1])
+    for i, layer in grads[0]["layers"].items():
+        assert all(jnp.any(leaf != 0) == (i == 1) for leaf in jax.tree.leaves(layer))
+
+
+def test_a_module_that_is_shared_is_frozen_wherever_it_stands(rngs, x):
+    shared = nnx.Linear(4, 4, rngs=rngs)
+    model = nnx.Sequential(shared, fnnx.Frozen(shared))
+    assert trains(model) == set()
+    assert model.layers[1].module is shared
+
+
+def test_methods_and_attributes_are_those_of_the_module(rngs, x):
+    block = Block(rngs)
+    block.eval()
+    features = block.features(x)
+    frozen = fnnx.Frozen(block)
+    assert frozen.module is block
+    assert frozen.itself() is block
+    assert bits(frozen.features(x)) == bits(features)
+    assert frozen.features.__doc__ == "Before the dropout."
+    assert (frozen.width, frozen.doubled) == (4, 8)
+    assert frozen.linear.kernel is block.linear.kernel
+    frozen.width = 5
+    assert block.width == 5
+    assert not hasattr(frozen, "nothing")
+    with pytest.raises(AttributeError, match="nothing"):
+        frozen.nothing()
+
+
+def test_lists_of_layers_are_reached_through_the_wrapper(chain, x):
+    frozen = fnnx.Frozen(chain)
+    y = x
+    for layer in frozen.layers:
+        y = layer(y)
+    assert bits(y) == bits(chain(x))
+    assert bits(frozen.layers[0](x)) == bits(chain.layers[0](x))
+    assert len(frozen.layers) == 3
+    assert [type(layer) for layer in frozen.layers[1:]] == [fnnx.Frozen, fnnx.Frozen]
+    assert frozen
+
+
+@pytest.mark.parametrize("spec", ["linear/kernel", fz.only("linear/bias", "norm")])
+def test_a_part_of_the_module_is_frozen(rngs, spec):
+    assert trains(fnnx.Frozen(Block(rngs), spec)) == {f"module/{p}" for p in ("linear/bias", "norm/scale", "norm/bias")}
+
+
+def test_frozen_inside_frozen(rngs, x):
+    inner = fnnx.Frozen(Block(rngs), stats="live")
+    outer = fnnx.Frozen(nnx.Sequential(inner, nnx.Linear(4, 4, rngs=rngs)))
+    outer.train()
+    before = values(outer, nnx.BatchStat)
+    outer(x)
+    assert values(outer, nnx.BatchStat) == before
+    inner(x)
+    assert values(outer, nnx.BatchStat) != before
+    assert fnnx.Frozen(inner).module is inner
+    assert trains(outer) == set()
+
+
+def use_call(model, x):
+    model(x)
+
+
+def use_argument(model, x):
+    model(x, train=True)
+
+
+def use_method(model, x):
+    model.features(x)
+
+
+def use_submodule(model, x):
+    model.norm(x, use_running_average=False)
+
+
+def use_jit(model, x):
+    nnx.jit(lambda model, x: model(x))(model, x)
+
+
+def use_grad(model, x):
+    nnx.grad(loss, argnums=1)(model, x)
+
+
+def use_remat(model, x):
+    nnx.grad(nnx.remat(lambda model, x: loss(model, x)), argnums=1)(model, x)
+
+
+@pytest.mark.parametrize("use", [use_call, use_argument, use_method, use_submodule, use_jit, use_grad, use_remat])
+def test_batch_statistics_do_not_move_and_the_stored_ones_are_used(rngs, x, use):
+    block = Block(rngs)
+    model = fnnx.Frozen(block)
+    model.train()
+    before, graphdef = values(model, nnx.BatchStat), nnx.graphdef(model)
+    use(model, x)
+    assert values(model, nnx.BatchStat) == before
+    assert type(block.norm) is nnx.BatchNorm
+    assert block.norm.use_running_average is False
+    assert nnx.graphdef(model) == graphdef
+    use(block, x)
+    assert values(model, nnx.BatchStat) != before
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"train": True}])
+def test_the_output_is_that_of_the_stored_statistics(rngs, x, kwargs):
+    block = Block(rngs)
+    block.dropout.deterministic = True
+    stored = block(x, train=False)
+    frozen, live = fnnx.Frozen(block), fnnx.Frozen(block, stats="live")
+    block.norm.use_running_average = False
+    assert bits(frozen(x, **kwargs)) == bits(stored)
+    assert bits(live(x, **kwargs)) != bits(stored)
+
+
+def test_live_statistics_are_the_callers(rngs, x):
+    model = fnnx.Frozen(Block(rngs), stats="live")
+    before = values(model, nnx.BatchStat)
+    model.eval()
+    model(x)
+    assert values(model, nnx.BatchStat) == before
+    model.train()
+    model(x)
+    assert values(model, nnx.BatchStat) != before
+
+
+def test_other_writers_of_statistics_keep_their_output_and_lose_the_write(x):
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return x * self.calls[...]
+
+    model = fnnx.Frozen(Counter())
+    assert bits(model(x)) == bits(model(x)) == bits(x)
+    assert model.calls[...] == 0
+
+
+@pytest.mark.parametrize("stats", ["frozen", "live"])
+def test_a_norm_that_knows_the_attribute_alone(rngs, x, stats):
+    class Norm(nnx.BatchNorm):
+        """Has no such argument."""
+
+        def __call__(self, x):
+            return super().__call__(x)
+
+    class Trains(nnx.Sequential):
+        """Sets the mode in its call."""
+
+        def __call__(self, x):
+            self.train()
+            return super().__call__(x)
+
+    norm = Norm(4, rngs=rngs)
+    inner = fnnx.Frozen(norm, stats=stats)
+    frozen = fnnx.Frozen(Trains(inner))
+    before = values(frozen, nnx.BatchStat)
+    frozen(x)
+    assert values(frozen, nnx.BatchStat) == before
+    assert bits(frozen(x)) == bits(nnx.BatchNorm.__call__(norm, x, use_running_average=True))
+    assert vars(norm)["use_running_average"] is False
+    assert type(norm) is Norm
+    assert "use_running_average" not in vars(inner)
+
+
+@pytest.mark.parametrize("pytree", [True, False])
+def test_a_norm_of_your_own(x, pytree):
+    class Norm(nnx.Module, pytree=pytree):
+        """Written with a mode that is an argument of the call alone, or an attribute of the class."""
+
+        use_running_average = False
+
+        def __init__(self):
+            self.mean = nnx.BatchStat(jnp.zeros(4))
+            self.seen = []
+
+        def __call__(self, x, use_running_average=False):
+            if not (use_running_average or self.use_running_average):
+                self.mean[...] = x.mean(0)
+            self.seen = ["one"]
+            return nnx.jit(lambda self, x: x - self.mean[...])(self, x)
+
+    norm = Norm()
+    frozen = fnnx.Frozen(norm)
+    assert bits(frozen(x)) == bits(frozen(x, False)) == bits(frozen(x, use_running_average=False)) == bits(x)
+    assert type(norm) is Norm
+    assert bits(norm(x)) == bits(x - x.mean(0))
+
+
+def test_statistics_are_as_before_after_an_exception(rngs):
+    block = Block(rngs)
+    model = fnnx.Frozen(block)
+    with pytest.raises(TypeError):
+        model(jnp.ones((2, 7)))
+    assert type(block.norm) is nnx.BatchNorm
+
+
+def test_25_the_running_mean_of_a_frozen_batch_norm_does_not_drift(rngs, x):
+    """Frozen by the optimizer alone, the statistics move; wrapped, they do not, and training goes on."""
+    block = Block(rngs)
+    model = nnx.Sequential(fnnx.Frozen(block), nnx.Linear(4, 1, rngs=rngs))
+    model.train()
+    before = values(block, (nnx.BatchStat, fnnx.FrozenParam))
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+    for _ in range(3):
+        step(model, optimizer, x)
+    assert values(block, (nnx.BatchStat, fnnx.FrozenParam)) == before
+
+    bare = nnx.Sequential(Block(nnx.Rngs(0)), nnx.Linear(4, 1, rngs=rngs))
+    before = values(bare, nnx.BatchStat)
+    step(bare, nnx.Optimizer(bare, fz.freeze(optax.adamw(0.1), "layers/0"), wrt=nnx.Param), x)
+    assert values(bare, nnx.BatchStat) != before
+
+
+def test_dropout_is_the_callers_and_its_counts_advance(rngs, x):
+    block = Block(rngs)
+    model = nnx.Sequential(fnnx.Frozen(block))
+    model.train()
+    forward = nnx.jit(lambda model, x: model(x))
+    assert bits(forward(model, x)) != bits(forward(model, x))
+    assert block.dropout.rngs.count[...] == 2
+    model.eval()
+    assert bits(forward(model, x)) == bits(forward(model, x))
+    assert block.dropout.rngs.count[...] == 2
+
+
+def test_split_merge_state_and_update(rngs, x):
+    model = nnx.Sequential(fnnx.Frozen(Block(rngs)), nnx.Linear(4, 1, rngs=rngs))
+    graphdef, params, frozen, rest = nnx.split(model, nnx.Param, fnnx.FrozenParam, ...)
+    assert len(jax.tree.leaves(params)) == 2
+    assert len(jax.tree.leaves(frozen)) == 4
+    model.eval()
+    merged = nnx.merge(graphdef, params, frozen, rest)
+    merged.eval()
+    assert bits(merged(x)) == bits(model(x))
+    nnx.update(model, jax.tree.map(jnp.zeros_like, frozen))
+    assert not jnp.any(model.layers[0].module.linear.kernel[...])
+    assert kinds(model)["layers/0/module/linear/kernel"] == "FrozenParam"
+
+
+def test_the_state_of_a_bare_module_loads_into_a_frozen_one(rngs, x):
+    bare, frozen = Block(rngs), fnnx.freeze(Block(nnx.Rngs(7)), True)
+    nnx.update(frozen, nnx.to_pure_dict(nnx.state(bare)))
+    assert values(frozen) == values(bare)
+    assert kinds(frozen)["linear/kernel"] == "FrozenParam"
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["stack in Frozen", "Frozen in stack"])
+def test_stacked_layers(rngs, x, outside):
+    """Layers made by vmap and applied by scan, wrapped as a whole or one by one."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make(rngs):
+        return Block(rngs) if outside else fnnx.Frozen(Block(rngs))
+
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            apply = nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            return apply(self.layers, x)
+
+    stack = fnnx.Frozen(Stack()) if outside else Stack()
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), stack)
+    model.train()
+    before = values(stack, (nnx.BatchStat, fnnx.FrozenParam))
+    assert len(before) == 6
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+    first, last = step(model, optimizer, x), step(model, optimizer, x)
+    assert first != last
+    assert values(stack, (nnx.BatchStat, fnnx.FrozenParam)) == before
+    assert trains(model) == {"layers/0/kernel", "layers/0/bias"}
+    assert [count.tolist() for count in jax.tree.leaves(nnx.state(stack, nnx.RngCount))] == [[2, 2, 2]]
+
+
+def test_state_axes_name_frozen_params(x):
+    axes = nnx.StateAxes({(nnx.Param, fnnx.FrozenParam): 0, ...: None})
+    stack = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    apply = nnx.vmap(lambda layer, x: layer(x), in_axes=(axes, None))
+    output = apply(stack, x)
+    assert bits(apply(fnnx.freeze(stack, "kernel"), x)) == bits(output)
+
+
+def test_cond_over_a_frozen_module(rngs, x):
+    model = fnnx.Frozen(Block(rngs))
+    model.train()
+
+    @nnx.jit
+    def forward(model, x):
+        return nnx.cond(x.sum() > 0, lambda model, x: model(x), lambda model, x: x, model, x)
+
+    before = values(model, nnx.BatchStat)
+    assert forward(model, x).shape == x.shape
+    assert values(model, nnx.BatchStat) == before
+    assert model.dropout.rngs.count[...] == 1
+
+
+@pytest.mark.skipif(not hasattr(nnx, "view"), reason="this Flax has no nnx.view")
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: m.norm], ids=["of a block", "of a norm"])
+def test_views_reach_the_module_inside(rngs, x, wrap):
+    frozen = fnnx.Frozen(nnx.Sequential(wrap(Block(rngs))))
+    view = nnx.view(frozen, use_running_average=True)
+    assert bits(view(x)) != bits(x)
+    assert "use_running_average" in nnx.view_info(fnnx.Frozen(wrap(Block(rngs))))
+
+
+def test_tabulate_shows_what_is_frozen(rngs, x):
+    table = nnx.tabulate(nnx.Sequential(fnnx.Frozen(Block(rngs))), x, console_kwargs={"width": 200})
+    assert "FrozenParam" in table
+
+
+def test_a_jitted_step_is_compiled_once(rngs, x):
+    model = nnx.Sequential(fnnx.Frozen(Block(rngs)), nnx.Linear(4, 1, rngs=rngs))
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+    traces = []
+
+    @nnx.jit
+    def train(model, optimizer, x):
+        traces.append(1)
+        optimizer.update(model, nnx.grad(loss)(model, x))
+
+    for _ in range(3):
+        train(model, optimizer, x)
+    assert len(traces) == 1
+
+
+def test_taking_the_module_out_and_thawing_it_undoes_frozen(rngs, x):
+    model = nnx.Sequential(fnnx.Frozen(Block(rngs)))
+    model.layers[0] = fnnx.thaw(model.layers[0].module)
+    assert kinds(model) == kinds(nnx.Sequential(Block(nnx.Rngs(0))))
+    before = values(model, nnx.BatchStat)
+    model(x)
+    assert values(model, nnx.BatchStat) != before
+
+
+# Bad input.
+
+
+class NoModule:
+    """Nothing of Flax."""
+
+
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, lambda m, f: fnnx.trainable(f, m)])
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (NoModule(), "a NoModule"),
+        (jnp.ones(2), "pass an instance"),
+        (nnx.Linear, "make an instance: Linear"),
+        (nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))), "pass the module"),
+    ],
+)
+def test_what_is_no_module_is_refused(function, module, says):
+    with pytest.raises(TypeError, match=f"(?s)no NNX module.*{says}"):
+        function(module, True)
+
+
+def test_a_linen_module_is_sent_to_the_other_room():
+    from flax import linen as nn
+
+    with pytest.raises(TypeError, match=r"optax_freeze\.linen"):
+        fnnx.Frozen(nn.Dense(1))
+
+
+def test_swapped_arguments(chain):
+    with pytest.raises(TypeError, match="swap the arguments"):
+        fnnx.freeze("layers/0", chain)
+    with pytest.raises(TypeError, match="swap the arguments"):
+        fnnx.trainable(chain, "layers/0")
+
+
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, lambda m, f: fnnx.trainable(f, m)])
+def test_a_spec_that_matches_nothing_is_refused_and_changes_nothing(chain, function):
+    with pytest.raises(ValueError, match=r"(?s)matches no leaf.*nearest paths: layers/2/kernel"):
+        function(chain, ["layers/0", "layers/2/kernle"])
+    assert set(kinds(chain).values()) == {"Param"}
+
+
+def test_the_nearest_paths_of_a_shared_variable(rngs):
+    with pytest.raises(ValueError, match="nearest paths: head/kernel"):
+        fnnx.freeze(Tied(rngs), "head/kernal")
+
+
+@pytest.mark.parametrize("mask", [fz.rows(0), jnp.array([True, False, True, False])], ids=["rows", "elements"])
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, lambda m, f: fnnx.trainable(f, m)])
+def test_element_masks_are_refused(rngs, function, mask):
+    with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: bias.*fz\.freeze\(tx, frozen\)"):
+        function(nnx.Linear(4, 4, rngs=rngs), fz.rules({"bias": mask}))
+
+
+def test_a_part_of_the_tree_in_a_parameter_is_refused():
+    class Module(nnx.Module):
+        def __init__(self):
+            self.tree = nnx.Param({"a": jnp.ones(1), "b": jnp.ones(2)})
+
+    with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: tree/b"):
+        fnnx.freeze(Module(), "tree/a")
+
+
+@pytest.mark.parametrize("stats", ["Frozen", None, True])
+def test_an_unknown_choice_for_the_statistics_is_refused(rngs, stats):
+    linear = nnx.Linear(4, 4, rngs=rngs)
+    with pytest.raises(ValueError, match=r"(?s)at: stats.*'frozen' or 'live'"):
+        fnnx.Frozen(linear, stats=stats)
+    assert trains(linear) == {"kernel", "bias"}
+
+
+@pytest.mark.parametrize("spec", [True, "layers", fz.where(lambda path, leaf: True)], ids=repr)
+def test_a_filter_by_which_nothing_trains_is_refused(chain, spec):
+    with pytest.raises(ValueError, match="nothing trains"):
+        fnnx.trainable(spec, chain)
+
+
+def test_importing_it_teaches_flax_to_store_a_part():
+    code = """
+import optax_freeze.nnx, optax_freeze as fz, flax.serialization
+assert flax.serialization.to_state_dict(fz.Part(1.0)) == {"values": 1.0}
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
