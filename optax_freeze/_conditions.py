@@ -51,7 +51,7 @@ class _Alternate:
 
 
 def unfreeze_at(step: int) -> Condition:
-    """A condition of :func:`freeze_when`: frozen before ``step``, training from then on.
+    """A condition of :func:`optax_freeze.freeze_when`: frozen before ``step``, training from then on.
 
     Args:
       step: the number of updates after which the group trains; 0 never freezes it.
@@ -71,7 +71,7 @@ def unfreeze_at(step: int) -> Condition:
 
 
 def freeze_at(step: int) -> Condition:
-    """A condition of :func:`freeze_when`: training before ``step``, frozen from then on.
+    """A condition of :func:`optax_freeze.freeze_when`: training before ``step``, frozen from then on.
 
     Args:
       step: the number of updates after which the group is frozen.
@@ -91,7 +91,7 @@ def freeze_at(step: int) -> Condition:
 
 
 def alternate(period: int, offset: int = 0) -> Condition:
-    """A condition of :func:`freeze_when`: frozen and training by turns.
+    """A condition of :func:`optax_freeze.freeze_when`: frozen and training by turns.
 
     Args:
       period: the length of a turn, in updates.
@@ -120,7 +120,7 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition
       every: the number of updates between one group and the next.
 
     Returns:
-      The groups for :func:`freeze_when`: group ``i`` is frozen until step ``i * every``.
+      The groups for :func:`optax_freeze.freeze_when`: group ``i`` is frozen until step ``i * every``.
 
     Raises:
       TypeError, ValueError: if ``patterns`` is no list of patterns, one is named twice, or ``every`` is less than 1.
@@ -143,7 +143,7 @@ def ask(name: str, condition: Condition, step: jax.Array) -> Any:
     """Whether a group is frozen at a step: a bool, or a scalar array of one."""
     try:
         answer = condition(step)
-    except jax.errors.TracerBoolConversionError as error:
+    except jax.errors.JAXTypeError as error:
         raise TypeError(
             message(
                 "a condition looks at the value of the step, which is traced",
@@ -153,24 +153,24 @@ def ask(name: str, condition: Condition, step: jax.Array) -> Any:
                 fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
             )
         ) from error
-    if not is_bool(answer):
-        raise TypeError(no_bool(name, answer, repr(condition)))
+    refuse_no_bool(name, answer, repr(condition))
     return answer
 
 
-def is_bool(value: Any) -> bool:
-    is_scalar = _tree.is_array(value) and value.dtype == np.bool_ and value.shape == ()
-    return isinstance(value, (bool, np.bool_)) or is_scalar
-
-
-def no_bool(name: str, value: Any, where: str, also: str = "") -> str:
-    kind = f"an array of {value.dtype} of shape {value.shape}" if _tree.is_array(value) else repr(value)
-    return message(
-        f"{where}: no bool for a group",
-        at=name,
-        got=kind,
-        expected=f"{also}True (frozen) or False, one for the whole group",
-        fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
+def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
+    """A ``TypeError`` for what is no bool, a ``ValueError`` for several."""
+    array: Any = value if _tree.is_array(value) else None
+    is_bool = isinstance(value, bool) or (array is not None and array.dtype == np.bool_)
+    if is_bool and np.shape(value) == ():
+        return
+    raise (ValueError if is_bool else TypeError)(
+        message(
+            f"{where}: no bool for a group",
+            at=name,
+            got=repr(value) if array is None else f"an array of {array.dtype} of shape {tuple(array.shape)}",
+            expected=f"{also}True (frozen) or False, one for the whole group",
+            fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
+        )
     )
 
 

@@ -16,7 +16,7 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze import _tree
-from optax_freeze._conditions import Condition, ask, check, is_bool, no_bool
+from optax_freeze._conditions import Condition, ask, check, refuse_no_bool
 from optax_freeze._groups import Claim, Division, all_masks, group_name
 from optax_freeze._masks import Elements
 from optax_freeze._resolve import Masks, Resolved, Tied, register_with_flax
@@ -87,7 +87,7 @@ def freeze_when(
       ``update`` takes and gives updates of the structure given to ``init``, which may have holes.
 
     Raises:
-      TypeError: if an argument is none of these; in ``init`` and ``update``, if a condition returns no bool.
+      TypeError, ValueError: if an argument is none of these; in ``init``, if a condition returns no bool, or several.
 
     Example:
       >>> import optax_freeze as fz
@@ -275,8 +275,8 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
                     fix="for whole leaves give the condition alone: {pattern: condition}",
                 )
             )
-        if not (callable(value) or is_bool(value)):
-            raise TypeError(no_bool(name, value, "fz.freeze_when", "a function step -> bool, or "))
+        if not callable(value):
+            refuse_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or ")
         claims.append(Claim(name, as_selector(key, "fz.freeze_when"), mask))
         conditions.append(value)
     return claims, conditions

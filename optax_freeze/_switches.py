@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.core import Tracer
 
-from optax_freeze._conditions import Condition, ask, is_bool, no_bool
+from optax_freeze._conditions import Condition, ask, refuse_no_bool
 from optax_freeze._groups import group_name
 from optax_freeze._schedule import FreezeWhenState
 from optax_freeze._transform import copy_like
@@ -28,7 +28,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
     Raises:
       KeyError: if there is no such group; the groups are listed.
       ValueError: if a schedule says when the group is frozen, or there is no such state.
-      TypeError: if a value is no bool.
+      TypeError, ValueError: if a value is no bool, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -75,8 +75,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
                     fix="give it True or False there, and toggle it by fz.set_frozen alone",
                 )
             )
-        if not is_bool(value):
-            raise TypeError(no_bool(name, value, "fz.set_frozen"))
+        refuse_no_bool(name, value, "fz.set_frozen")
         new[name] = value
 
     def visit(node: Any) -> Any:

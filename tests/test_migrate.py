@@ -177,6 +177,14 @@ class TestParts:
 class TestGroups:
     """Counts go with the leaves."""
 
+    @pytest.mark.parametrize(("count", "ratio"), [(0, 1.0), (100, 0.98), (1000, 2.52), (100_000, 3.16)])
+    def test_fresh_moments_under_an_old_count(self, count, ratio):
+        """How far Adam's first step on a thawed leaf is from that of a new optimizer."""
+        adam = optax.scale_by_adam()
+        fresh = adam.init(jnp.ones(1))
+        updates, _ = adam.update(jnp.ones(1), fresh._replace(count=jnp.int32(count)))
+        assert updates[0] == pytest.approx(ratio, abs=0.005)
+
     def test_a_group_of_its_own_counts_from_zero(self, params):
         """The remedy for fresh moments under an old count."""
         _, state = train(fz.freeze(optax.adam(0.1), "encoder"), params, 5)

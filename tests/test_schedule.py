@@ -357,24 +357,25 @@ class TestConditions:
             make()
 
     @pytest.mark.parametrize(
-        "condition",
+        ("condition", "error"),
         [
-            lambda step: jnp.array([True, False]),
-            lambda step: step * 0.5,
-            lambda step: 0.5,
-            lambda step: None,
-            lambda step: step % 2,
-            lambda step: step < 5 and step > 2,
+            (lambda step: jnp.array([True, False]), ValueError),
+            (lambda step: step * 0.5, TypeError),
+            (lambda step: 0.5, TypeError),
+            (lambda step: None, TypeError),
+            (lambda step: step % 2, TypeError),
+            (lambda step: step < 5 and step > 2, TypeError),
+            (lambda step: int(step) < 5, TypeError),
         ],
-        ids=["array", "float array", "float", "None", "int", "and"],
+        ids=["array", "float array", "float", "None", "int", "and", "value"],
     )
-    def test_a_condition_that_gives_no_bool(self, params, condition):
-        with pytest.raises(TypeError, match=r"(.|\n)*at: encoder(.|\n)*fix: compare"):
+    def test_a_condition_that_gives_no_bool(self, params, condition, error):
+        with pytest.raises(error, match=r"(.|\n)*at: encoder(.|\n)*fix: compare"):
             fz.freeze_when(optax.sgd(0.1), {"encoder": condition}).init(params)
 
     @pytest.mark.parametrize("value", [0.5, 1, None, "encoder", jnp.ones(2, bool), (True,)], ids=repr)
     def test_a_value_that_is_neither_a_condition_nor_a_bool(self, value):
-        with pytest.raises(TypeError, match=r"no bool for a group\n  at: encoder"):
+        with pytest.raises((TypeError, ValueError), match=r"no bool for a group\n  at: encoder"):
             fz.freeze_when(optax.sgd(0.1), {"encoder": value})
 
 
@@ -505,7 +506,7 @@ class TestSetFrozen:
         with pytest.raises(ValueError, match=r"a schedule says when(.|\n)*fz.unfreeze_at\(3\)"):
             fz.set_frozen(state, {"head": True})
         for value in (1, 0.5, None, jnp.ones(2, bool)):
-            with pytest.raises(TypeError, match="no bool"):
+            with pytest.raises((TypeError, ValueError), match="no bool"):
                 fz.set_frozen(state, {"encoder": value})
         with pytest.raises(TypeError, match="takes a mapping"):
             fz.set_frozen(state, "encoder")
