@@ -100,8 +100,6 @@ def migrate(
         if entry.leaf is None and not entry.optional:
             found = owners.sources(entry, found)
         values.append(carry(entry, found))
-    if not carry.carried and any(entry.holds and not entry.optional for entry in old):
-        raise ValueError(_no_fit(next(entry for entry in old if entry.holds), "a state of which nothing survives"))
     migrated = jax.tree.unflatten(_tree.flatten(fresh)[1], values)
     if not report:
         return migrated
@@ -153,7 +151,7 @@ class _Carry:
     def __init__(self) -> None:
         self.carried: list[str] = []
         self.created: list[str] = []
-        self._taken: dict[int, np.ndarray] = {}  # of old values: the elements taken
+        self._taken: dict[int, np.ndarray] = {}  # by the id of an old entry: the elements taken
         self._given: set[int] = set()
 
     def __call__(self, entry: Entry, found: Sequence[Entry]) -> Any:
@@ -171,7 +169,7 @@ class _Carry:
                 value = _merge(entry, value, old, taken)
             if taken.any():
                 covered = covered | taken
-                self._taken[id(old.value)] = self._taken.get(id(old.value), np.zeros((), bool)) | taken
+                self._taken[id(old)] = self._taken.get(id(old), np.zeros((), bool)) | taken
         if covered.any():
             self.carried.append(entry.name)
         if (entry.held & ~covered).any():
@@ -180,7 +178,7 @@ class _Carry:
 
     def is_left_of(self, old: Entry) -> bool:
         """Whether there is something in an old entry that nobody took."""
-        return old.place is not None and bool((old.held & ~self._taken.get(id(old.value), np.zeros((), bool))).any())
+        return old.place is not None and bool((old.held & ~self._taken.get(id(old), np.zeros((), bool))).any())
 
     def _once(self, value: Any) -> Any:
         """A copy of a value that stands in the new state already: a buffer can be donated once."""
@@ -194,11 +192,21 @@ def _alike(new: Entry, old: Entry) -> bool:
     """Whether a value that is no array of elements of its parameter can be taken as it is.
 
     Raises:
-      ValueError: if both belong to no part of a leaf, and have other shapes.
+      ValueError: if both belong to no part of a leaf, and have other shapes; if which part cannot be known.
     """
     same_shape = jax.tree.structure(new.value) == jax.tree.structure(old.value) and all(
         np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
     )
+    if any(isinstance(e.value, Part) and isinstance(e.value.index, int) and e.frozen is None for e in (new, old)):
+        raise ValueError(
+            message(
+                "fz.migrate: a state does not say which elements of a leaf it is about",
+                at=old.name,
+                got="compact elements of the trainable part",
+                expected="fz.freeze around the optimizer, whose state has the mask",
+                fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
+            )
+        )
     in_part = isinstance(new.value, Part) or isinstance(old.value, Part)
     if not same_shape and not in_part:
         raise ValueError(_no_fit(old, f"shape {_shape(old.value)}", f"shape {_shape(new.value)}"))
@@ -242,9 +250,10 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     """
     trains = {entry.leaf for entry in new if entry.holds}
     owners = {entry.owner.names for entry in new}
+    stateless = all(entry.optional for entry in new)
     for entry in _homeless(old, new):
         gone = entry.leaf not in trains if entry.leaf is not None else entry.owner.names not in owners
-        if not (gone or (by_type and _is_within(entry, new))):
+        if stateless or not (gone or (by_type and _is_within(entry, new))):
             raise ValueError(_no_fit(entry, "an array in the old state alone"))
     for entry in _homeless(new, old):
         if entry.leaf is not None and _is_within(entry, old) and not by_type:

@@ -60,7 +60,8 @@ def _regions(node: Any, at: _Region) -> Iterator[_Region]:
         yield from _regions(node.inner_state, at.within("inner_state"))
     elif isinstance(node, optax.transforms.PartitionState):
         for label, inner in node.inner_states.items():
-            yield from _regions(inner, at.within(f"inner_states/{label}", str(label)))
+            name = _tree.keystr([jax.tree_util.DictKey(label)])
+            yield from _regions(inner, at.within(f"inner_states/{name}", name))
     elif isinstance(node, FreezeState):
         partition: Any = node.inner_state
         inside = at.within("inner_state/inner_states/trainable", None, node.spec, masks_of(node))

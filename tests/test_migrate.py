@@ -371,6 +371,24 @@ class TestItDoesNotFit:
         with pytest.raises(ValueError, match="or to another optimizer"):
             fz.migrate(state, fz.freeze(other, "encoder/layer_0"), params)
 
+    def test_compact_elements_of_the_trainable_part(self, params):
+        """Their mask is in the other part: another of the same count would mix up their moments."""
+        masks = (np.arange(8).reshape(4, 2) < 4, np.arange(8).reshape(4, 2) >= 4)
+        first, second = (
+            fz.partition(params, fz.rules({"head/kernel": fz.elements(mask, compact=True)}))[0] for mask in masks
+        )
+        _, state = train(optax.adam(0.1), first, 1)
+        with pytest.raises(ValueError, match=r"does not say which elements(.|\n)*at: 0/mu/head/kernel"):
+            fz.migrate(state, optax.adam(0.1), second)
+
+    def test_what_trained_freezes_and_what_was_frozen_thaws(self, params):
+        """Nothing survives, and that is right."""
+        tx, other = (fz.freeze(optax.sgd(0.1, momentum=0.9), spec) for spec in ("encoder", "head"))
+        _, state = train(tx, params, 1)
+        new, report = fz.migrate(state, other, params, report=True)
+        assert bits(new) == bits(other.init(params))
+        assert report.carried == ()
+
     def test_the_report_reads_well(self, params):
         tx = fz.freeze(optax.sgd(0.1, momentum=0.9), "encoder")
         _, state = train(tx, params, 1)
