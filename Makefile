@@ -19,6 +19,7 @@ bench: .venv/bench
 	$(BIN)/python tests/benchmarks/transformer.py
 	$(BIN)/python tests/benchmarks/element_masks.py
 	$(BIN)/python tests/benchmarks/tracing.py
+	$(BIN)/python tests/benchmarks/schedules.py
 	$(BIN)/python tests/benchmarks/flax_linen.py
 	$(BIN)/python tests/benchmarks/flax_nnx.py
 

@@ -9,8 +9,10 @@ from optax_freeze._select import path as path
 from optax_freeze._select import regex as regex
 from optax_freeze._select import rules as rules
 from optax_freeze._select import where as where
-from optax_freeze._resolve import labels as labels
 from optax_freeze._resolve import resolve as resolve
+from optax_freeze._labels import labels as labels
+from optax_freeze._labels import labels_by_path as labels_by_path
+from optax_freeze._labels import layerwise_decay as layerwise_decay
 
 # The parameters in two parts.
 from optax_freeze._partition import apply_updates as apply_updates
@@ -34,3 +36,15 @@ from optax_freeze._transform import masked_zero_updates as masked_zero_updates
 # What its state knows.
 from optax_freeze._state import replace_masks as replace_masks
 from optax_freeze._state import spec_of as spec_of
+
+# Freezing that changes while training.
+from optax_freeze._conditions import alternate as alternate
+from optax_freeze._conditions import freeze_at as freeze_at
+from optax_freeze._conditions import gradual_unfreeze as gradual_unfreeze
+from optax_freeze._conditions import unfreeze_at as unfreeze_at
+from optax_freeze._schedule import freeze_when as freeze_when
+from optax_freeze._switches import currently_frozen as currently_frozen
+from optax_freeze._switches import set_frozen as set_frozen
+
+# An optimizer state from one spec to another.
+from optax_freeze._migrate import migrate as migrate

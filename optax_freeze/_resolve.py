@@ -57,35 +57,6 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     return jax.tree.unflatten(spec.treedef, spec.choices(masks))
 
 
-def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
-    """A label function for ``optax.multi_transform`` (``optax.partition``).
-
-    Optax calls it on the updates again, in every ``update``: :func:`optax_freeze.freeze` resolves once and is the
-    better choice where there are no other labels.
-
-    Args:
-      frozen: the spec, in any form.
-
-    Returns:
-      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at each frozen leaf or hole
-      and ``"trainable"`` at any other: a leaf frozen in part trains.
-
-    Example:
-      >>> import optax, optax_freeze as fz
-      >>> params = {"encoder": np.float32(1), "head": np.float32(1)}
-      >>> fz.labels("encoder")(params)
-      {'encoder': 'frozen', 'head': 'trainable'}
-      >>> transforms = {"trainable": optax.adam(1e-3), "frozen": optax.set_to_zero()}
-      >>> tx = optax.multi_transform(transforms, fz.labels("encoder"))
-      >>> state = tx.init(params)
-    """
-
-    def label_fn(params: PyTree) -> PyTree:
-        return Resolved.of(frozen, params, tied="ignore")[0].labels()
-
-    return label_fn
-
-
 Masks: TypeAlias = Sequence[Any]
 """For each leaf the array of its dense mask, or a hole."""
 
@@ -206,16 +177,17 @@ def _as_choice(answer: Answer, mask: Any) -> Choice:
 
 def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: bool = True) -> None:
     """Refuses what cannot be in the place of a leaf that trains, in whole or in part (``whole``: a full array may)."""
-    compact = isinstance(answer, Dense) and answer.compact
-    in_part = not isinstance(answer, bool)
+    in_part = not isinstance(answer, bool) or leaf.index is not None
+    index = leaf.index if isinstance(answer, bool) else getattr(answer, "part_index", answer)
+    is_vector = isinstance(answer, Dense) and answer.compact
+    narrow = leaf.index is not None or (not whole and (is_vector or isinstance(answer, RowIndex)))
     what, got = f"{name}: not what trains of the leaf", ""
     if _tree.is_hole(value):
         what, got = f"{name}: a leaf that trains is missing", "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
-        index = answer.part_index if isinstance(answer, (RowIndex, Dense)) else answer
-        if isinstance(answer, bool) or value.index != index or value.shape != leaf.shape:
+        if not in_part or value.index != index or value.shape != leaf.shape:
             got = f"a Part of {value.index} of shape {value.shape}"
-    elif in_part and ((not whole and (compact or isinstance(answer, RowIndex))) or np.shape(value) != leaf.shape):
+    elif narrow or (in_part and np.shape(value) != leaf.shape):
         got = f"an array of shape {np.shape(value)}"
     if got:
         expected = f"an array of shape {leaf.shape}" + (", or the Part of it that trains" if in_part else "")
@@ -223,11 +195,11 @@ def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: 
         raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
 
 
-def register_with_flax() -> None:
-    """Teaches ``flax.serialization``, if Flax is loaded, to pass a :class:`Resolved` by, and to store a ``Part``."""
+def register_with_flax(static: type = Resolved) -> None:
+    """Teaches ``flax.serialization``, if Flax is loaded, to pass a static node by, and to store a ``Part``."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
-        serialization.register_serialization_state(Resolved, lambda _: {}, lambda target, _: target, override=True)
+        serialization.register_serialization_state(static, lambda _: {}, lambda target, _: target, override=True)
         serialization.register_serialization_state(
             Part,
             lambda part: {"values": part.values},

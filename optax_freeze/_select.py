@@ -320,23 +320,8 @@ class _Rules(Selector):
         return cls(tuple(zip(selectors, choices, strict=True)), default)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        answers: list[Choice | None] = [None] * len(leaves)
-        for selector, value in self.pairs:
-            selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
-            free = [i for i in selected if answers[i] is None]
-            if selected and not free:
-                raise ValueError(
-                    message(
-                        f"rule {selector!r} never applies: earlier rules match all its leaves",
-                        at=leaves[selected[0]].path,
-                        got=f"{len(selected)} leaves, each matched before",
-                        expected="at least one leaf that no earlier rule matches",
-                        fix="put the narrower rule first, or delete this one",
-                    )
-                )
-            for i in free:
-                answers[i] = value
-        return [self.default if answer is None else answer for answer in answers]
+        first = first_match([selector for selector, _ in self.pairs], leaves)
+        return [self.default if n is None else self.pairs[n][1] for n in first]
 
     def __repr__(self) -> str:
         pairs = ", ".join(f"{_key(selector)}: {value!r}" for selector, value in self.pairs)
@@ -407,6 +392,54 @@ def as_selector(value: Any, name: str) -> Selector:
             fix="wrap a function in fz.where(...)",
         )
     )
+
+
+def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[int | None]:
+    """For each leaf the number of the first selector that selects it; one that is never the first is an error."""
+    first: list[int | None] = [None] * len(leaves)
+    for n, selector in enumerate(selectors):
+        selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
+        free = [i for i in selected if first[i] is None]
+        if selected and not free:
+            raise ValueError(
+                message(
+                    f"rule {selector!r} never applies: earlier rules match all its leaves",
+                    at=leaves[selected[0]].path,
+                    got=f"{len(selected)} leaves, each matched before",
+                    expected="at least one leaf that no earlier rule matches",
+                    fix="put the narrower rule first, or delete this one",
+                )
+            )
+        for i in free:
+            first[i] = n
+    return first
+
+
+def distinct(name: str, patterns: Any) -> list[Any]:
+    """A list of patterns and selectors, each of which stands there once."""
+    if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
+        raise TypeError(
+            message(
+                f"{name} takes a list of patterns",
+                at=name,
+                got=repr(patterns),
+                expected="patterns or selectors, from the output end to the input end",
+                fix="[pattern, ...]",
+            )
+        )
+    for i, pattern in enumerate(patterns):
+        as_selector(pattern, name)
+        if pattern in patterns[:i]:
+            raise ValueError(
+                message(
+                    "a pattern is named twice",
+                    at=name,
+                    got=repr(pattern),
+                    expected="each pattern once",
+                    fix="delete one of them",
+                )
+            )
+    return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
 
 
 def is_patterns(value: Any) -> bool:

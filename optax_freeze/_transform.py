@@ -147,13 +147,13 @@ def freeze(
         state = _with_spec(state, FreezeState, frozen, params, updates)
         spec, masks = state.spec, masks_of(state)
         values, treedef = spec.align(updates, "updates")
-        extra_args = _without_frozen(extra_args, spec, masks, treedef, params)
+        extra_args = without_frozen(extra_args, spec, masks, treedef, params)
         trainable, olds = None, [None] * len(values)
         if params is not None:
             olds, params_treedef = spec.align(params, "params")
             trainable = jax.tree.unflatten(params_treedef, spec.take(olds, masks))
         tx = transform(spec.labels(treedef))
-        inner_state = _with_parts(state.inner_state, spec, tx, trainable)
+        inner_state = with_parts(state.inner_state, spec, tx, trainable)
         try:
             updates, inner_state = tx.update(
                 jax.tree.unflatten(treedef, spec.take(values, masks)), inner_state, trainable, **extra_args
@@ -245,7 +245,7 @@ def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
     raise TypeError(message(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix))
 
 
-def _without_frozen(
+def without_frozen(
     extra_args: dict[str, Any], spec: Resolved, masks: Masks, treedef: Any, params: PyTree | None
 ) -> dict[str, Any]:
     """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
@@ -276,7 +276,7 @@ def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Cal
     return taking
 
 
-def _with_parts(inner_state: Any, spec: Resolved, tx: optax.GradientTransformation, trainable: PyTree | None) -> Any:
+def with_parts(inner_state: Any, spec: Resolved, tx: optax.GradientTransformation, trainable: PyTree | None) -> Any:
     """The state with its ``Part`` nodes: ``nnx.Optimizer`` hands each back as an ``nnx.State``."""
     if trainable is None or not spec.in_part or not _tree.has_nnx_state(inner_state):
         return inner_state
@@ -288,22 +288,22 @@ def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, a
     if answer is False:
         return new
     if answer is True:
-        return _zero(leaf, update, param) if full_updates else _tree.HOLE
+        return zero(leaf, update, param) if full_updates else _tree.HOLE
     if not isinstance(new, Part):
         return _still(answer, mask, leaf, new)
     if not full_updates or isinstance(param, Part):
         return new
-    return answer.spread(new, _negative_zero(new.dtype), mask)
+    return answer.spread(new, negative_zero(new.dtype), mask)
 
 
 def _still(answer: Answer, mask: Any, leaf: Leaf, update: Any) -> Any:
     """A full update with zeros at what is frozen."""
     if isinstance(answer, bool):
-        return _zero(leaf, update) if answer else update
-    return answer.choose(_negative_zero(update.dtype), update, mask)
+        return zero(leaf, update) if answer else update
+    return answer.choose(negative_zero(update.dtype), update, mask)
 
 
-def _zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
+def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
     A hole where there is no such zero: for PRNG keys, objects and dtypes without a zero.
@@ -318,13 +318,14 @@ def _zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     if _tree.is_array(update) and _adds_exactly(dtype, update.dtype):
         dtype = update.dtype
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    zero = _negative_zero(dtype)
-    if zero != 0:
+    value = negative_zero(dtype)
+    if value != 0:
         return _tree.HOLE
-    return jnp.full(leaf.shape or (), zero, dtype) if like is leaf else jnp.full_like(like, zero, dtype)
+    return jnp.full(leaf.shape or (), value, dtype) if like is leaf else jnp.full_like(like, value, dtype)
 
 
-def _negative_zero(dtype: Any) -> Any:
+def negative_zero(dtype: Any) -> Any:
+    """The number of a dtype that, added to any other, changes nothing."""
     return np.asarray(complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0).astype(dtype)
 
 

@@ -68,13 +68,14 @@ class Leaf(NamedTuple):
     """What a selector may see of a leaf: never its values.
 
     ``shape`` and ``dtype`` are None for a hole and for an object that is no array. ``aliases`` are the other paths of
-    a shared NNX variable: a pattern may match any of them.
+    a shared NNX variable: a pattern may match any of them. ``index`` is that of a ``Part``.
     """
 
     path: str
     shape: tuple[int, ...] | None = None
     dtype: Any = None
     aliases: tuple[str, ...] = ()
+    index: Any = None
 
     @property
     def inexact(self) -> bool:
@@ -184,7 +185,7 @@ def _describe(path: str, value: Any) -> Leaf:
                 fix="pass the arrays: for Keras {variable.path: variable.value for variable in variables}",
             )
         )
-    return Leaf(path, tuple(value.shape), value.dtype)
+    return Leaf(path, tuple(value.shape), value.dtype, index=getattr(value, "index", None))
 
 
 def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> None:

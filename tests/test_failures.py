@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from conftest import bits, state_bytes
 from flax import nnx
@@ -134,6 +135,48 @@ def test_10_the_accumulator_holds_every_frozen_leaf(params, frozen):
     assert state_bytes(state) == 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
 
 
+def scheduled(inner):
+    """Gradual unfreezing, from the head on."""
+    return fz.freeze_when(inner, fz.gradual_unfreeze(["b", "a"], every=2))
+
+
+def steps(tx, params, state, n):
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(n):
+        params, state = step(params, state)
+    assert step._cache_size() <= 1
+    return params, state
+
+
+def test_11_a_new_mask_during_training():
+    """A new mask is a state of another structure: init again and trace again."""
+    tx = scheduled(optax.adam(0.1))
+    early, state = steps(tx, ONES, tx.init(ONES), 2)
+    late, new_state = steps(tx, early, state, 2)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert bits(early["a"]) == bits(ONES["a"]) != bits(late["a"])
+    wider = fz.freeze(optax.adam(0.1), False)
+    migrated = fz.migrate(fz.freeze(optax.adam(0.1), "a").init(ONES), wider, ONES)
+    assert jax.tree.structure(migrated) == jax.tree.structure(wider.init(ONES))
+
+
+def test_12_a_state_made_anew_after_a_thaw():
+    """The schedule counts from 0 again (lr 0.6 -> 1.0), and moments of leaves that kept training are lost."""
+    inner = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)))
+    params, state = steps(fz.freeze(inner, "a"), ONES, fz.freeze(inner, "a").init(ONES), 4)
+    tx = fz.freeze(inner, False)
+    new = fz.migrate(state, tx, params)
+    assert bits(optax.tree.get(new, "trace")["b"]) == bits(optax.tree.get(state, "trace")["b"])
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    trace = optax.tree.get(new, "trace")["b"]
+    updates, _ = tx.update(zeros, new, params)
+    assert updates["b"] == pytest.approx(-0.6 * 0.9 * trace)
+
+
 def test_13_momentum_moves_what_is_frozen_late(params, frozen):
     """Gradients zeroed before a warmed-up Adam: "frozen" elements go on moving by momentum, and decay."""
     adamw = optax.adamw(0.1)
@@ -246,6 +289,23 @@ def test_21_tree_map_params_with_a_tree_of_specs(params, frozen):
     trainable, _ = fz.partition(shapes, frozen)
     shardings = optax.tree_map_params(tx, lambda _, p: p.sharding, tx.init(params), trainable)
     assert jax.tree.leaves(optax.tree.get(shardings, "mu")) == [sharding, sharding]
+
+
+def test_22_restoring_a_state_after_the_mask_changed(tmp_path):
+    """Orbax puts None in the place of the missing moments, without an error; Flax fails on the structure."""
+    narrow, wide = fz.freeze(optax.adam(0.1), "a"), fz.freeze(optax.adam(0.1), False)
+    params, state = steps(narrow, ONES, narrow.init(ONES), 3)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", narrow.init(ONES))
+        wrong = checkpointer.restore(tmp_path / "state", wide.init(ONES))
+    migrated = fz.migrate(restored, wide, params)
+    assert bits(migrated) == bits(fz.migrate(state, wide, params))
+    assert bits(steps(wide, params, migrated, 1)[0]["a"]) != bits(ONES["a"])
+    assert optax.tree.get(wrong, "mu")["a"] is None
+    with pytest.raises(ValueError, match=r"does not belong to these parameters(.|\n)*at: 0/mu/a"):
+        fz.migrate(wrong, wide, params)
 
 
 def test_23_a_transformation_after_the_freeze_moves_frozen_leaves():
@@ -374,6 +434,19 @@ def test_29_a_buffer_of_an_equinox_module_decays():
     assert bits(new.buffer) == bits(model.buffer)
     assert bits(new.weight) != bits(model.weight)
     assert new.activation is model.activation
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_30_a_resumed_run_freezes_again_from_the_start(stop, tmp_path):
+    """After gradual unfreezing, a resumed run is frozen again from the start."""
+    tx = scheduled(optax.adam(0.1))
+    params, state = steps(tx, ONES, tx.init(ONES), stop)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", (params, state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "run", (ONES, scheduled(optax.adam(0.1)).init(ONES)))
+    assert fz.currently_frozen(restored[1]) == {"b": False, "a": stop < 2}
+    assert bits(steps(tx, *restored, 3)) == bits(steps(tx, params, state, 3))
 
 
 def test_31_one_end_of_a_tied_weight_is_frozen():

@@ -268,18 +268,6 @@ class TestRefusals:
         assert fix == "  fix: nearest paths: head"
 
 
-class TestLabels:
-    def test_labels(self, other):
-        label_fn = fz.labels("encoder")
-        assert label_fn(other) == {"encoder": {"kernel": "frozen", "bias": "frozen"}, "head": "trainable"}
-        assert label_fn({**other, "head": optax.MaskedNode()})["head"] == "frozen"
-
-    def test_in_multi_transform(self, other):
-        tx = optax.multi_transform({"trainable": optax.sgd(1.0), "frozen": optax.set_to_zero()}, fz.labels("encoder"))
-        updates, _ = tx.update(other, tx.init(other), other)
-        assert jax.tree.map(lambda u: float(u.sum()), updates) == {"encoder": {"kernel": 0, "bias": 0}, "head": -2}
-
-
 class TestTied:
     def test_conflict(self):
         shared = jnp.ones(2)

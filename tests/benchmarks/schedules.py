@@ -1,0 +1,208 @@
+"""Freezing that changes while training: what toggles, frozen groups and phases cost.
+
+1. 100 random toggles of 8 groups: how often the step is traced.
+2. An update of AdamW with k of 8 groups frozen, its state donated: the time beside the same with none frozen; the same
+   written by hand with ``lax.cond``, and with ``jnp.where`` on what the optimizer made of all groups.
+3. The same update with nothing frozen beside the plain optimizer: FLOPs, temporaries and time, alone and at the end of
+   a training step of a decoder, compiled for one chip of TPU v5e.
+4. Static phases of that decoder, unfrozen from the head on: FLOPs of each beside the optimum of the phase by hand.
+
+Run with ``python tests/benchmarks/schedules.py`` (``--no-times`` leaves the times out).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+import optax
+import transformer
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+GROUPS, SIDE, ROUNDS = 8, 1024, 25
+NAMES = [f"group_{i}" for i in range(GROUPS)]
+ADAMW = optax.adamw(1e-3)
+console = Console(width=130)
+
+
+def toggles() -> None:
+    """How often a hundred toggles trace the step."""
+    params = {name: jnp.ones(8) for name in NAMES}
+    tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
+    traced = []
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        traced.append(True)
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, rng = tx.init(params), np.random.default_rng(0)
+    for _ in range(100):
+        state = fz.set_frozen(state, {name: bool(rng.integers(2)) for name in NAMES})
+        params, state = step(params, state)
+    console.print(f"100 toggles of {GROUPS} groups: {len(traced)} compilation")
+
+
+def by_hand(decide: Callable[..., Any]) -> tuple[Any, Any]:
+    """``init`` and ``update`` of groups with a state each; ``decide`` says how a frozen one is skipped."""
+
+    def init(params: Any) -> Any:
+        return {name: ADAMW.init(leaf) for name, leaf in params.items()}, dict.fromkeys(params, jnp.asarray(False))
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        new = {name: decide(state[1][name], grads[name], state[0][name], params[name]) for name in params}
+        return {name: u for name, (u, _) in new.items()}, ({name: s for name, (_, s) in new.items()}, state[1])
+
+    return init, update
+
+
+def cond(frozen: Any, grad: Any, state: Any, param: Any) -> Any:
+    """The branch that is taken alone."""
+    still = jnp.zeros_like(grad)
+    return jax.lax.cond(frozen, lambda s: (still, s), lambda s: ADAMW.update(grad, s, param), state)
+
+
+def where(frozen: Any, grad: Any, state: Any, param: Any) -> Any:
+    """Everything is computed, and not used."""
+    new = ADAMW.update(grad, state, param)
+    return jax.tree.map(lambda old, new: jnp.where(frozen, old, new), (jnp.zeros_like(grad), state), new)
+
+
+def best_of(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """The least seconds of each, run in turn."""
+    seconds = dict.fromkeys(runs, float("inf"))
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
+
+
+class Updating:
+    """An update in a loop, its state donated."""
+
+    def __init__(self, init: Any, update: Any, params: Any, frozen: Callable[[Any], Any] = lambda state: state) -> None:
+        self.params, self.state = params, frozen(jax.tree.map(jnp.copy, init(params)))
+        step = jax.jit(lambda state, params: update(params, state, params)[::-1], donate_argnums=0)
+        self.compiled = step.lower(self.state, params).compile()
+
+    def __call__(self) -> None:
+        self.state, _ = jax.block_until_ready(self.compiled(self.state, self.params))
+
+    @property
+    def flops(self) -> float:
+        cost = self.compiled.cost_analysis()
+        return cost["flops"] if cost else 0.0
+
+    @property
+    def temporary(self) -> int:
+        memory: Any = self.compiled.memory_analysis()
+        return memory.temp_size_in_bytes
+
+
+def frozen_groups(times: bool) -> None:
+    """An update with some groups frozen."""
+    params = {name: jax.random.normal(jax.random.key(i), (SIDE, SIDE)) for i, name in enumerate(NAMES)}
+    tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
+    ways = {"fz.freeze_when": (tx.init, tx.update), "lax.cond by hand": by_hand(cond), "where by hand": by_hand(where)}
+
+    def freeze(way: str, k: int) -> Callable[[Any], Any]:
+        switches = {name: jnp.asarray(i < k) for i, name in enumerate(NAMES)}
+        if way == "fz.freeze_when":
+            return lambda state: fz.set_frozen(state, {name: i < k for i, name in enumerate(NAMES)})
+        return lambda state: (state[0], switches)
+
+    counts = (0, 2, 4, 6, 8)
+    runs: dict[str, Any] = {"plain optimizer": Updating(ADAMW.init, ADAMW.update, params)}
+    for way, (init, update) in ways.items():
+        for k in counts:
+            runs[f"{way} {k}"] = Updating(init, update, params, freeze(way, k))
+    seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
+    plain = runs["plain optimizer"]
+
+    table = Table(title=f"an update of AdamW, {GROUPS} groups of {SIDE} x {SIDE}: time with k frozen / none frozen")
+    for column in ("", *(f"k = {k}" for k in counts[1:]), "none frozen / plain: FLOPs", "temporary MB", "time"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("(n - k) / n + 0.1", *(f"{(GROUPS - k) / GROUPS + 0.1:.2f}" for k in counts[1:]), "1.02", "", "1.10")
+    table.add_row("plain optimizer", *("" for _ in counts[1:]), "1.00", f"{plain.temporary / 1e6:.2f}", "1.00")
+    for way in ways:
+        none = runs[f"{way} 0"]
+        table.add_row(
+            way,
+            *(f"{seconds[f'{way} {k}'] / seconds[f'{way} 0']:.2f}" for k in counts[1:]),
+            f"{none.flops / plain.flops:.2f}",
+            f"{none.temporary / 1e6:.2f}",
+            f"{seconds[f'{way} 0'] / seconds['plain optimizer']:.2f}",
+        )
+    console.print(table)
+
+
+def decoder(chip: Any) -> None:
+    """A whole training step, and static phases of it."""
+    params = jax.eval_shape(transformer.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
+    patterns = ["head", *(f"blocks/{i:02d}" for i in reversed(range(transformer.LAYERS))), "embed"]
+
+    def figures(tx: Any, value_and_grad: Any, apply: Any, params: Any, *rest: Any) -> measure.Figures:
+        def step(params: Any, state: Any, tokens: Any, *rest: Any) -> Any:
+            value, grads = value_and_grad(params, tokens, *rest)
+            updates, state = tx.update(grads, state, params)
+            return apply(params, updates), state, value
+
+        return measure.figures(step, *measure.on(chip, (params, jax.eval_shape(tx.init, params), tokens, *rest)))
+
+    everything = jax.value_and_grad(transformer.loss)
+    table = Table("", "GFLOP", "MB accessed", "MB temporary", title="a training step of the decoder, nothing frozen")
+    plain = figures(ADAMW, everything, optax.apply_updates, params)
+    scheduled = fz.freeze_when(ADAMW, fz.gradual_unfreeze(patterns, every=100))
+    for name, row in (
+        ("plain optimizer", plain),
+        (f"fz.freeze_when, {len(patterns)} groups", figures(scheduled, everything, optax.apply_updates, params)),
+    ):
+        cells = ((row.flops, plain.flops), (row.accessed, plain.accessed), (row.temporary, plain.temporary))
+        scales = (1e9, 1e6, 1e6)
+        table.add_row(name, *(f"{a / scale:.1f} ({a / b:.2f})" for (a, b), scale in zip(cells, scales, strict=True)))
+    console.print(table)
+
+    table = Table("trains", "fz.freeze", "by hand", "ratio", "of everything", title="static phases: GFLOP of a step")
+    for n in (1, 2, 5, 10):
+        frozen = fz.only(*patterns[:n])
+        trainable, rest = fz.partition(params, frozen)
+
+        def value_and_grad(trainable: Any, tokens: Any, rest: Any) -> Any:
+            return jax.value_and_grad(lambda t: transformer.loss(fz.combine(t, rest), tokens))(trainable)
+
+        phase = figures(fz.freeze(ADAMW, frozen), fz.value_and_grad(transformer.loss, frozen), fz.apply_updates, params)
+        hand = figures(ADAMW, value_and_grad, optax.apply_updates, trainable, rest)
+        name = patterns[0] if n == 1 else f"{patterns[0]} to {patterns[n - 1]}"
+        table.add_row(
+            name,
+            f"{phase.flops / 1e9:.1f}",
+            f"{hand.flops / 1e9:.1f}",
+            f"{phase.flops / hand.flops:.3f}",
+            f"{phase.flops / plain.flops:.2f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-times", action="store_true", help="leave out the times on this device")
+    times = not parser.parse_args().no_times
+    toggles()
+    frozen_groups(times)
+    decoder(measure.tpu_sharding())
+
+
+if __name__ == "__main__":
+    main()

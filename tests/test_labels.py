@@ -1,0 +1,139 @@
+"""Label functions for ``optax.multi_transform`` and the learning rates that go with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from flax import nnx
+
+import optax_freeze as fz
+
+
+@pytest.fixture
+def other():
+    return {"encoder": {"kernel": jnp.ones(2), "bias": jnp.zeros(2)}, "head": jnp.ones(2)}
+
+
+class TestLabels:
+    def test_labels(self, other):
+        label_fn = fz.labels("encoder")
+        assert label_fn(other) == {"encoder": {"kernel": "frozen", "bias": "frozen"}, "head": "trainable"}
+        assert label_fn({**other, "head": optax.MaskedNode()})["head"] == "frozen"
+
+    def test_in_multi_transform(self, other):
+        tx = optax.multi_transform({"trainable": optax.sgd(1.0), "frozen": optax.set_to_zero()}, fz.labels("encoder"))
+        updates, _ = tx.update(other, tx.init(other), other)
+        assert jax.tree.map(lambda u: float(u.sum()), updates) == {"encoder": {"kernel": 0, "bias": 0}, "head": -2}
+
+
+class TestLabelsByPath:
+    def test_the_first_match_counts(self, other):
+        label_fn = fz.labels_by_path({"**/bias": "b", "encoder": "a"}, default="c")
+        assert label_fn(other) == {"encoder": {"kernel": "a", "bias": "b"}, "head": "c"}
+
+    def test_selectors_and_any_label(self, other):
+        label_fn = fz.labels_by_path(
+            {fz.where(lambda path, leaf: path.endswith(("kernel", "head"))): 1, fz.regex("no|head"): 2}, default=3
+        )
+        with pytest.raises(ValueError, match="matches no leaf"):
+            label_fn({"x": jnp.ones(1)})
+        assert label_fn({**other, "no": other["head"], "x": None}) == {
+            "encoder": {"kernel": 1, "bias": 3},
+            "head": 1,
+            "no": 2,
+            "x": None,
+        }
+
+    def test_holes_have_labels_too(self, other):
+        trainable, _ = fz.partition(other, "encoder")
+        label_fn = fz.labels_by_path({"encoder": "a", "head": "b"})
+        assert label_fn(trainable) == label_fn(other)
+
+    @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: fz.freeze(tx, "encoder/bias")], ids=["alone", "freeze"])
+    def test_in_multi_transform(self, other, wrap, compiled):
+        tx = wrap(
+            optax.multi_transform(
+                {"fast": optax.sgd(1.0), "slow": optax.sgd(0.5)}, fz.labels_by_path({"head": "fast"}, default="slow")
+            )
+        )
+        updates, _ = compiled(tx.update)(other, tx.init(other), other)
+        assert updates["head"].tolist() == [-1, -1]
+        assert updates["encoder"]["kernel"].tolist() == [-0.5, -0.5]
+
+    def test_inside_freeze_when(self, params):
+        """Each group sees the labels of its own leaves; patterns of other groups match holes."""
+        labels = fz.labels_by_path({"encoder": "slow", "head": "fast"})
+        inner = optax.multi_transform({"fast": optax.sgd(1.0), "slow": optax.sgd(0.5)}, labels)
+        tx = fz.freeze_when(inner, fz.gradual_unfreeze(["head", "encoder"], 1))
+        state, ones = tx.init(params), jax.tree.map(jnp.ones_like, params)
+        first, state = tx.update(ones, state, params)
+        second, state = tx.update(ones, state, params)
+        assert first["head"]["bias"].tolist() == second["head"]["bias"].tolist() == [-1, -1]
+        assert not first["encoder"]["layer_0"]["bias"].any()
+        assert second["encoder"]["layer_0"]["bias"].tolist() == [-0.5] * 4
+
+    def test_nnx(self):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        labels = fz.labels_by_path({"kernel": "fast"}, default="slow")
+        optimizer = nnx.Optimizer(
+            model, optax.multi_transform({"fast": optax.sgd(1.0), "slow": optax.sgd(0.0)}, labels), wrt=nnx.Param
+        )
+        kernel, bias = (np.asarray(variable[...]) for variable in (model.kernel, model.bias))
+        optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model))
+        assert bits(model.bias[...]) == bits(bias)
+        assert (np.asarray(model.kernel[...]) == kernel - 1).all()
+
+    def test_tree_map_params(self, other):
+        tx = optax.multi_transform({"a": optax.adam(0.1)}, fz.labels_by_path({"head": "a"}, default="a"))
+        state = tx.init(other)
+        assert bits(optax.tree_map_params(tx, lambda leaf: leaf, state)) == bits(state)
+
+    @pytest.mark.parametrize(
+        ("labels", "default", "error"),
+        [
+            ({"hed": "a"}, "b", r"matches no leaf(.|\n)*nearest paths: head"),
+            ({"encoder": "a", "encoder/bias": "b"}, "c", "never applies"),
+            ({"encoder": "a"}, None, r"a leaf has no label\n  at: head"),
+        ],
+    )
+    def test_strict(self, other, labels, default, error):
+        with pytest.raises(ValueError, match=error):
+            fz.labels_by_path(labels, default=default)(other)
+
+    @pytest.mark.parametrize("labels", ["encoder", {"encoder": None}, {"encoder": ["a"]}, {3: "a"}], ids=repr)
+    def test_bad_arguments(self, labels):
+        with pytest.raises(TypeError, match="expected: "):
+            fz.labels_by_path(labels)
+
+
+class TestLayerwiseDecay:
+    def test_the_first_pattern_has_the_base(self):
+        rates = fz.layerwise_decay(["head", fz.path("b", "c"), "a"], 1e-2, 1 / 2.6)
+        assert list(rates) == ["head", fz.path("b", "c"), "a"]
+        assert list(rates.values()) == pytest.approx([1e-2, 1e-2 / 2.6, 1e-2 / 2.6**2])
+
+    def test_of_a_schedule(self):
+        rates = fz.layerwise_decay(["head", "a"], optax.linear_schedule(1.0, 0.0, 10), 0.5)
+        assert [float(rate(5)) for rate in rates.values()] == [0.5, 0.25]
+
+    def test_the_rates_of_a_model(self, params):
+        rates = fz.layerwise_decay(["head", "encoder/layer_1", "encoder/layer_0"], 1.0, 0.5)
+        transforms = {pattern: optax.sgd(rate) for pattern, rate in rates.items()}
+        tx = optax.multi_transform(transforms, fz.labels_by_path({pattern: pattern for pattern in rates}))
+        updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+        assert [u.tolist()[0] for u in (updates["head"]["bias"], updates["encoder"]["layer_0"]["bias"])] == [-1, -0.25]
+
+    @pytest.mark.parametrize(
+        ("args", "error"),
+        [
+            (("head", 1.0, 0.5), TypeError),
+            ((["head", "head"], 1.0, 0.5), ValueError),
+            ((["head"], 1.0, 0.0), ValueError),
+            ((["head"], 1.0, "half"), TypeError),
+        ],
+    )
+    def test_bad_arguments(self, args, error):
+        with pytest.raises(error, match="expected: "):
+            fz.layerwise_decay(*args)

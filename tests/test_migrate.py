@@ -1,0 +1,398 @@
+"""An optimizer state from one spec to another: what survives is kept, bit for bit, and nothing is lost silently."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from conftest import bits
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_freeze as fz
+import optax_freeze.nnx as fnnx
+
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 20)
+OPTIMIZERS = {
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)),
+    "momentum": optax.sgd(SCHEDULE, momentum=0.9),
+    "named chain": optax.named_chain(("clip", optax.adaptive_grad_clip(0.1)), ("adam", optax.adam(0.1))),
+    "multi_transform": optax.multi_transform(
+        {"matrix": optax.adam(SCHEDULE), "vector": optax.sgd(0.1, momentum=0.9)},
+        lambda p: jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "vector", p),
+    ),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.1),
+    "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+    "EMA": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
+    "masked": optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda leaf: leaf.ndim == 2, p)),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "noise": optax.chain(optax.adam(0.1), optax.add_noise(0.1, 0.5, key=0)),
+}
+
+
+def train(tx, params, steps=3, state=None):
+    state = tx.init(params) if state is None else state
+    for _ in range(steps):
+        updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def at(state, path):
+    """The bits of what a state has of a parameter, and of what belongs to no parameter."""
+    return [row[1:] for row in bits(state) if path in row[0]]
+
+
+class TestFreeze:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_there_and_back(self, params, name):
+        """What goes on training is kept, what thaws is new, what freezes is dropped."""
+        tx, wider = (fz.freeze(OPTIMIZERS[name], spec) for spec in ("encoder", False))
+        params, state = train(tx, params)
+        there, report = fz.migrate(state, wider, params, report=True)
+        fresh = wider.init(params)
+        assert jax.tree.structure(there) == jax.tree.structure(fresh)
+        assert at(there, "head") == at(state, "head")
+        assert at(there, "encoder") == at(fresh, "encoder")
+        assert report.dropped == ()
+        assert all("encoder" in place for place in report.created)
+        assert len(report.carried) + len(report.created) == len(jax.tree.leaves(there))
+        back, report = fz.migrate(there, tx, params, report=True)
+        assert bits(back) == bits(state)
+        assert jax.tree.structure(back) == jax.tree.structure(state)
+        assert all("encoder" in place for place in report.dropped)
+        assert report.created == ()
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_to_the_same_spec_is_the_same_state(self, params, name):
+        tx = fz.freeze(OPTIMIZERS[name], fz.rules({"encoder/layer_0/kernel": fz.rows(0), "head/bias": True}))
+        params, state = train(tx, params)
+        new, report = fz.migrate(state, tx, params, report=True)
+        assert bits(new) == bits(state)
+        assert report.created == report.dropped == ()
+        train(tx, params, 1, new)
+
+    def test_a_leaf_frozen_and_thawed_again_is_new(self, params):
+        narrow, wide = (fz.freeze(optax.adam(0.1), spec) for spec in ("head", False))
+        _, state = train(wide, params)
+        state = fz.migrate(fz.migrate(state, narrow, params), wide, params)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state, "mu")["head"]))
+        assert optax.tree.get(state, "mu")["encoder"]["layer_0"]["kernel"].any()
+        assert optax.tree.get(state, "count") == 3
+
+    def test_between_a_plain_optimizer_and_freeze(self, params):
+        plain, frozen = optax.adam(SCHEDULE), fz.freeze(optax.adam(SCHEDULE), "encoder")
+        _, state = train(plain, params)
+        there = fz.migrate(state, frozen, params)
+        assert at(there, "head") == at(state, "head")
+        assert at(there, "count") == at(state, "count")
+        assert at(fz.migrate(there, plain, params), "head") == at(state, "head")
+
+    def test_on_the_trainable_part(self, params):
+        tx = optax.chain(optax.clip(1.0), optax.adam(SCHEDULE))
+        first, second = (fz.partition(params, spec)[0] for spec in ("encoder", ["encoder/layer_0", "head/bias"]))
+        _, state = train(tx, first)
+        new, report = fz.migrate(state, tx, second, report=True)
+        assert jax.tree.structure(new) == jax.tree.structure(tx.init(second))
+        assert at(new, "head']['kernel") == at(state, "head']['kernel")
+        assert {place.rpartition("/")[0] for place in report.created} == {
+            "1/0/mu/encoder/layer_1",
+            "1/0/nu/encoder/layer_1",
+        }
+        assert report.dropped == ("1/0/mu/head/bias", "1/0/nu/head/bias")
+
+    def test_nested(self, params):
+        """Whatever the composition: freeze in a chain in MultiSteps in freeze."""
+
+        def make(spec):
+            inner = optax.chain(
+                optax.clip(1.0), fz.freeze(optax.adam(SCHEDULE), spec), fz.masked_zero_updates("head/bias")
+            )
+            return fz.freeze(optax.MultiSteps(inner, 2), "head/bias")
+
+        _, state = train(make("encoder"), params)
+        new, report = fz.migrate(state, make("encoder/layer_0"), params, report=True)
+        assert at(new, "head") == at(state, "head")
+        assert at(new, "acc_grads") == at(state, "acc_grads")
+        assert report.dropped == ()
+        assert all("layer_1" in place for place in report.created)
+        train(make("encoder/layer_0"), params, 2, new)
+
+
+THIRDS, HALVES, QUARTERS = (np.arange(18).reshape(6, 3) % n == 0 for n in (3, 2, 4))
+ROW, COLUMN = np.indices((6, 3))
+MASKS = {
+    "leaf": (False, ROW < 0),
+    "few rows": (fz.rows(slice(0, 4)), ROW < 4),
+    "more rows": (fz.rows(slice(0, 2)), ROW < 2),
+    "other rows": (~fz.rows([0, 4]), ~np.isin(ROW, [0, 4])),
+    "columns": (fz.rows(1, axis=1), COLUMN == 1),
+    "elements": (THIRDS, THIRDS),
+    "other elements": (HALVES, HALVES),
+    "compact": (fz.elements(QUARTERS, compact=True), QUARTERS),
+}
+
+
+class TestParts:
+    @pytest.fixture
+    def params(self):
+        return {"w": jax.random.normal(jax.random.key(0), (6, 3)), "v": jnp.ones(2)}
+
+    @pytest.mark.parametrize("before", MASKS)
+    @pytest.mark.parametrize("after", MASKS)
+    def test_surviving_elements_keep_their_moments(self, params, before, after):
+        (spec, was_frozen), (new_spec, is_frozen) = MASKS[before], MASKS[after]
+        tx, new_tx = (fz.freeze(optax.scale_by_adam(), fz.rules({"w": choice})) for choice in (spec, new_spec))
+        _, state = train(tx, params)
+        new, report = fz.migrate(state, new_tx, params, report=True)
+        for name in ("mu", "nu"):
+            kept = jnp.where(was_frozen | is_frozen, 0, self.whole(state, name))
+            assert bits(self.whole(new, name)) == bits(kept)
+        assert optax.tree.get(new, "count") == 3
+        assert any("w" in place for place in report.created) == bool((was_frozen & ~is_frozen).any())
+        assert any("w" in place for place in report.dropped) == bool((~was_frozen & is_frozen).any())
+        train(new_tx, params, 1, new)
+
+    @staticmethod
+    def whole(state, name):
+        """A moment of the whole leaf, zero where it is frozen."""
+        moment = getattr(state.inner_state.inner_states["trainable"].inner_state, name)
+        zeros = {"w": jnp.zeros((6, 3)), "v": jnp.zeros(2)}
+        return fz.combine(moment, fz.partition(zeros, fz.spec_of(state))[1])["w"]
+
+    def test_rows_of_the_trainable_part(self, params):
+        tx = optax.adam(0.1)
+        few, more = (fz.partition(params, fz.rules({"w": fz.rows(slice(0, n))}))[0] for n in (4, 2))
+        _, state = train(tx, few)
+        new = fz.migrate(state, tx, more)
+        mu, old = (optax.tree.get(s, "mu")["w"] for s in (new, state))
+        assert mu.index == more["w"].index
+        assert bits(mu.values[2:]) == bits(old.values)
+        assert not mu.values[:2].any()
+
+
+class TestGroups:
+    """Counts go with the leaves."""
+
+    @pytest.mark.parametrize(("count", "ratio"), [(0, 1.0), (100, 0.98), (1000, 2.52), (100_000, 3.16)])
+    def test_fresh_moments_under_an_old_count(self, count, ratio):
+        """How far Adam's first step on a thawed leaf is from that of a new optimizer."""
+        adam = optax.scale_by_adam()
+        fresh = adam.init(jnp.ones(1))
+        updates, _ = adam.update(jnp.ones(1), fresh._replace(count=jnp.int32(count)))
+        assert updates[0] == pytest.approx(ratio, abs=0.005)
+
+    def test_a_group_of_its_own_counts_from_zero(self, params):
+        """The remedy for fresh moments under an old count."""
+        _, state = train(fz.freeze(optax.adam(0.1), "encoder"), params, 5)
+        tx = fz.freeze_when(optax.adam(0.1), {"encoder": False})
+        new, report = fz.migrate(state, tx, params, report=True)
+        assert new.groups["encoder"].inner_state[0].count == 0
+        assert new.rest_state[0].count == 5
+        assert at(new.rest_state, "head") == at(state, "head")
+        assert "0/count [encoder]" in report.created
+        assert "0/count [the rest]" in report.carried
+
+    def test_a_label_of_its_own_counts_from_zero(self, params):
+        def make(labels):
+            transforms = {"head": optax.adam(0.1), "encoder": optax.adam(0.1), "frozen": optax.set_to_zero()}
+            return optax.multi_transform(transforms, fz.labels_by_path(labels))
+
+        _, state = train(make({"head": "head", "encoder": "frozen"}), params, 5)
+        tx = make({"head": "head", "encoder": "encoder"})
+        new = fz.migrate(state, tx, params)
+        assert optax.tree.get(new.inner_states["head"], "count") == 5
+        assert optax.tree.get(new.inner_states["encoder"], "count") == 0
+        assert at(new, "'head'") == at(state, "'head'")
+
+    def test_every_group_of_leaves_that_trained_has_their_count(self, params):
+        _, state = train(optax.adam(0.1), params, 5)
+        new = fz.migrate(state, fz.freeze_when(optax.adam(0.1), {"encoder": True}), params)
+        assert new.groups["encoder"].inner_state[0].count == new.rest_state[0].count == 5
+        assert at(new, "layer_0") == at(state, "layer_0")
+        jax.jit(lambda state: state, donate_argnums=0)(new)  # no buffer stands there twice
+
+    def test_groups_that_join_have_the_count_of_the_one_that_trained_most(self, params):
+        _, state = train(fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(3)}), params, 5)
+        new, report = fz.migrate(state, fz.freeze(optax.adam(0.1), False), params, report=True)
+        assert optax.tree.get(new, "count") == 5
+        assert at(new, "layer_0") == at(state, "layer_0")
+        assert "0/count [encoder]" in report.dropped
+
+    def test_other_groups_keep_the_step_and_the_switches(self, params):
+        tx = fz.freeze_when(optax.adam(0.1), {"encoder/layer_0": True, "head": fz.unfreeze_at(2)})
+        _, state = train(tx, params, 4)
+        state = fz.set_frozen(state, {"encoder/layer_0": False})
+        tx = fz.freeze_when(
+            optax.adam(0.1), {"encoder/layer_0": True, "head/bias": fz.unfreeze_at(9), "head": fz.freeze_at(3)}
+        )
+        new = fz.migrate(state, tx, params)
+        assert new.step == 4
+        assert fz.currently_frozen(new) == {"encoder/layer_0": False, "head/bias": True, "head": True}
+        counts = {name: int(group.inner_state[0].count) for name, group in new.groups.items()}
+        assert counts == {"encoder/layer_0": 0, "head/bias": 2, "head": 2}
+        assert bits(new.groups["head"].inner_state[0].mu["head"]["kernel"]) == bits(
+            state.groups["head"].inner_state[0].mu["head"]["kernel"]
+        )
+
+    def test_schedules_without_moments(self, params):
+        """No array says which leaves an optimizer has: labels and specs do."""
+        sgd = optax.sgd(SCHEDULE)
+        _, state = train(fz.freeze(sgd, "encoder"), params)
+        new = fz.migrate(state, fz.freeze_when(sgd, {"encoder": False}), params)
+        assert [int(s[1].count) for s in (new.groups["encoder"].inner_state, new.rest_state)] == [0, 3]
+
+        def make(default):
+            return optax.multi_transform({"a": sgd, "b": sgd}, fz.labels_by_path({"head": "a"}, default=default))
+
+        _, state = train(make("b"), params)
+        assert bits(fz.migrate(state, make("b"), params)) == bits(state)
+
+    def test_rows_of_a_leaf_from_a_group_and_the_rest(self, params):
+        tx = fz.freeze_when(optax.adam(0.1), {"head/kernel": (fz.rows([0, 1]), fz.unfreeze_at(1))})
+        params, state = train(tx, params)
+        new = fz.migrate(state, optax.adam(0.1), params)
+        own, rest = state.groups["head/kernel"].inner_state[0], state.rest_state[0]
+        joined = jnp.concatenate([own.mu["head"]["kernel"].values, rest.mu["head"]["kernel"].values])
+        assert bits(new[0].mu["head"]["kernel"]) == bits(joined)
+        assert bits(fz.migrate(new, tx, params).rest_state[0].mu) == bits(rest.mu)
+
+
+class TestResume:
+    def test_after_a_migrate_it_goes_on_as_if_not_stopped(self, params, tmp_path):
+        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE))
+        params, state = train(fz.freeze(inner, "encoder"), params)
+        tx = fz.freeze(inner, fz.rules({"encoder/layer_0": True, "encoder/layer_1/kernel": fz.rows(0)}))
+        state = fz.migrate(state, tx, params)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", (params, state))
+            checkpointer.wait_until_finished()
+            restored, restored_state = checkpointer.restore(tmp_path / "state", (params, tx.init(params)))
+        assert bits(restored_state) == bits(state)
+        assert bits(train(tx, restored, 3, restored_state)) == bits(train(tx, params, 3, state))
+
+    def test_in_a_train_state(self, params):
+        state = TrainState.create(apply_fn=None, params=params, tx=fz.freeze(optax.adam(0.1), "encoder"))
+        state = state.apply_gradients(grads=params)
+        tx = fz.freeze(optax.adam(0.1), "encoder/layer_0")
+        new = state.replace(tx=tx, opt_state=fz.migrate(state.opt_state, tx, state.params))
+        new = new.apply_gradients(grads=params)
+        assert new.step == optax.tree.get(new.opt_state, "count") == 2
+        assert bits(new.params["encoder"]["layer_1"]) != bits(params["encoder"]["layer_1"])
+
+    def test_in_an_nnx_optimizer(self):
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+        inner = optax.MultiSteps(optax.adam(0.1), 1)
+        optimizer = nnx.Optimizer(
+            model, fz.freeze(inner, fz.rules({"layers/0/kernel": fz.rows([0, 1]), "layers/1": True})), wrt=nnx.Param
+        )
+
+        def step(model, optimizer):
+            optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
+
+        step(model, optimizer)
+        new = nnx.Optimizer(model, fz.freeze(inner, fz.rules({"layers/0/kernel": fz.rows([0])})), wrt=nnx.Param)
+        migrated, report = fz.migrate(optimizer.opt_state, new.tx, nnx.state(model, nnx.Param), report=True)
+        nnx.update(new.opt_state, nnx.state(migrated))
+        assert report.dropped == ()
+        assert {place for place in report.created if "layers/0" in place} == {
+            f"inner_opt_state/0/{name}/layers/0/kernel" for name in ("mu", "nu")
+        } | {"acc_grads/layers/0/kernel"}
+        old_mu, new_mu = (
+            jax.tree.leaves(
+                o.opt_state.inner_state.inner_states["trainable"]
+                .inner_state.inner_opt_state[0]
+                .mu["layers"][0]["kernel"]
+            )[0]
+            for o in (optimizer, new)
+        )
+        assert bits(new_mu[1:]) == bits(old_mu)
+        assert new_mu.shape == (3, 3)
+        step(model, new)
+
+    def test_parameters_frozen_and_thawed_by_type(self):
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+        tx = optax.adam(0.1)
+
+        def step(optimizer):
+            optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
+
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step(optimizer)
+        fnnx.freeze(model, "layers/0")
+        narrow, report = fz.migrate(optimizer.opt_state, tx, nnx.state(model, nnx.Param), report=True)
+        assert all("layers/0" in place for place in report.dropped)
+        assert report.created == ()
+        after = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        nnx.update(after.opt_state, nnx.state(narrow))
+        step(after)
+        fnnx.thaw(model)
+        wide, report = fz.migrate(after.opt_state, tx, nnx.state(model, nnx.Param), report=True)
+        assert all("layers/0" in place for place in report.created)
+        assert report.dropped == ()
+        assert wide[0].count == 2
+        with pytest.raises(ValueError, match="does not belong to these parameters"):
+            fz.migrate(after.opt_state, optax.sgd(0.1, momentum=0.9), nnx.state(model, nnx.Param))
+
+
+class TestItDoesNotFit:
+    @pytest.mark.parametrize(
+        "model",
+        [
+            lambda p: {**p, "tail": jnp.ones(2)},
+            lambda p: {"encoder": p["encoder"]},
+            lambda p: {"encoder": p["encoder"], "decoder": p["head"]},
+            lambda p: jax.tree.map(lambda leaf: jnp.ones((leaf.shape[0] + 1, *leaf.shape[1:])), p),
+        ],
+        ids=["another leaf", "a leaf less", "another name", "another width"],
+    )
+    @pytest.mark.parametrize("spec", ["encoder/layer_0", False])
+    def test_a_state_of_another_model(self, params, model, spec):
+        tx = fz.freeze(optax.adam(0.1), spec)
+        _, state = train(tx, params, 1)
+        with pytest.raises(ValueError, match=r"does not belong to these parameters(.|\n)*at: 0/mu/"):
+            fz.migrate(state, tx, model(params))
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            optax.chain(optax.clip(1.0), optax.adam(0.1)),
+            optax.sgd(0.1),
+            optax.sgd(0.1, momentum=0.9),
+            optax.adam(SCHEDULE),
+        ],
+        ids=["longer chain", "no state", "momentum", "schedule"],
+    )
+    def test_a_state_of_another_optimizer(self, params, other):
+        _, state = train(fz.freeze(optax.chain(optax.adam(0.1), optax.ema(0.9)), "encoder"), params, 1)
+        with pytest.raises(ValueError, match="or to another optimizer"):
+            fz.migrate(state, fz.freeze(other, "encoder/layer_0"), params)
+
+    def test_compact_elements_of_the_trainable_part(self, params):
+        """Their mask is in the other part: another of the same count would mix up their moments."""
+        masks = (np.arange(8).reshape(4, 2) < 4, np.arange(8).reshape(4, 2) >= 4)
+        first, second = (
+            fz.partition(params, fz.rules({"head/kernel": fz.elements(mask, compact=True)}))[0] for mask in masks
+        )
+        _, state = train(optax.adam(0.1), first, 1)
+        with pytest.raises(ValueError, match=r"does not say which elements(.|\n)*at: 0/mu/head/kernel"):
+            fz.migrate(state, optax.adam(0.1), second)
+
+    def test_what_trained_freezes_and_what_was_frozen_thaws(self, params):
+        """Nothing survives, and that is right."""
+        tx, other = (fz.freeze(optax.sgd(0.1, momentum=0.9), spec) for spec in ("encoder", "head"))
+        _, state = train(tx, params, 1)
+        new, report = fz.migrate(state, other, params, report=True)
+        assert bits(new) == bits(other.init(params))
+        assert report.carried == ()
+
+    def test_the_report_reads_well(self, params):
+        tx = fz.freeze(optax.sgd(0.1, momentum=0.9), "encoder")
+        _, state = train(tx, params, 1)
+        _, report = fz.migrate(
+            state, fz.freeze(optax.sgd(0.1, momentum=0.9), ["encoder", "head/bias"]), params, report=True
+        )
+        assert str(report) == "carried: 0/trace/head/kernel\ncreated: nothing\ndropped: 0/trace/head/bias"
