@@ -18,6 +18,7 @@ test: .venv/test
 bench: .venv/bench
 	$(BIN)/python tests/benchmarks/transformer.py
 	$(BIN)/python tests/benchmarks/element_masks.py
+	$(BIN)/python tests/benchmarks/frozen_rows.py
 	$(BIN)/python tests/benchmarks/tracing.py
 	$(BIN)/python tests/benchmarks/schedules.py
 	$(BIN)/python tests/benchmarks/flax_linen.py

@@ -40,8 +40,8 @@ def _inline(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: 
 
 
 def _jit(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    placed = (*params["in_shardings"], *params["out_shardings"])
-    if not _has(values) or any(params["donated_invars"]) or any(type(s).__name__ != "UnspecifiedValue" for s in placed):
+    placed = any(type(s).__name__ != "UnspecifiedValue" for s in (*params["in_shardings"], *params["out_shardings"]))
+    if not _has(values) or placed or any(params["donated_invars"]):
         return None
     closed = params["jaxpr"]
     if _JAX in closed.jaxpr.debug_info.func_src_info:  # a function of jax.numpy, of which the user knows the call alone

@@ -80,9 +80,8 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source:
 
     for i, eqn in enumerate(jaxpr.eqns):
         name_stack = current_name_stack() + eqn.source_info.name_stack
-        traceback = (source or eqn.source_info).traceback
-        with user_context(traceback, name_stack=name_stack), eqn.ctx.manager:
-            outs = _apply(eqn.primitive, eqn.params, [read(v) for v in eqn.invars])
+        with user_context((source or eqn.source_info).traceback, name_stack=name_stack):
+            outs = _apply(eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
         for v in {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}:
             if last.get(v, i) <= i:
@@ -90,18 +89,24 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source:
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(primitive: Any, params: dict[str, Any], values: list[Any]) -> Any:
+def _apply(eqn: Any, values: list[Any]) -> Any:
+    primitive, params = eqn.primitive, eqn.params
     control = CONTROL.get(primitive.name)
     if control is None:
         values = [value.read() if isinstance(value, Frozen) else value for value in values]
     splits = [value for value in values if isinstance(value, Split)]
     rule = functools.partial(control, evaluate) if control else rule_of(primitive) if splits else None
-    out = rule(primitive, params, values) if rule is not None else None
+    here = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager:
+        elsewhere = splits and jax.sharding.get_abstract_mesh() != here  # in auto_axes: the parts are not of that mesh
+        out = rule(primitive, params, values) if rule is not None and not elsewhere else None
     if out is None or control is None:
         outs = out if primitive.multiple_results and out is not None else [out]
         kept = any(isinstance(part, Split) for part in outs)
         for split in splits:
             split.note(primitive.name, "merged" if out is None else "kept" if kept else "read", current())
     if out is None:
-        return bind(primitive, params, [dense(value) for value in values])
+        values = [dense(value) for value in values]
+        with eqn.ctx.manager:
+            return bind(primitive, params, values)
     return out

@@ -75,7 +75,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     array: right, but its gradient has the size of the leaf.
 
     Args:
-      fun: called as ``fun(params, *args, **kwargs)``; traced and not computed.
+      fun: called as ``fun(params, *args, **kwargs)``; what depends on ``params`` is traced and not computed.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``).
       frozen: what is frozen, in any form.
       *args: the other arguments; arrays may be shapes here, too.

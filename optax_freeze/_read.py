@@ -130,7 +130,8 @@ def gather(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any
         return chosen
 
     whole_rows = sizes == at_axis(x.frozen.shape, x.axis, 1) and numbering.collapsed_slice_dims == (x.axis,)
-    if x.index.count <= _FEW_ROWS and len(columns) == 1 and whole_rows:
+    explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    if x.index.count <= _FEW_ROWS and len(columns) == 1 and whole_rows and not explicit:
         return jax.lax.platform_dependent(tpu=selected, default=looked_up)
     return looked_up()
 

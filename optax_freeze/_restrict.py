@@ -2,7 +2,8 @@
 
 ``jax.grad`` of the whole tree computes a gradient for every leaf, and as soon as anything looks at all of them (a
 global norm, an accumulator, a finite check, a ``jit`` boundary) the compiler has to keep that work. A loss restricted
-to what trains has no other gradients.
+to what trains has no other gradients: not of whole leaves, nor of rows, which lookups, scans and matmuls read where
+they lie.
 """
 
 import functools
@@ -25,12 +26,17 @@ from optax_freeze._tree import PyTree, Rest, is_array, is_leaf, message
 def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
     """Restricts a function of the parameters to what trains.
 
+    What is frozen is not differentiated. A leaf frozen by rows is read in two parts, and its gradient has the size of
+    the rows that train, as long as the operations of ``fun`` allow it (:func:`optax_freeze.explain`); others get the
+    merged array.
+
     Args:
       fun: called as ``fun(params, *args, **kwargs)``.
       rest: the second part of :func:`optax_freeze.partition`.
 
     Returns:
-      ``g(trainable, *args, **kwargs)``, equal to ``fun(combine(trainable, rest), *args, **kwargs)``.
+      ``g(trainable, *args, **kwargs)``, equal to ``fun(combine(trainable, rest), *args, **kwargs)``, up to rounding
+      where a sum over rows is split.
 
     Example:
       >>> import optax_freeze as fz
@@ -60,7 +66,8 @@ def in_parts(
     def place(path: str, of_rest: Rest, part: Any) -> Any:
         if not isinstance(of_rest.answer, RowIndex):
             return of_rest.answer.put(of_rest.array, part, of_rest.mask)
-        splits.append(Split(jnp.asarray(of_rest.array), part.values, of_rest.answer, origin_of(path)))
+        array = jnp.asarray(of_rest.array)
+        splits.append(Split.of(array, jnp.asarray(part.values, array.dtype), of_rest.answer, origin_of(path)))
         return splits[-1]
 
     params = assemble(trainable, rest, place)

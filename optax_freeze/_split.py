@@ -32,6 +32,14 @@ class Split:
     index: RowIndex
     origin: "Origin | None" = None  # only while someone listens; static, so that no cached trace is deaf
 
+    @classmethod
+    def of(cls, frozen: Any, rows: Any, index: RowIndex, origin: "Origin | None") -> "Split":
+        """The two parts made to vary over the same axes of a mesh, inside of ``jax.shard_map``."""
+        if _varies(frozen) != _varies(rows):
+            rows = jnp.where(True, rows, take(index, frozen))
+            frozen = jnp.where(True, frozen, join(index, index.axis, frozen, rows))
+        return cls(frozen, rows, index, origin)
+
     @property
     def axis(self) -> int:
         """The axis of the rows."""
@@ -176,6 +184,12 @@ def segments(splits: Sequence[Split], length: int) -> list[tuple[int, int]]:
         row[numbers(split.index)] = True
     inner = (np.flatnonzero((trains[:, 1:] != trains[:, :-1]).any(0)) + 1).tolist()
     return list(zip([0, *inner], [*inner, length], strict=True))
+
+
+def _varies(array: Any) -> Any:
+    """The axes of a mesh over which an array varies inside of ``jax.shard_map``."""
+    aval: Any = jax.typeof(array)
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
 
 def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:

@@ -328,6 +328,23 @@ class TestCost:
         program = jax.make_jaxpr(jax.grad(fz.restrict(loss, rest)))(trainable)
         assert not {(6, 4, 4), (4, 4, 4), (5, 4, 4)} & set(shapes_in(program.jaxpr))
 
+    def test_other_frozen_leaves_are_not_copied_either(self):
+        params = {"w": jnp.ones((6, 4, 4)), "frozen": jnp.ones((6, 4, 4)), "trains": jnp.ones((6, 4))}
+        trainable, rest = fz.partition(params, {"w": fz.rows(slice(0, 4)), "frozen": True, "trains": False})
+
+        def loss(p):
+            def body(x, of_layer):
+                w, frozen, scale = of_layer
+                return jnp.tanh(x @ w @ frozen) * scale, None
+
+            return jnp.sum(jax.lax.scan(jax.checkpoint(body), X, (p["w"], p["frozen"], p["trains"]))[0])
+
+        for program in (
+            jax.make_jaxpr(jax.grad(fz.restrict(loss, rest)))(trainable),
+            jax.make_jaxpr(lambda t, rest: jax.grad(fz.restrict(loss, rest))(t))(trainable, rest),
+        ):
+            assert not {(6, 4, 4), (4, 4, 4)} & set(shapes_in(program.jaxpr))
+
     def test_a_row_is_read_again_in_the_backward_pass_of_remat(self):
         params = {"w": jnp.ones((6, 4, 4)), "x": X}
         frozen = {"w": fz.rows(slice(0, 4)), "x": False}
@@ -418,6 +435,48 @@ class TestTransformations:
         ours = on_each(fz.grad(loss, frozen))(params, tokens)
         theirs = on_each(jax.grad(loss))(params, tokens)
         chex.assert_trees_all_close(ours, fz.partition(theirs, frozen)[0], rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("which", ["trainable", "rest"])
+    def test_one_part_varies_over_a_mesh(self, which):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        trainable, rest = fz.partition({"w": jnp.ones((6, 4))}, {"w": fz.rows(slice(0, 4))})
+        spec = jax.sharding.PartitionSpec
+
+        def vary(x):
+            return jax.lax.pcast(x, "data", to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, "data")
+
+        def local(trainable, rest, tokens, restrict):
+            def loss(p):
+                return jnp.sum(jnp.tanh(p["w"][tokens]) @ p["w"].T)
+
+            if which == "trainable":
+                trainable = jax.tree.map(vary, trainable)
+                return jax.lax.psum(jax.grad(restrict(loss, rest))(trainable), "data")
+            return jax.grad(restrict(loss, jax.tree.map(vary, rest)))(trainable)
+
+        def run(restrict):
+            fn = functools.partial(local, restrict=restrict)
+            fn = jax.shard_map(fn, mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=spec())
+            return jax.jit(fn)(trainable, rest, jnp.full((8, 3), 5))
+
+        merged = run(lambda loss, rest: lambda t: loss(fz.combine(t, rest)))
+        chex.assert_trees_all_close(run(fz.restrict), merged, rtol=1e-5)
+
+    @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
+    def test_explicit_axes(self):
+        mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+        spec = jax.sharding.PartitionSpec
+        with jax.set_mesh(mesh):
+            w = jax.device_put(jax.random.normal(jax.random.key(0), (6, 8)), jax.NamedSharding(mesh, spec(None, "tp")))
+
+            def loss(p):
+                looked_up = p["w"].at[TOKENS].get(out_sharding=spec(None, None, "tp"))
+                head = jnp.einsum("xd,rd->xr", jnp.ones((3, 8)), jnp.tanh(p["w"]), out_sharding=spec())
+                return jnp.sum(looked_up**2) + jnp.sum(head)
+
+            frozen = {"w": fz.rows(slice(0, 4))}
+            expected = fz.partition(jax.jit(jax.grad(loss))({"w": w}), frozen)[0]
+            chex.assert_trees_all_close(jax.jit(fz.grad(loss, frozen))({"w": w}), expected, rtol=1e-5)
 
     def test_sharded_parameters(self):
         mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

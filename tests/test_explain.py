@@ -1,0 +1,103 @@
+"""What restrict makes of each leaf frozen by rows."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_freeze as fz
+
+PARAMS = {"embed": jnp.ones((6, 4)), "out": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+FROZEN = {"embed": fz.rows(slice(0, 5)), "out": fz.rows([0, 1], axis=1), "bias": False}
+TOKENS = jnp.array([0, 5])
+
+
+def loss(params, tokens, *, power=2):
+    x = params["embed"][tokens]
+    y = jnp.sort(x @ params["out"] + params["bias"])
+    return jnp.sum(jnp.cumsum(params["out"], 1) @ y.T) ** power
+
+
+def line_of(text):
+    lines, start = inspect.getsourcelines(loss)
+    return start + next(i for i, line in enumerate(lines) if text in line)
+
+
+def test_operations_and_source_lines():
+    embed, out = fz.explain(loss, PARAMS, FROZEN, TOKENS).rows
+    assert (embed.path, embed.rows, embed.trainable_rows) == ("embed", 6, 1)
+    assert [operation.name for operation in embed.in_parts] == ["gather"]
+    assert f"test_explain.py:{line_of('tokens]')}" in embed.in_parts[0].source
+    assert embed.merged is None
+    assert (out.path, out.rows, out.trainable_rows) == ("out", 4, 2)
+    assert [operation.name for operation in out.in_parts] == ["dot_general"]
+    assert out.merged.name == "cumsum"
+    assert f"test_explain.py:{line_of('cumsum')}" in out.merged.source
+    assert "(loss)" in out.merged.source
+
+
+def test_an_operation_of_jax_numpy_has_the_line_that_calls_it():
+    def twice(params):
+        first = jnp.take(params["embed"], TOKENS, axis=0)
+        return first + jnp.take(params["embed"], TOKENS, axis=0)
+
+    params, frozen = {"embed": PARAMS["embed"]}, {"embed": FROZEN["embed"]}
+    [row] = fz.explain(twice, params, frozen).rows
+    _, start = inspect.getsourcelines(twice)
+    lines = [operation.source.split(":")[1] for operation in row.in_parts]
+    assert lines == [str(start + 1), str(start + 2)]
+
+
+def test_prints_one_line_for_each_operation():
+    text = str(fz.explain(loss, PARAMS, FROZEN, TOKENS)).splitlines()
+    assert text[0] == "embed: 1 of 6 rows train; in parts throughout"
+    assert text[1].startswith("  in parts: gather at ")
+    assert text[2].startswith("out: 2 of 4 rows train; merged by cumsum at ")
+
+
+def test_of_shapes():
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    of_shapes = fz.explain(loss, params, FROZEN, jax.ShapeDtypeStruct((2,), jnp.int32), power=3)
+    assert of_shapes == fz.explain(loss, PARAMS, FROZEN, TOKENS)
+    assert str(fz.explain(loss, params, True, TOKENS)) == "no leaf is frozen by rows"
+
+
+def test_computes_nothing():
+    ran = []
+
+    def noisy(params):
+        jax.debug.callback(lambda x: ran.append(x), params["embed"][0, 0])
+        return jnp.sum(params["embed"][TOKENS])
+
+    fz.explain(noisy, {"embed": PARAMS["embed"]}, {"embed": FROZEN["embed"]})
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_a_whole_leaf_has_no_row():
+    assert fz.explain(loss, PARAMS, {"embed": True, "out": False, "bias": False}, TOKENS).rows == ()
+    masked = {"embed": np.eye(6, 4, dtype=bool), "out": False, "bias": True}
+    assert fz.explain(loss, PARAMS, masked, TOKENS).rows == ()
+
+
+def test_is_frozen():
+    explanation = fz.explain(loss, PARAMS, FROZEN, TOKENS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        explanation.rows = ()
+    assert isinstance(explanation, fz.Explanation)
+
+
+def test_a_spec_that_does_not_fit():
+    with pytest.raises(ValueError, match="matches no leaf"):
+        fz.explain(loss, PARAMS, "encoder", TOKENS)
+
+
+def test_a_scan_of_too_many_stretches():
+    params = {"w": jnp.ones((80, 2))}
+    fun = lambda p: jax.lax.scan(lambda x, w: (x * w, None), jnp.ones(2), p["w"])[0].sum()  # noqa: E731
+    assert fz.explain(fun, params, {"w": fz.rows(slice(None, None, 2))}).rows[0].merged.name == "scan"
+    assert fz.explain(fun, params, {"w": fz.rows(slice(0, 40, 2))}).rows[0].merged.name == "scan"
+    assert fz.explain(fun, params, {"w": fz.rows(slice(0, 20, 2))}).rows[0].merged is None
