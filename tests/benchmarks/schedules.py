@@ -1,8 +1,8 @@
 """Freezing that changes while training: what toggles, frozen groups and phases cost.
 
 1. 100 random toggles of 8 groups: how often the step is traced.
-2. An update of AdamW with k of 8 groups frozen, its state donated: the time beside the same with none frozen; the same
-   written by hand with ``lax.cond``, and with ``jnp.where`` on what the optimizer made of all groups.
+2. An update of AdamW, and of Muon, with k of 8 groups frozen, its state donated: the time beside the same with none
+   frozen; the same written by hand with ``lax.cond``, and with ``jnp.where`` on what the optimizer made of all groups.
 3. The same update with nothing frozen beside the plain optimizer: FLOPs, temporaries and time, alone and at the end of
    a training step of a decoder, compiled for one chip of TPU v5e.
 4. Static phases of that decoder, unfrozen from the head on: FLOPs of each beside the optimum of the phase by hand.
@@ -27,7 +27,7 @@ from rich.table import Table
 
 import optax_freeze as fz
 
-GROUPS, SIDE, ROUNDS = 8, 1024, 25
+GROUPS, ROUNDS = 8, 50
 NAMES = [f"group_{i}" for i in range(GROUPS)]
 ADAMW = optax.adamw(1e-3)
 console = Console(width=130)
@@ -52,28 +52,28 @@ def toggles() -> None:
     console.print(f"100 toggles of {GROUPS} groups: {len(traced)} compilation")
 
 
-def by_hand(decide: Callable[..., Any]) -> tuple[Any, Any]:
+def by_hand(tx: Any, decide: Callable[..., Any]) -> tuple[Any, Any]:
     """``init`` and ``update`` of groups with a state each; ``decide`` says how a frozen one is skipped."""
 
     def init(params: Any) -> Any:
-        return {name: ADAMW.init(leaf) for name, leaf in params.items()}, dict.fromkeys(params, jnp.asarray(False))
+        return {name: tx.init(leaf) for name, leaf in params.items()}, dict.fromkeys(params, jnp.asarray(False))
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        new = {name: decide(state[1][name], grads[name], state[0][name], params[name]) for name in params}
+        new = {name: decide(tx, state[1][name], grads[name], state[0][name], params[name]) for name in params}
         return {name: u for name, (u, _) in new.items()}, ({name: s for name, (_, s) in new.items()}, state[1])
 
     return init, update
 
 
-def cond(frozen: Any, grad: Any, state: Any, param: Any) -> Any:
+def cond(tx: Any, frozen: Any, grad: Any, state: Any, param: Any) -> Any:
     """The branch that is taken alone."""
     still = jnp.zeros_like(grad)
-    return jax.lax.cond(frozen, lambda s: (still, s), lambda s: ADAMW.update(grad, s, param), state)
+    return jax.lax.cond(frozen, lambda s: (still, s), lambda s: tx.update(grad, s, param), state)
 
 
-def where(frozen: Any, grad: Any, state: Any, param: Any) -> Any:
+def where(tx: Any, frozen: Any, grad: Any, state: Any, param: Any) -> Any:
     """Everything is computed, and not used."""
-    new = ADAMW.update(grad, state, param)
+    new = tx.update(grad, state, param)
     return jax.tree.map(lambda old, new: jnp.where(frozen, old, new), (jnp.zeros_like(grad), state), new)
 
 
@@ -89,15 +89,24 @@ def best_of(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 class Updating:
-    """An update in a loop, its state donated."""
+    """An update in a loop, its state donated; ``moves`` applies it to parameters that are donated, too."""
 
-    def __init__(self, init: Any, update: Any, params: Any, frozen: Callable[[Any], Any] = lambda state: state) -> None:
-        self.params, self.state = params, frozen(jax.tree.map(jnp.copy, init(params)))
-        step = jax.jit(lambda state, params: update(params, state, params)[::-1], donate_argnums=0)
-        self.compiled = step.lower(self.state, params).compile()
+    def __init__(
+        self, init: Any, update: Any, params: Any, frozen: Callable[[Any], Any] = lambda s: s, moves: bool = False
+    ) -> None:
+        def step(state: Any, params: Any, grads: Any) -> Any:
+            updates, state = update(grads, state, params)
+            return state, optax.apply_updates(params, updates) if moves else updates
+
+        self.moves, self.grads = moves, params
+        self.params, state = jax.tree.map(jnp.copy, (params, init(params)))
+        self.state = frozen(state)
+        donated = (0, 1) if moves else (0,)
+        self.compiled = jax.jit(step, donate_argnums=donated).lower(self.state, params, params).compile()
 
     def __call__(self) -> None:
-        self.state, _ = jax.block_until_ready(self.compiled(self.state, self.params))
+        self.state, new = jax.block_until_ready(self.compiled(self.state, self.params, self.grads))
+        self.params = new if self.moves else self.params
 
     @property
     def flops(self) -> float:
@@ -110,11 +119,15 @@ class Updating:
         return memory.temp_size_in_bytes
 
 
-def frozen_groups(times: bool) -> None:
+def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
     """An update with some groups frozen."""
-    params = {name: jax.random.normal(jax.random.key(i), (SIDE, SIDE)) for i, name in enumerate(NAMES)}
-    tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
-    ways = {"fz.freeze_when": (tx.init, tx.update), "lax.cond by hand": by_hand(cond), "where by hand": by_hand(where)}
+    params = {name: jax.random.normal(jax.random.key(i), (side, side)) for i, name in enumerate(NAMES)}
+    tx = fz.freeze_when(inner, dict.fromkeys(NAMES, False))
+    ways = {
+        "fz.freeze_when": (tx.init, tx.update),
+        "lax.cond by hand": by_hand(inner, cond),
+        "where by hand": by_hand(inner, where),
+    }
 
     def freeze(way: str, k: int) -> Callable[[Any], Any]:
         switches = {name: jnp.asarray(i < k) for i, name in enumerate(NAMES)}
@@ -123,18 +136,31 @@ def frozen_groups(times: bool) -> None:
         return lambda state: (state[0], switches)
 
     counts = (0, 2, 4, 6, 8)
-    runs: dict[str, Any] = {"plain optimizer": Updating(ADAMW.init, ADAMW.update, params)}
+    runs: dict[str, Any] = {"plain optimizer": Updating(inner.init, inner.update, params)}
+    runs["plain optimizer, applied"] = Updating(inner.init, inner.update, params, moves=True)
     for way, (init, update) in ways.items():
+        runs[f"{way}, applied"] = Updating(init, update, params, freeze(way, 0), moves=True)
         for k in counts:
             runs[f"{way} {k}"] = Updating(init, update, params, freeze(way, k))
     seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
     plain = runs["plain optimizer"]
 
-    table = Table(title=f"an update of AdamW, {GROUPS} groups of {SIDE} x {SIDE}: time with k frozen / none frozen")
-    for column in ("", *(f"k = {k}" for k in counts[1:]), "none frozen / plain: FLOPs", "temporary MB", "time"):
+    table = Table(
+        title=f"an update of {optimizer}, {GROUPS} groups of {side} x {side}: time with k frozen / none frozen"
+    )
+    for column in (
+        "",
+        *(f"k = {k}" for k in counts[1:]),
+        "none frozen / plain: FLOPs",
+        "temporary MB",
+        "time",
+        "applied",
+    ):
         table.add_column(column, justify="right" if column else "left")
-    table.add_row("(n - k) / n + 0.1", *(f"{(GROUPS - k) / GROUPS + 0.1:.2f}" for k in counts[1:]), "1.02", "", "1.10")
-    table.add_row("plain optimizer", *("" for _ in counts[1:]), "1.00", f"{plain.temporary / 1e6:.2f}", "1.00")
+    table.add_row(
+        "(n - k) / n + 0.1", *(f"{(GROUPS - k) / GROUPS + 0.1:.2f}" for k in counts[1:]), "1.02", "", "1.10", ""
+    )
+    table.add_row("plain optimizer", *("" for _ in counts[1:]), "1.00", f"{plain.temporary / 1e6:.2f}", "1.00", "1.00")
     for way in ways:
         none = runs[f"{way} 0"]
         table.add_row(
@@ -143,35 +169,46 @@ def frozen_groups(times: bool) -> None:
             f"{none.flops / plain.flops:.2f}",
             f"{none.temporary / 1e6:.2f}",
             f"{seconds[f'{way} 0'] / seconds['plain optimizer']:.2f}",
+            f"{seconds[f'{way}, applied'] / seconds['plain optimizer, applied']:.2f}",
         )
     console.print(table)
 
 
-def decoder(chip: Any) -> None:
+def decoder(chip: Any, times: bool) -> None:
     """A whole training step, and static phases of it."""
     params = jax.eval_shape(transformer.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
     patterns = ["head", *(f"blocks/{i:02d}" for i in reversed(range(transformer.LAYERS))), "embed"]
 
-    def figures(tx: Any, value_and_grad: Any, apply: Any, params: Any, *rest: Any) -> measure.Figures:
+    def stepping(tx: Any, value_and_grad: Any, apply: Any = optax.apply_updates) -> Any:
         def step(params: Any, state: Any, tokens: Any, *rest: Any) -> Any:
             value, grads = value_and_grad(params, tokens, *rest)
             updates, state = tx.update(grads, state, params)
             return apply(params, updates), state, value
 
+        return step
+
+    def figures(tx: Any, step: Any, params: Any, *rest: Any) -> measure.Figures:
         return measure.figures(step, *measure.on(chip, (params, jax.eval_shape(tx.init, params), tokens, *rest)))
 
+    def seconds(tx: Any, step: Any) -> float:
+        start = transformer.init(jax.random.key(0))
+        args = (start, tx.init(start), jnp.zeros(tokens.shape, tokens.dtype))
+        return measure.step_seconds(measure.compile_seconds(step, *args)[1], *args)
+
     everything = jax.value_and_grad(transformer.loss)
-    table = Table("", "GFLOP", "MB accessed", "MB temporary", title="a training step of the decoder, nothing frozen")
-    plain = figures(ADAMW, everything, optax.apply_updates, params)
+    table = Table(title="a training step of the decoder, nothing frozen")
+    for column in ("", "GFLOP", "MB accessed", "MB temporary", "time"):
+        table.add_column(column, justify="right" if column else "left")
     scheduled = fz.freeze_when(ADAMW, fz.gradual_unfreeze(patterns, every=100))
-    for name, row in (
-        ("plain optimizer", plain),
-        (f"fz.freeze_when, {len(patterns)} groups", figures(scheduled, everything, optax.apply_updates, params)),
-    ):
-        cells = ((row.flops, plain.flops), (row.accessed, plain.accessed), (row.temporary, plain.temporary))
-        scales = (1e9, 1e6, 1e6)
-        table.add_row(name, *(f"{a / scale:.1f} ({a / b:.2f})" for (a, b), scale in zip(cells, scales, strict=True)))
+    rows = []
+    for name, tx in (("plain optimizer", ADAMW), (f"fz.freeze_when, {len(patterns)} groups", scheduled)):
+        step = stepping(tx, everything)
+        row = figures(tx, step, params)
+        rows.append((row.flops / 1e9, row.accessed / 1e6, row.temporary / 1e6))
+        rows[-1] += (seconds(tx, step) if times else float("nan"),)
+        *cells, time_ratio = (f"{a:.1f} ({a / b:.2f})" for a, b in zip(rows[-1], rows[0], strict=True))
+        table.add_row(name, *cells, time_ratio.split()[1])
     console.print(table)
 
     table = Table("trains", "fz.freeze", "by hand", "ratio", "of everything", title="static phases: GFLOP of a step")
@@ -182,15 +219,16 @@ def decoder(chip: Any) -> None:
         def value_and_grad(trainable: Any, tokens: Any, rest: Any) -> Any:
             return jax.value_and_grad(lambda t: transformer.loss(fz.combine(t, rest), tokens))(trainable)
 
-        phase = figures(fz.freeze(ADAMW, frozen), fz.value_and_grad(transformer.loss, frozen), fz.apply_updates, params)
-        hand = figures(ADAMW, value_and_grad, optax.apply_updates, trainable, rest)
+        tx, gradient = fz.freeze(ADAMW, frozen), fz.value_and_grad(transformer.loss, frozen)
+        phase = figures(tx, stepping(tx, gradient, fz.apply_updates), params)
+        hand = figures(ADAMW, stepping(ADAMW, value_and_grad), trainable, rest)
         name = patterns[0] if n == 1 else f"{patterns[0]} to {patterns[n - 1]}"
         table.add_row(
             name,
             f"{phase.flops / 1e9:.1f}",
             f"{hand.flops / 1e9:.1f}",
             f"{phase.flops / hand.flops:.3f}",
-            f"{phase.flops / plain.flops:.2f}",
+            f"{phase.flops / 1e9 / rows[0][0]:.2f}",
         )
     console.print(table)
 
@@ -200,8 +238,9 @@ def main() -> None:
     parser.add_argument("--no-times", action="store_true", help="leave out the times on this device")
     times = not parser.parse_args().no_times
     toggles()
-    frozen_groups(times)
-    decoder(measure.tpu_sharding())
+    frozen_groups(times, "AdamW", ADAMW, 1024)
+    frozen_groups(times, "Muon", optax.contrib.muon(1e-3), 256)
+    decoder(measure.tpu_sharding(), times)
 
 
 if __name__ == "__main__":
