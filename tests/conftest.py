@@ -111,3 +111,10 @@ def odd_bits():
 def frozen():
     """The spec that goes with ``params``."""
     return fz.path("encoder")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory():
+    """Compiled programs are kept for the tests of one file alone."""
+    yield
+    jax.clear_caches()
