@@ -148,12 +148,12 @@ def ask(name: str, condition: Condition, step: jax.Array) -> Any:
             message(
                 "a condition looks at the value of the step, which is traced",
                 at=name,
-                got=repr(condition),
+                got=_tree.described(condition),
                 expected="a function step -> bool of arithmetic and comparisons",
                 fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
             )
         ) from error
-    refuse_no_bool(name, answer, repr(condition))
+    refuse_no_bool(name, answer, _tree.described(condition))
     return answer
 
 
@@ -167,7 +167,7 @@ def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
         message(
             f"{where}: no bool for a group",
             at=name,
-            got=repr(value) if array is None else f"an array of {array.dtype} of shape {tuple(array.shape)}",
+            got=_tree.described(value),
             expected=f"{also}True (frozen) or False, one for the whole group",
             fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
         )
@@ -181,7 +181,7 @@ def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
             message(
                 f"{function} counts updates",
                 at=name,
-                got=repr(value),
+                got=_tree.described(value),
                 expected=f"an int of at least {least}",
                 fix="give a number of updates, such as 100",
             )

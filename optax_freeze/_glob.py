@@ -61,7 +61,7 @@ def _segment(segment: str, pattern: str) -> str:
     return out
 
 
-def no_match(pattern: str, paths: list[str]) -> str:
+def no_match(pattern: str, paths: list[str], hint: str = "") -> str:
     """The text of the error for a pattern that matches none of ``paths``: it names the nearest."""
     above = {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)}
     near = difflib.get_close_matches(pattern.rstrip("/*"), sorted(above), n=3, cutoff=0.5)
@@ -70,5 +70,5 @@ def no_match(pattern: str, paths: list[str]) -> str:
         at=repr(pattern),
         got=f"0 of {len(paths)} leaves",
         expected="at least one",
-        fix=f"nearest paths: {', '.join(near or paths[:3]) or '(the root)'}",
+        fix=f"nearest paths: {', '.join(near or paths[:3]) or '(the root)'}{hint}",
     )

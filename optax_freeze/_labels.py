@@ -74,7 +74,7 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
             message(
                 "fz.labels_by_path takes a mapping",
                 at="its first argument",
-                got=repr(labels),
+                got=_tree.described(labels),
                 expected="{pattern or selector: label}",
                 fix='for "trainable" and "frozen" alone, use fz.labels(frozen)',
             )
@@ -87,7 +87,7 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
                 message(
                     "fz.labels_by_path: no label",
                     at="its first argument" if word in words else "default",
-                    got=repr(word),
+                    got=_tree.described(word),
                     expected="a string, or another value that is no container",
                     fix="give a key of the transformations of optax.multi_transform",
                 )
@@ -139,7 +139,7 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
             message(
                 "fz.layerwise_decay multiplies learning rates",
                 at="factor",
-                got=repr(factor),
+                got=_tree.described(factor),
                 expected="a positive number, less than 1 for slower input layers",
                 fix="1 / 2.6 divides by 2.6",
             )

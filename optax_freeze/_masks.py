@@ -112,7 +112,7 @@ def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
         message(
             "fz.rows takes the numbers of rows",
             at="fz.rows",
-            got=f"index={index!r}, axis={axis!r}",
+            got=f"index={_tree.described(index)}, axis={_tree.described(axis)}",
             expected="a slice, an int or a list of ints, and an int for the axis",
             fix="for a boolean array use fz.elements(array)",
         )
@@ -152,7 +152,7 @@ def elements(array: Any, compact: bool = False) -> Elements:
             message(
                 "fz.elements takes a boolean array",
                 at="fz.elements",
-                got=f"an array of {array.dtype}" if _tree.is_array(array) else repr(array),
+                got=_tree.described(array),
                 expected="an array of bool, True where frozen",
                 fix="compare: fz.elements(scores < threshold); for rows use fz.rows(...)",
             )

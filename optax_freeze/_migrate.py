@@ -72,6 +72,7 @@ def migrate(
 
     Raises:
       ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.
+      TypeError: if ``tx`` is no optimizer.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -85,6 +86,16 @@ def migrate(
       created: 0/mu/encoder, 0/nu/encoder
       dropped: nothing
     """
+    if not hasattr(tx, "init"):
+        raise TypeError(
+            message(
+                "fz.migrate takes the new optimizer second",
+                at="its second argument",
+                got=_tree.described(tx),
+                expected="fz.migrate(state, tx, params)",
+                fix="swap the first two arguments" if hasattr(state, "init") else "pass an Optax optimizer",
+            )
+        )
     fresh = tx.init(params)
     shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
     old, new = entries_of(state, shapes), entries_of(fresh, shapes)

@@ -87,7 +87,11 @@ class Resolved:
         if tied not in ("error", "ignore"):
             raise ValueError(
                 message(
-                    "unknown choice", at="tied", got=repr(tied), expected="'error' or 'ignore'", fix="use one of them"
+                    "unknown choice",
+                    at="tied",
+                    got=_tree.described(tied),
+                    expected="'error' or 'ignore'",
+                    fix="use one of them",
                 )
             )
         values, treedef = _tree.flatten(params)
@@ -186,7 +190,8 @@ def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: 
         what, got = f"{name}: a leaf that trains is missing", "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
         if not in_part or value.index != index or value.shape != leaf.shape:
-            got = f"a Part of {value.index} of shape {value.shape}"
+            rows = f"a leaf frozen by {value.index.source}" if isinstance(value.index, RowIndex) else "single elements"
+            got = f"a Part of {rows}, of shape {value.shape}"
     elif narrow or (in_part and np.shape(value) != leaf.shape):
         got = f"an array of shape {np.shape(value)}"
     if got:
@@ -214,12 +219,22 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
         return [bool(frozen)] * len(leaves)
     if isinstance(frozen, (str, Selector)) or is_patterns(frozen):
         return as_selector(frozen, "frozen").select(leaves)
+    if isinstance(frozen, type):
+        raise TypeError(
+            message(
+                "a class says nothing about what is frozen",
+                at="frozen",
+                got=_tree.described(frozen),
+                expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
+                fix="for an NNX filter use nnx.split; by the leaf: fz.where(lambda path, leaf: ...)",
+            )
+        )
     if callable(frozen) and not isinstance(frozen, type(params)):  # an Equinox module is a tree that can be called
         function: Callable[[PyTree], PyTree] = frozen
         values, treedef = _tree.flatten(params)
         structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
         shapes = jax.tree.unflatten(treedef, structs)
-        answer = ask_without_values(lambda: function(shapes), f"the function {function!r}", "frozen")
+        answer = ask_without_values(lambda: function(shapes), _tree.described(function), "frozen")
         return _from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)
     return _from_prefix(frozen, params)
 

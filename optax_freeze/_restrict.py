@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze import _tree
 from optax_freeze._evaluate import call
 from optax_freeze._partition import assemble, split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec
+from optax_freeze._select import Selector
 from optax_freeze._split import Origin, Split
 from optax_freeze._tree import PyTree, Rest, is_array, is_leaf, message
 
@@ -38,6 +40,9 @@ def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
       ``g(trainable, *args, **kwargs)``, equal to ``fun(combine(trainable, rest), *args, **kwargs)``, up to rounding
       where a sum over rows is split.
 
+    Raises:
+      TypeError: if the first is no function, or the second a spec.
+
     Example:
       >>> import optax_freeze as fz
       >>> loss = lambda params, x: (params["encoder"] * params["head"] * x) ** 2
@@ -46,6 +51,16 @@ def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
       >>> jax.grad(fz.restrict(loss, rest))(trainable, 1.0)
       {'encoder': MaskedNode(), 'head': Array(24., dtype=float32)}
     """
+    if isinstance(rest, (bool, str, Selector)) or not callable(fun):
+        raise TypeError(
+            message(
+                "fz.restrict takes a function, and the rest of the parameters",
+                at="its arguments",
+                got=f"{_tree.described(fun)} and {_tree.described(rest)}",
+                expected="fz.restrict(fun, rest), with rest from fz.partition(params, frozen)",
+                fix="trainable, rest = fz.partition(params, frozen); from the spec itself: fz.grad(fun, frozen)",
+            )
+        )
 
     @functools.wraps(fun)
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +130,7 @@ def value_and_grad(
             message(
                 "a function is differentiated",
                 at="the first argument",
-                got=repr(fun),
+                got=_tree.described(fun),
                 expected="fz.value_and_grad(fun, frozen)",
                 fix="swap the arguments" if callable(frozen) else "pass the loss function first",
             )
@@ -125,7 +140,7 @@ def value_and_grad(
             message(
                 "one argument can be differentiated with respect to",
                 at="argnums",
-                got=repr(argnums),
+                got=_tree.described(argnums),
                 expected="one int: the position of the parameters",
                 fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
             )
@@ -234,7 +249,7 @@ def _something_trains(frozen: Spec, params: PyTree) -> tuple[Resolved, Masks]:
             message(
                 "there is nothing to differentiate: every leaf is frozen",
                 at="frozen",
-                got=f"{frozen!r}: all {len(spec.leaves)} leaves, of which {inexact} could train",
+                got=f"{_tree.described(frozen)}: all {len(spec.leaves)} leaves, of which {inexact} could train",
                 expected="at least one floating-point or complex array that trains",
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )

@@ -104,7 +104,7 @@ def freeze_when(
       >>> params["encoder"]
       Array([0.5, 0.5], dtype=float32)
     """
-    inner = _as_transformation(inner, "inner")
+    inner = _as_transformation(inner, "inner", groups)
     coupled = None if coupled is None else _as_transformation(coupled, "coupled")
     claims, conditions = _parse(groups)
     scheduled = tuple(condition if callable(condition) else None for condition in conditions)
@@ -254,7 +254,7 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
             message(
                 "fz.freeze_when takes a mapping",
                 at="its second argument",
-                got=repr(groups),
+                got=_tree.described(groups),
                 expected="{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}",
                 fix="for what stays frozen all along, use fz.freeze(inner, frozen)",
             )
@@ -282,19 +282,22 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
     return claims, conditions
 
 
-def _as_transformation(tx: Any, name: str) -> optax.GradientTransformationExtraArgs:
+def _as_transformation(tx: Any, name: str, groups: Any = None) -> optax.GradientTransformationExtraArgs:
     if isinstance(tx, optax.MultiSteps):
         update_fn: Any = tx.update
         return optax.GradientTransformationExtraArgs(tx.init, update_fn)
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
+    fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass an Optax optimizer"
+    if isinstance(groups, (optax.GradientTransformation, optax.MultiSteps)):
+        fix = "swap the two arguments"
     raise TypeError(
         message(
             f"`{name}` is no optimizer",
             at="fz.freeze_when",
-            got=repr(tx),
+            got=_tree.described(tx),
             expected="fz.freeze_when(optimizer, {pattern: condition})",
-            fix="call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass an Optax optimizer",
+            fix=fix,
         )
     )
 

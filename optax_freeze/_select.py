@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
@@ -100,7 +100,7 @@ def only(*patterns: str) -> Selector:
       >>> fz.resolve(fz.only("head"), {"encoder": np.float32(0), "head": np.float32(0)})
       {'encoder': True, 'head': False}
     """
-    return _Not(path(*patterns), spelled_only=True)
+    return _Not(_Path(_checked("only", patterns)), spelled_only=True)
 
 
 def regex(*patterns: str) -> Selector:
@@ -148,7 +148,7 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
             message(
                 "fz.where takes a function",
                 at="its first argument",
-                got=repr(fn),
+                got=_tree.described(fn),
                 expected="fn(path, leaf) -> bool",
                 fix="for patterns, use fz.path(...) or fz.regex(...)",
             )
@@ -183,7 +183,7 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
             message(
                 "fz.rules takes a mapping",
                 at="its first argument",
-                got=repr(rules),
+                got=_tree.described(rules),
                 expected="{pattern or selector: True, False or an element mask}",
                 fix="for a list of patterns, use fz.path(*patterns)",
             )
@@ -195,6 +195,7 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Patterns(Selector):
     patterns: tuple[str, ...]
+    _hint: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
@@ -206,7 +207,8 @@ class _Patterns(Selector):
             matches = self._compile(pattern).fullmatch
             found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
             if not found:
-                raise ValueError(_glob.no_match(pattern, [p for leaf in leaves for p in (leaf.path, *leaf.aliases)]))
+                paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
+                raise ValueError(_glob.no_match(pattern, paths, self._hint))
             for i in found:
                 hits[i] = True
         return hits
@@ -226,6 +228,8 @@ class _Path(_Patterns):
 
 @jax.tree_util.register_static
 class _Regex(_Patterns):
+    _hint = "; a regex has to match the whole path: '.*/kernel'"
+
     def _compile(self, pattern: str) -> re.Pattern[str]:
         return _glob.regex(pattern)
 
@@ -251,7 +255,7 @@ class _Where(Selector):
                 message(
                     f"{self!r} returned no bool",
                     at=path,
-                    got=repr(answer),
+                    got=_tree.described(answer),
                     expected="True (frozen) or False",
                     fix="compare the path, the shape or the dtype",
                 )
@@ -386,7 +390,7 @@ def as_selector(value: Any, name: str) -> Selector:
     raise TypeError(
         message(
             f"{name}: neither a pattern nor a selector",
-            at=repr(value),
+            at=_tree.described(value),
             got=type(value).__name__,
             expected="a glob pattern or fz.path / only / regex / where",
             fix="wrap a function in fz.where(...)",
@@ -422,7 +426,7 @@ def distinct(name: str, patterns: Any) -> list[Any]:
             message(
                 f"{name} takes a list of patterns",
                 at=name,
-                got=repr(patterns),
+                got=_tree.described(patterns),
                 expected="patterns or selectors, from the output end to the input end",
                 fix="[pattern, ...]",
             )
@@ -434,7 +438,7 @@ def distinct(name: str, patterns: Any) -> list[Any]:
                 message(
                     "a pattern is named twice",
                     at=name,
-                    got=repr(pattern),
+                    got=_tree.described(pattern),
                     expected="each pattern once",
                     fix="delete one of them",
                 )
@@ -453,8 +457,7 @@ def as_choice(value: Any, at: str) -> Choice:
         return bool(value)
     if isinstance(value, (Rows, Elements)):
         return value
-    name = type(value).__name__
-    kind = f"an array of {value.dtype}" if _tree.is_array(value) else f"a{'n' * (name[0] in 'aeiou')} {name}"
+    kind = f"an array of {value.dtype}" if _tree.is_array(value) else _tree.a(type(value).__name__)
     if _tree.is_array(value) and value.dtype == np.bool_:
         return elements(value)
     fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
@@ -467,7 +470,7 @@ def as_choice(value: Any, at: str) -> Choice:
         message(
             f"{kind} where a bool belongs",
             at=at,
-            got=repr(value),
+            got=_tree.described(value),
             expected="True (frozen), False, an element mask or a boolean array",
             fix=fix,
         )
@@ -528,7 +531,7 @@ def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
                 message(
                     f"fz.{name} takes strings",
                     at=f"fz.{name}",
-                    got=repr(pattern),
+                    got=_tree.described(pattern),
                     expected="a pattern such as 'encoder/**'",
                     fix=f"unpack a list: fz.{name}(*patterns); wrap a function in fz.where(...)",
                 )

@@ -104,7 +104,7 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
                     "no dense mask in the state",
                     at=path,
                     got=f"a mask for {path!r}",
-                    expected=f"a path among {sorted(known)}",
+                    expected=f"a path among {sorted(known)}" if known else "a state with dense masks",
                     fix="freeze the leaf by fz.elements(...) or a boolean array from the start",
                 )
             )

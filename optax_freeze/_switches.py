@@ -7,6 +7,7 @@ import jax
 import optax
 from jax.core import Tracer
 
+from optax_freeze import _tree
 from optax_freeze._conditions import Condition, ask, refuse_no_bool
 from optax_freeze._groups import group_name
 from optax_freeze._schedule import FreezeWhenState
@@ -43,7 +44,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
             message(
                 "fz.set_frozen takes a mapping",
                 at="its second argument",
-                got=repr(frozen),
+                got=_tree.described(frozen),
                 expected="{pattern: bool}",
                 fix="name each group by its pattern: fz.set_frozen(state, {'encoder': True})",
             )
@@ -57,12 +58,14 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
         name = group_name(key)
         if name not in known:
             raise KeyError(
-                message(
-                    "no such group",
-                    at=name,
-                    got=repr(key),
-                    expected=f"one of {sorted(known)}",
-                    fix="use the pattern that names the group in fz.freeze_when",
+                _Text(
+                    message(
+                        "no such group",
+                        at=name,
+                        got=_tree.described(key),
+                        expected=f"one of {sorted(known)}",
+                        fix="use the pattern that names the group in fz.freeze_when",
+                    )
                 )
             )
         if known[name] is not None:
@@ -118,6 +121,13 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     return answers
 
 
+class _Text(str):
+    """A text that a ``KeyError``, which shows the ``repr`` of its key, shows as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _like(old: Any, value: Any) -> Any:
     """A switch in the place of another: placed like it, and in what it is wrapped in (an NNX variable)."""
     [placed], treedef = jax.tree.flatten(old)
@@ -150,7 +160,7 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
                 at="state",
                 got=type(tree).__name__,
                 expected="the state of an optimizer with fz.freeze_when in it",
-                fix="pass the optimizer's state: fz.set_frozen(state, {pattern: bool})",
+                fix="pass the optimizer's state, and make the optimizer by fz.freeze_when(inner, {pattern: condition})",
             )
         )
     return found

@@ -235,12 +235,12 @@ def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
             "fz.freeze(optimizer, 'encoder')",
         )
     elif isinstance(frozen, (optax.GradientTransformation, optax.MultiSteps)):
-        what, got, fix = "fz.freeze takes the optimizer first", repr(inner), "swap the two arguments"
+        what, got, fix = "fz.freeze takes the optimizer first", _tree.described(inner), "swap the two arguments"
     elif frozen is None:
-        what, got = "fz.freeze goes around an optimizer", repr(inner)
+        what, got = "fz.freeze goes around an optimizer", _tree.described(inner)
         fix = f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which is what optax.freeze does"
     else:
-        what, got = "the first argument of fz.freeze is no optimizer", repr(inner)
+        what, got = "the first argument of fz.freeze is no optimizer", _tree.described(inner)
         fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(inner) else "pass an Optax optimizer"
     raise TypeError(message(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix))
 

@@ -8,7 +8,7 @@ Optax, for comparison, walks past its own holes: they are nodes without children
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -103,6 +103,9 @@ class _Struct(jax.ShapeDtypeStruct):
         return self._refuse()
 
     __hash__ = jax.ShapeDtypeStruct.__hash__
+
+
+_Struct.__name__ = "ShapeDtypeStruct"  # as Python's own errors name it
 
 
 def is_hole(node: Any) -> bool:
@@ -220,8 +223,9 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
         message(
             f"{name}: another structure" if missing or unknown else f"{name}: the same paths in another order",
             at=[*missing, *unknown, *got][0],
-            got=f"{len(got)} leaves" + (f", among them {unknown[:3]}, which do not belong" if unknown else ""),
-            expected=f"{len(expected)} leaves{also}",
+            got=counted(len(got), "leaf", "leaves")
+            + (f", among them {unknown[:3]}, which do not belong" if unknown else ""),
+            expected=f"{counted(len(expected), 'leaf', 'leaves')}{also}",
             fix=fix,
         )
     )
@@ -255,6 +259,33 @@ def _without_value(key: Any, variables: set[Any]) -> Any:
         if key[:length] in variables:
             return (*key[:length], *key[length + 1 :])
     return key
+
+
+def described(value: Any) -> str:
+    """What was given, in a few words for an error: never an address, nor the values of an array.
+
+    >>> described(jnp.ones(3)), described({"head": jnp.ones(3)}), described(jnp.sum), described("head")
+    ('an array of float32 of shape (3,)', 'a dict of 1 leaf', 'the function sum', "'head'")
+    """
+    if is_array(value):
+        return f"an array of {value.dtype} of shape {tuple(value.shape)}"
+    if hasattr(value, "__qualname__"):
+        return f"the {'class' if isinstance(value, type) else 'function'} {value.__qualname__}"
+    leaves = jax.tree.leaves(value) if isinstance(value, (Mapping, Sequence)) else []
+    if any(map(is_array, leaves)):
+        return f"{a(type(value).__name__)} of {counted(len(leaves), 'leaf', 'leaves')}"
+    text = repr(value)
+    return a(type(value).__name__) if " at 0x" in text else text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """``1 leaf``, ``2 leaves``."""
+    return f"{number} {one if number == 1 else several}"
+
+
+def a(name: str) -> str:
+    """A name with its article."""
+    return f"a{'n' * (name[0] in 'aeiouAEIOU')} {name}"
 
 
 def message(what: str, *, at: str, got: Any, expected: Any, fix: str) -> str:

@@ -24,6 +24,7 @@ from flax.linen.module import TestScope as RehearsalScope
 from flax.linen.module import wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from optax_freeze import _tree
 from optax_freeze._depends import depends_on
 from optax_freeze._lift import Freezing, Probe
 from optax_freeze._resolve import Spec, register_with_flax
@@ -77,7 +78,11 @@ class Frozen(nn.Module):
         if self.stats not in ("frozen", "live"):
             raise ValueError(
                 message(
-                    "unknown choice", at="stats", got=repr(self.stats), expected="'frozen' or 'live'", fix="use one"
+                    "unknown choice",
+                    at="stats",
+                    got=_tree.described(self.stats),
+                    expected="'frozen' or 'live'",
+                    fix="use one",
                 )
             )
         _check_collection(self.collection, self.stats_collections)
@@ -87,7 +92,7 @@ class Frozen(nn.Module):
                 message(
                     "a Frozen has no name of its own",
                     at="name",
-                    got=repr(self.name),
+                    got=_tree.described(self.name),
                     expected="a name on the module inside, since parameter paths are those of the bare module",
                     fix=f"Frozen({type(self.module).__name__}(..., name={self.name!r}))",
                 )
@@ -403,7 +408,7 @@ def _check_module(module: Any, name: str) -> None:
         message(
             f"{name} takes a Linen module",
             at="its first argument",
-            got=f"the class {module.__name__}" if is_class else repr(module),
+            got=_tree.described(module),
             expected="an instance of flax.linen.Module",
             fix=f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx",
         )
@@ -417,7 +422,7 @@ def _check_collection(collection: Any, stats_collections: Any) -> None:
             message(
                 "collections are given by their names",
                 at="stats_collections",
-                got=repr(stats_collections),
+                got=_tree.described(stats_collections),
                 expected="a sequence of names",
                 fix='stats_collections=("batch_stats",)',
             )

@@ -412,9 +412,9 @@ def _raw(variable: nnx.Variable) -> Any:
 def _check_module(module: Any, name: str, frozen: Any = None) -> None:
     if isinstance(module, nnx.Pytree):
         return
-    got, fix = f"a {type(module).__name__}: {module!r}"[:200], "pass an instance of an nnx.Module"
+    got, fix = _tree.described(module), "pass an instance of an nnx.Module"
     if isinstance(module, type):
-        got, fix = f"the class {module.__name__}", f"make an instance: {module.__name__}(..., rngs=nnx.Rngs(0))"
+        fix = f"make an instance: {module.__name__}(..., rngs=nnx.Rngs(0))"
     elif isinstance(frozen, nnx.Pytree):
         fix = "swap the arguments: what is frozen comes first in trainable(frozen, module), second everywhere else"
     elif isinstance(module, nnx.State):
