@@ -35,6 +35,7 @@ from optax_freeze._transform import masked_zero_updates as masked_zero_updates
 
 # What its state knows.
 from optax_freeze._state import replace_masks as replace_masks
+from optax_freeze._shardings import state_shardings as state_shardings
 from optax_freeze._state import spec_of as spec_of
 
 # Freezing that changes while training.

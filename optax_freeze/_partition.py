@@ -185,19 +185,18 @@ def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -
         if isinstance(change, Part) and answer is not True:
             leaf = Leaf(names[i], tuple(value.shape))
             refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
-    bitwise = frozen is not None
-    moved = [_move(*leaf, bitwise) for leaf in zip(values, changes, answers, masks, strict=True)]
+    moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
     return jax.tree.unflatten(treedef, moved)
 
 
-def _move(value: Any, change: Any, answer: Answer, mask: Any, bitwise: bool) -> Any:
+def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
     if answer is True or _tree.is_hole(value) or _is_nothing(change):
         return value
     if isinstance(value, Part):
         return jax.tree.map(optax.apply_updates, value, change)
     if isinstance(change, Part):
         if isinstance(change.index, RowIndex):
-            return change.index.add(value, change, mask, bitwise=bitwise)
+            return change.index.add(value, change, mask)
         if not isinstance(answer, Dense):
             raise ValueError(
                 message(

@@ -104,22 +104,18 @@ class RowIndex:
             return jax.lax.pad(part.values, fill, edges)
         return self.put(jnp.full(part.shape, fill), part, mask)
 
-    def add(self, full: Any, part: Part, mask: Any, *, bitwise: bool = False) -> jax.Array:
+    def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
 
-        The values stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes
-        its values moves the whole leaf, and a slice update of a sharded leaf gathers it. ``bitwise`` keeps every bit
-        pattern of narrow floats at the other rows, too.
+        The sums stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes its
+        values moves the whole leaf, and a slice update of a sharded leaf gathers it. Sums are set, and not added by the
+        scatter itself: XLA shards a scatter-add by its values, and then sums the whole leaf over the devices.
         """
         del mask
         full = jnp.asarray(full)
-        values = jax.lax.optimization_barrier(part.values)
         indices = self.indices()
-        at = _at(full, self.axis, indices)
-        if values.dtype == full.dtype and not (bitwise and _bits_of(full.dtype)):
-            return at.add(values, **_ASCENDING)
-        moved = jax.lax.optimization_barrier((at.get() + values).astype(full.dtype))
-        return _scatter(self.axis, full, indices, moved)
+        moved = _at(full, self.axis, indices).get(**_ASCENDING, mode="fill") + part.values
+        return _scatter(self.axis, full, indices, jax.lax.optimization_barrier(moved.astype(full.dtype)))
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen rows and ``trains`` at the others."""

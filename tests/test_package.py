@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(fz.__file__).parent
 ROOMS = [
     *("_tree", "_masks", "_parts", "_glob", "_select", "_resolve", "_labels", "_partition", "_jaxpr"),
     *("_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
-    *("_transform", "_state", "_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
+    *("_transform", "_state", "_shardings", "_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
     *("_depends", "_lift"),  # below the map: of the rooms that bring Flax
 ]
 OUTER = ["linen", "nnx"]  # you import these yourself: they bring Flax with them

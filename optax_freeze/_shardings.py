@@ -1,0 +1,142 @@
+"""Where an optimizer's state lies on a mesh: with the parameters that it is about.
+
+``tx.init`` reads no value of the parameters, so that a jitted ``init`` says nothing about where its zeros belong, and
+XLA gives each device all of them. Here the state is laid out by paths: a moment, a row of it or a mask goes where its
+parameter is.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from optax_freeze import _tree
+from optax_freeze._tree import Part, PyTree, message
+
+
+class _Placed(NamedTuple):
+    shape: tuple[int, ...]
+    sharding: Sharding
+
+
+def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree) -> PyTree:
+    """Gives the shardings of an optimizer's state, from the parameters' own.
+
+    Args:
+      tx: any optimizer, frozen or not.
+      params: what ``tx.init`` takes: sharded arrays, or ``jax.ShapeDtypeStruct`` with a ``sharding``.
+
+    Returns:
+      A tree of the structure of ``tx.init(params)`` with a sharding for each array. Moments, accumulators and dense
+      masks take the sharding of their parameter; trainable rows take it, too, but along an axis that the mesh does not
+      divide, where they are replicated; a history of a parameter takes it behind its own axes. Whatever has another
+      shape (counts, factored moments, compact elements) is replicated.
+
+    Raises:
+      TypeError: if ``tx`` is no optimizer.
+      ValueError: if an array of the parameters has no sharding, or one that is neither a ``NamedSharding`` nor that of
+        a single device; if the parameters lie on different meshes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> kernel = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+      >>> params = {"encoder": kernel, "head": kernel}
+      >>> tx = fz.freeze(optax.adam(1e-3), "encoder")
+      >>> shardings = fz.state_shardings(tx, params)
+      >>> [tuple(sharding.spec) for sharding in jax.tree.leaves(shardings)]  # a count, two moments of the head
+      [(), ('data',), ('data',)]
+      >>> init = jax.jit(tx.init, out_shardings=shardings)
+    """
+    if not hasattr(tx, "init"):
+        raise TypeError(
+            message(
+                "fz.state_shardings takes the optimizer first",
+                at="its first argument",
+                got=_tree.described(tx),
+                expected="fz.state_shardings(tx, params)",
+                fix="swap the two arguments" if hasattr(params, "init") else "pass an Optax optimizer",
+            )
+        )
+    placed = {
+        path: _placed(path, getattr(leaf, "values", leaf))
+        for path, leaf in zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
+        if _tree.is_array(leaf)
+    }
+    default = _replicated(placed)
+    nodes, treedef = _tree.flatten(jax.eval_shape(tx.init, params))
+    paths = _tree.paths(jax.tree.unflatten(treedef, nodes))
+    shardings = []
+    for path, node in zip(paths, nodes, strict=True):
+        array = node.values if isinstance(node, Part) else node
+        sharding = _beside(array, _owner(path, placed), default) if _tree.is_array(array) else array
+        shardings.append(dataclasses.replace(node, values=sharding) if isinstance(node, Part) else sharding)
+    return jax.tree.unflatten(treedef, shardings)
+
+
+def _placed(path: str, leaf: Any) -> _Placed:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+        raise ValueError(
+            message(
+                "a parameter without a sharding that its state could take",
+                at=path,
+                got=_tree.described(leaf) if sharding is None else repr(sharding),
+                expected="a jax.sharding.NamedSharding, or an array on a single device",
+                fix="jax.device_put(params, shardings), or jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
+            )
+        )
+    return _Placed(tuple(leaf.shape), sharding)
+
+
+def _replicated(placed: Mapping[str, _Placed]) -> Sharding:
+    """The sharding of what belongs to no parameter: replicated over the mesh of the parameters."""
+    named = {path: sharding for path, (_, sharding) in placed.items() if isinstance(sharding, NamedSharding)}
+    if not named:
+        return next((sharding for _, sharding in placed.values()), SingleDeviceSharding(jax.devices()[0]))
+    first, mesh = next((path, sharding.mesh) for path, sharding in named.items())
+    for path, sharding in named.items():
+        if sharding.mesh != mesh:
+            raise ValueError(
+                message(
+                    "parameters on different meshes",
+                    at=path,
+                    got=f"{sharding.mesh}, and {mesh} at {first}",
+                    expected="one mesh",
+                    fix="give all parameters shardings over one mesh; jax.sharding.PartitionSpec() replicates",
+                )
+            )
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _owner(path: str, placed: Mapping[str, _Placed]) -> _Placed | None:
+    """The parameter whose path a place in the state ends in, the longest of several."""
+    segments = path.split("/")
+    suffixes = ("/".join(segments[start:]) for start in range(len(segments) + 1))
+    return next((placed[suffix] for suffix in suffixes if suffix in placed), None)
+
+
+def _beside(array: Any, owner: _Placed | None, default: Sharding) -> Sharding:
+    """The sharding of an array of the state beside its parameter."""
+    if owner is None or not isinstance(owner.sharding, NamedSharding):
+        return default
+    if array.shape == owner.shape:
+        return owner.sharding
+    mesh, spec = owner.sharding.mesh, owner.sharding.spec
+    ahead = len(array.shape) - len(owner.shape)
+    sizes = array.shape[max(ahead, 0) :]
+    if ahead < 0 or sum(size != whole for size, whole in zip(sizes, owner.shape, strict=True)) > 1:
+        return default
+    axes = [
+        axis if size % math.prod(mesh.shape[name] for name in _names(axis)) == 0 else None
+        for size, axis in zip(sizes, (*spec, *[None] * (len(sizes) - len(spec))), strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*[None] * ahead, *axes), memory_kind=owner.sharding.memory_kind)
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
