@@ -49,3 +49,7 @@ from optax_freeze._switches import set_frozen as set_frozen
 
 # An optimizer state from one spec to another.
 from optax_freeze._migrate import migrate as migrate
+
+# Proof that nothing frozen moved.
+from optax_freeze._verify import assert_frozen as assert_frozen
+from optax_freeze._verify import fingerprint as fingerprint

@@ -301,6 +301,9 @@ class _Not(Selector):
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
 
+    def __invert__(self) -> Selector:
+        return self.operand
+
     def __repr__(self) -> str:
         if self.spelled_only:
             return repr(self.operand).replace("fz.path", "fz.only", 1)

@@ -1,0 +1,125 @@
+"""What ``fingerprint`` reads: the bytes of its compiled program beside those of the data, and its time beside a sum's.
+
+1. 1 GiB in several shapes and dtypes, frozen whole and in part: bytes accessed, over the bytes of the data (and of a
+   dense mask); in parentheses the same of ``jnp.sum``. Compiled for TPU v5e without a TPU, and for the device that is
+   there. A TPU program copies small leaves ahead into on-chip memory, and the compiler counts these copies, too.
+2. Its time on that device, over the time of ``jnp.sum`` of the same data.
+
+Run with ``python tests/benchmarks/fingerprint.py``; ``--gib 0.25`` for less data.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+console = Console(width=120)
+SPECS = {
+    "one vector": True,
+    "one matrix": True,
+    "32 stacked layers": True,
+    "64 leaves": True,
+    "rows of a matrix": ~fz.rows(slice(-16, None)),
+    "elements of a matrix": None,  # a dense mask, an argument of the program
+}
+
+
+def shapes(name: str, dtype: str, nbytes: int) -> Any:
+    """A tree of so many bytes."""
+    size = nbytes // jnp.dtype(dtype).itemsize
+    leaf = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    if name == "one vector":
+        return leaf((size,))
+    if name == "32 stacked layers":
+        width = size // (32 * 8192)
+        return {"up": leaf((32, 4096, width)), "down": leaf((32, width, 4096)), "norm": leaf((32, 4096))}
+    if name == "64 leaves":
+        return [leaf((size // (64 * 1024), 1024)) for _ in range(64)]
+    return leaf((size // 2048, 2048))
+
+
+def digest(name: str, params: Any, mask: Any) -> jax.Array:
+    """The function that is measured."""
+    spec = SPECS[name]
+    return fz.fingerprint(params, fz.elements(mask) if spec is None else spec)
+
+
+def total(params: Any, mask: Any) -> Any:
+    """A function that reads each leaf, and its mask, once."""
+    return [jnp.sum(leaf) for leaf in jax.tree.leaves((params, mask))]
+
+
+def arguments(name: str, dtype: str, nbytes: int) -> tuple[Any, Any]:
+    """The shapes of the data and of its dense mask."""
+    params = shapes(name, dtype, nbytes)
+    return params, jax.ShapeDtypeStruct(params.shape, jnp.bool_) if SPECS[name] is None else ()
+
+
+def bytes_table(sharding: Any, device: str, nbytes: int) -> None:
+    """Prints what the compiled programs read, by shape and dtype."""
+    dtypes = ["float32", "bfloat16", "float8_e4m3fn", "uint8"]
+    table = Table("frozen", *dtypes, title=f"{device}, {nbytes / 2**30:g} GiB: bytes accessed over those of the data")
+    for name, spec in SPECS.items():
+        row = []
+        for dtype in dtypes:
+            if dtype == "uint8" and spec is not True:  # integers are frozen whole
+                continue
+            args = measure.on(sharding, arguments(name, dtype, nbytes))
+            ours, plain = (
+                measure.figures(fn, *args, donate=()).accessed / measure.nbytes(args)
+                for fn in (functools.partial(digest, name), total)
+            )
+            row.append(f"{ours:.3f} ({plain:.3f})")
+        table.add_row(name, *row)
+    console.print(table)
+
+
+def seconds(fn: Callable[..., Any], *args: Any) -> float:
+    """The median seconds of a call of the compiled function."""
+    fn, found = jax.jit(fn), []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(fn(*args))
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def times_table(nbytes: int) -> None:
+    """Prints the time of a fingerprint over that of a sum."""
+    dtypes = ["float32", "bfloat16"]
+    title = f"{jax.devices()[0].device_kind}, {nbytes / 2**30:g} GiB: time over that of jnp.sum"
+    table = Table("frozen", *dtypes, title=title)
+    for name in SPECS:
+        row = []
+        for dtype in dtypes:
+            args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), arguments(name, dtype, nbytes))
+            row.append(f"{seconds(functools.partial(digest, name), *args) / seconds(total, *args):.1f}")
+        table.add_row(name, *row)
+    console.print(table)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0)
+    nbytes = int(parser.parse_args().gib * 2**30)
+    chip = measure.tpu_sharding()
+    if chip is not None:
+        bytes_table(chip, "TPU v5e", nbytes)
+    bytes_table(None, jax.devices()[0].device_kind, nbytes)
+    times_table(nbytes)
+
+
+if __name__ == "__main__":
+    main()

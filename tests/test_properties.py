@@ -1,0 +1,338 @@
+"""Laws that hold for any tree and any spec, on random ones; the same ones in every run."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import optax_freeze as fz
+
+bounded = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+SHAPES = [(2, 3), (3,), (), (2, 3), (3,), (0, 3)]  # few, for XLA compiles each operation once for each
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32, jnp.bool_]
+MASKS = (type(fz.rows(0)), type(fz.elements(np.ones(1, bool))))
+
+
+class Pair(typing.NamedTuple):
+    """A container whose paths are names."""
+
+    left: typing.Any
+    right: typing.Any
+
+
+@st.composite
+def arrays(draw):
+    """An array of any bits: NaN payloads, denormals and zeros of both signs among them."""
+    shape, dtype = draw(st.sampled_from(SHAPES)), np.dtype(draw(st.sampled_from(DTYPES)))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape)
+
+
+NAMES = st.sampled_from(["a", "b", "kernel", "layer_0", "layer_1"])
+
+
+def containers(children):
+    return st.one_of(
+        st.dictionaries(NAMES, children, min_size=1, max_size=3),
+        st.lists(children, min_size=1, max_size=3),
+        st.tuples(children, children),
+        st.builds(Pair, children, children),
+    )
+
+
+trees = st.dictionaries(
+    NAMES, st.recursive(arrays() | arrays() | st.none(), containers, max_leaves=4), min_size=2, max_size=3
+)
+
+
+def paths(params):
+    return [
+        jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+
+
+@st.composite
+def patterns(draw, params):
+    """A glob that matches a leaf: its path or a beginning of it, some segments replaced."""
+    segments = draw(st.sampled_from(paths(params))).split("/")
+    segments = segments[: draw(st.integers(1, len(segments)))]
+    pattern = "/".join(
+        draw(st.sampled_from([segment, "*", segment[:1] + "*", "?" * len(segment)])) for segment in segments
+    )
+    return draw(st.sampled_from([pattern, "**/" + pattern, pattern + "/**"])) if pattern else pattern
+
+
+def selectors(params):
+    """Selectors of all kinds, without element masks."""
+    globs = st.lists(patterns(params), min_size=1, max_size=2)
+    functions = [
+        lambda path, leaf: leaf.ndim == 1,
+        lambda path, leaf: leaf.dtype == jnp.float32,
+        lambda path, leaf: "a" in path,
+    ]
+    simple = st.one_of(
+        globs.map(lambda found: fz.path(*found)),
+        globs.map(lambda found: fz.only(*found)),
+        st.sampled_from(paths(params)).map(lambda path: fz.regex(path[: len(path) // 2] + ".*")),
+        st.sampled_from(functions).map(fz.where),
+    )
+
+    def compound(inner):
+        return st.one_of(
+            st.builds(lambda a, b: a | b, inner, inner),
+            st.builds(lambda a, b: a & b, inner, inner),
+            inner.map(lambda a: ~a),
+        )
+
+    return st.recursive(simple, compound, max_leaves=4)
+
+
+@st.composite
+def choices(draw, leaf):
+    """What may be said of one leaf: a bool, rows, elements, a boolean array."""
+    kinds = ["array", "elements", "compact", "bool"] + ["rows", "rows"] * (leaf.ndim > 0 and 0 not in leaf.shape)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "bool":
+        return draw(st.booleans())
+    if kind == "rows":
+        axis = draw(st.integers(-leaf.ndim, leaf.ndim - 1))
+        index = draw(st.sampled_from([0, [0, -1], slice(1, None), slice(None, None, 2), []]))
+        return draw(st.sampled_from([fz.rows(index, axis), ~fz.rows(index, axis)]))
+    mask = np.random.default_rng(draw(st.integers(0, 9))).integers(0, 2, leaf.shape).astype(bool)
+    return {"array": mask, "elements": fz.elements(mask), "compact": ~fz.elements(mask, compact=True)}[kind]
+
+
+@st.composite
+def prefixes(draw, params):
+    """A tree of choices, some of which stand for a whole subtree."""
+    if params is None:
+        return None
+    if isinstance(params, np.ndarray):
+        return draw(choices(params))
+    if draw(st.integers(0, 9)) == 9:
+        return draw(st.booleans())
+    if isinstance(params, dict):
+        return {key: draw(prefixes(child)) for key, child in params.items()}
+    children = [draw(prefixes(child)) for child in params]
+    return Pair(*children) if isinstance(params, Pair) else type(params)(children)
+
+
+@st.composite
+def ruled(draw, params):
+    """Rules with element masks: leaves by their whole paths, then some selectors."""
+    leaves = dict(zip(paths(params), jax.tree.leaves(params), strict=True))
+    named = draw(st.lists(st.sampled_from(list(leaves)), unique=True, min_size=1, max_size=3))
+    rules = {fz.regex(path): draw(choices(leaves[path])) for path in named}
+    if len(named) < len(leaves) and draw(st.booleans()):
+        rules[fz.regex(".*")] = draw(st.booleans())
+    return fz.rules(rules, default=draw(st.booleans()))
+
+
+@st.composite
+def cases(draw, specs=None):
+    """A tree and a spec for it, in any form."""
+    params = draw(trees)
+    if draw(st.booleans()):
+        params = jax.tree.map(jnp.asarray, params)
+    host = jax.tree.map(np.asarray, params)
+    assume(paths(host))
+    masked = st.one_of(ruled(host), ruled(host).map(lambda rules: ~rules))
+    forms = st.one_of(
+        prefixes(host),
+        patterns(host),
+        st.lists(patterns(host), min_size=1, max_size=2),
+        selectors(host),
+        masked,
+        st.builds(lambda a, b: a & b, masked, selectors(host)),
+        st.booleans(),
+        prefixes(host).map(lambda tree: lambda shapes: tree),
+        st.just(lambda shapes: jax.tree.map(lambda leaf: leaf.ndim > 1, shapes)),
+    )
+    return params, draw(forms if specs is None else specs(host))
+
+
+def frozen_elements(params, frozen):
+    """For each leaf by its path, where it is frozen, as a NumPy array; read off ``fz.resolve``."""
+    answers = jax.tree.leaves(fz.resolve(frozen, params), is_leaf=lambda node: isinstance(node, MASKS))
+    return {
+        path: where(answer, np.shape(leaf))
+        for path, answer, leaf in zip(paths(params), answers, jax.tree.leaves(params), strict=True)
+    }
+
+
+def where(answer, shape):
+    if isinstance(answer, bool):
+        return np.full(shape, answer)
+    if isinstance(answer, MASKS[1]):
+        return np.asarray(answer.array)
+    hit = np.zeros(shape[answer.axis], bool)
+    hit[slice(*answer.index) if hasattr(answer.index, "start") else np.asarray(answer.index, int)] = True
+    column = [1] * len(shape)
+    column[answer.axis] = -1
+    return np.broadcast_to((hit ^ answer.inverted).reshape(column), shape)
+
+
+def said(params, frozen):
+    """What is frozen in a form that can be compared; or that two masks met, which is an error whichever way round."""
+    try:
+        return [(path, mask.tobytes()) for path, mask in frozen_elements(params, frozen).items()]
+    except ValueError as error:
+        assert "two element masks at one leaf" in str(error)  # noqa: PT017
+        return None
+
+
+def raw(array):
+    return np.asarray(array).tobytes()
+
+
+def flipped(leaf, at):
+    """A leaf with the lowest bit of some elements flipped."""
+    if leaf.dtype == np.bool_:
+        return leaf ^ at
+    unsigned = np.dtype(f"uint{leaf.dtype.itemsize * 8}")
+    return (leaf.view(unsigned) ^ at.astype(unsigned)).view(leaf.dtype)
+
+
+class TestOneAnswer:
+    """Every function agrees with ``resolve``, element by element."""
+
+    @given(cases())
+    @bounded
+    def test_what_cannot_train_is_frozen(self, case):
+        params, frozen = case
+        masks = frozen_elements(params, frozen)
+        for path, leaf in zip(paths(params), jax.tree.leaves(params), strict=True):
+            assert jnp.issubdtype(leaf.dtype, jnp.inexact) or masks[path].all()
+
+    @given(cases(prefixes))
+    @bounded
+    def test_a_tree_means_what_it_says(self, case):
+        params, frozen = case
+        choices = jax.tree.broadcast(frozen, params, is_leaf=lambda node: isinstance(node, MASKS))
+        choices = jax.tree.leaves(choices, is_leaf=lambda node: isinstance(node, MASKS))
+        for (path, mask), choice, leaf in zip(
+            frozen_elements(params, frozen).items(), choices, jax.tree.leaves(params), strict=True
+        ):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                expected = choice if isinstance(choice, np.ndarray) else where(choice, leaf.shape)
+                assert (mask == expected).all(), path
+
+    @given(cases())
+    @bounded
+    def test_combine_is_the_inverse_of_partition(self, case):
+        params, frozen = case
+        whole = fz.combine(*fz.partition(params, frozen))
+        assert jax.tree.structure(whole) == jax.tree.structure(params)
+        assert bits(whole) == bits(params)
+
+    @given(cases())
+    @bounded
+    def test_labels_and_partition(self, case):
+        params, frozen = case
+        is_leaf = lambda node: isinstance(node, (optax.MaskedNode, fz.Part))  # noqa: E731
+        trainable = jax.tree.leaves(fz.partition(params, frozen)[0], is_leaf=is_leaf)
+        labels = jax.tree.leaves(fz.labels(frozen)(params))
+        answers = jax.tree.leaves(fz.resolve(frozen, params), is_leaf=lambda node: isinstance(node, MASKS))
+        leaves, masks = jax.tree.leaves(params), frozen_elements(params, frozen).values()
+        for label, part, answer, leaf, mask in zip(labels, trainable, answers, leaves, masks, strict=True):
+            assert (label == "frozen") == (answer is True) == isinstance(part, optax.MaskedNode)
+            leaf = np.asarray(leaf)
+            if isinstance(part, fz.Part):
+                assert raw(part.values) == leaf[~mask].tobytes()
+            elif label == "trainable":
+                assert raw(part) == np.where(mask, np.zeros((), leaf.dtype), leaf).tobytes()
+
+    @given(cases())
+    @bounded
+    def test_freeze(self, case):
+        params, frozen = case
+        masks = frozen_elements(params, frozen).values()
+        masks = jax.tree.unflatten(jax.tree.structure(params), masks)
+        grads = jax.tree.map(
+            lambda leaf, mask: (
+                jnp.asarray(np.where(mask, np.nan, 1.0), leaf.dtype)
+                if jnp.issubdtype(leaf.dtype, jnp.inexact)
+                else jnp.ones(leaf.shape, leaf.dtype)
+            ),
+            params,
+            masks,
+        )
+        tx = fz.freeze(optax.sgd(1.0), frozen)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        moved = fz.apply_updates(params, updates, frozen)
+        for leaf, update, new, mask in zip(*map(jax.tree.leaves, (params, updates, moved, masks)), strict=True):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                assert raw(update) == np.where(mask, -0.0, -1.0).astype(leaf.dtype).tobytes()
+            else:
+                assert not np.any(update)
+            assert raw(np.asarray(new)[mask]) == raw(np.asarray(leaf)[mask])
+
+    @given(cases(), st.integers(0, 99))
+    @bounded
+    def test_fingerprint_and_assert_frozen(self, case, seed):
+        params, frozen = case
+        params = jax.tree.map(np.asarray, params)
+        masks = jax.tree.unflatten(jax.tree.structure(params), frozen_elements(params, frozen).values())
+        digest = fz.fingerprint(params, frozen)
+        trained = jax.tree.map(lambda leaf, mask: flipped(leaf, ~mask), params, masks)
+        assert (fz.fingerprint(trained, frozen) == digest).all()
+        fz.assert_frozen(params, trained, frozen)
+        numbers = [np.flatnonzero(mask) for mask in jax.tree.leaves(masks)]
+        total = sum(map(len, numbers))
+        assert total or not digest.any()
+        if total:
+            one = [np.zeros(mask.shape, bool) for mask in jax.tree.leaves(masks)]
+            places = [(i, number) for i, found in enumerate(numbers) for number in found]
+            i, number = places[seed % total]
+            one[i].flat[number] = True
+            moved = jax.tree.map(flipped, params, jax.tree.unflatten(jax.tree.structure(params), one))
+            assert (fz.fingerprint(moved, frozen) != digest).all()
+            with pytest.raises(AssertionError, match=r"1 of \d+ frozen leaves moved\n.*: 1 of \d+ elements"):
+                fz.assert_frozen(params, moved, frozen)
+
+    @pytest.mark.skipif(not hasattr(fz, "summary"), reason="summary is not there yet")
+    @given(cases())
+    @bounded
+    def test_summary(self, case):
+        params, frozen = case
+        counted = {row.path: row.frozen_elements for row in fz.summary(params, frozen).rows}
+        assert counted == {path: mask.sum() for path, mask in frozen_elements(params, frozen).items()}
+
+
+class TestAlgebra:
+    @given(cases(lambda params: selectors(params) | ruled(params)))
+    @bounded
+    def test_not_not(self, case):
+        params, frozen = case
+        assert said(params, ~~frozen) == said(params, frozen)
+        assert ~~~frozen == ~frozen
+
+    @given(cases(lambda params: st.tuples(selectors(params) | ruled(params), selectors(params) | ruled(params))))
+    @bounded
+    def test_de_morgan(self, case):
+        params, (a, b) = case
+        assert said(params, ~(a | b)) == said(params, ~a & ~b)
+        assert said(params, ~(a & b)) == said(params, ~a | ~b)
+
+    @given(cases(lambda params: st.tuples(selectors(params), selectors(params))))
+    @bounded
+    def test_or_and_and(self, case):
+        params, (a, b) = case
+        left, right = frozen_elements(params, a), frozen_elements(params, b)
+        both, either = frozen_elements(params, a & b), frozen_elements(params, a | b)
+        for path in left:
+            assert (both[path] == (left[path] & right[path])).all()
+            assert (either[path] == (left[path] | right[path])).all()
