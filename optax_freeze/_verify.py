@@ -134,22 +134,26 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
       >>> bool((fz.fingerprint(trained, "encoder") == digest).all())
       True
     """
-    resolved = Resolved.of(frozen, params, tied="ignore")
-    of_objects, of_arrays = np.zeros(_bits.LANES, np.uint32), []
-    for leaf, value, answer, mask in _frozen_leaves(
-        *resolved, _tree.flatten(params)[0], "params", traced=True
-    ).values():
+    of_leaves = digests(params, *Resolved.of(frozen, params, tied="ignore")).values()
+    if any(isinstance(digest[0], Tracer) for digest in of_leaves):
+        return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*of_leaves, strict=True)])
+    # On the host: leaves may lie on different devices.
+    lanes = [np.zeros(_bits.LANES, np.uint32), *jax.device_get(list(of_leaves))]
+    return jnp.asarray(np.array(lanes, np.uint32).sum(axis=0, dtype=np.uint32))
+
+
+def digests(params: PyTree, spec: Resolved, masks: Masks) -> dict[str, Any]:
+    """What each frozen leaf adds to the fingerprint, lane by lane, by its path."""
+    found = {}
+    for path, (leaf, value, answer, mask) in _frozen_leaves(
+        spec, masks, _tree.flatten(params)[0], "params", traced=True
+    ).items():
         if leaf.dtype is None:
-            of_objects += _bits.hashed("object", leaf.path, _name(value))
+            found[path] = _bits.hashed("object", path, _name(value))
         else:
             [value, mask] = _bits.placed(value, mask)
-            of_arrays.append(
-                _bits.digest(value, _bits.hashed("array", leaf.path, str(leaf.dtype), leaf.shape), mask, answer)
-            )
-    if any(isinstance(digest[0], Tracer) for digest in of_arrays):
-        return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*of_arrays, of_objects, strict=True)])
-    # On the host: leaves may lie on different devices.
-    return jnp.asarray(np.array([*jax.device_get(of_arrays), of_objects], np.uint32).sum(axis=0, dtype=np.uint32))
+            found[path] = _bits.digest(value, _bits.hashed("array", path, str(leaf.dtype), leaf.shape), mask, answer)
+    return found
 
 
 class _Frozen(NamedTuple):
