@@ -18,7 +18,9 @@ from optax_freeze import _tree
 from optax_freeze._tree import Part, PyTree, message
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
+    """A parameter's shape, and where it lies."""
+
     shape: tuple[int, ...]
     sharding: Sharding
 
@@ -62,23 +64,26 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
                 fix="swap the two arguments" if hasattr(params, "init") else "pass an Optax optimizer",
             )
         )
-    placed = {
-        path: _placed(path, getattr(leaf, "values", leaf))
-        for path, leaf in zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
-        if _tree.is_array(leaf)
-    }
+    leaves, structure = _tree.flatten(params)
+    arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if _tree.is_array(leaf)}
+    placed = {path: _placed(path, getattr(leaf, "values", leaf)) for path, leaf in arrays.items()}
     default = _replicated(placed)
-    nodes, treedef = _tree.flatten(jax.eval_shape(tx.init, params))
+
+    def init(arrays: Mapping[str, Any]) -> PyTree:
+        whole = (arrays.get(path, leaf) for path, leaf in zip(_tree.paths(params), leaves, strict=True))
+        return tx.init(jax.tree.unflatten(structure, whole))
+
+    nodes, treedef = _tree.flatten(jax.eval_shape(init, arrays))
     paths = _tree.paths(jax.tree.unflatten(treedef, nodes))
     shardings = []
     for path, node in zip(paths, nodes, strict=True):
         array = node.values if isinstance(node, Part) else node
-        sharding = _beside(array, _owner(path, placed), default) if _tree.is_array(array) else array
+        sharding = beside(array, _owner(path, placed), default) if _tree.is_array(array) else array
         shardings.append(dataclasses.replace(node, values=sharding) if isinstance(node, Part) else sharding)
     return jax.tree.unflatten(treedef, shardings)
 
 
-def _placed(path: str, leaf: Any) -> _Placed:
+def _placed(path: str, leaf: Any) -> Placed:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         raise ValueError(
@@ -90,10 +95,10 @@ def _placed(path: str, leaf: Any) -> _Placed:
                 fix="jax.device_put(params, shardings), or jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
             )
         )
-    return _Placed(tuple(leaf.shape), sharding)
+    return Placed(tuple(leaf.shape), sharding)
 
 
-def _replicated(placed: Mapping[str, _Placed]) -> Sharding:
+def _replicated(placed: Mapping[str, Placed]) -> Sharding:
     """The sharding of what belongs to no parameter: replicated over the mesh of the parameters."""
     named = {path: sharding for path, (_, sharding) in placed.items() if isinstance(sharding, NamedSharding)}
     if not named:
@@ -113,14 +118,14 @@ def _replicated(placed: Mapping[str, _Placed]) -> Sharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _owner(path: str, placed: Mapping[str, _Placed]) -> _Placed | None:
+def _owner(path: str, placed: Mapping[str, Placed]) -> Placed | None:
     """The parameter whose path a place in the state ends in, the longest of several."""
     segments = path.split("/")
     suffixes = ("/".join(segments[start:]) for start in range(len(segments) + 1))
     return next((placed[suffix] for suffix in suffixes if suffix in placed), None)
 
 
-def _beside(array: Any, owner: _Placed | None, default: Sharding) -> Sharding:
+def beside(array: Any, owner: Placed | None, default: Sharding) -> Sharding:
     """The sharding of an array of the state beside its parameter."""
     if owner is None or not isinstance(owner.sharding, NamedSharding):
         return default

@@ -18,9 +18,9 @@ ROOMS = [
     *("_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
     *("_transform", "_state", "_shardings", "_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
     *("_bits", "_verify"),
-    *("_depends", "_lift"),  # below the map: of the rooms that bring Flax
+    *("_depends", "_lift", "_record"),  # below the map: of the rooms that bring Flax or Orbax
 ]
-OUTER = ["linen", "nnx"]  # you import these yourself: they bring Flax with them
+OUTER = ["linen", "nnx", "checkpoint"]  # you import these yourself: they bring Flax or Orbax with them
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 
 

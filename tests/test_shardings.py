@@ -226,3 +226,10 @@ def test_wrong_arguments():
     params["head"] = jax.device_put(params["head"], NamedSharding(other, P("x")))
     with pytest.raises(ValueError, match=r"different meshes\n  at: head"):
         fz.state_shardings(tx, params)
+
+
+def test_objects_among_the_parameters():
+    params = {"encoder": jnp.ones(2), "head": jnp.ones(2), "activation": jnp.tanh}
+    tx = fz.freeze(optax.adam(0.1), "encoder")
+    layout = fz.state_shardings(tx, params)
+    assert jax.tree.structure(layout) == jax.tree.structure(tx.init(params))

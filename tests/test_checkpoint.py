@@ -1,0 +1,375 @@
+"""Checkpoints of what trains: they hold that and no more, and go back onto the base they came from alone."""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from conftest import bits
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from save_until_killed import FROZEN, TX, at_step
+
+import optax_freeze as fz
+from optax_freeze import checkpoint
+
+HERE = pathlib.Path(__file__).parent
+DENSE = np.arange(64).reshape(8, 8) % 3 == 0
+SPECS = {
+    "leaves": "encoder",
+    "rows": fz.rules({"encoder": True, "embed": fz.rows(slice(0, 6))}),
+    "several runs": fz.rules({"embed": fz.rows([0, 1, 4, 7])}, default=False),
+    "a stride": fz.rules({"encoder": True, "embed": fz.rows(slice(0, 8, 3))}),
+    "columns": fz.rules({"embed": ~fz.rows([1, 2], axis=1)}),
+    "dense": {"encoder": True, "embed": False, "head": {"a/b": False, "w": DENSE}, "odd": True},
+    "compact": {"encoder": True, "embed": False, "head": {"a/b": False, "w": fz.elements(DENSE, True)}, "odd": True},
+    "nothing": False,
+}
+
+
+@pytest.fixture
+def base():
+    return {
+        "encoder": jnp.array([-0.0, jnp.nan, 1.0]),
+        "embed": jnp.arange(32.0).reshape(8, 4),
+        "head": {"a/b": jnp.ones(2, jnp.bfloat16), "w": jnp.ones((8, 8))},
+        "odd": {"integer": jnp.array([1, 2]), "key": jax.random.key(0), "function": jnp.tanh, "none": None},
+    }
+
+
+def trained(base, frozen, steps=2):
+    """What a few steps make of the parameters and the optimizer's state."""
+    tx = fz.freeze(optax.adamw(0.1), frozen)
+    state, params = tx.init(base), base
+    for _ in range(steps):
+        grads = jax.tree.map(lambda x: jnp.ones_like(x) if fz._tree.is_array(x) and x.dtype in FLOATS else x, params)
+        updates, state = tx.update(grads, state, params)
+        params = fz.apply_updates(params, updates, frozen)
+    return tx, params, state
+
+
+FLOATS = (jnp.float32, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_was_saved_comes_back(base, name, tmp_path):
+    frozen = SPECS[name]
+    tx, params, state = trained(base, frozen)
+    checkpoint.save(tmp_path, params, frozen, step=2, opt_state=state)
+    for given in (frozen, None):
+        restored, restored_state = checkpoint.restore(tmp_path, base, opt_state=tx.init(base), frozen=given)
+        assert bits(restored) == bits(params)
+        assert bits(restored_state) == bits(state)
+        assert jax.tree.structure(restored_state) == jax.tree.structure(state)
+    _, again = checkpoint.restore(tmp_path, base, opt_state=jax.eval_shape(lambda: tx.init(base)))
+    assert bits(again) == bits(state)
+    assert checkpoint.restore(tmp_path, base)[1] is None
+
+
+def test_training_goes_on_as_if_it_had_not_stopped(base, tmp_path):
+    frozen = SPECS["rows"]
+    _, expected, expected_state = trained(base, frozen, steps=4)
+    tx, params, state = trained(base, frozen, steps=2)
+    checkpoint.save(tmp_path, params, frozen, step=2, opt_state=state)
+    params, state = checkpoint.restore(tmp_path, base, opt_state=tx.init(base))
+    for _ in range(2):
+        grads = jax.tree.map(lambda x: jnp.ones_like(x) if fz._tree.is_array(x) and x.dtype in FLOATS else x, params)
+        updates, state = tx.update(grads, state, params)
+        params = fz.apply_updates(params, updates, frozen)
+    assert bits(params) == bits(expected)
+    assert bits(state) == bits(expected_state)
+
+
+def test_the_base_is_never_written(tmp_path):
+    sizes = {}
+    for n in (10, 1_000_000):
+        noise = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+        params = {"base": jnp.asarray(noise), "adapter": jnp.asarray(noise[:10]), "embed": jnp.asarray(noise[:, None])}
+        checkpoint.save(tmp_path / str(n), params, fz.rules({"base": True, "embed": fz.rows(slice(0, -2))}), step=0)
+        sizes[n] = sum(path.stat().st_size for path in (tmp_path / str(n)).rglob("*") if path.is_file())
+    assert abs(sizes[1_000_000] - sizes[10]) < 1_000 < sizes[10] < 100_000
+
+
+def test_random_keys_and_hyperparameters_in_the_state(base, tmp_path):
+    inner = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.inject_hyperparams(optax.sgd)(0.1))
+    tx = fz.freeze(inner, "encoder")
+    state = tx.init(base)
+    checkpoint.save(tmp_path, base, "encoder", step=0, opt_state=state)
+    _, restored = checkpoint.restore(tmp_path, base, opt_state=tx.init(base))
+    assert bits(restored) == bits(state)
+
+
+def test_groups_go_on_within_their_schedule(tmp_path):
+    params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+    tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(2), "head": False})
+    state = fz.set_frozen(tx.init(params), {"head": True})
+    _, state = tx.update(params, state, params)
+    checkpoint.save(tmp_path, params, False, step=1, opt_state=state)
+    _, restored = checkpoint.restore(tmp_path, params, opt_state=tx.init(params))
+    assert bits(restored) == bits(state)
+    assert fz.currently_frozen(restored) == {"encoder": True, "head": True}
+
+
+def test_onto_another_mesh(tmp_path):
+    def placed(mesh, spec):
+        params = {"embed": jnp.arange(512.0).reshape(64, 8), "encoder": jnp.ones((8, 8))}
+        return jax.device_put(params, NamedSharding(mesh, spec))
+
+    frozen = fz.rules({"encoder": True, "embed": fz.rows(slice(0, 56))})
+    tx = fz.freeze(optax.adam(0.1), frozen)
+    params = placed(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
+    checkpoint.save(tmp_path, params, frozen, step=0, opt_state=tx.init(params))
+    base = placed(jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,)), P(None, "z"))
+    layout = fz.state_shardings(tx, base)
+    template = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(tx.init, base),
+        layout,
+    )
+    restored, state = checkpoint.restore(tmp_path, base, opt_state=template)
+    assert bits(restored) == bits(params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, base)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == layout
+
+
+def test_a_model_of_nnx(tmp_path):
+    def make(seed):
+        model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 2, rngs=nnx.Rngs(seed)))
+        return model, nnx.Optimizer(model, fz.freeze(optax.adam(0.1), "layers/0"), wrt=nnx.Param)
+
+    model, optimizer = make(1)
+    optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 3))).sum())(model))
+    params, state = nnx.state(model, nnx.Param), nnx.state(optimizer, nnx.optimizer.OptState)
+    checkpoint.save(tmp_path, params, "layers/0", step=1, opt_state=state)
+    other, other_optimizer = make(2)
+    base, template = nnx.state(other, nnx.Param), nnx.state(other_optimizer, nnx.optimizer.OptState)
+    params, state = checkpoint.restore(tmp_path, base, opt_state=template)
+    nnx.update(other, params)
+    nnx.update(other_optimizer, state)
+    assert bits(nnx.state(other)) == bits(nnx.state(model))
+    assert bits(nnx.state(other_optimizer)) == bits(nnx.state(optimizer))
+
+
+@pytest.mark.parametrize("written_by", ["orbax", "flax"])
+def test_a_full_checkpoint_serves_as_the_base(written_by, tmp_path):
+    base = {"encoder": jnp.arange(3.0), "head": jnp.zeros(2)}
+    if written_by == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "base", base)
+    else:
+        (tmp_path / "base").write_bytes(flax.serialization.to_bytes(base))
+    checkpoint.save(tmp_path / "run", {**base, "head": jnp.ones(2)}, "encoder", step=7)
+    if written_by == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            read = checkpointer.restore(tmp_path / "base")
+    else:
+        read = flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, base), (tmp_path / "base").read_bytes())
+    params, _ = checkpoint.restore(tmp_path / "run", read)
+    assert bits(params) == bits({**base, "head": jnp.ones(2)})
+
+
+class TestSteps:
+    def test_the_latest_is_restored(self, base, tmp_path):
+        assert checkpoint.latest_step(tmp_path) is None
+        assert checkpoint.latest_step(tmp_path / "nowhere") is None
+        for step in (3, 10):
+            checkpoint.save(tmp_path, {**base, "embed": base["embed"] + step}, "encoder", step=step)
+            assert checkpoint.latest_step(tmp_path) == step
+        for step in (None, 3):
+            params, _ = checkpoint.restore(tmp_path, base, step=step)
+            assert bits(params["embed"]) == bits(base["embed"] + (step or 10))
+
+    def test_in_the_background(self, base, tmp_path):
+        savings = [
+            checkpoint.save(tmp_path, {**base, "embed": base["embed"] + n}, "encoder", step=n, wait=False)
+            for n in range(3)
+        ]
+        savings[-1].wait()
+        savings[-1].wait()
+        assert checkpoint.latest_step(tmp_path) == 2
+        assert bits(checkpoint.restore(tmp_path, base)[0]["embed"]) == bits(base["embed"] + 2)
+
+    def test_what_is_saved_in_the_background_may_be_donated(self, tmp_path):
+        params = {"encoder": jnp.ones(2), "head": jnp.zeros(100_000)}
+        saving = checkpoint.save(tmp_path, params, "encoder", step=0, wait=False)
+        jax.jit(lambda x: x + 1, donate_argnums=0)(params["head"])
+        saving.wait()
+        restored, _ = checkpoint.restore(tmp_path, {"encoder": jnp.ones(2), "head": jnp.ones(100_000)})
+        assert bits(restored["head"]) == bits(jnp.zeros(100_000))
+
+    @pytest.mark.parametrize(
+        ("step", "error", "text"),
+        [
+            (3, ValueError, "there already"),
+            (2, ValueError, "a later"),
+            (-1, ValueError, "at least 0"),
+            ("4", TypeError, "at least 0"),
+            (1.0, TypeError, "at least 0"),
+            (True, TypeError, "at least 0"),
+        ],
+    )
+    def test_a_step_must_be_new(self, base, tmp_path, step, error, text):
+        checkpoint.save(tmp_path, base, "encoder", step=3)
+        with pytest.raises(error, match=text):
+            checkpoint.save(tmp_path, base, "encoder", step=step)
+        assert bits(checkpoint.restore(tmp_path, base)[0]) == bits(base)
+
+
+class TestWrongInput:
+    @pytest.fixture
+    def saved(self, base, tmp_path):
+        _, params, state = trained(base, SPECS["rows"])
+        checkpoint.save(tmp_path, params, SPECS["rows"], step=2, opt_state=state)
+        return tmp_path
+
+    def test_nothing_there(self, base, saved):
+        with pytest.raises(FileNotFoundError, match="no such directory"):
+            checkpoint.restore(saved / "nowhere", base)
+        with pytest.raises(FileNotFoundError, match=r"(?s)steps \[2\].*that of step 5"):
+            checkpoint.restore(saved, base, step=5)
+        (saved / "empty").mkdir()
+        with pytest.raises(FileNotFoundError, match="no checkpoint"):
+            checkpoint.restore(saved / "empty", base)
+
+    def test_another_base(self, base, saved):
+        for path, leaf in (("encoder", base["encoder"].at[0].set(0.0)), ("embed", base["embed"].at[5, 3].add(1e-6))):
+            with pytest.raises(ValueError, match=rf"(?s)another base.*at: {path}\n.*1 leaf of 5"):
+                checkpoint.restore(saved, {**base, path: leaf})
+        checkpoint.restore(saved, {**base, "embed": base["embed"].at[6].add(1.0)})  # a row that trains
+
+    def test_another_model(self, base, saved):
+        with pytest.raises(ValueError, match=r"(?s)at: embed\n  got: float32 of shape \[4, 4\]\n.*\[8, 4\]"):
+            checkpoint.restore(saved, {**base, "embed": base["embed"][:4]})
+        with pytest.raises(ValueError, match=r"(?s)at: embed\n  got: bfloat16"):
+            checkpoint.restore(saved, {**base, "embed": base["embed"].astype(jnp.bfloat16)})
+        with pytest.raises(ValueError, match=r"(?s)another structure\n  at: more"):
+            checkpoint.restore(saved, {**base, "more": jnp.ones(1)})
+
+    @pytest.mark.parametrize("name", ["leaves", "several runs", "dense", "nothing"])
+    def test_another_spec(self, base, saved, name):
+        with pytest.raises(ValueError, match=r"(?s)another spec.*fz\.migrate"):
+            checkpoint.restore(saved, base, frozen=SPECS[name])
+
+    def test_another_mask(self, base, tmp_path):
+        checkpoint.save(tmp_path, base, SPECS["dense"], step=0)
+        mask = {**SPECS["dense"], "head": {"a/b": False, "w": ~DENSE}}
+        with pytest.raises(ValueError, match=r"(?s)another spec.*at: head/w"):
+            checkpoint.restore(tmp_path, base, frozen=mask)
+
+    def test_the_state_of_another_spec_or_optimizer(self, base, saved):
+        for tx in (fz.freeze(optax.adamw(0.1), "encoder"), optax.adamw(0.1), fz.freeze(optax.sgd(0.1), SPECS["rows"])):
+            state = tx.init({"encoder": base["encoder"], "embed": base["embed"]})
+            with pytest.raises(ValueError, match=r"(?s)opt_state.*fz\.migrate"):
+                checkpoint.restore(saved, base, opt_state=state)
+        rows = fz.rules({"encoder": True, "embed": fz.rows([0, 1, 2, 3, 4, 7])})
+        with pytest.raises(ValueError, match=r"(?s)opt_state: another array.*at: .*mu/embed.*rows.*fz\.migrate"):
+            checkpoint.restore(saved, base, opt_state=fz.freeze(optax.adamw(0.1), rows).init(base))
+
+    def test_a_state_that_was_not_saved(self, base, tmp_path):
+        checkpoint.save(tmp_path, base, "encoder", step=0)
+        with pytest.raises(ValueError, match="no optimizer state in the checkpoint"):
+            checkpoint.restore(tmp_path, base, opt_state=optax.adam(0.1).init(jnp.ones(2)))
+
+    def test_nothing_trains(self, base, tmp_path):
+        with pytest.raises(ValueError, match="nothing to save"):
+            checkpoint.save(tmp_path, base, True, step=0)
+        assert checkpoint.latest_step(tmp_path) is None
+
+    def test_under_jit(self, tmp_path):
+        with pytest.raises(TypeError, match="traced"):
+            jax.jit(lambda params: checkpoint.save(tmp_path, params, "a", step=0) and 0)({"a": 1.0, "b": 1.0})
+
+    @pytest.mark.parametrize("lost", ["spec", "trainable", "opt_state"])
+    def test_half_of_a_checkpoint(self, base, saved, lost):
+        tx = fz.freeze(optax.adamw(0.1), SPECS["rows"])
+        shutil.rmtree(saved / "2" / lost)
+        with pytest.raises(ValueError, match=rf"(?s)cannot be read\n  at: {saved / '2'}.*at {lost}"):
+            checkpoint.restore(saved, base, opt_state=tx.init(base))
+
+    def test_a_checkpoint_of_something_else(self, base, tmp_path):
+        with ocp.CheckpointManager(tmp_path) as manager:
+            manager.save(0, args=ocp.args.StandardSave({"a": jnp.ones(2)}))
+        with pytest.raises(ValueError, match="cannot be read"):
+            checkpoint.restore(tmp_path, base)
+
+
+def test_the_record_is_readable(base, tmp_path):
+    checkpoint.save(tmp_path, base, SPECS["rows"], step=0)
+    record = json.loads((tmp_path / "0" / "spec" / "metadata").read_text())
+    assert [leaf["path"] for leaf in record["leaves"]][:2] == ["embed", "encoder"]
+    assert sorted(record["frozen"]) == ["embed", "encoder", "odd/function", "odd/integer", "odd/key"]
+
+
+def test_a_process_killed_while_saving_leaves_the_last_complete_checkpoint(tmp_path):
+    moments = random.Random(0)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    for round_ in range(5):
+        directories = [tmp_path / f"{round_}_{i}" for i in range(4)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, HERE / "save_until_killed.py", directory],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment,
+            )
+            for directory in directories
+        ]
+        for directory, child in zip(directories, children, strict=True):
+            for _ in range(moments.randint(1, 4)):
+                said = int(child.stdout.readline())
+            try:
+                child.wait(moments.uniform(0.0, 0.3))
+            except subprocess.TimeoutExpired:
+                os.kill(child.pid, signal.SIGKILL)
+            assert child.wait() == -signal.SIGKILL
+            child.stdout.close()
+            latest = checkpoint.latest_step(directory)
+            assert latest >= said - 1  # every other one is waited for
+            params, state = at_step(latest)
+            base, _ = at_step(-1)
+            restored = checkpoint.restore(directory, base, opt_state=TX.init(base), frozen=FROZEN)
+            assert bits(restored) == bits((params, state))
+            checkpoint.save(directory, params, FROZEN, step=latest + 1)
+
+
+def test_two_processes(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, HERE / "two_processes.py", str(process), str(port), tmp_path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for process in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], told
+    digests = [line for out, _ in told for line in out.splitlines() if line.startswith("fingerprint")]
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
+    for out, _ in told:
+        assert "refused: processes differ in what is frozen\n  at: process 1\n  got: the fingerprint " in out
+        assert "latest: 3" in out
