@@ -50,6 +50,8 @@ from optax_freeze._switches import set_frozen as set_frozen
 # An optimizer state from one spec to another.
 from optax_freeze._migrate import migrate as migrate
 
-# Proof that nothing frozen moved.
+# Whether it holds.
 from optax_freeze._verify import assert_frozen as assert_frozen
 from optax_freeze._verify import fingerprint as fingerprint
+from optax_freeze._audit import Audit as Audit
+from optax_freeze._audit import audit as audit

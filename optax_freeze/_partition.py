@@ -190,7 +190,7 @@ def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -
 
 
 def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
-    if answer is True or _tree.is_hole(value) or _is_nothing(change):
+    if answer is True or _tree.is_hole(value) or is_nothing(change):
         return value
     if isinstance(value, Part):
         return jax.tree.map(optax.apply_updates, value, change)
@@ -212,7 +212,8 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
     return moved if isinstance(answer, bool) else answer.choose(value, moved, mask)
 
 
-def _is_nothing(change: Any) -> bool:
+def is_nothing(change: Any) -> bool:
+    """Whether an update is none: a hole, or the float0 of an integer leaf."""
     return _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
 
 

@@ -157,3 +157,29 @@ def test_gradual_unfreezing(run, tmp_path):
 def test_gradual_unfreezing_refuses_no_epochs(run):
     with pytest.raises(SystemExit, match="2"):
         run("gradual_unfreezing", "--epochs", 0)
+
+
+def test_audit_a_training_script(run):
+    output = run("audit_a_training_script", "--epochs", 4)
+    as_found, mended = output.split("The optimizer mended")
+    assert "audit: 4 leaks (4 of 6 leaves frozen, 3 steps a run)" in as_found
+    for leak in (
+        "moved: weight decay",
+        "moved: the state of an optimizer",
+        "changed: a norm",
+        "state: state for frozen",
+    ):
+        assert leak in as_found
+    assert "audit: no leak" in mended
+    assert row(output, "audit") == ["leaks", "passes"]
+    moved, not_moved = row(output, "elements that moved")
+    assert (moved != "0", not_moved) == (True, "0")
+    full, frozen = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
+    assert frozen == 4 + 2 * 4 * 650
+    assert full == 4 + 2 * 4 * (650 + 16_576)
+    assert all(float(cell.rstrip("%")) > 60 for cell in row(output, "accuracy"))
+
+
+def test_audit_a_training_script_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("audit_a_training_script", "--epochs", 0)

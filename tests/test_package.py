@@ -17,7 +17,7 @@ ROOMS = [
     *("_tree", "_masks", "_parts", "_glob", "_select", "_resolve", "_labels", "_partition", "_jaxpr"),
     *("_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
     *("_transform", "_state", "_shardings", "_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
-    *("_bits", "_verify"),
+    *("_bits", "_verify", "_facts", "_probe", "_causes", "_leaks", "_audit"),
     *("_depends", "_lift", "_record"),  # below the map: of the rooms that bring Flax or Orbax
 ]
 OUTER = ["linen", "nnx", "checkpoint"]  # you import these yourself: they bring Flax or Orbax with them

@@ -1,0 +1,120 @@
+"""Audit the optimizer of a training script that is meant to freeze its encoder, and mend what the audit names.
+
+The chain below is one that scripts have: it clips, zeroes the gradients of what is frozen, and then calls AdamW. It
+looks right, trains well, and has three mistakes. The audit finds them in seconds, by running the chain, without a look
+at the training. Both chains then train on scikit-learn's digits, and the bits of the encoder are compared.
+
+Run with ``python examples/audit_a_training_script.py``; takes a few seconds.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import optax_freeze as fz
+
+FROZEN, BATCH = "encoder", 64
+
+
+def init(key: jax.Array) -> Any:
+    """An encoder of two layers and a head."""
+    keys = iter(jax.random.split(key, 3))
+
+    def dense(n: int, m: int) -> Any:
+        return {"kernel": jax.random.normal(next(keys), (n, m)) * np.sqrt(2 / n), "bias": jnp.zeros(m)}
+
+    return {"encoder": {"layer_0": dense(64, 128), "layer_1": dense(128, 64)}, "head": dense(64, 10)}
+
+
+def logits_of(params: Any, images: jax.Array) -> jax.Array:
+    """Images of shape (n, 64) to ten logits."""
+    x = images
+    for layer in params["encoder"].values():
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    return x @ params["head"]["kernel"] + params["head"]["bias"]
+
+
+def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross entropy."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, images), labels).mean()
+
+
+def as_found(params: Any) -> optax.GradientTransformation:
+    """The optimizer of the script."""
+    frozen = {"encoder": jax.tree.map(lambda _: True, params["encoder"]), "head": False}
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),  # the norm counts frozen gradients
+        optax.masked(optax.set_to_zero(), frozen),  # too early: it has no say in what comes after it
+        optax.adamw(3e-3, weight_decay=1e-2),  # decays the encoder, and holds moments for it
+    )
+
+
+def mended() -> optax.GradientTransformation:
+    """The same steps, inside the freeze."""
+    return fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=1e-2)), FROZEN)
+
+
+def train(params: Any, tx: optax.GradientTransformation, data: Any, epochs: int) -> tuple[Any, Any]:
+    """The loop of the script; the same for both optimizers."""
+    images, _, labels, _ = data
+
+    @jax.jit
+    def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
+        updates, state = tx.update(jax.grad(loss)(params, images, labels), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    rng = np.random.default_rng(0)
+    for _ in range(epochs):
+        order = rng.permutation(len(labels))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            chosen = order[start : start + BATCH]
+            params, state = step(params, state, images[chosen], labels[chosen])
+    return params, state
+
+
+def moved(before: Any, after: Any) -> int:
+    """How many elements of the encoder have other bits now."""
+    pairs = zip(jax.tree.leaves(before["encoder"]), jax.tree.leaves(after["encoder"]), strict=True)
+    return sum(int((np.asarray(a).view(np.uint32) != np.asarray(b).view(np.uint32)).sum()) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20)
+    args = parser.parse_args()
+    if args.epochs < 1:
+        parser.error(f"--epochs: got {args.epochs}, expected at least 1")
+    console = Console()
+
+    images, labels = load_digits(return_X_y=True)
+    data: Any = train_test_split((images / 16.0).astype(np.float32), labels, random_state=0, stratify=labels)
+    params = init(jax.random.key(0))
+
+    columns = []
+    for name, tx in (("as found", as_found(params)), ("mended", mended())):
+        audit = fz.audit(tx, params, FROZEN)
+        console.print(f"[bold]The optimizer {name}[/bold]")
+        console.print(str(audit), markup=False, highlight=False, soft_wrap=True, end="\n\n")
+        after, state = train(params, tx, data, args.epochs)
+        accuracy = np.mean(np.asarray(logits_of(after, data[1])).argmax(-1) == data[3])
+        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        cells = (f"{moved(params, after):,}", f"{state_bytes:,} bytes", f"{accuracy:.1%}")
+        columns.append(("passes" if audit else "leaks", *cells))
+
+    table = Table("", "as found", "mended", title=f"frozen: {FROZEN!r}")
+    for cells in zip(("audit", "elements that moved", "optimizer state", "accuracy"), *columns, strict=True):
+        table.add_row(*cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

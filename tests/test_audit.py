@@ -1,0 +1,437 @@
+"""Leaks made up one by one are each caught and named with their cure; what freezes as it should passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from flax import nnx
+
+import optax_freeze as fz
+
+PARAMS = {
+    "encoder": {"kernel": jnp.linspace(-1.0, 2.0, 12).reshape(4, 3), "bias": jnp.zeros(3)},
+    "head": jnp.linspace(-1.0, 1.0, 3),
+}
+FROZEN = "encoder"
+TRUE = {"encoder": {"kernel": True, "bias": True}, "head": False}
+FALSE = jax.tree.map(lambda frozen: not frozen, TRUE)
+SGD, MOMENTUM, ADAM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)
+FREEZE = fz.freeze(MOMENTUM, FROZEN)
+
+
+def times_mask(updates, params):
+    return jax.tree.map(lambda update, frozen: update * (1 - frozen), updates, TRUE)
+
+
+NORM = ("changed", "norm", "fz.freeze(optax.chain(optax.clip_by_global_norm(...)")
+FINITE = ("changed", "rejects the whole step", "fz.freeze(optax.apply_if_finite(")
+STATE = ("state", "state for frozen elements", "fz.freeze(tx, frozen)")
+MOMENTS = ("moved", "the state of an optimizer", "zeroed only before a stateful optimizer")
+DECAY = ("moved", "weight decay", "optax.add_decayed_weights(...)), frozen)")
+TRAINS = ("moved", "it trains", "fz.freeze(tx, frozen)")
+NOTHING = ("untrained", "nothing trains", "optax.selective_transform was given a function")
+ROUNDING = ("moved", "rounding", "fz.freeze(optax.contrib.schedule_free(")
+NOISE = ("moved", "noise", "fz.freeze(optax.chain(tx, optax.add_noise(")
+PROJECTION = ("moved", "projection", "optax.keep_params_nonnegative()), frozen)")
+RAW = ("moved", "raw gradient", "optax.masked was taken for a freeze")
+PRODUCT = ("moved", "NaN * 0 is NaN", "which select")
+ACCUMULATED = ("state", "accumulated", "fz.freeze(optax.MultiSteps(tx, ...), frozen)")
+VECTOR = ("state", "one vector", "fz.freeze(optax.flatten(tx), frozen)")
+DEAF = ("untrained", "goes nowhere", "freezes more")
+
+LEAKS = {
+    "decay after the freeze": (optax.chain(FREEZE, optax.add_decayed_weights(-0.01)), [DECAY]),
+    "the freeze before adamw": (optax.chain(optax.freeze(TRUE), optax.adamw(0.1)), [DECAY, MOMENTS, STATE]),
+    "decay before Adam": (
+        optax.chain(optax.freeze(TRUE), optax.add_decayed_weights(0.1), ADAM),
+        [("moved", "its own value", "decay before an optimizer"), MOMENTS, STATE],
+    ),
+    "a clip outside": (optax.chain(optax.clip_by_global_norm(1.0), FREEZE), [NORM]),
+    "a clip outside that only the huge reach": (optax.chain(optax.clip_by_global_norm(1e3), FREEZE), [NORM]),
+    "normalize outside": (optax.chain(optax.normalize_by_update_norm(), FREEZE), [NORM]),
+    "apply_if_finite outside": (optax.apply_if_finite(FREEZE, 5), [FINITE]),
+    "apply_if_finite and a clip outside": (
+        optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), FREEZE), 5),
+        [NORM, FINITE],
+    ),
+    "MultiSteps outside": (optax.MultiSteps(FREEZE, 2), [ACCUMULATED]),
+    "MultiSteps outside that skips": (
+        optax.MultiSteps(FREEZE, 2, should_skip_update_fn=optax.skip_not_finite),
+        [FINITE, ACCUMULATED],
+    ),
+    "noise after": (optax.chain(FREEZE, optax.add_noise(0.1, 0.5, key=0)), [NOISE]),
+    "a projection after": (optax.chain(FREEZE, optax.keep_params_nonnegative()), [PROJECTION]),
+    "gradients zeroed before momentum": (optax.chain(fz.masked_zero_updates(FROZEN), MOMENTUM), [MOMENTS, STATE]),
+    "gradients zeroed before Adam": (optax.chain(optax.freeze(TRUE), ADAM), [MOMENTS, STATE]),
+    "optax.masked for a freeze": (optax.masked(MOMENTUM, FALSE), [RAW]),
+    "optax.masked, then a learning rate": (optax.chain(optax.masked(ADAM, FALSE), optax.scale(0.1)), [RAW]),
+    "a callable for selective_transform": (
+        optax.selective_transform(ADAM, freeze_mask=lambda params: TRUE),
+        [NOTHING],
+    ),
+    "a label that matches nothing": (
+        optax.multi_transform(
+            {"trainable": ADAM, "frozen": optax.set_to_zero()},
+            lambda params: jax.tree.map_with_path(
+                lambda path, _: "trainable" if "hed" in str(path) else "frozen", params
+            ),
+        ),
+        [NOTHING],
+    ),
+    "labels the other way round": (
+        optax.multi_transform({"a": MOMENTUM, "b": optax.set_to_zero()}, {"encoder": "a", "head": "b"}),
+        [TRAINS, STATE, NOTHING],
+    ),
+    "moments for frozen leaves": (optax.chain(ADAM, fz.masked_zero_updates(FROZEN)), [STATE]),
+    "a mean of frozen gradients": (optax.chain(optax.ema(0.9), FREEZE), [STATE]),
+    "one vector for all": (optax.chain(optax.flatten(MOMENTUM), fz.masked_zero_updates(FROZEN)), [VECTOR]),
+    "a product with a mask": (optax.chain(SGD, optax.stateless(times_mask)), [PRODUCT]),
+    "a product with a mask, before": (optax.chain(optax.stateless(times_mask), MOMENTUM), [PRODUCT, MOMENTS, STATE]),
+    "a learning rate of 0": (
+        optax.multi_transform({"a": SGD, "b": optax.sgd(0.0)}, {"encoder": "b", "head": "a"}),
+        [PRODUCT],
+    ),
+    "nothing that freezes": (MOMENTUM, [TRAINS, STATE]),
+    "schedule_free outside": (
+        optax.contrib.schedule_free(fz.freeze(SGD, FROZEN), learning_rate=0.1),
+        [ROUNDING, STATE],
+    ),
+    "a distance over all parameters": (
+        optax.chain(optax.contrib.dog(1.0), fz.masked_zero_updates(FROZEN)),
+        [NORM, STATE],
+    ),
+    "a norm of all parameters": (
+        optax.chain(
+            SGD,
+            optax.stateless(lambda u, p: jax.tree.map(lambda x: x * optax.tree.norm(p), u)),
+            fz.masked_zero_updates(FROZEN),
+        ),
+        [("changed", "statistic of frozen parameters", "trust ratio")],
+    ),
+    "a finite check of its own": (
+        optax.chain(
+            optax.stateless(lambda u, p: jax.tree.map(lambda x: x + 0 * jnp.log(jnp.isfinite(optax.tree.sum(u))), u)),
+            FREEZE,
+        ),
+        [("changed", "not finite spreads", "fz.freeze(tx, frozen)")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_caught_and_named_with_its_cure(name):
+    tx, expected = LEAKS[name]
+    audit = fz.audit(tx, PARAMS, FROZEN)
+    assert not audit
+    assert not audit.ok
+    found = {(leak.kind, leak.cause, leak.fix) for leak in audit.leaks}
+    assert len(found) == len(expected), str(audit)
+    for kind, cause, fix in expected:
+        assert any(k == kind and cause in c and fix in f for k, c, f in found), str(audit)
+    for leak in audit.leaks:
+        trains = leak.kind in ("changed", "untrained")
+        assert leak.path in (("head",) if trains else ("encoder/kernel", "encoder/bias", ""))
+        assert (leak.nbytes > 0) == (leak.kind == "state")
+        assert 0 < leak.elements <= 15
+    with pytest.raises(AssertionError, match=r"leaks? \(2 of 3 leaves frozen, 3 steps a run\)\n\n\w+: ") as error:
+        audit.raise_for_leaks()
+    assert all(leak.fix in str(error.value) for leak in audit.leaks)
+
+
+def test_state_is_counted_in_bytes():
+    leaks = {leak.path: leak for leak in fz.audit(ADAM, PARAMS, FROZEN).leaks if leak.kind == "state"}
+    assert {path: leak.nbytes for path, leak in leaks.items()} == {"encoder/bias": 24, "encoder/kernel": 96}
+    assert leaks["encoder/kernel"].got == "96 bytes, at 0/mu, 0/nu"
+
+
+def test_a_leaf_that_the_chain_freezes_beyond_the_spec():
+    tx = fz.freeze(MOMENTUM, ["encoder", "tail"])
+    audit = fz.audit(tx, {**PARAMS, "tail": jnp.ones(2)}, FROZEN)
+    assert [(leak.kind, leak.path, leak.cause) for leak in audit.leaks] == [
+        ("untrained", "tail", "its gradient goes nowhere")
+    ]
+
+
+MASK = np.arange(12).reshape(4, 3) % 2 == 0
+SPECS = {
+    "leaves": FROZEN,
+    "rows": {"encoder": {"kernel": fz.rows(slice(1, 3)), "bias": True}, "head": False},
+    "axis": {"encoder": {"kernel": fz.rows([0, 2], axis=1), "bias": False}, "head": True},
+    "dense": {"encoder": {"kernel": MASK, "bias": True}, "head": False},
+    "compact": {"encoder": {"kernel": fz.elements(MASK, compact=True), "bias": True}, "head": fz.rows(0)},
+}
+OPTIMIZERS = {
+    "adamw and a clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "lamb": optax.lamb(0.1),
+    "MultiSteps": optax.MultiSteps(MOMENTUM, 2),
+    "apply_if_finite": optax.apply_if_finite(MOMENTUM, 2),
+    "keep_params_nonnegative": optax.chain(SGD, optax.keep_params_nonnegative()),
+    "schedule_free": optax.contrib.schedule_free_sgd(0.1),
+    "warm-up": optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.0, 1.0, 10)),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "spec"), [(name, list(SPECS)[(n + k) % 5]) for n, name in enumerate(OPTIMIZERS) for k in (0, 2)]
+)
+def test_any_optimizer_inside_the_freeze_passes(optimizer, spec):
+    full_updates = spec != "rows"
+    audit = fz.audit(fz.freeze(OPTIMIZERS[optimizer], SPECS[spec], full_updates=full_updates), PARAMS, SPECS[spec])
+    assert audit, str(audit)
+    assert audit.note == ""
+    audit.raise_for_leaks()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64], ids=lambda dtype: dtype.__name__)
+def test_other_dtypes(dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype) - 1, PARAMS)
+    assert fz.audit(FREEZE, params, FROZEN)
+    kinds = {(leak.kind, leak.cause) for leak in fz.audit(LEAKS["decay after the freeze"][0], params, FROZEN).leaks}
+    assert kinds == {("moved", "weight decay")}
+    [leak] = fz.audit(optax.chain(optax.clip_by_global_norm(1.0), FREEZE), params, FROZEN).leaks
+    assert leak.cause == "a norm over frozen gradients"
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.lbfgs(), optax.contrib.sophia(0.1), optax.contrib.sam(SGD, SGD, opaque_mode=True), optax.contrib.momo(0.1)],
+    ids=["lbfgs", "sophia", "sam", "momo"],
+)
+def test_optimizers_that_ask_for_the_loss_get_one(tx):
+    assert fz.audit(fz.freeze(tx, SPECS["rows"]), PARAMS, SPECS["rows"])
+
+
+def test_a_line_search_outside_is_caught():
+    tx = optax.chain(SGD, optax.scale_by_backtracking_linesearch(5, store_grad=True), fz.masked_zero_updates(FROZEN))
+    assert {leak.kind for leak in fz.audit(tx, PARAMS, FROZEN).leaks} == {"changed", "state"}
+
+
+PASSING = {
+    "optax.partition with labels": optax.partition(
+        {"trainable": ADAM, "frozen": optax.set_to_zero()}, fz.labels(FROZEN)
+    ),
+    "selective_transform with a tree": optax.selective_transform(ADAM, freeze_mask=TRUE),
+    "zeroed after what has no state": optax.chain(SGD, fz.masked_zero_updates(FROZEN)),
+    "optax.freeze after what has no state": optax.chain(SGD, optax.freeze(TRUE)),
+    "freeze_when, now frozen": fz.freeze_when(ADAM, {"encoder": fz.unfreeze_at(9)}, optax.clip_by_global_norm(1.0)),
+    "freeze_when, in a freeze": fz.freeze(fz.freeze_when(MOMENTUM, {"head": True}), FROZEN),
+    "freeze in a freeze": fz.freeze(fz.freeze(MOMENTUM, False), FROZEN),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_other_chains_that_freeze_pass(name):
+    audit = fz.audit(PASSING[name], PARAMS, FROZEN)
+    assert audit, str(audit)
+
+
+def test_a_group_that_waits_is_no_leak_and_one_that_thaws_is():
+    tx = fz.freeze_when(MOMENTUM, {"encoder/kernel": (fz.rows(0), True), "encoder": fz.unfreeze_at(1)})
+    waiting = {"encoder": {"kernel": fz.rows(0), "bias": False}, "head": False}
+    assert fz.audit(tx, PARAMS, waiting)
+    leaks = fz.audit(tx, PARAMS, FROZEN).leaks
+    assert {(leak.path, leak.kind, leak.cause) for leak in leaks} == {
+        (path, "moved", "it trains") for path in ("encoder/bias", "encoder/kernel")
+    }
+
+
+@pytest.mark.parametrize("spec", ["rows", "dense"])
+def test_statistics_of_a_leaf_that_is_frozen_in_part(spec):
+    tx = optax.chain(optax.lars(0.1), fz.masked_zero_updates(SPECS[spec]))
+    audit = fz.audit(tx, PARAMS, SPECS[spec])
+    kernel = {leak.kind: leak for leak in audit.leaks if leak.path == "encoder/kernel"}
+    assert set(kernel) == {"changed", "state"}
+    assert kernel["changed"].cause == "statistics of the whole leaf"
+    assert "compact=True" in kernel["changed"].fix
+    assert kernel["state"].nbytes == 24
+    assert "compact=True" in kernel["state"].fix
+
+
+def test_a_clip_outside_reaches_leaves_in_part_and_whole():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, SPECS["rows"]))
+    causes = {leak.path: leak.cause for leak in fz.audit(tx, PARAMS, SPECS["rows"]).leaks}
+    assert causes == dict.fromkeys(["encoder/kernel", "head"], "a norm over frozen gradients")
+
+
+def test_gradients_of_the_trainable_structure():
+    """The clip outside is right for gradients that have nothing of what is frozen; decay after is not."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, SPECS["rows"]))
+    assert fz.audit(tx, PARAMS, SPECS["rows"], full_grads=False)
+    tx = optax.chain(fz.freeze(MOMENTUM, SPECS["rows"]), optax.add_decayed_weights(0.1))
+    causes = {leak.path: leak.cause for leak in fz.audit(tx, PARAMS, SPECS["rows"], full_grads=False).leaks}
+    assert causes == dict.fromkeys(["encoder/bias", "encoder/kernel"], "weight decay")
+
+
+def test_a_zero_that_takes_a_sign():
+    params = {"encoder": jnp.array([-0.0, 1.0]), "head": jnp.ones(2)}
+    [leak] = fz.audit(
+        optax.selective_transform(SGD, freeze_mask={"encoder": True, "head": False}), params, FROZEN
+    ).leaks
+    assert leak.cause == "+0.0 added to -0.0"
+    assert leak.got == "1 of 2 frozen elements move in step 1 with a gradient of zero"
+    assert fz.audit(fz.freeze(SGD, FROZEN), params, FROZEN)
+
+
+@pytest.mark.parametrize("full_updates", [True, False])
+def test_leaves_of_every_kind_pass(awkward, odd_bits, full_updates):
+    tree = {
+        "frozen": {**awkward["frozen"], **odd_bits["frozen"], "function": jnp.tanh, "number": 1.5},
+        "trains": jnp.ones(2),
+    }
+    before = bits(tree)
+    audit = fz.audit(fz.freeze(ADAM, "frozen", full_updates=full_updates), tree, "frozen")
+    assert audit, str(audit)
+    assert bits(tree) == before
+
+
+def test_an_integer_that_decays():
+    params = {"table": jnp.array([5, 1000], jnp.int32), "frozen": jnp.ones(1), "head": jnp.ones(2)}
+    decay = optax.stateless(lambda updates, params: jax.tree.map(lambda u, p: u - 0.1 * p, updates, params))
+    leaks = fz.audit(optax.chain(fz.freeze(SGD, "frozen"), decay), params, "frozen").leaks
+    assert {leak.path: leak.cause for leak in leaks} == {"frozen": "weight decay", "table": "its own value moves it"}
+
+
+def test_nothing_is_changed_by_an_audit():
+    before = bits(PARAMS)
+    tx = fz.freeze(MOMENTUM, FROZEN)
+    state = tx.init(PARAMS)
+    state_before = bits(state)
+    for _ in range(2):
+        assert fz.audit(tx, PARAMS, FROZEN)
+    assert bits(PARAMS) == before
+    assert bits(state) == state_before
+
+
+def test_shapes_are_enough():
+    shapes = jax.eval_shape(lambda: {**PARAMS, "key": jax.random.key(0), "step": jnp.int32(1)})
+    assert fz.audit(FREEZE, shapes, FROZEN)
+    assert {leak.cause for leak in fz.audit(MOMENTUM, shapes, FROZEN).leaks} == {
+        "it trains",
+        "state for frozen elements",
+    }
+
+
+def test_sharded_parameters():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = {"encoder": jax.device_put(jnp.ones((16, 2)), sharding), "head": jnp.ones(2)}
+    spec = {"encoder": fz.rows(slice(0, 8)), "head": False}
+    assert fz.audit(fz.freeze(MOMENTUM, spec), params, spec)
+    leaks = fz.audit(optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, spec)), params, spec).leaks
+    assert {leak.path for leak in leaks} == {"encoder", "head"}
+
+
+def test_an_nnx_state():
+    params = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    assert fz.audit(fz.freeze(MOMENTUM, "kernel"), params, "kernel")
+    [leak] = fz.audit(optax.chain(MOMENTUM, fz.masked_zero_updates("kernel")), params, "kernel").leaks
+    assert (leak.kind, leak.path, leak.nbytes) == ("state", "kernel", 24)
+
+
+def test_a_parameter_with_the_name_of_a_count_has_no_state():
+    params = {"count": jnp.ones(()), "mu": jnp.ones(2), "nu": jnp.ones(2)}
+    assert fz.audit(fz.freeze(ADAM, ["count", "nu"]), params, ["count", "nu"])
+
+
+def test_an_optimizer_that_looks_at_values_runs_eagerly():
+    def update_fn(updates, state, params=None):
+        return jax.tree.map(lambda u: -u if float(jnp.sum(u)) == float(jnp.sum(u)) else u * 0, updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+    assert fz.audit(fz.freeze(tx, FROZEN), PARAMS, FROZEN)
+    assert {leak.cause for leak in fz.audit(tx, PARAMS, FROZEN).leaks} == {"it trains"}
+
+
+def scaled(updates, state, params=None, *, batch, **extra_args):
+    return jax.tree.map(lambda update: update * batch, updates), state
+
+
+BATCHED = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
+
+
+@pytest.mark.parametrize(
+    "extra_args", [{"batch": 2.0}, lambda params, grads: {"batch": optax.tree.norm(params["head"])}]
+)
+def test_extra_arguments_of_your_own(extra_args):
+    assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
+
+
+def test_a_loss_of_your_own_may_depend_on_frozen_parameters():
+    def extra_args(params, grads):
+        return {"batch": optax.tree.norm(params)}
+
+    assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
+
+
+def test_errors_of_the_optimizer_are_passed_on():
+    with pytest.raises(TypeError, match="batch") as error:
+        fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN)
+    assert "fz.audit: from tx.update" in error.value.__notes__[-1]
+    with pytest.raises(ValueError, match="matches no leaf") as error:
+        fz.audit(fz.freeze(SGD, "decoder"), PARAMS, FROZEN)
+    assert error.value.__notes__ == ["fz.audit: from tx.init(params)"]
+
+
+def test_what_the_runs_cannot_show_is_noted():
+    audit = fz.audit(fz.freeze(optax.MultiSteps(SGD, 9), FROZEN), PARAMS, FROZEN)
+    assert audit
+    assert "note: what trains had no update in these steps" in str(audit)
+    assert fz.audit(fz.freeze(optax.MultiSteps(SGD, 4), FROZEN), PARAMS, FROZEN, steps=4).note == ""
+    nan = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u * np.nan, updates))
+    audit = fz.audit(fz.freeze(nan, FROZEN), PARAMS, FROZEN)
+    assert audit.leaks == ()
+    assert "NaN whatever is frozen" in audit.note
+
+
+def test_what_is_random_is_not_compared():
+    random = np.random.default_rng(0)
+
+    def update_fn(updates, params):
+        noise = jax.pure_callback(lambda: np.float32(random.normal()), jax.ShapeDtypeStruct((), np.float32))
+        return jax.tree.map(lambda update: update + noise, updates)
+
+    audit = fz.audit(fz.freeze(optax.stateless(update_fn), FROZEN), PARAMS, FROZEN)
+    assert audit
+    assert "two equal runs" in audit.note
+    leaks = fz.audit(optax.chain(FREEZE, optax.stateless(update_fn)), PARAMS, FROZEN).leaks
+    assert {(leak.path, leak.cause) for leak in leaks} == {("encoder/bias", "noise"), ("encoder/kernel", "noise")}
+
+
+def test_the_text_folds_leaves_of_one_cause():
+    params = {f"layer_{i}": jnp.ones(4) for i in range(50)} | {"head": jnp.ones(2)}
+    audit = fz.audit(optax.chain(SGD, optax.ema(0.9), fz.masked_zero_updates("layer_*")), params, "layer_*", steps=1)
+    assert len(audit.leaks) == audit.frozen == 50
+    lines = str(audit).splitlines()
+    assert lines[0] == "audit: 1 leak (50 of 51 leaves frozen, 1 step a run)"
+    assert "  at: layer_0, layer_1, layer_10 and 47 more" in lines
+    assert "  got: 16 bytes, at 1/ema (layer_0); 800 bytes in all" in lines
+    assert repr(audit) == str(audit)
+
+
+def test_nothing_frozen_is_no_leak():
+    assert str(fz.audit(SGD, PARAMS, False)) == "audit: no leak (0 of 3 leaves frozen, 3 steps a run)"
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "text"),
+    [
+        ((optax.adam, PARAMS, FROZEN), TypeError, r"at: its first argument(.|\n)*optax.adam\(1e-3\), not optax.adam"),
+        ((PARAMS, SGD, FROZEN), TypeError, r"the optimizer first(.|\n)*got: dict"),
+        ((SGD, PARAMS, FROZEN, 0), ValueError, r"at: steps\n  got: 0"),
+        ((SGD, PARAMS, FROZEN, True), ValueError, r"at: steps\n  got: True"),
+        ((SGD, PARAMS, FROZEN, 2.0), ValueError, r"at: steps\n  got: 2.0"),
+        ((SGD, PARAMS, True), ValueError, r"nothing to audit: every leaf is frozen\n  at: frozen"),
+        ((SGD, PARAMS, "decoder"), ValueError, "matches no leaf"),
+        (
+            (SGD, fz.partition(PARAMS, SPECS["rows"])[0], False),
+            ValueError,
+            r"the whole parameters\n  at: encoder/kernel",
+        ),
+    ],
+    ids=["factory", "swapped", "no steps", "a bool", "a float", "all frozen", "no match", "a Part"],
+)
+def test_wrong_arguments(args, kind, text):
+    with pytest.raises(kind, match=text):
+        fz.audit(*args)
