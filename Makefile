@@ -22,6 +22,7 @@ bench: .venv/bench
 	$(BIN)/python tests/benchmarks/tracing.py
 	$(BIN)/python tests/benchmarks/schedules.py
 	$(BIN)/python tests/benchmarks/fingerprint.py
+	$(BIN)/python tests/benchmarks/summary.py
 	$(BIN)/python tests/benchmarks/flax_linen.py
 	$(BIN)/python tests/benchmarks/flax_nnx.py
 

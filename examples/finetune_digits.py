@@ -147,21 +147,6 @@ def view(leaf: jax.Array) -> np.ndarray:
     return np.frombuffer(np.asarray(leaf).tobytes(), np.uint8)
 
 
-def what_is_frozen(params: Any) -> Table:
-    """A line for each leaf."""
-    table = Table("path", "shape", "elements", "", title=f"frozen: {FROZEN!r}")
-    answers = fz.resolve(FROZEN, params)
-    for (path, leaf), frozen in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(answers), strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        table.add_row(name, str(leaf.shape), f"{leaf.size:,}", "frozen" if frozen else "trains")
-    _, rest = fz.partition(params, FROZEN)
-    frozen_elements = sum(leaf.size for leaf in jax.tree.leaves(rest))
-    total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    table.add_section()
-    table.add_row("total", "", f"{total:,}", f"{frozen_elements:,} frozen")
-    return table
-
-
 def draw(frozen: Run, full: Run, picture: pathlib.Path) -> None:
     """The two learning curves."""
     matplotlib.use("Agg")
@@ -204,7 +189,7 @@ def main() -> None:
             args.epochs,
             progress,
         )
-        console.print(what_is_frozen(base.params))
+        console.print(fz.summary(base.params, FROZEN, tx))
         full = train(
             "fine-tune, everything", base.params, tx, jax.value_and_grad(loss), data, test, args.epochs, progress
         )

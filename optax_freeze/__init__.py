@@ -50,6 +50,10 @@ from optax_freeze._switches import set_frozen as set_frozen
 # An optimizer state from one spec to another.
 from optax_freeze._migrate import migrate as migrate
 
+# What is frozen, and what that saves.
+from optax_freeze._report import Summary as Summary
+from optax_freeze._report import summary as summary
+
 # Whether it holds.
 from optax_freeze._verify import assert_frozen as assert_frozen
 from optax_freeze._verify import fingerprint as fingerprint

@@ -7,6 +7,7 @@ NaN).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._masks import ElementMask, Elements, Rows, Slice, named_twice
+from optax_freeze._masks import ElementMask, Rows, Slice, named_twice
 from optax_freeze._tree import HOLE, Leaf, Part, message
 
 _FEW = 16
@@ -51,6 +52,11 @@ class RowIndex:
     def part_index(self) -> "RowIndex":
         """What a ``Part`` of this leaf has for its index."""
         return self
+
+    def elements(self, shape: tuple[int, ...], mask: Any) -> int:
+        """How many elements of a leaf train."""
+        del mask
+        return math.prod(shape) // self.size * self.count
 
     def indices(self) -> jax.Array:
         """The numbers of the trainable rows, int32, ascending; from iotas where they are few runs."""
@@ -134,6 +140,10 @@ class Dense:
     def part_index(self) -> int:
         """What a ``Part`` of this leaf has for its index; a mask that is not compact has none."""
         return -1 if self.count is None else self.count
+
+    def elements(self, shape: tuple[int, ...], mask: Any) -> int:
+        """How many elements of a leaf train; the mask of one that is not compact must have values."""
+        return math.prod(shape) - int(np.count_nonzero(np.asarray(mask))) if self.count is None else self.count
 
     def take(self, value: Any, mask: Any) -> Any:
         """The trainable elements: the full leaf, zero at the frozen ones, or a vector if compact."""
@@ -232,7 +242,9 @@ Answer: TypeAlias = bool | RowIndex | Dense
 
 def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
     """The answer for one leaf, and the array of a dense mask or a hole."""
-    if not isinstance(choice, bool) and np.zeros((), leaf.dtype) != 0:
+    if isinstance(choice, bool):
+        return _WHOLE[choice]
+    if np.zeros((), leaf.dtype) != 0:
         raise ValueError(
             message(
                 "a leaf whose dtype has no zero cannot be frozen in part",
@@ -244,29 +256,30 @@ def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
         )
     if isinstance(choice, Rows):
         return _resolve_rows(choice, leaf), HOLE
-    if isinstance(choice, Elements):
-        if tuple(choice.array.shape) != leaf.shape:
-            raise ValueError(
-                message(
-                    "an element mask of another shape than its leaf",
-                    at=leaf.path,
-                    got=f"a mask of shape {tuple(choice.array.shape)}",
-                    expected=f"{leaf.shape}, the shape of the leaf",
-                    fix="broadcast it: jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
-                )
+    if tuple(choice.array.shape) != leaf.shape:
+        raise ValueError(
+            message(
+                "an element mask of another shape than its leaf",
+                at=leaf.path,
+                got=f"a mask of shape {tuple(choice.array.shape)}",
+                expected=f"{leaf.shape}, the shape of the leaf",
+                fix="broadcast it: jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
             )
-        if choice.compact and choice.count is None:
-            raise ValueError(
-                message(
-                    "the elements of a compact mask cannot be counted",
-                    at=leaf.path,
-                    got="a traced array",
-                    expected="an array with values: the number of trainable elements is static",
-                    fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
-                )
+        )
+    if choice.compact and choice.count is None:
+        raise ValueError(
+            message(
+                "the elements of a compact mask cannot be counted",
+                at=leaf.path,
+                got="a traced array",
+                expected="an array with values: the number of trainable elements is static",
+                fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
             )
-        return Dense(choice.compact, choice.count), choice.array
-    return choice, HOLE
+        )
+    return Dense(choice.compact, choice.count), choice.array
+
+
+_WHOLE: tuple[tuple[Answer, Any], ...] = ((False, HOLE), (True, HOLE))
 
 
 def _resolve_rows(rows: Rows, leaf: Leaf) -> Answer:

@@ -9,6 +9,7 @@ trained. It happens once, in ``init``: Optax calls its own label functions again
 missing, of other dtypes and at other paths by then.
 """
 
+import collections
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -94,17 +95,16 @@ class Resolved:
                     fix="use one of them",
                 )
             )
-        values, treedef = _tree.flatten(params)
-        leaves = _tree.leaves(params) if leaves is None else leaves
+        walk = _tree.walk(params)
+        leaves = walk.leaves() if leaves is None else leaves
         choices = _choose(frozen, params, leaves) if leaves else []
         pairs = [
-            resolve_mask(choice, leaf) if leaf.inexact else (True, _tree.HOLE)
-            for choice, leaf in zip(choices, leaves, strict=True)
+            resolve_mask(choice if leaf.inexact else True, leaf) for choice, leaf in zip(choices, leaves, strict=True)
         ]
         answers, masks = tuple(answer for answer, _ in pairs), [mask for _, mask in pairs]
         if tied == "error":
-            _refuse_tied(values, leaves, pairs)
-        return cls(tuple(leaves), answers, treedef, _tree.has_variables(params)), masks
+            _refuse_tied(walk.values, leaves, pairs)
+        return cls(tuple(leaves), answers, walk.treedef, walk.variables), masks
 
     @property
     def in_part(self) -> bool:
@@ -294,8 +294,9 @@ def _is_above(prefix: str, path: str) -> bool:
 
 def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[tuple[Answer, Any]]) -> None:
     first: dict[int, int] = {}
+    times = collections.Counter(map(id, values))
     for i, value in enumerate(values):
-        if leaves[i].inexact and _tree.is_concrete(value):
+        if times[id(value)] > 1 and leaves[i].inexact and _tree.is_concrete(value):
             j = first.setdefault(id(value), i)
             if not _same(answers[i], answers[j]):
                 frozen, trains = (j, i) if answers[j][0] is True or answers[i][0] is False else (i, j)

@@ -17,6 +17,7 @@ ROOMS = [
     *("_tree", "_masks", "_parts", "_glob", "_select", "_resolve", "_labels", "_partition", "_jaxpr"),
     *("_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
     *("_transform", "_state", "_shardings", "_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
+    *("_table", "_treemap", "_report"),
     *("_bits", "_verify", "_facts", "_probe", "_causes", "_leaks", "_audit"),
     *("_depends", "_lift", "_record"),  # below the map: of the rooms that bring Flax or Orbax
 ]
@@ -24,8 +25,9 @@ OUTER = ["linen", "nnx", "checkpoint"]  # you import these yourself: they bring 
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 
 
-def test_importing_it_loads_neither_flax_nor_orbax():
-    code = "import sys, optax_freeze; sys.exit(bool({'flax', 'orbax', 'orbax.checkpoint'} & set(sys.modules)))"
+def test_importing_it_loads_neither_flax_nor_orbax_nor_what_draws():
+    heavy = {"flax", "orbax", "orbax.checkpoint", "rich", "matplotlib"}
+    code = f"import sys, optax_freeze; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

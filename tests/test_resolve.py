@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import optax_freeze as fz
+from optax_freeze import _tree
 from optax_freeze._resolve import Resolved
 
 
@@ -326,3 +327,37 @@ class TestResolved:
         assert len(traces) == 1
         f(fz.freeze(optax.adam(1.0), "encoder/bias").init(other))
         assert len(traces) == 2
+
+
+class Keyed:
+    """A node whose keys are of no type that JAX knows."""
+
+    def __init__(self, child):
+        self.child = child
+
+
+jax.tree_util.register_pytree_with_keys(Keyed, lambda node: ([(("odd", 1), node.child)], None), lambda _, c: Keyed(*c))
+
+
+@jax.tree_util.register_pytree_node_class
+class Unkeyed(Keyed):
+    def tree_flatten(self):
+        return (self.child,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        np.zeros(1),
+        {"a": [np.zeros(1), (np.zeros(1), Keyed(np.zeros(1)))], "b/c": {}},
+        {3: Pair(Unkeyed(np.zeros(1)), np.zeros(1)), 10: Keyed({"x": np.zeros(1)})},
+    ],
+    ids=["a leaf", "strings", "numbers"],
+)
+def test_paths_are_those_of_jax(tree):
+    keys = [key for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert _tree.paths(tree) == [jax.tree_util.keystr(key, simple=True, separator="/") for key in keys]

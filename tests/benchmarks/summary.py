@@ -1,0 +1,77 @@
+"""The price of a summary: ``fz.summary`` of a tree of 100,000 leaves, beside one ``jax.tree.map`` over it.
+
+Prints the ratio of the medians for each form of spec, measured in turn in one run, and the seconds that the text takes.
+
+Run with ``python tests/benchmarks/summary.py``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+LAYERS, ROUNDS = 10_000, 7
+SPECS = {
+    "True": True,
+    '"layer_1/**"': "layer_1/**",
+    'fz.only("layer_1*")': fz.only("layer_1*"),
+    'fz.where(path ends with "bias")': fz.where(lambda path, leaf: path.endswith("bias")),
+    "fz.rules of three patterns": fz.rules({"**/norm": False, "layer_1*": True, "**/attention": True}),
+}
+
+
+def model(make: Callable[[tuple[int, ...]], Any]) -> Any:
+    """Layers of ten leaves each, in nested dictionaries."""
+
+    def dense(inputs: int, outputs: int) -> Any:
+        return {"kernel": make((inputs, outputs)), "bias": make((outputs,))}
+
+    def layer() -> Any:
+        attention = {name: {"kernel": make((4, 4))} for name in ("query", "key", "value", "out")}
+        norm = {"scale": make((4,)), "bias": make((4,))}
+        return {"attention": attention, "mlp": {"up": dense(4, 16), "down": dense(16, 4)}, "norm": norm}
+
+    return {f"layer_{i}": layer() for i in range(LAYERS)}
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """How long one call takes, on the processor."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def main() -> None:
+    trees = {
+        "shapes": model(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)),
+        "NumPy arrays": model(lambda shape: np.zeros(shape, np.float32)),
+    }
+    table = Table("", *trees, title=f"fz.summary of {10 * LAYERS:,} leaves: ratio to one jax.tree.map")
+    cells: dict[str, list[str]] = {name: [] for name in SPECS}
+    for tree in trees.values():
+        times: dict[str, list[float]] = {name: [] for name in ("map", *SPECS)}
+        for _ in range(ROUNDS + 1):
+            times["map"].append(seconds(lambda tree=tree: jax.tree.map(lambda leaf: leaf, tree)))
+            for name, spec in SPECS.items():
+                times[name].append(seconds(lambda tree=tree, spec=spec: fz.summary(tree, spec)))
+        base = statistics.median(times["map"][1:])
+        for name in SPECS:
+            cells[name].append(f"{statistics.median(times[name][1:]) / base:.1f}")
+    for name, ratios in cells.items():
+        table.add_row(name, *ratios)
+    console = Console()
+    console.print(table)
+    summary = fz.summary(trees["shapes"], "layer_1/**")
+    console.print(f"as text: {seconds(lambda: str(summary)):.1f} seconds, {len(str(summary).splitlines())} lines")
+
+
+if __name__ == "__main__":
+    main()
