@@ -6,6 +6,7 @@ digest is for when there are no two trees: one was donated, is on another machin
 """
 
 import functools
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -36,9 +37,10 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
       None.
 
     Raises:
-      AssertionError: if something frozen moved, or has another shape, dtype or type now. It names the paths (the first
-        hundred), and says how many elements moved and how far.
-      ValueError: if the structures differ, the spec does not fit, or an array was donated.
+      AssertionError: if something frozen moved, or has another shape, dtype or type now. It names every such path and
+        how many elements moved; for the first hundred, how far.
+      ValueError: if the structures differ, the spec does not fit, an array was donated, or both trees hold the same NNX
+        variables, which change in place.
       TypeError: if arrays have no values: under ``jax.jit``, or a ``jax.ShapeDtypeStruct``.
 
     Example:
@@ -56,6 +58,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     if treedef != other:
         fix = "compare one tree before and after: the parameters, not gradients or a state"
         _tree.refuse_other_structure(after, before, "after", fix)
+    _refuse_one_set_of_variables(before, after)
     whole = [new if _tree.is_hole(old) else old for old, new in zip(olds, news, strict=True)]
     resolved = Resolved.of(frozen, jax.tree.unflatten(treedef, whole), tied="ignore")
     olds = _frozen_leaves(*resolved, olds, "before", traced=False)
@@ -73,26 +76,19 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         )
     pairs = [(old.value, news[path].value, old.mask, old.answer) for path, old in olds.items()]
     differences = jax.device_get([_difference(*pair) for pair in pairs])
-    moved = [
-        f"{path or '(the root)'}: {difference if isinstance(difference, str) else _extent(*pair, difference)}"
-        for path, pair, difference in zip(olds, pairs, differences, strict=True)
-        if any(difference)
-    ]
+    found = zip(olds, pairs, differences, strict=True)
+    moved = [(path or "(the root)", pair, difference) for path, pair, difference in found if any(difference)]
     if moved:
-        more = [f"and {len(moved) - _SHOWN} more"] if len(moved) > _SHOWN else []
+        told = [f"{path}: {_tell(*pair, difference, far=i < 100)}" for i, (path, pair, difference) in enumerate(moved)]
         raise AssertionError(
             message(
                 f"{len(moved)} of {len(olds)} frozen leaves moved",
-                at="\n      ".join(moved[:_SHOWN] + more),
+                at="\n      ".join(told),
                 got="other bits than before",
                 expected="the same bits wherever `frozen` says so",
                 fix="put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) says what moves them",
             )
         )
-
-
-_SHOWN = 100
-"""So many paths stand in a message."""
 
 
 def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
@@ -215,6 +211,25 @@ def _refuse_what_cannot_be_read(value: Any, path: str, name: str, traced: bool) 
         )
 
 
+def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
+    variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+
+    def variables(tree: PyTree) -> dict[int, Any]:
+        nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, variable))
+        return {id(node): node for node in nodes if isinstance(node, variable)}
+
+    if variable and not variables(before).keys().isdisjoint(variables(after)):
+        raise ValueError(
+            message(
+                "`before` and `after` hold the same NNX variables, so that nothing can differ",
+                at="fz.assert_frozen",
+                got="a module, or nnx.state of it, twice: its variables change in place, and a state holds those",
+                expected="values from before the training, and values from after it",
+                fix="keep the values beforehand: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
+            )
+        )
+
+
 def _difference(old: Any, new: Any, mask: Any, answer: Answer) -> Any:
     """How many elements differ, in two words; for what has none to compare a text, empty where all is well."""
     if old is new:
@@ -237,11 +252,16 @@ def _is_same(old: Any, new: Any) -> bool:
         return False
 
 
-def _extent(old: Any, new: Any, mask: Any, answer: Answer, count: tuple[int, int]) -> str:
+def _tell(old: Any, new: Any, mask: Any, answer: Answer, difference: Any, *, far: bool) -> str:
     """How many elements moved, and how far."""
-    told = f"{int(count[0]) + (int(count[1]) << 32):,} of {old.size:,} elements"
-    if not jnp.issubdtype(old.dtype, np.number):
-        return told  # bools and keys have no distance
+    if isinstance(difference, str):
+        return difference
+    low, high = map(int, difference)
+    told = f"{low + (high << 32):,} of {old.size:,} elements"
+    return f"{told}{_how_far(old, new, mask, answer)}" if far and jnp.issubdtype(old.dtype, np.number) else told
+
+
+def _how_far(old: Any, new: Any, mask: Any, answer: Answer) -> str:
     a, b, mask = _bits.placed(old, new, mask)
     differ = _bits.differ(a, b, mask, answer)
     if isinstance(a, tuple):  # 64-bit numbers without 64-bit mode
@@ -249,8 +269,8 @@ def _extent(old: Any, new: Any, mask: Any, answer: Answer, count: tuple[int, int
             far, nan = _bits.distance(np, old, new, np.asarray(differ))
     else:
         far, nan = jax.device_get(jax.jit(_bits.distance, static_argnums=0)(jnp, a, b, differ))
-    how = [f"by up to {far:.3g}"] * bool(far) + ["to or from NaN"] * bool(nan)
-    return ", ".join([told, *(how or ["in bits alone"])])
+    told = f", by up to {far:.3g}" * bool(far) + ", to or from NaN" * bool(nan)
+    return told or ", in bits alone"
 
 
 def _name(value: Any) -> str:
