@@ -125,7 +125,7 @@ def audit(
     tx = _as_transformation(tx)
     if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
         raise ValueError(
-            message("no steps to take", at="steps", got=repr(steps), expected="an int, at least 1", fix="steps=3")
+            message("no steps to take", at="steps", got=_tree.described(steps), expected="an int, at least 1", fix="steps=3")
         )
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     values, treedef = _tree.flatten(params)
@@ -157,7 +157,7 @@ def _as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
         message(
             "fz.audit takes the optimizer first",
             at="its first argument",
-            got=type(tx).__name__,
+            got=_tree.described(tx),
             expected="fz.audit(tx, params, frozen)",
             fix="call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass the optimizer",
         )
@@ -181,7 +181,7 @@ def _refuse_nothing_to_audit(values: Sequence[Any], spec: Resolved, frozen: Spec
             message(
                 "there is nothing to audit: every leaf is frozen",
                 at="frozen",
-                got=f"{frozen!r}, for {len(values)} leaves",
+                got=f"{_tree.described(frozen)}, for {len(values)} leaves",
                 expected="at least one floating-point or complex array that trains",
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )

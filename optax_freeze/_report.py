@@ -214,7 +214,7 @@ def _state_bytes(tx: Any, params: PyTree, spec: Resolved, masks: Masks) -> tuple
             message(
                 "no optimizer",
                 at="the third argument of fz.summary",
-                got=repr(tx)[:200],
+                got=_tree.described(tx),
                 expected="an optax.GradientTransformation",
                 fix="call the factory: optax.adam(1e-3), not optax.adam" if factory else "pass the optimizer itself",
             )
