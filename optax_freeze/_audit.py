@@ -57,7 +57,8 @@ class Audit:
         for leak in sorted(self.leaks, key=lambda leak: _KINDS.index(leak.kind)):
             rows.setdefault((leak.kind, leak.cause, leak.fix), []).append(leak)
         groups = list(rows.values())
-        found, steps = _number(len(groups), "leak") if groups else "no leak", _number(self.steps, "step")
+        found = _tree.counted(len(groups), "leak", "leaks") if groups else "no leak"
+        steps = _tree.counted(self.steps, "step", "steps")
         text = f"audit: {found} ({self.frozen} of {self.leaves} leaves frozen, {steps} a run)"
         text += f"\nnote: {self.note}" * bool(self.note)
         return "\n\n".join([text, *map(_text, groups)])
@@ -125,7 +126,9 @@ def audit(
     tx = _as_transformation(tx)
     if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
         raise ValueError(
-            message("no steps to take", at="steps", got=_tree.described(steps), expected="an int, at least 1", fix="steps=3")
+            message(
+                "no steps to take", at="steps", got=_tree.described(steps), expected="an int, at least 1", fix="steps=3"
+            )
         )
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     values, treedef = _tree.flatten(params)
@@ -186,10 +189,6 @@ def _refuse_nothing_to_audit(values: Sequence[Any], spec: Resolved, frozen: Spec
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )
         )
-
-
-def _number(count: int, name: str) -> str:
-    return f"{count} {name}{'s' * (count != 1)}"
 
 
 _KINDS = ("moved", "changed", "state", "untrained")

@@ -31,8 +31,8 @@ PROJECTION = Cause(
 )
 NOISE = Cause(
     "noise",
-    "fz.freeze(optax.chain(tx, optax.add_noise(...)), frozen): most likely add_noise stands after the freeze, since"
-    " neither the gradient nor the parameter changes this update",
+    "fz.freeze(optax.chain(tx, optax.add_noise(...)), frozen): most likely add_noise stands after the freeze, or an"
+    " optimizer whose moments do not start at zero; neither the gradient nor the parameter changes this update",
 )
 OWN_VALUE = Cause(
     "its own value moves it",
@@ -69,10 +69,11 @@ STATISTICS = Cause(
     "fz.freeze(tx, frozen) by fz.rows or fz.elements(..., compact=True), which gives tx what trains alone: most likely"
     " a trust ratio, factored moments or an orthogonalization, or else a clip outside the freeze",
 )
-FINITE_CHECK = Cause(
-    "a finite check rejects the whole step",
-    "fz.freeze(optax.apply_if_finite(tx, ...), frozen): a finite check (apply_if_finite, skip_not_finite) stands"
-    " outside the freeze. Or differentiate only what trains (fz.value_and_grad), and audit with full_grads=False",
+REJECTED = Cause(
+    "a frozen NaN rejects the whole step",
+    "fz.freeze(optax.apply_if_finite(tx, ...), frozen): most likely a finite check (apply_if_finite, skip_not_finite)"
+    " or a line search stands outside the freeze. Or differentiate only what trains (fz.value_and_grad), and audit with"
+    " full_grads=False",
 )
 SPREAD = Cause(
     "a frozen gradient that is not finite spreads",

@@ -161,7 +161,7 @@ def _changed(probe: Probe, runs: Mapping[str, Run], i: int) -> Iterator[Leak]:
     if finite:
         yield leak(finite[0], _causes.NORM if not frozen or _crosses_leaves(probe, runs) else _causes.STATISTICS)
     if "NaN" in reached and _first(runs["NaN"], i, "stopped")[1].stopped:
-        yield leak("NaN", _causes.FINITE_CHECK, "stopped")
+        yield leak("NaN", _causes.REJECTED, "stopped")
     elif reached and not finite:
         if reached != ["other"]:
             yield leak(reached[0], _causes.SPREAD)

@@ -26,7 +26,7 @@ def times_mask(updates, params):
 
 
 NORM = ("changed", "norm", "fz.freeze(optax.chain(optax.clip_by_global_norm(...)")
-FINITE = ("changed", "rejects the whole step", "fz.freeze(optax.apply_if_finite(")
+FINITE = ("changed", "NaN rejects the whole step", "fz.freeze(optax.apply_if_finite(")
 STATE = ("state", "state for frozen elements", "fz.freeze(tx, frozen)")
 MOMENTS = ("moved", "the state of an optimizer", "zeroed only before a stateful optimizer")
 DECAY = ("moved", "weight decay", "optax.add_decayed_weights(...)), frozen)")
@@ -418,7 +418,7 @@ def test_nothing_frozen_is_no_leak():
     ("args", "kind", "text"),
     [
         ((optax.adam, PARAMS, FROZEN), TypeError, r"at: its first argument(.|\n)*optax.adam\(1e-3\), not optax.adam"),
-        ((PARAMS, SGD, FROZEN), TypeError, r"the optimizer first(.|\n)*got: dict"),
+        ((PARAMS, SGD, FROZEN), TypeError, r"the optimizer first(.|\n)*got: a dict of 3 leaves"),
         ((SGD, PARAMS, FROZEN, 0), ValueError, r"at: steps\n  got: 0"),
         ((SGD, PARAMS, FROZEN, True), ValueError, r"at: steps\n  got: True"),
         ((SGD, PARAMS, FROZEN, 2.0), ValueError, r"at: steps\n  got: 2.0"),
