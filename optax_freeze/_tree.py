@@ -87,7 +87,7 @@ class Leaf(NamedTuple):
     def struct(self) -> jax.ShapeDtypeStruct:
         """The leaf without its values; only for arrays."""
         assert self.shape is not None
-        return _Struct(self.shape, self.dtype)
+        return _struct(self.shape, self.dtype)
 
 
 class _Struct(jax.ShapeDtypeStruct):
@@ -107,6 +107,11 @@ class _Struct(jax.ShapeDtypeStruct):
 
 
 _Struct.__name__ = "ShapeDtypeStruct"  # as Python's own errors name it
+
+
+@functools.lru_cache
+def _struct(shape: tuple[int, ...], dtype: Any) -> _Struct:
+    return _Struct(shape, dtype)
 
 
 def is_hole(node: Any) -> bool:
