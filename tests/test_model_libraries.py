@@ -138,9 +138,9 @@ def keras_model():
 
 @pytest.fixture(scope="module", params=[equinox_model, haiku_model, keras_model], ids=["equinox", "haiku", "keras"])
 def model(request):
-    """A pretrained model: its statistics have seen a batch."""
+    """A pretrained model: its statistics have seen a batch, another than they will see."""
     model = request.param()
-    return model._replace(stats=jax.jit(model.apply, static_argnums=3)(model.params, model.stats, INPUTS, True)[1])
+    return model._replace(stats=jax.jit(model.apply, static_argnums=3)(model.params, model.stats, 2 * INPUTS, True)[1])
 
 
 def by_path(tree):
