@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from optax_freeze._split import Frozen, Split, dense
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # an operation's source line is the user's
 
 
+Context: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 _TRACED = object()
 ASKED_FOR_A_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -33,7 +34,9 @@ ASKED_FOR_A_VALUE = (
 """What JAX raises where Python asks a tracer for its value."""
 
 
-def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any] = ()) -> Any:
+def call(
+    fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any] = (), within: Context | None = None
+) -> Any:
     """``fun`` of leaves in two parts.
 
     It is called once, with tracers in the place of these leaves alone: other arguments are closed over, and what is
@@ -44,6 +47,7 @@ def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any]
       fun: a function of as many arrays; may return anything.
       leaves: the arrays.
       frozen: arrays that ``fun`` closes over and that nothing is differentiated with respect to.
+      within: what ``fun`` is traced in, if not the :func:`context_of_fun` of here.
     """
     found: list[Any] = []
 
@@ -52,9 +56,8 @@ def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any]
         found[:] = treedef, [_TRACED if isinstance(leaf, Tracer) else leaf for leaf in flat]
         return [leaf for leaf in flat if isinstance(leaf, Tracer)]
 
-    under_jit = isinstance(jnp.zeros(()), Tracer)
     try:
-        with contextlib.nullcontext() if under_jit else jax.ensure_compile_time_eval():
+        with (within or context_of_fun())():
             closed = jax.make_jaxpr(traced)(*(leaf.frozen for leaf in leaves))
     except ASKED_FOR_A_VALUE:
         closed = None
@@ -67,6 +70,11 @@ def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any]
     outs = iter(evaluate(closed.jaxpr, consts, leaves))
     treedef, flat = found
     return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
+
+
+def context_of_fun() -> Context:
+    """What keeps concrete values concrete while a function is traced; in ``jit`` and ``shard_map`` there are none."""
+    return contextlib.nullcontext if isinstance(jnp.zeros(()), Tracer) else jax.ensure_compile_time_eval
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source: Any = None) -> list[Any]:

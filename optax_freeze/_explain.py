@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend.source_info_util import summarize
 
-from optax_freeze._evaluate import ASKED_FOR_A_VALUE, call
+from optax_freeze._evaluate import ASKED_FOR_A_VALUE, call, context_of_fun
 from optax_freeze._partition import split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Resolved, Spec
@@ -113,11 +113,11 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
         parts, splits, constant = in_parts(*split(params, spec, masks), origins.get)
-        call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant)
+        call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant, within)
 
+    within = context_of_fun()  # as restrict would call it; all the rest is abstract
     try:
-        with jax.ensure_compile_time_eval():  # what is concrete stays so, as it does in restrict
-            jax.eval_shape(traced, [leaf for leaf, here in zip(everything, abstract, strict=True) if here])
+        jax.eval_shape(traced, [leaf for leaf, here in zip(everything, abstract, strict=True) if here])
     except ASKED_FOR_A_VALUE:
         if not any(origin.done("merged") for origin in origins.values()):
             raise

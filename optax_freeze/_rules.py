@@ -138,7 +138,18 @@ def sharding_constraint(primitive: Any, params: dict[str, Any], values: Sequence
     return x.like(frozen, jax.lax.with_sharding_constraint(x.rows, of_rows))
 
 
+def all_gather(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+    """The shards of a leaf, inside of ``jax.shard_map``, along another axis than that of the rows."""
+    [x] = values
+    along, tiled = params["all_gather_dimension"], params["tiled"]
+    if tiled and along == x.axis:
+        return None
+    axis = x.axis if tiled or along > x.axis else x.axis + 1
+    return x.like(primitive.bind(x.frozen, **params), primitive.bind(x.rows, **params), axis)
+
+
 RULES: dict[str, Rule] = {
+    "all_gather": all_gather,
     "broadcast_in_dim": broadcast_in_dim,
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,

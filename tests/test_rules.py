@@ -6,6 +6,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import bits
 from flax import linen as nn
@@ -13,9 +14,13 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+jit = functools.partial(jax.jit, compiler_options=QUICK)
+"""``jax.jit`` of programs that run once."""
 TOKENS = jnp.array([[0, 5, 3], [-1, 2, 5]])
 X = jax.random.normal(jax.random.key(1), (3, 4))
 
@@ -169,24 +174,26 @@ MERGED = {
 ROWS = [slice(0, 5), [0, 2, 5], slice(1, 3), [3], slice(None, None, 2)]
 
 
-def check(fun, w, rows, *, axis=0, in_parts=True, run=lambda fn: fn):
-    """``fun`` of a leaf of which some rows are frozen, beside ``fun`` of the whole leaf.
+def check(fun, w, rows, *, axis=0, in_parts=True, run=jit):
+    """``fun`` of a leaf of which some rows are frozen, beside ``fun`` of the whole leaf, in one program.
 
     What the full array holds at the trainable rows is stale, and must not be seen.
     """
-    weights = [jax.random.normal(jax.random.key(7), x.shape) for x in jax.tree.leaves(jax.eval_shape(fun, w))]
+    random = np.random.default_rng(7)
+    weights = [random.normal(size=x.shape).astype(x.dtype) for x in jax.tree.leaves(jax.eval_shape(fun, w))]
 
     def loss(params):
         return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(fun(params["w"])), weights, strict=True))
 
+    def both(params):
+        trainable, rest = fz.partition(params, frozen)
+        nothing = {"w": dataclasses.replace(trainable["w"], values=jnp.full_like(trainable["w"].values, jnp.nan))}
+        _, stale = fz.partition(fz.combine(nothing, rest), frozen)
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.value_and_grad(fz.restrict(loss, stale))(trainable), (value, fz.partition(grads, frozen)[0])
+
     params, frozen = {"w": w}, {"w": fz.rows(rows, axis)}
-    trainable, rest = fz.partition(params, frozen)
-    nothing = {"w": dataclasses.replace(trainable["w"], values=jnp.full_like(trainable["w"].values, jnp.nan))}
-    _, stale = fz.partition(fz.combine(nothing, rest), frozen)
-    value, grads = run(jax.value_and_grad(fz.restrict(loss, stale)))(trainable)
-    expected_value, expected = run(jax.value_and_grad(loss))(params)
-    chex.assert_trees_all_close(value, expected_value, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(grads, fz.partition(expected, frozen)[0], rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(*run(both)(params), rtol=1e-5, atol=1e-5)
     [row] = fz.explain(loss, params, frozen).rows
     assert (row.merged is None) == in_parts, str(row)
     assert row.in_parts or not in_parts
@@ -207,17 +214,26 @@ def test_merged(name):
     check(MERGED[name], jax.random.normal(jax.random.key(0), (6, 4)), slice(0, 4), in_parts=False)
 
 
-def test_in_jit():
-    """One program of many operations, compiled."""
-    names = ("tied head", "take, fill", "dynamic rows", "contracted", "custom_jvp of a lookup", "a constant of a scan")
+def test_eagerly():
+    """Outside of ``jit``, where the numbers of rows are concrete."""
+    names = ("a dynamic row", "dynamic rows", "lookup", "take, fill")
+
+    def together(w):
+        return [TABLE[name](w) for name in names]
+
+    check(together, jax.random.normal(jax.random.key(0), (6, 4)), [0, 2, 5], run=lambda fn: fn)
+
+
+def test_other_rows():
+    names = ("tied head", "dynamic rows", "contracted", "a constant of a scan")
 
     def together(w):
         return [TABLE[name](w) for name in names]
 
     for rows in ROWS:
-        check(together, jax.random.normal(jax.random.key(0), (6, 4)), rows, run=jax.jit)
+        check(together, jax.random.normal(jax.random.key(0), (6, 4)), rows)
     for rows in ROWS[:3]:
-        check(jax.checkpoint(scanned), jax.random.normal(jax.random.key(0), (6, 4, 4)), rows, run=jax.jit)
+        check(jax.checkpoint(scanned), jax.random.normal(jax.random.key(0), (6, 4, 4)), rows)
 
 
 def test_rows_along_another_axis():
@@ -256,11 +272,12 @@ def test_leaves_with_different_boundaries():
         mixed = params["scale"] * params["w"].sum(-1) + params["bias"]
         return jnp.sum((x @ params["head"]) ** 2) + sums @ jnp.arange(6.0) + mixed[2:5].sum()
 
-    for run in (jax.jit, lambda fn: fn):
-        value, grads = run(fz.value_and_grad(loss, frozen))(params)
-        expected_value, expected = run(jax.value_and_grad(loss))(params)
-        chex.assert_trees_all_close(value, expected_value, rtol=1e-5)
-        chex.assert_trees_all_close(grads, fz.partition(expected, frozen)[0], rtol=1e-5, atol=1e-5)
+    @jit
+    def both(params):
+        value, grads = jax.value_and_grad(loss)(params)
+        return fz.value_and_grad(loss, frozen)(params), (value, fz.partition(grads, frozen)[0])
+
+    chex.assert_trees_all_close(*both(params), rtol=1e-4, atol=1e-4)
     assert all(row.merged is None for row in fz.explain(loss, params, frozen).rows)
 
 
@@ -371,26 +388,28 @@ class TestTransformations:
     def test_vmap_around(self, restricted):
         ours, dense, trainable = restricted
         xs = jax.random.normal(jax.random.key(1), (3, 2, 4))
-        for fn in (jax.grad(ours), jax.jit(jax.grad(ours))):
-            grads = jax.vmap(fn, (None, 0))(trainable, xs)
-            chex.assert_trees_all_close(
-                grads, jax.vmap(jax.grad(dense), (None, 0))(trainable, xs), rtol=1e-5, atol=1e-6
-            )
-        many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), trainable)
-        chex.assert_trees_all_close(
-            jax.vmap(jax.grad(ours), (0, None))(many, xs[0]),
-            jax.vmap(jax.grad(dense), (0, None))(many, xs[0]),
-            rtol=1e-5,
-        )
+
+        def mapped(fun):
+            many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), trainable)
+            over_xs = [jax.vmap(grad, (None, 0))(trainable, xs) for grad in (jax.grad(fun), jax.jit(jax.grad(fun)))]
+            return over_xs, jax.vmap(jax.grad(fun), (0, None))(many, xs[0])
+
+        chex.assert_trees_all_close(*jit(lambda: (mapped(ours), mapped(dense)))(), rtol=1e-5, atol=1e-6)
+
+    def test_vmap_around_eagerly(self):
+        params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
+        grads = jax.vmap(fz.grad(lambda p, x: x * p["w"][5].sum(), {"w": fz.rows(slice(0, 4))}), (None, 0))
+        chex.assert_trees_all_close(grads(params, jnp.arange(3.0))["w"].values[:, 1, 0], jnp.arange(3.0))
 
     def test_second_derivatives(self, restricted):
         ours, dense, trainable = restricted
-        x = X[:2]
-        chex.assert_trees_all_close(
-            jax.hessian(ours)(trainable, x), jax.hessian(dense)(trainable, x), rtol=1e-4, atol=1e-6
-        )
-        both = [jax.grad(lambda x, f=f: jnp.sum(jax.grad(f)(trainable, x)["w"].values ** 2))(x) for f in (ours, dense)]
-        chex.assert_trees_all_close(*both, rtol=1e-4, atol=1e-6)
+
+        def second(fun, x):
+            through_x = jax.grad(lambda x: jnp.sum(jax.grad(fun)(trainable, x)["w"].values ** 2))(x)
+            return jax.hessian(fun)(trainable, x), through_x
+
+        both = jit(lambda x: (second(ours, x), second(dense, x)))
+        chex.assert_trees_all_close(*both(X[:2]), rtol=1e-4, atol=1e-6)
 
     def test_second_derivative_of_custom_jvp(self):
         params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
@@ -400,9 +419,10 @@ class TestTransformations:
             return jnp.sum(quantised(jnp.sin(p["w"])) ** 3) + jnp.sum(jnp.sin(looked_up(p["w"], TOKENS)))
 
         ours, dense = fz.restrict(loss, rest), lambda t: loss(fz.combine(t, rest))
-        chex.assert_trees_all_close(jax.hessian(ours)(trainable), jax.hessian(dense)(trainable), rtol=1e-4, atol=1e-5)
+        both = jit(lambda t: (jax.hessian(ours)(t), jax.hessian(dense)(t)))
+        chex.assert_trees_all_close(*both(trainable), rtol=1e-4, atol=1e-5)
 
-    def test_the_gradient_of_the_rest(self, restricted):
+    def test_the_gradient_of_the_rest(self):
         """Rules are exact in both parts: an outer gradient with respect to the frozen rows is right, too."""
         params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
         frozen = {"w": fz.rows([0, 1, 4])}
@@ -417,50 +437,6 @@ class TestTransformations:
         ours = jax.grad(whole)(params, fz.restrict)
         dense = jax.grad(whole)(params, lambda loss, rest: lambda t: loss(fz.combine(t, rest)))
         chex.assert_trees_all_close(ours, dense, rtol=1e-5, atol=1e-6)
-
-    def test_shard_map_around(self):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
-        frozen = {"w": fz.rows(slice(0, 4))}
-        tokens = jax.random.randint(jax.random.key(1), (8, 3), 0, 6)
-
-        def loss(p, tokens):
-            return jnp.mean(jax.nn.logsumexp(jnp.tanh(p["w"][tokens]) @ p["w"].T, -1))
-
-        spec = jax.sharding.PartitionSpec
-
-        def on_each(grad):
-            return jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec()))
-
-        ours = on_each(fz.grad(loss, frozen))(params, tokens)
-        theirs = on_each(jax.grad(loss))(params, tokens)
-        chex.assert_trees_all_close(ours, fz.partition(theirs, frozen)[0], rtol=1e-5, atol=1e-6)
-
-    @pytest.mark.parametrize("which", ["trainable", "rest"])
-    def test_one_part_varies_over_a_mesh(self, which):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        trainable, rest = fz.partition({"w": jnp.ones((6, 4))}, {"w": fz.rows(slice(0, 4))})
-        spec = jax.sharding.PartitionSpec
-
-        def vary(x):
-            return jax.lax.pcast(x, "data", to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, "data")
-
-        def local(trainable, rest, tokens, restrict):
-            def loss(p):
-                return jnp.sum(jnp.tanh(p["w"][tokens]) @ p["w"].T)
-
-            if which == "trainable":
-                trainable = jax.tree.map(vary, trainable)
-                return jax.lax.psum(jax.grad(restrict(loss, rest))(trainable), "data")
-            return jax.grad(restrict(loss, jax.tree.map(vary, rest)))(trainable)
-
-        def run(restrict):
-            fn = functools.partial(local, restrict=restrict)
-            fn = jax.shard_map(fn, mesh=mesh, in_specs=(spec(), spec(), spec("data")), out_specs=spec())
-            return jax.jit(fn)(trainable, rest, jnp.full((8, 3), 5))
-
-        merged = run(lambda loss, rest: lambda t: loss(fz.combine(t, rest)))
-        chex.assert_trees_all_close(run(fz.restrict), merged, rtol=1e-5)
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
     def test_explicit_axes(self):
@@ -557,6 +533,207 @@ class TestTransformations:
         assert len(traces) == 1
 
 
+@jax.custom_jvp
+def projected(w, x):
+    return jnp.tanh(w) @ x.T
+
+
+@projected.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return projected(w, x), 3 * dw @ x.T + jnp.tanh(w) @ dx.T
+
+
+def of_shapes(fun):
+    """``fun`` of zeros, whose result are zeros: traced, and not run."""
+    return lambda *args: jax.tree.map(lambda x: np.zeros(x.shape), jax.eval_shape(fun, *args))
+
+
+def by_device(x):
+    """Values that vary over the mesh: positions of rows, one for each row of ``x``."""
+    return (3 + 2 * jnp.sign(x[:, 0])).astype(jnp.int32)
+
+
+TABLE_ON_MESH = {
+    "lookup": lambda w, x: w[by_device(x)],
+    "dynamic rows": lambda w, x: jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index("data"), 2),
+    "dynamic columns": lambda w, x: jax.lax.dynamic_slice_in_dim(w, jax.lax.axis_index("data"), 1, axis=1),
+    "tied head": lambda w, x: jax.nn.log_softmax(jnp.tanh(w[by_device(x)]) @ w.T),
+    "contracted": lambda w, x: jnp.tanh(w @ x.T).T @ w,
+    "binary": lambda w, x: jnp.where(x[:1] > 0, w * x[1:], 0.1 * w)[TOKENS],
+    "sum": lambda w, x: (w * x[0, 0]).sum(0),
+    "reduced over the mesh": lambda w, x: jax.lax.pmean(jax.nn.relu(w) @ x.T, "data"),
+    "gathered over the mesh": lambda w, x: jax.lax.all_gather(w * x[0, 0], "data")[:, TOKENS],
+    "relu": lambda w, x: jax.nn.relu(w) @ x.T,
+    "silu of what does not vary": lambda w, x: jax.nn.silu(w),
+    "gelu in jit": lambda w, x: jax.jit(lambda w, x: jax.nn.gelu(w) @ x.T)(w, x),
+    "softplus in remat": jax.checkpoint(lambda w, x: jax.nn.softplus(w) @ x.T),
+    "logsumexp": lambda w, x: jax.nn.logsumexp(w, axis=-1),
+    "custom_jvp of elements": lambda w, x: quantised(w) @ x.T,
+    "custom_jvp of a lookup": lambda w, x: looked_up(w, by_device(x)),
+    "custom_jvp of a matmul": lambda w, x: projected(w, x),
+    "a constant of a scan": lambda w, x: jax.lax.map(lambda r: jax.nn.logsumexp(r @ w.T), x),
+    "a constant of a scan, reversed": lambda w, x: jax.lax.scan(
+        lambda c, r: (jnp.tanh(c + w[2]), r @ w.T), x[0], x, reverse=True
+    ),
+    "a constant of a scan of silu": lambda w, x: jax.lax.map(lambda r: jax.nn.silu(w) @ r, x),
+    "a constant of a scan of remat": lambda w, x: jax.lax.map(jax.checkpoint(lambda r: jax.nn.gelu(r @ w.T)), x),
+    "a constant of a scan in a scan": lambda w, x: jax.lax.map(lambda r: jax.lax.map(lambda q: w @ (q * r), x), x),
+    "fori_loop": lambda w, x: jax.lax.fori_loop(0, 6, lambda i, c: jnp.tanh(c + w[i]), x[0]),
+    "vmap": lambda w, x: jax.vmap(lambda r: jax.nn.silu(w @ r))(x),
+    "inner gradient": lambda w, x: jax.grad(lambda x: jnp.sum(jax.nn.silu(x @ w.T)))(x),
+    "optimization_barrier": lambda w, x: jax.lax.optimization_barrier((w, x))[0][TOKENS],
+}
+STACK_ON_MESH = {
+    "scan": lambda w, x: jax.lax.scan(layer, x, w),
+    "scan of what does not vary": lambda w, x: jax.lax.scan(layer, jnp.broadcast_to(w[0, 0], (3, 4)), w),
+    "reverse scan": lambda w, x: jax.lax.scan(
+        lambda c, w: (jax.nn.silu(c @ jax.nn.relu(w)), None), x, w, reverse=True, unroll=2
+    ),
+    "scan of remat": lambda w, x: jax.lax.scan(jax.checkpoint(layer), x, w),
+    "scan in remat of jit": jax.checkpoint(lambda w, x: jax.lax.scan(jax.jit(layer), x, w)),
+    "layers in a loop": lambda w, x: functools.reduce(lambda x, i: jax.nn.silu(x @ w[i]), range(6), x),
+    "layers in fori_loop": lambda w, x: jax.lax.fori_loop(0, 6, lambda i, c: jax.nn.silu(c @ w[i]), x),
+    "vmap over layers": lambda w, x: jax.vmap(lambda w: jax.nn.silu(x @ w))(w),
+    "exchange in a scan": lambda w, x: jax.lax.scan(
+        lambda c, w: (jax.lax.ppermute(jnp.tanh(c @ w), "data", [(i, (i + 1) % 4) for i in range(4)]), None), x, w
+    ),
+}
+SOME_ON_MESH = (
+    "tied head",
+    "custom_jvp of a matmul",
+    "silu of what does not vary",
+    "a constant of a scan of remat",
+    "scan",
+)
+
+
+def on_mesh(params, x, names=(*TABLE_ON_MESH, *STACK_ON_MESH)):
+    """A loss of many operations on a shard of ``x``."""
+    outs = [fun(params["table"], x) for name, fun in TABLE_ON_MESH.items() if name in names]
+    outs += [fun(params["stack"], x) for name, fun in STACK_ON_MESH.items() if name in names]
+    return sum(jnp.sum(jnp.sin(out + 1)) for out in jax.tree.leaves(outs))
+
+
+some_on_mesh = functools.partial(on_mesh, names=SOME_ON_MESH)
+
+
+REPLICATED = P()
+
+
+class TestShardMap:
+    """Inside of ``jax.shard_map`` each value varies over axes of the mesh, or does not, and JAX checks which."""
+
+    FROZEN = {"table": fz.rows([0, 2, 3]), "stack": fz.rows(slice(0, 4))}  # noqa: RUF012
+
+    @pytest.fixture
+    def mesh(self):
+        return jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def check(self, local, mesh, of_params=REPLICATED, out_specs=REPLICATED, run=jit, **more):
+        """``local(trainable, rest, x, restrict)`` of each shard, beside that of the combined parameters."""
+
+        def merged(loss, rest):
+            return lambda trainable, x: loss(fz.combine(trainable, rest), x)
+
+        def both(params, x):
+            trainable, rest = fz.partition(params, self.FROZEN)
+            return [jax.tree.leaves(local(trainable, rest, x, restrict)) for restrict in (fz.restrict, merged)]
+
+        keys = jax.random.split(jax.random.key(0), 3)
+        table, stack = jax.random.normal(keys[0], (6, 4)), jax.random.normal(keys[1], (6, 4, 4)) / 2
+        mapped = jax.shard_map(both, mesh=mesh, in_specs=(of_params, P("data")), out_specs=out_specs, **more)
+        results = run(mapped)({"table": table, "stack": stack}, jax.random.normal(keys[2], (8, 4)))
+        chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-4)
+
+    def test_each_operation(self, mesh):
+        def local(trainable, rest, x, restrict):
+            value, grads = jax.value_and_grad(restrict(on_mesh, rest))(trainable, x)
+            return jax.lax.psum(value, "data"), grads
+
+        self.check(local, mesh)
+
+    @pytest.mark.parametrize("varies", ["nothing", "everything", "what trains", "the rest"])
+    def test_what_varies(self, mesh, varies):
+        """JAX sums the gradient of what does not vary over the mesh; ``out_specs`` has it checked."""
+        trains, rests = varies in ("everything", "what trains"), varies in ("everything", "the rest")
+
+        def vary(x):
+            return jax.lax.pcast(x, "data", to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, "data")
+
+        def local(trainable, rest, x, restrict):
+            trainable = jax.tree.map(vary, trainable) if trains else trainable
+            rest = jax.tree.map(vary, rest) if rests else rest
+            grads = jax.grad(restrict(loss, rest))(trainable, x)
+            return jax.lax.pmean(grads, "data") if trains else grads
+
+        loss = on_mesh
+        self.check(local, mesh, run=of_shapes)
+        if trains != rests:
+            loss = some_on_mesh
+            self.check(local, mesh)
+
+    def test_vmap(self, mesh):
+        def local(trainable, rest, x, restrict):
+            return jax.vmap(jax.grad(restrict(some_on_mesh, rest)), (None, 0))(trainable, jnp.stack([x, 2 * x]))
+
+        self.check(local, mesh)
+
+    @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="JAX could not transpose the transpose of concatenate")
+    def test_second_derivatives(self, mesh):
+        def local(trainable, rest, x, restrict):
+            grad = jax.grad(restrict(some_on_mesh, rest))
+            return jax.grad(lambda t: sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(t, x))))(trainable)
+
+        self.check(local, mesh)
+
+    def test_explained(self, mesh):
+        explained = []
+
+        def local(trainable, rest, x, restrict):
+            explained.extend(fz.explain(on_mesh, fz.combine(trainable, rest), self.FROZEN, x).rows)
+            return x
+
+        self.check(local, mesh, out_specs=P("data"), run=of_shapes)
+        assert [row.path for row in explained[:2]] == ["stack", "table"]
+        assert all(row.merged is None for row in explained), "\n".join(map(str, explained))
+
+    def test_sharded_leaves(self, mesh):
+        """Shards of the columns, gathered before they are used."""
+        merged = []
+
+        def loss(params, x):
+            table = jax.lax.all_gather(params["table"], "tp", axis=1, tiled=True)
+            layers = jax.lax.all_gather(params["stack"], "tp", axis=0)
+            x = table[by_device(x)] + jax.lax.map(lambda r: jax.nn.silu(table) @ r, x).sum(-1, keepdims=True)
+            x, _ = jax.lax.scan(layer, x, jnp.moveaxis(layers, 0, -2).reshape(6, 4, 4))
+            return jax.lax.psum(jnp.sum(x), "tp")
+
+        def local(trainable, rest, x, restrict):
+            merged.extend(row.merged for row in fz.explain(loss, fz.combine(trainable, rest), self.FROZEN, x).rows)
+            return jax.grad(restrict(loss, rest))(trainable, x)
+
+        columns = {"table": P(None, "tp"), "stack": P(None, None, "tp")}
+        self.check(local, mesh, columns, [[columns["stack"], columns["table"]]] * 2)
+        assert merged == [None] * 4
+
+    @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="JAX had it not implemented")
+    def test_some_axes_of_the_mesh(self, mesh):
+        """The compiler partitions along the others."""
+
+        def loss(params, x):
+            table = jax.lax.with_sharding_constraint(params["table"], P("tp", None))
+            stack = jax.lax.with_sharding_constraint(params["stack"], P(None, None, "tp"))
+            x, _ = jax.lax.scan(layer, table[by_device(x)], stack)
+            return jnp.sum(jax.lax.map(lambda r: jax.nn.logsumexp(r @ table.T), x))
+
+        def local(trainable, rest, x, restrict):
+            return jax.grad(restrict(loss, rest))(trainable, x)
+
+        with jax.set_mesh(mesh):
+            self.check(local, mesh, axis_names={"data"})
+
+
 class TestLikeJaxGrad:
     PARAMS, FROZEN = {"w": jnp.ones((6, 4)), "b": jnp.float32(2)}, {"w": fz.rows(slice(0, 4)), "b": False}
 
@@ -637,10 +814,12 @@ class TestFlax:
     """Models as they are: nothing in them knows of rows."""
 
     def check(self, loss, params, frozen):
-        value, grads = jax.jit(fz.value_and_grad(loss, frozen))(params)
-        expected_value, expected = jax.jit(jax.value_and_grad(loss))(params)
-        chex.assert_trees_all_close(value, expected_value, rtol=1e-5)
-        chex.assert_trees_all_close(grads, fz.partition(expected, frozen)[0], rtol=1e-5, atol=1e-5)
+        @jit
+        def both(params):
+            value, grads = jax.value_and_grad(loss)(params)
+            return fz.value_and_grad(loss, frozen)(params), (value, fz.partition(grads, frozen)[0])
+
+        chex.assert_trees_all_close(*both(params), rtol=1e-5, atol=1e-5)
         rows = fz.explain(loss, params, frozen).rows
         assert rows
         assert all(row.merged is None and row.in_parts for row in rows), "\n".join(map(str, rows))
@@ -767,10 +946,12 @@ def test_programs(data):
             w = LAYOUTS[name][0](w)
         return sum(jnp.sum(READS[name](w, i) ** 2) for name in reads)
 
+    @jit
+    def both(params):
+        value, grads = jax.value_and_grad(program)(params)
+        return fz.value_and_grad(program, frozen)(params), (value, fz.partition(grads, frozen)[0])
+
     params, frozen = {"w": jax.random.normal(jax.random.key(0), shape)}, {"w": fz.rows(rows, axis)}
-    value, grads = fz.value_and_grad(program, frozen)(params)
-    expected_value, expected = jax.value_and_grad(program)(params)
-    chex.assert_trees_all_close(value, expected_value, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(grads, fz.partition(expected, frozen)[0], rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(*both(params), rtol=1e-4, atol=1e-5)
     [row] = fz.explain(program, params, frozen).rows
     assert row.merged is None, str(row)
