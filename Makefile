@@ -1,9 +1,10 @@
-# make demo  runs the main job; make test  runs every check; make bench  compiles the benchmarks for TPU.
+# make demo  runs the main job; make test  runs every check; make bench  compiles the benchmarks for TPU;
+# make compatibility  runs the whole optimizer matrix and writes its page.
 PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test bench format clean
+.PHONY: demo test bench compatibility format clean
 
 demo: .venv/demo
 	$(BIN)/python examples/finetune_digits.py
@@ -25,6 +26,9 @@ bench: .venv/bench
 	$(BIN)/python tests/benchmarks/summary.py
 	$(BIN)/python tests/benchmarks/flax_linen.py
 	$(BIN)/python tests/benchmarks/flax_nnx.py
+
+compatibility: .venv/test
+	$(BIN)/python tests/write_compatibility.py
 
 format: .venv/test
 	$(BIN)/ruff format .

@@ -156,7 +156,7 @@ class Dense:
         """``full`` with its trainable elements replaced."""
         full = jnp.asarray(full)
         if not self.compact:
-            return _select(mask, full, part)
+            return _select(mask, full, jnp.asarray(part, full.dtype))
         return _scatter(0, full.ravel(), self._indices(mask), part.values).reshape(full.shape)
 
     def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
@@ -213,6 +213,7 @@ def _select(mask: Any, a: Any, b: Any) -> jax.Array:
 
 def _scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
     """``full`` with ``values`` at ascending ``indices`` along an axis; those out of range are dropped."""
+    values = jnp.asarray(values, full.dtype)  # a line search tries parameters of the updates' dtype
 
     def move(indices: Any, full: Any, values: Any) -> jax.Array:
         return _at(full, axis, indices[0]).set(values, **_ASCENDING, mode="drop")

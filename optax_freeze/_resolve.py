@@ -192,12 +192,18 @@ def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: 
         if not in_part or value.index != index or value.shape != leaf.shape:
             rows = f"a leaf frozen by {value.index.source}" if isinstance(value.index, RowIndex) else "single elements"
             got = f"a Part of {rows}, of shape {value.shape}"
-    elif narrow or (in_part and np.shape(value) != leaf.shape):
+    elif narrow or (in_part and not _fits(np.shape(value), leaf, answer, name)):
         got = f"an array of shape {np.shape(value)}"
     if got:
         expected = f"an array of shape {leaf.shape}" + (", or the Part of it that trains" if in_part else "")
         fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
         raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
+
+
+def _fits(shape: tuple[int, ...], leaf: Leaf, answer: Any, name: str) -> bool:
+    """Whether an array has the leaf's shape; a gradient may have an axis of examples, over which a mask broadcasts."""
+    broadcasts = name == "updates" and isinstance(answer, Dense) and not answer.compact
+    return shape == leaf.shape or (broadcasts and shape[1:] == leaf.shape)
 
 
 def register_with_flax(static: type = Resolved) -> None:

@@ -223,7 +223,7 @@ def _unless(
     state = jax.tree.map(lambda old, new: old if old.dtype == new.dtype else old.astype(new.dtype), state, new_state)
     # What a loop starts from is written to: one buffer for each, as long as no two are equal.
     still = [
-        jnp.full_like(u, jnp.where(frozen, negative_zero(shape.dtype), jnp.asarray(i, shape.dtype)), shape.dtype)
+        _filled(u, jnp.where(frozen, negative_zero(shape.dtype), jnp.asarray(i, shape.dtype)), shape)
         for i, (u, shape) in enumerate(zip(jax.tree.leaves(updates), shapes, strict=True))
     ]
 
@@ -234,6 +234,11 @@ def _unless(
         lambda carry: ~carry[0], step, (frozen, jax.tree.unflatten(treedef, still), state)
     )
     return new, state
+
+
+def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
+    """An array sharded as another one of its shape; the gradients of examples have an axis more than updates."""
+    return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
 
 
 def _zeroed(values: Sequence[Any], division: Division, masks: Sequence[Masks], frozen: Sequence[Any]) -> list[Any]:

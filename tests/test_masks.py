@@ -238,6 +238,21 @@ class TestElements:
         assert np.asarray(updates["w"])[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
         assert (np.asarray(updates["w"])[~mask] != 0).all()
 
+    @pytest.mark.parametrize("compact", [False, True])
+    def test_gradients_of_examples(self, compact, compiled):
+        """Of the trainable structure, as of ``jax.vmap(fz.grad(...))``; beside a dense mask that is a full array."""
+        params = {"w": jnp.arange(4.0).reshape(2, 2), "b": jnp.ones(3)}
+        spec = {"w": fz.elements(DIAGONAL, compact=compact), "b": True}
+        mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.mean(axis=0), updates))
+        tx = fz.freeze(mean, spec)
+        grads = jax.vmap(fz.grad(lambda p, x: x * jnp.sum(p["w"] ** 2), spec), (None, 0))(params, jnp.array([1.0, 3.0]))
+        updates, _ = compiled(tx.update)(grads, tx.init(params), params)
+        assert bits(updates["w"]) == bits(jnp.where(DIAGONAL, -0.0, 4 * params["w"]))
+        assert bits(updates["b"]) == bits(jnp.full(3, -0.0))
+        wrong = {"w": jnp.ones((2, 2, 2, 2)), "b": jnp.ones((2, 3))}
+        with pytest.raises(ValueError, match=r"at: w\n  got: an array of shape \(2, 2, 2, 2\)"):
+            tx.update(wrong, tx.init(params), params)
+
     def test_a_boolean_array_means_elements(self):
         params = {"w": jnp.ones((2, 2))}
         for array in (DIAGONAL, jnp.asarray(DIAGONAL)):
@@ -309,6 +324,17 @@ class TestElements:
         updates, _ = fz.partition(params, {"w": fz.elements(DIAGONAL, compact=True)})
         with pytest.raises(ValueError, match=r"cannot be placed(.|\n)*spec_of"):
             fz.apply_updates(params, updates)
+
+    @pytest.mark.parametrize("mask", [fz.rows(0), fz.elements(DIAGONAL), fz.elements(DIAGONAL, compact=True)], ids=repr)
+    def test_a_wider_part_takes_the_dtype_of_the_leaf(self, mask):
+        """A line search tries parameters of the updates' dtype."""
+        params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
+        trainable, rest = fz.partition(params, {"w": mask})
+        wide = jax.tree.map(lambda leaf: 2 * leaf.astype(jnp.float32), trainable)
+        whole = fz.combine(wide, rest)["w"]
+        assert whole.dtype == jnp.bfloat16
+        assert sorted(np.ravel(whole).tolist()) == [1, 1, 2, 2]
+        assert bits(fz.restrict(lambda p: p["w"].sum(), rest)(wide)) == bits(whole.sum())
 
     def test_combine_without_what_trains(self):
         trainable, rest = fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.rows(0)})

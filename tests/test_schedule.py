@@ -133,6 +133,15 @@ class TestTheContract:
                 assert bits(new) == bits(params)
         assert all(bits(new[name]) != bits(params[name]) for name in params)
 
+    def test_gradients_of_examples(self, params, compiled):
+        mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.mean(axis=0), updates))
+        tx = fz.freeze_when(mean, {"encoder": fz.unfreeze_at(1)})
+        grads = jax.tree.map(lambda p: jnp.stack([jnp.ones_like(p), jnp.full_like(p, 3.0)]), params)
+        first, state = compiled(tx.update)(grads, tx.init(params), params)
+        second, _ = compiled(tx.update)(grads, state, params)
+        assert bits(first["encoder"]) == bits(jax.tree.map(lambda p: jnp.full_like(p, -0.0), params["encoder"]))
+        assert bits(second) == bits(jax.tree.map(lambda p: jnp.full_like(p, 2.0), params))
+
     def test_no_parameters_given(self, params, compiled):
         tx = fz.freeze_when(optax.adam(0.1), {"encoder": True})
         updates, _ = compiled(lambda g, s: tx.update(g, s))(params, tx.init(params))

@@ -1,0 +1,333 @@
+"""The optimizer matrix: every optimizer by what is frozen, by a dtype, by how the step is run.
+
+A cell trains a few steps with :func:`optax_freeze.freeze` or :func:`optax_freeze.freeze_when`, with NaN in the place of
+every frozen gradient, and the same optimizer on the trainable tree of :func:`optax_freeze.partition`, with gradients of
+what trains. What is frozen keeps its bits; updates, parameters and the optimizer's state are those of the second run:
+bit for bit op by op, within rounding where one of them is compiled.
+"""
+
+import contextlib
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers
+from jax.experimental.compilation_cache import compilation_cache
+
+import optax_freeze as fz
+
+SPECS = ("whole leaves", "rows", "dense elements", "compact elements", "freeze_when")
+DTYPES = ("float32", "bfloat16")
+MODES = ("eager", "jit", "scan", "vmap", "MultiSteps", "apply_if_finite", "inject_hyperparams")
+OPTIMIZERS = {name: optimizer for name, optimizer in optimizers.found().items() if name not in optimizers.SKIPPED}
+
+_SHAPES = {"bias": (6,), "frozen": (4, 6), "kernel": (4, 6)}
+_ROUNDING = {"float32": 3e-5, "bfloat16": 0.03}
+"""What a compiler may change, in units of the largest number of an array: 256 eps (differences cancel), and 4."""
+
+
+class Cell(NamedTuple):
+    """A choice for each factor."""
+
+    optimizer: str
+    spec: str
+    dtype: str
+    mode: str
+
+    def __str__(self) -> str:
+        return ", ".join(self)
+
+    @property
+    def how(self) -> str:
+        """How the step is called; the last three modes wrap the optimizer."""
+        return self.mode if self.mode in MODES[:4] else "eager"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler rounds; under ``vmap`` a condition is traced, and a group's update is a compiled loop."""
+        return self.mode in ("jit", "scan") or (self.mode == "vmap" and self.spec == "freeze_when")
+
+
+def every_cell() -> Iterator[Cell]:
+    """The whole matrix."""
+    return itertools.starmap(Cell, itertools.product(OPTIMIZERS, SPECS, DTYPES, MODES))
+
+
+def pairwise_cells() -> Iterator[Cell]:
+    """A cover: any two choices for two factors meet in some cell, and each optimizer meets each mode once."""
+    for i, optimizer in enumerate(OPTIMIZERS):
+        for j, mode in enumerate(MODES):
+            k = i + max(j - 2, 0)  # eager, jit and scan share a run to compare with
+            yield Cell(optimizer, SPECS[k % len(SPECS)], DTYPES[k % len(DTYPES)], mode)
+
+
+def run(cell: Cell) -> str:
+    """Runs one cell.
+
+    Returns:
+      Nothing if the cell holds; else the error that the optimizer raises by itself, where nothing is frozen.
+
+    Raises:
+      AssertionError: if a frozen bit moved, or what trains differs from what trains alone.
+    """
+    expected = None
+    try:
+        expected = _alone(cell)
+        got = _frozen(cell)
+    except Exception as error:
+        by_itself = _error_without_freezing(cell)
+        if by_itself is None or (expected and type(by_itself) is not type(error)):
+            raise
+        return f"{type(by_itself).__name__}: {str(by_itself).splitlines()[0]}"
+    start = _problem(cell)[0]
+    for name, frozen in _frozen_elements(cell).items():
+        old, new = np.asarray(start[name]), np.asarray(got.params[name])
+        assert old[frozen].tobytes() == new[frozen].tobytes(), f"{cell}: frozen elements of {name} moved"
+        trained = new[~frozen].astype(float)
+        assert np.isfinite(trained).all(), f"{cell}: {name} does not train"
+        assert frozen.all() or (trained != old[~frozen]).any(), f"{cell}: {name} does not train"
+    for at, a, b in zip(Run._fields, got, expected, strict=True):
+        _compare(f"{cell}: {at}", a, b, _ROUNDING[cell.dtype] if cell.compiled else 0.0)
+    return ""
+
+
+@contextlib.contextmanager
+def programs_on_disk() -> Iterator[None]:
+    """Keeps compiled programs while it is open: control flow that is run op by op is compiled at each call."""
+    options = {"jax_compilation_cache_dir": None, "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in options}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, value in (options | {"jax_compilation_cache_dir": directory}).items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+
+
+def sees_zeros(optimizer: str) -> bool:
+    """Whether elements that train beside a dense mask train otherwise than alone: a mean counts the zeros, too."""
+    dense, alone = (_alone(Cell(optimizer, spec, "float32", "eager")).params for spec in SPECS[2:4])
+    return not all(np.allclose(dense[name], alone[name], rtol=1e-5, atol=1e-6) for name in dense)
+
+
+class Run(NamedTuple):
+    """What training leaves: the last parameters, all updates, the state of the optimizer."""
+
+    params: Any
+    updates: Any
+    state: Any
+
+
+def _compare(at: str, got: Any, expected: Any, rounding: float) -> None:
+    """Compares trees bit for bit; inexact arrays within rounding, if there is any."""
+    got, expected = (list(map(_as_numpy, jax.tree.leaves(tree))) for tree in (got, expected))
+    shapes, expected_shapes = ([(array.shape, array.dtype) for array in arrays] for arrays in (got, expected))
+    assert shapes == expected_shapes, f"{at}: {shapes}, and expected {expected_shapes}"
+    for a, b in zip(got, expected, strict=True):
+        if a.tobytes() != b.tobytes():
+            within = rounding if jnp.issubdtype(b.dtype, jnp.inexact) else 0.0
+            assert within, f"{at}: {a}, and expected bit for bit {b}"
+            a, b = a.astype(float), b.astype(float)
+            largest = np.max(np.abs(b), initial=0, where=np.isfinite(b))
+            np.testing.assert_allclose(a, b, rtol=0, atol=within * largest, err_msg=at)
+
+
+def _as_numpy(leaf: Any) -> np.ndarray:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+# The problem: three leaves, a quadratic loss, a spec.
+
+
+@functools.cache
+def _uniform(seed: int, dtype: Any) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.uniform(0.5, 1.5, shape).astype(jnp.dtype(dtype)) for name, shape in _SHAPES.items()}
+
+
+@functools.cache
+def _problem(cell: Cell) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The parameters, -0.0 among them, and a mask of the kernel; both of two members where they are an ensemble."""
+    params = {name: jnp.asarray(leaf).at[::3].set(-0.0) for name, leaf in _uniform(0, cell.dtype).items()}
+    mask = jnp.asarray(np.random.default_rng(1).uniform(size=_SHAPES["kernel"]) < 0.5)
+    if cell.mode != "vmap":
+        return params, mask
+    return jax.tree.map(lambda leaf: jnp.stack([leaf, 0.7 * leaf]), params), jnp.stack([mask, ~mask])
+
+
+def _terms(params: Any) -> Iterator[tuple[str, Any, Any]]:
+    curvature, target = (_uniform(seed, params["bias"].dtype) for seed in (2, 3))
+    return ((name, curvature[name], leaf - target[name]) for name, leaf in params.items())
+
+
+def _loss(params: Any) -> jax.Array:
+    return sum((jnp.sum(c * x**2) for _, c, x in _terms(params)), start=jnp.zeros((), params["bias"].dtype))
+
+
+def _gradient(params: Any, optimizer: Any) -> Any:
+    grads = {name: 2 * c * x for name, c, x in _terms(params)}
+    return jax.tree.map(lambda g: jnp.stack([g, 0.5 * g]), grads) if optimizer.per_example else grads
+
+
+def _take(grads: Any, frozen: Any, optimizer: Any) -> Any:
+    """What trains of gradients, or of each example's."""
+
+    def take(grads: Any) -> Any:
+        return fz.partition(grads, frozen)[0]
+
+    return jax.vmap(take)(grads) if optimizer.per_example else take(grads)
+
+
+def _spec(cell: Cell, mask: Any) -> Any:
+    """What is frozen, for the library."""
+    if cell.spec == "rows":
+        return {"bias": fz.rows(slice(2)), "frozen": True, "kernel": fz.rows([0, 2])}
+    if cell.spec == "dense elements":
+        return {"bias": False, "frozen": True, "kernel": fz.elements(mask)}
+    if cell.spec == "compact elements":
+        mask = _problem(cell._replace(mode="eager"))[1]  # an ensemble shares it: its count is static
+        return {"bias": False, "frozen": True, "kernel": fz.elements(mask, compact=True)}
+    return "frozen"
+
+
+def _frozen_elements(cell: Cell) -> dict[str, np.ndarray]:
+    """What is frozen, said without the library: a boolean array for each leaf."""
+    params, mask = _problem(cell)
+    frozen = {name: np.full(leaf.shape, name == "frozen") for name, leaf in params.items()}
+    if cell.spec == "rows":
+        frozen["kernel"][..., [0, 2], :] = True
+        frozen["bias"][..., :2] = True
+    elif cell.spec == "dense elements":
+        frozen["kernel"][:] = mask
+    elif cell.spec == "compact elements":
+        frozen["kernel"][:] = mask[0] if cell.mode == "vmap" else mask
+    return frozen
+
+
+# Two ways to train it.
+
+
+def _optimizer(cell: Cell) -> Any:
+    optimizer = OPTIMIZERS[cell.optimizer]
+    if cell.mode == "inject_hyperparams":
+        return optimizer.inject()
+    if cell.mode == "apply_if_finite":
+        return optax.with_extra_args_support(optax.apply_if_finite(optimizer.make(), 3))
+    return optax.MultiSteps(optimizer.make(), 2) if cell.mode == "MultiSteps" else optimizer.make()
+
+
+def _frozen(cell: Cell) -> Run:
+    """With the library's transformation around the optimizer, and NaN in frozen gradients."""
+    optimizer, inner = OPTIMIZERS[cell.optimizer], _optimizer(cell)
+    # Gradients of examples have an axis before the rows: those of the trainable structure, of which nothing is frozen.
+    narrow = optimizer.per_example and cell.spec in ("rows", "compact elements")
+
+    def transformation(mask: Any) -> optax.GradientTransformationExtraArgs:
+        if cell.spec == "freeze_when":
+            return fz.freeze_when(inner, {"frozen": True, "kernel": fz.unfreeze_at(1)})
+        return fz.freeze(inner, _spec(cell, mask))
+
+    def init(params: Any, mask: Any) -> Any:
+        return transformation(mask).init(params)
+
+    def step(params: Any, state: Any, mask: Any, frozen: Any, *_: Any) -> Any:
+        grads = _gradient(params, optimizer)
+        if narrow:
+            grads = _take(grads, _spec(cell, mask), optimizer)
+        else:
+            grads = {name: jnp.where(frozen[name], jnp.nan, g) for name, g in grads.items()}
+        extra_args = optimizer.extra(_loss(params), grads, _loss)
+        updates, state = transformation(mask).update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state, updates
+
+    params, updates, state = _train(cell, init, step)
+    if cell.spec != "freeze_when":
+        return Run(params, updates, [state.inner_state])
+    before = (jax.vmap(init) if cell.mode == "vmap" else init)(*_problem(cell))
+    _compare(f"{cell}: the state of a frozen group", state.groups["frozen"], before.groups["frozen"], 0.0)
+    return Run(params, updates, [state.rest_state, state.groups["kernel"].inner_state])
+
+
+def _alone(cell: Cell) -> Run:
+    """On what trains, as ``partition`` gives it; of ``freeze_when`` each group by itself, the second from step 1."""
+    return _alone_by(cell._replace(mode="eager") if cell.mode in ("jit", "scan") else cell)
+
+
+@functools.lru_cache(maxsize=1)
+def _alone_by(cell: Cell) -> Run:
+    optimizer, inner = OPTIMIZERS[cell.optimizer], _optimizer(cell)
+
+    def parts(mask: Any) -> list[Any]:
+        return [["frozen", "kernel"], ["frozen", "bias"]] if cell.spec == "freeze_when" else [_spec(cell, mask)]
+
+    def init(params: Any, mask: Any) -> Any:
+        return [inner.init(fz.partition(params, frozen)[0]) for frozen in parts(mask)]
+
+    def step(params: Any, states: Any, mask: Any, _: Any, is_first: bool) -> Any:
+        grads = _gradient(params, optimizer)
+        new, all_updates = params, jax.tree.map(lambda leaf: jnp.full_like(leaf, -0.0), params)
+        states = list(states)
+        for i, frozen in enumerate(parts(mask)):
+            if i and is_first:
+                continue
+            trainable, rest = fz.partition(params, frozen)
+            grad = _take(grads, frozen, optimizer)
+            extra_args = optimizer.extra(_loss(params), grad, fz.restrict(_loss, rest))
+            updates, states[i] = inner.update(grad, states[i], trainable, **extra_args)
+            for name, update in updates.items():
+                for array in jax.tree.leaves(update):
+                    all_updates[name] = jnp.full_like(params[name], -0.0, array.dtype)
+            all_updates = fz.combine(updates, fz.partition(all_updates, frozen)[1])
+            new = fz.combine(optax.apply_updates(trainable, updates), fz.partition(new, frozen)[1])
+        return new, states, all_updates
+
+    return _train(cell, init, step)
+
+
+def _error_without_freezing(cell: Cell) -> Exception | None:
+    optimizer, inner = OPTIMIZERS[cell.optimizer], _optimizer(cell)
+
+    def step(params: Any, state: Any, *_: Any) -> Any:
+        grads = _gradient(params, optimizer)
+        updates, state = inner.update(grads, state, params, **optimizer.extra(_loss(params), grads, _loss))
+        return optax.apply_updates(params, updates), state, updates
+
+    try:
+        _train(cell, lambda params, mask: inner.init(params), step)
+    except Exception as error:
+        return error
+    return None
+
+
+def _train(cell: Cell, init: Callable[..., Any], step: Callable[..., Any]) -> Run:
+    params, mask = _problem(cell)
+    frozen, steps = _frozen_elements(cell), 5 if cell.mode == "MultiSteps" else 3
+    if cell.how == "vmap":
+        init, step = jax.vmap(init), jax.vmap(step, in_axes=(0, 0, 0, 0, None))
+    state = init(params, mask)
+    if cell.how == "scan":
+
+        def body(carry: Any, _: Any) -> Any:
+            params, state, updates = step(*carry, mask, frozen, False)
+            return (params, state), updates
+
+        (params, state), updates = jax.lax.scan(body, (params, state), length=steps)
+        return Run(params, updates, state)
+    if cell.how == "jit":
+        step = jax.jit(step, static_argnums=4)
+    history = []
+    for i in range(steps):
+        params, state, updates = step(params, state, mask, frozen, cell.spec == "freeze_when" and i == 0)
+        history.append(updates)
+    return Run(params, jax.tree.map(lambda *steps: jnp.stack(steps), *history), state)

@@ -1,0 +1,170 @@
+"""Every public optimizer of the installed Optax, found by introspection: a new one joins by itself.
+
+An optimizer is a public function of ``optax`` or ``optax.contrib`` that returns a gradient transformation and takes a
+learning rate, or first of all an optimizer. What is named ``scale_by_*`` is a building block, as is what takes neither
+(a clip, noise, decay) and what passes a transformation on (``chain``, ``masked``). Arguments are given by the names of
+parameters, so that most optimizers need no entry.
+"""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+SKIPPED: dict[str, str] = {}
+"""Optimizers that the matrix leaves out, each with its reason."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Optimizer:
+    """A factory of Optax with arguments, and what its update takes besides gradients and parameters.
+
+    Attributes:
+      name: as in ``optax.<name>``.
+      factory: the function, or one of a learning rate that calls it.
+      arguments: what ``factory`` is called with.
+      extra_args: the names of extra arguments of ``update``.
+      per_example: whether gradients have a leading axis of examples.
+    """
+
+    name: str
+    factory: Callable[..., optax.GradientTransformation]
+    arguments: Mapping[str, Any]
+    extra_args: tuple[str, ...] = ("value", "grad", "value_fn", "obj_fn")
+    per_example: bool = False
+
+    def make(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation."""
+        return optax.with_extra_args_support(_quietly(self.factory)(**self.arguments))
+
+    def extra(self, value: Any, grads: Any, loss: Callable[[Any], jax.Array]) -> dict[str, Any]:
+        """The extra arguments of an update; ``loss`` is a function of the parameters."""
+        every = {"value": value, "grad": grads, "value_fn": loss, "obj_fn": loss}
+        return {name: every[name] for name in self.extra_args}
+
+    def inject(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation with every hyperparameter that is a float in its state; 0.999 would be 1 in bfloat16."""
+        bound = inspect.signature(self.factory).bind(**self.arguments)
+        bound.apply_defaults()
+        static = [name for name, value in bound.arguments.items() if not isinstance(value, float)]
+        factory = functools.wraps(self.factory)(_quietly(self.factory))
+        return optax.inject_hyperparams(factory, static, jnp.float32)(**self.arguments)
+
+
+def found() -> dict[str, Optimizer]:
+    """The optimizers of the installed Optax by name, in the order of their names."""
+    functions = {
+        prefix + name: function
+        for prefix, module in (("", optax), ("contrib.", optax.contrib))
+        for name, function in vars(module).items()
+        if not name.startswith("_") and callable(function) and not inspect.isclass(function)
+    }
+    first = {function: name for name, function in reversed(functions.items())}  # optax.multi_transform is a second name
+    return {
+        name: _optimizer(name, function)
+        for name, function in sorted(functions.items())
+        if first[function] == name and (name in _FACTORIES or _is_optimizer(name, function))
+    }
+
+
+def _is_optimizer(name: str, function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    names = list(signature.parameters)
+    takes = any(name.endswith("learning_rate") for name in names) or (bool(names) and names[0].endswith("optimizer"))
+    returns = signature.return_annotation is signature.empty or _is_transformation(signature.return_annotation)
+    return takes and returns and not name.split(".")[-1].startswith("scale_by_")
+
+
+def _is_transformation(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and issubclass(annotation, optax.GradientTransformation)
+
+
+def _optimizer(name: str, function: Callable[..., Any]) -> Optimizer:
+    factory = _FACTORIES.get(name, function)
+    arguments = {}
+    for parameter in inspect.signature(factory).parameters.values():
+        if parameter.name in _ARGUMENTS:
+            arguments[parameter.name] = _ARGUMENTS[parameter.name]
+        elif parameter.default is parameter.empty and parameter.name.endswith(("optimizer", "inner")):
+            arguments[parameter.name] = optax.adam(0.1)
+    return Optimizer(name, factory, arguments | _OWN_ARGUMENTS.get(name, {}), **_UPDATES.get(name, {}))
+
+
+def _quietly(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the deprecation warnings of one part of Optax about another."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return factory(*args, **kwargs)
+
+    return make
+
+
+class _LookaheadState(NamedTuple):
+    slow: Any
+    inner_state: Any
+
+
+def _lookahead(learning_rate: float) -> optax.GradientTransformation:
+    """``optax.lookahead`` with the slow parameters in its state, so that its parameters are those of the gradient."""
+    pair_tx = optax.lookahead(optax.adam(learning_rate), sync_period=2, slow_step_size=0.5)
+
+    def init_fn(params: Any) -> _LookaheadState:
+        return _LookaheadState(params, pair_tx.init(optax.LookaheadParams.init_synced(params)))
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, _LookaheadState]:
+        pair: Any
+        pair, inner_state = pair_tx.update(updates, state.inner_state, optax.LookaheadParams(params, state.slow))
+        return pair.fast, _LookaheadState(optax.apply_updates(state.slow, pair.slow), inner_state)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+_FACTORIES: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "contrib.reduce_on_plateau": lambda learning_rate: optax.chain(
+        optax.adam(learning_rate), optax.contrib.reduce_on_plateau(patience=1, cooldown=1)
+    ),
+    "contrib.split_real_and_imaginary": lambda learning_rate: optax.contrib.split_real_and_imaginary(
+        optax.adam(learning_rate)
+    ),
+    "flatten": lambda learning_rate: optax.flatten(optax.adam(learning_rate)),
+    "lookahead": _lookahead,
+}
+"""Factories of a learning rate, for what is no transformation of one tree, and for more than the rule finds."""
+
+_ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "weight_decay": 0.1,
+    "momentum": 0.9,
+    "key": 0,
+    "mask": True,
+    "freeze_mask": False,
+    # Small enough for small parameters, and for a few steps.
+    "min_dim_size_to_factor": 2,
+    "rank": 2,
+    "update_proj_gap": 2,
+    "update_interval": 2,
+}
+"""Arguments by the names of parameters: what is required, and what shows on small parameters."""
+
+_OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "contrib.dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0},
+    "contrib.sam": {"adv_optimizer": optax.chain(optax.contrib.normalize(), optax.sgd(0.05))},
+}
+
+_UPDATES: dict[str, dict[str, Any]] = {
+    "contrib.dpsgd": {"per_example": True},
+    "contrib.sam": {"extra_args": ()},
+    "lbfgs": {"extra_args": ("value", "grad", "value_fn")},
+}

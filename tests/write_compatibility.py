@@ -1,0 +1,176 @@
+"""Runs the whole optimizer matrix and writes ``docs/compatibility.md``, in about half an hour.
+
+The page is the record, too: the tests read it back and compare it with the installed Optax.
+"""
+
+import itertools
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import optax
+import optimizers
+from matrix import DTYPES, MODES, OPTIMIZERS, SPECS, Cell, every_cell, programs_on_disk, run, sees_zeros
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compatibility.md"
+
+
+class Record(NamedTuple):
+    """What the page says.
+
+    Attributes:
+      optax: the version of Optax that was run.
+      jax: the version of JAX.
+      optimizers: the names of the optimizers, and whether each sees the zeros of a dense mask.
+      limits: the cells whose optimizer fails by itself, with the errors.
+      skipped: the optimizers left out, with the reasons.
+    """
+
+    optax: str
+    jax: str
+    optimizers: Mapping[str, bool]
+    limits: Mapping[Cell, str]
+    skipped: Mapping[str, str]
+
+
+def main() -> None:
+    """Writes the page; where a cell fails, says so and leaves the page as it is."""
+    limits, failures = {}, 0
+    with programs_on_disk():
+        for name, cells in itertools.groupby(every_cell(), key=lambda cell: cell.optimizer):
+            print(name, file=sys.stderr, flush=True)
+            for cell in cells:
+                try:
+                    limits[cell] = _one_line(run(cell))
+                except Exception as failure:
+                    failures += 1
+                    print(f"FAILED: {cell}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
+            jax.clear_caches()
+        if failures:
+            sys.exit(f"{failures} cells failed")
+        limits = {cell: error for cell, error in limits.items() if error}
+        zeros = {name: sees_zeros(name) for name in OPTIMIZERS}
+    record = Record(optax.__version__, jax.__version__, zeros, limits, optimizers.SKIPPED)
+    PAGE.write_text(render(record))
+
+
+def render(record: Record) -> str:
+    """The page."""
+    each = len(DTYPES) * len(MODES)
+    rows = []
+    for name, zeros in record.optimizers.items():
+        limited = [sum(limit[:2] == (name, spec) for limit in record.limits) for spec in SPECS]
+        marks = ["✓" if not count else f"{each - count} of {each}" for count in limited]
+        marks[2] += " (zeros)" if zeros else ""
+        rows.append((f"`{name}`", *marks))
+    by_error = itertools.groupby(
+        sorted(record.limits.items(), key=lambda item: (item[0].optimizer, item[0].mode, item[0].dtype, item[1])),
+        key=lambda item: (f"`{item[0].optimizer}`", item[0].mode, item[0].dtype, item[1]),
+    )
+    limits = [
+        (name, mode, dtype, ", ".join(spec for spec in SPECS if spec in {cell.spec for cell, _ in items}), f"`{error}`")
+        for (name, mode, dtype, error), items in by_error
+    ]
+    return _TEXT.format(
+        optax=record.optax,
+        jax=record.jax,
+        cells=f"{len(record.optimizers) * len(SPECS) * each:,}",
+        each=each,
+        optimizers="\n".join(_table("optimizer", *SPECS, rows=rows)),
+        limits="\n".join(_table("optimizer", "mode", "dtype", "what is frozen", "error", rows=limits)),
+        skipped="\n".join(_table("left out", "reason", rows=((f"`{n}`", why) for n, why in record.skipped.items()))),
+    )
+
+
+def parse(page: str) -> Record:
+    """What a page says."""
+    versions, matrix, limits, skipped = page.split("\n## ")
+    found = re.search(r"Optax (\S+) and JAX (\S+)\.", versions)
+    assert found, "the page does not say its versions"
+    return Record(
+        found[1],
+        found[2],
+        {name: "zeros" in marks[2] for name, *marks in _rows(matrix)},
+        {
+            Cell(name, spec, dtype, mode): error
+            for name, mode, dtype, specs, error in _rows(limits)
+            for spec in specs.split(", ")
+        },
+        dict(_rows(skipped)),
+    )
+
+
+def _rows(section: str) -> list[list[str]]:
+    """The rows of a section's table, without its head."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip("`") for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
+
+
+def _one_line(error: str) -> str:
+    """An error as it stands in a table."""
+    line = re.sub(r"[`|]|\s+", " ", error)
+    return line if len(line) <= 100 else line[:97].rsplit(" ", 1)[0] + " ..."
+
+
+def _table(*head: str, rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+_TEXT = """\
+# Compatibility
+
+Every optimizer of `optax` and `optax.contrib`, found by introspection: the public functions that return a gradient
+transformation and take a learning rate or another transformation; `scale_by_*` and other building blocks do not count.
+Each is run in {each} ways for each form of freezing, {cells} cells in all: in float32 and bfloat16; op by op, under
+`jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and with
+`optax.inject_hyperparams`, all inside {{py:func}}`optax_freeze.freeze` or {{py:func}}`optax_freeze.freeze_when`.
+
+A cell compares two runs of a few steps. One goes through this library, with NaN in the place of every frozen gradient.
+The other is the optimizer on what trains alone, the tree of {{py:func}}`optax_freeze.partition`. A tick (✓) says:
+
+- What is frozen keeps its bits, and its updates are -0.0.
+- Each update, each parameter that trains and the whole state of the optimizer are those of the second run: bit for bit
+  op by op, within rounding where a compiler is at work.
+- A group that `freeze_when` thaws steps as if its optimizer had been created then, and the state of a frozen one stands
+  still bit for bit.
+
+`tests/matrix.py` is the cell, `make compatibility` runs all of them and writes this page; the tests run a cover in
+which every optimizer meets every form, dtype and mode. Run with Optax {optax} and JAX {jax}.
+
+## The matrix
+
+**zeros**: beside dense elements, `fz.elements(mask)`, the optimizer sees the whole leaf with zeros at what is frozen,
+in gradients and parameters. Where the update of an element depends on others by more than a sum or a norm (a mean, a
+factor, a shape, random numbers), what trains moves otherwise than alone. With `compact=True` the optimizer sees what
+trains and nothing else.
+
+{optimizers}
+
+Four optimizers are given something of their own:
+
+- `contrib.dpsgd` takes the gradients of examples. Of rows and compact elements these have the trainable structure, as
+  of `jax.vmap(fz.grad(loss, frozen), (None, 0))`: a row cannot be told from an example in a full gradient.
+- `contrib.sam` takes `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))` as its adversary.
+- `lookahead` keeps its slow parameters in its state (ten lines in `tests/optimizers.py`): Optax's own takes a pair of
+  parameters and the gradient of one, which no transformation around it can be given.
+- `contrib.reduce_on_plateau`, a building block, stands in a chain after Adam.
+
+## Where Optax fails by itself
+
+These do not run without freezing either, on the same parameters and in the same way.
+
+{limits}
+
+## Left out
+
+{skipped}
+"""
+
+if __name__ == "__main__":
+    main()
