@@ -249,7 +249,10 @@ def _frozen(cell: Cell) -> Run:
             grads = {name: jnp.where(frozen[name], jnp.nan, g) for name, g in grads.items()}
         extra_args = optimizer.extra(_loss(params), grads, _loss)
         updates, state = transformation(mask).update(grads, state, params, **extra_args)
-        return optax.apply_updates(params, updates), state, updates
+        new = optax.apply_updates(params, updates)
+        # One program for a frozen and a thawed group gives its leaves the dtype of the optimizer's updates.
+        updates["frozen"] = updates["frozen"].astype(params["frozen"].dtype)
+        return new, state, updates
 
     params, updates, state = _train(cell, init, step)
     if cell.spec != "freeze_when":

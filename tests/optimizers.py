@@ -79,14 +79,10 @@ def _is_optimizer(name: str, function: Callable[..., Any]) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return False
-    names = list(signature.parameters)
-    takes = any(name.endswith("learning_rate") for name in names) or (bool(names) and names[0].endswith("optimizer"))
-    returns = signature.return_annotation is signature.empty or _is_transformation(signature.return_annotation)
+    first, returned = next(iter(signature.parameters), ""), signature.return_annotation
+    takes = first.endswith("optimizer") or any(name.endswith("learning_rate") for name in signature.parameters)
+    returns = inspect.isclass(returned) and issubclass(returned, (optax.GradientTransformation, signature.empty))
     return takes and returns and not name.split(".")[-1].startswith("scale_by_")
-
-
-def _is_transformation(annotation: Any) -> bool:
-    return inspect.isclass(annotation) and issubclass(annotation, optax.GradientTransformation)
 
 
 def _optimizer(name: str, function: Callable[..., Any]) -> Optimizer:
