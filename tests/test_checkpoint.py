@@ -350,7 +350,8 @@ def test_two_processes(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
+    devices = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent), "XLA_FLAGS": devices}
     processes = [
         subprocess.Popen(
             [sys.executable, HERE / "two_processes.py", str(process), str(port), tmp_path],
