@@ -1,10 +1,11 @@
 # make demo  runs the main job; make test  runs every check; make bench  compiles the benchmarks for TPU;
-# make compatibility  runs the whole optimizer matrix and writes its page.
+# make compatibility  runs the whole optimizer matrix and writes its page;
+# make test-oldest, test-newest  test the wheel with the oldest and newest versions of what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test bench compatibility format clean
+.PHONY: demo test test-oldest test-newest bench compatibility format clean
 
 demo: .venv/demo
 	$(BIN)/python examples/finetune_digits.py
@@ -15,6 +16,16 @@ test: .venv/test
 	$(BIN)/pyright
 	$(BIN)/pytest -n 2
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
+
+# The tests of the sdist against the wheel, in an environment of their own.
+test-oldest: VERSIONS = $(shell sed -n 's/^dependencies = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",' | sed 's/>=/==/g')
+test-oldest test-newest: .venv/test
+	rm -rf .venv/of-$@
+	$(BIN)/python -m build --no-isolation --outdir .venv/of-$@ .
+	$(PYTHON) -m venv .venv/of-$@/env
+	.venv/of-$@/env/bin/python -m pip install --quiet "$$(echo .venv/of-$@/*.whl)[test,examples,docs]" $(VERSIONS)
+	cd .venv/of-$@ && tar -xf *.tar.gz && rm -r optax_freeze-*/optax_freeze
+	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n 2 tests docs README.md --pyargs optax_freeze
 
 bench: .venv/bench
 	$(BIN)/python tests/benchmarks/transformer.py

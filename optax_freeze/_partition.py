@@ -6,7 +6,7 @@ already skip it, and ``None`` keeps its own meaning.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -15,6 +15,8 @@ from optax_freeze import _tree
 from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
+
+Tree = TypeVar("Tree")
 
 
 def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[PyTree, PyTree]:
@@ -113,7 +115,7 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], 
     return jax.tree.unflatten(treedef, whole)
 
 
-def stop_gradient(params: PyTree, frozen: Spec) -> PyTree:
+def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     """Makes constants of the gradient out of what is frozen.
 
     An optimizer still sees these leaves, with a gradient of zero, and decays them or moves them by momentum: train
@@ -150,7 +152,7 @@ def _stop(value: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
     return stopped if answer is True else answer.choose(stopped, value, mask)
 
 
-def apply_updates(params: PyTree, updates: PyTree, frozen: Spec | None = None) -> PyTree:
+def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> Tree:
     """Adds updates to the parameters, as ``optax.apply_updates`` does, and keeps the bits of what is frozen.
 
     Args:

@@ -8,7 +8,7 @@ they lie.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,11 @@ from optax_freeze._select import Selector
 from optax_freeze._split import Origin, Split
 from optax_freeze._tree import PyTree, Rest, is_array, is_leaf, message
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
+
+def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """Restricts a function of the parameters to what trains.
 
     What is frozen is not differentiated. A leaf frozen by rows is read in two parts, and its gradient has the size of
@@ -63,7 +66,7 @@ def restrict(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
         )
 
     @functools.wraps(fun)
-    def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+    def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
         params, leaves, frozen = in_parts(trainable, rest)
         if not leaves:
             return fun(params, *args, **kwargs)
@@ -98,8 +101,8 @@ def fill(params: PyTree, arrays: Sequence[Any]) -> PyTree:
 
 
 def value_and_grad(
-    fun: Callable[..., Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
-) -> Callable[..., tuple[Any, PyTree]]:
+    fun: Callable[P, T], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+) -> Callable[P, tuple[T, PyTree]]:
     """``jax.value_and_grad`` with respect to what trains alone.
 
     Args:
@@ -147,7 +150,7 @@ def value_and_grad(
         )
 
     @functools.wraps(fun)
-    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+    def value_and_grad_fn(*args: P.args, **kwargs: P.kwargs) -> tuple[T, PyTree]:
         if not -len(args) <= argnums < len(args):
             raise ValueError(
                 message(
@@ -162,7 +165,8 @@ def value_and_grad(
         trainable, rest = split(args[place], *_something_trains(frozen, args[place]))
 
         def of_params(params: PyTree) -> Any:
-            return fun(*args[:place], params, *args[place + 1 :], **kwargs)
+            with_params: Any = (*args[:place], params, *args[place + 1 :])
+            return fun(*with_params, **kwargs)
 
         return jax.value_and_grad(restrict(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)(trainable)
 
@@ -170,8 +174,8 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
-) -> Callable[..., Any]:
+    fun: Callable[P, Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+) -> Callable[P, Any]:
     """``jax.grad`` with respect to what trains alone: :func:`value_and_grad` without the value.
 
     Args:
@@ -196,7 +200,7 @@ def grad(
     both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic)
 
     @functools.wraps(fun)
-    def grad_fn(*args: Any, **kwargs: Any) -> Any:
+    def grad_fn(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

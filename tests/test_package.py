@@ -7,8 +7,11 @@ import pathlib
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import pytest
+import user_code
 
 import optax_freeze as fz
 
@@ -76,3 +79,23 @@ def test_every_public_name_of_an_outer_room_is_documented(room):
     for name, doc in public.items():
         assert re.search(rf"optax_freeze\.{room}\.{name}$", page, re.MULTILINE)
         assert re.search(r"Example:\n  >>> ", doc)
+
+
+@pytest.mark.skipif(not pathlib.Path("optax_freeze").exists(), reason="tests of an installed wheel: no source to build")
+def test_the_wheel_and_the_sdist_are_complete(tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info" not in name}
+    assert held == {f"optax_freeze/{path.name}" for path in PACKAGE.iterdir() if path.is_file()}
+    assert "optax_freeze/py.typed" in held
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+    for path in ("LICENSE", "tests/conftest.py", "examples/finetune_digits.py", "docs/index.md"):
+        assert any(name.endswith(f"/{path}") for name in names)
+
+
+def test_the_code_of_a_user_runs(capsys):
+    user_code.main()
+    assert "Params" in capsys.readouterr().out
