@@ -16,7 +16,7 @@ from optax_freeze import _tree
 from optax_freeze._masks import Elements, Rows, elements
 from optax_freeze._parts import Dense, RowIndex, resolve_mask
 from optax_freeze._resolve import Masks, Resolved, Tied
-from optax_freeze._select import Choice, Known, Selector, as_selector
+from optax_freeze._selector import Choice, Known, Selector, as_selector
 from optax_freeze._tree import Leaf, Part, PyTree, message
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from optax_freeze import _tree
 from optax_freeze._resolve import Resolved, Spec
-from optax_freeze._select import as_selector, distinct, first_match
+from optax_freeze._select import distinct
+from optax_freeze._selector import as_selector, first_match
 from optax_freeze._tree import PyTree, message
 
 

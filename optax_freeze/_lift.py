@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from optax_freeze._masks import Elements, Rows
 from optax_freeze._partition import stop_gradient
 from optax_freeze._resolve import Spec, resolve
-from optax_freeze._select import Selector, as_selector, is_patterns
+from optax_freeze._selector import Selector, as_selector, is_patterns
 from optax_freeze._tree import message
 
 Path: TypeAlias = tuple[str, ...]

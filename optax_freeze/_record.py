@@ -14,7 +14,7 @@ from optax_freeze import _tree
 from optax_freeze._masks import Rows, Slice, elements
 from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved
-from optax_freeze._select import Choice, Known
+from optax_freeze._selector import Choice, Known
 from optax_freeze._tree import Leaf, Part, PyTree, message
 
 

@@ -20,7 +20,7 @@ from optax_freeze import _table, _tree, _treemap
 from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec, Tied
 from optax_freeze._schedule import FreezeWhenState
-from optax_freeze._select import Known
+from optax_freeze._selector import Known
 from optax_freeze._table import Row
 from optax_freeze._transform import FreezeState, freeze
 from optax_freeze._tree import Leaf, PyTree, message

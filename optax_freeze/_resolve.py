@@ -23,7 +23,8 @@ from jax.core import Tracer
 from optax_freeze import _tree
 from optax_freeze._masks import Elements, Rows
 from optax_freeze._parts import Answer, Dense, RowIndex, resolve_mask
-from optax_freeze._select import Choice, Selector, as_choice, as_selector, ask_without_values, is_patterns
+from optax_freeze._select import as_choice
+from optax_freeze._selector import Choice, Selector, as_selector, ask_without_values, is_patterns
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree

@@ -20,7 +20,7 @@ from optax_freeze._evaluate import call
 from optax_freeze._partition import assemble, split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec
-from optax_freeze._select import Selector
+from optax_freeze._selector import Selector
 from optax_freeze._split import Origin, Split
 from optax_freeze._tree import PyTree, Rest, is_array, is_leaf, message
 

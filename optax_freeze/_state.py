@@ -11,7 +11,7 @@ import optax
 from optax_freeze import _tree
 from optax_freeze._masks import Elements, elements
 from optax_freeze._parts import Dense, resolve_mask
-from optax_freeze._select import Known, Selector
+from optax_freeze._selector import Known, Selector
 from optax_freeze._transform import FreezeState, MaskedZeroUpdatesState, copy_like, masks_of
 from optax_freeze._tree import Part, PyTree, message
 

@@ -17,7 +17,7 @@ import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
 ROOMS = [
-    *("_tree", "_masks", "_parts", "_glob", "_select", "_resolve", "_labels", "_partition", "_jaxpr"),
+    *("_tree", "_masks", "_parts", "_glob", "_selector", "_select", "_resolve", "_labels", "_partition", "_jaxpr"),
     *("_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
     *("_transform", "_state", "_shardings", "_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
     *("_table", "_treemap", "_report"),
