@@ -24,11 +24,8 @@ import measure  # first: it sets up the TPU compiler
 
 import jax  # isort: skip
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from decoder import ADAMW, SHAPES, Decoder, adamw_state, partition
 from rich.console import Console
 from rich.table import Table
 
@@ -37,95 +34,11 @@ import optax_freeze as fz
 console = Console(width=130)
 
 
-@dataclasses.dataclass(frozen=True)
-class Decoder:
-    """A decoder of Llama 3's shape, its layers stacked, on a mesh of TPU chips."""
-
-    width: int
-    layers: int
-    hidden: int
-    heads: int
-    topology: str
-    tensor_parallel: int
-    kv_heads: int = 8
-    vocabulary: int = 128_256
-    length: int = 4096
-    chunk: int = 256
-
-    def mesh(self) -> Mesh:
-        chips = np.array(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
-        return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
-
-    def params(self, mesh: Mesh) -> Any:
-        """Shapes of the parameters, placed."""
-        d, f, n = self.width, self.hidden, self.layers
-        head = d // self.heads
-
-        def leaf(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
-
-        into, out = (None, "fsdp", "tp"), (None, "tp", "fsdp")
-        blocks = {
-            "q": leaf((n, d, self.heads * head), *into),
-            "k": leaf((n, d, self.kv_heads * head), *into),
-            "v": leaf((n, d, self.kv_heads * head), *into),
-            "o": leaf((n, self.heads * head, d), *out),
-            "gate": leaf((n, d, f), *into),
-            "up": leaf((n, d, f), *into),
-            "down": leaf((n, f, d), *out),
-            "before": leaf((n, d)),
-            "between": leaf((n, d)),
-        }
-        embed = leaf((self.vocabulary, d), "tp", "fsdp")
-        return {"embed": embed, "blocks": blocks, "norm": leaf((d,)), "head": leaf((d, self.vocabulary), "fsdp", "tp")}
-
-    def loss(self, mesh: Mesh) -> Callable[..., jax.Array]:
-        """Mean cross entropy, of parameters whose blocks are one stack or a list of stacks."""
-        head, groups = self.width // self.heads, self.heads // self.kv_heads
-
-        def on(x: jax.Array, *spec: str | None) -> jax.Array:
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
-
-        def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
-            mean = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
-            return x * jax.lax.rsqrt(mean + 1e-5).astype(x.dtype) * scale
-
-        def block(x: jax.Array, p: Any) -> jax.Array:
-            h = normalise(x, p["before"])
-            q = (h @ p["q"]).reshape(*h.shape[:2], self.kv_heads, groups, head)
-            k, v = ((h @ p[name]).reshape(*h.shape[:2], self.kv_heads, head) for name in "kv")
-            if self.kv_heads % self.tensor_parallel == 0:
-                q = on(q, "fsdp", None, "tp", None, None)
-
-            @jax.checkpoint
-            def attend(q: jax.Array) -> jax.Array:
-                scores = jnp.einsum("bqgrh,bkgh->bgrqk", q, k).astype(jnp.float32) / np.sqrt(head)
-                return jnp.einsum("bgrqk,bkgh->bqgrh", jax.nn.softmax(scores, -1).astype(v.dtype), v)
-
-            chunks = q.reshape(q.shape[0], self.length // self.chunk, self.chunk, *q.shape[2:]).swapaxes(0, 1)
-            mixed = jax.lax.map(attend, chunks).swapaxes(0, 1)
-            x = x + mixed.reshape(x.shape[0], self.length, self.heads * head) @ p["o"]
-            h = normalise(x, p["between"])
-            return on(x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "fsdp", None, None)
-
-        def loss(params: Any, tokens: jax.Array) -> jax.Array:
-            x = on(jnp.take(params["embed"], tokens, axis=0), "fsdp", None, None)
-            stacks = params["blocks"] if isinstance(params["blocks"], list) else [params["blocks"]]
-            for stack in stacks:
-                x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, stack)
-            logits = on(normalise(x, params["norm"]) @ params["head"], "fsdp", None, "tp").astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
-
-        return loss
-
-
-SHAPES = {"8B": (4096, 32, 14336, 32), "70B": (8192, 80, 28672, 64), "405B": (16384, 126, 53248, 128)}
 RUNS = {
     "8B": [("v5e:4x4", 4), ("v5e:2x2", 4)],
     "70B": [("v5e:8x8", 8), ("v5e:4x8", 8), ("v5e:4x4", 4)],
     "405B": [("v5e:16x16", 16), ("v5e:8x16", 16)],
 }
-ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, mu_dtype=jnp.float32))
 
 
 def gib_per_chip(decoder: Decoder, how: str) -> float | str:
@@ -135,8 +48,7 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     """
     mesh = decoder.mesh()
     params, loss = decoder.params(mesh), decoder.loss(mesh)
-    batch = mesh.devices.size // decoder.tensor_parallel
-    tokens = jax.ShapeDtypeStruct((batch, decoder.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
+    tokens = decoder.tokens(mesh)
     last = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype, sharding=a.sharding), params["blocks"]
     )
@@ -154,15 +66,8 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     else:
         blocks = how == "fz.restrict" and fz.rows(slice(0, decoder.layers - 1))
         frozen = {"embed": True, "blocks": blocks, "norm": False, "head": False}
-        trainable, rest = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
-        trainable, rest = jax.tree.map(place, (trainable, rest), (params, params), is_leaf=stands_for_a_leaf)
-    state = optax.tree_map_params(
-        ADAMW,
-        lambda x, p: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=p.sharding),
-        jax.eval_shape(ADAMW.init, trainable),
-        trainable,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
-    )
+        trainable, rest = partition(params, frozen)
+    state = adamw_state(trainable, mesh)
     value_and_grad = jax.value_and_grad(split_by_hand if how == "by hand" else restricted)
 
     def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
@@ -182,15 +87,6 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     assert memory
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     return (used - memory.alias_size_in_bytes) / 2**30
-
-
-def stands_for_a_leaf(node: Any) -> bool:
-    return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "answer")
-
-
-def place(node: Any, param: jax.ShapeDtypeStruct) -> Any:
-    """The shapes of one leaf's part, placed like the leaf."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
 
 
 def decoders(sizes: list[str]) -> None:

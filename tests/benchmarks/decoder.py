@@ -1,0 +1,132 @@
+"""A decoder of Llama 3's shape on a mesh of TPU chips, as shapes alone: what the benchmarks of memory compile."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_freeze as fz
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder of Llama 3's shape, its layers stacked, on a mesh of TPU chips."""
+
+    width: int
+    layers: int
+    hidden: int
+    heads: int
+    topology: str
+    tensor_parallel: int
+    kv_heads: int = 8
+    vocabulary: int = 128_256
+    length: int = 4096
+    chunk: int = 256
+
+    def mesh(self) -> Mesh:
+        chips = np.array(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
+        return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
+
+    def params(self, mesh: Mesh) -> Any:
+        """Shapes of the parameters, placed."""
+        d, f, n = self.width, self.hidden, self.layers
+        head = d // self.heads
+
+        def leaf(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+        into, out = (None, "fsdp", "tp"), (None, "tp", "fsdp")
+        blocks = {
+            "q": leaf((n, d, self.heads * head), *into),
+            "k": leaf((n, d, self.kv_heads * head), *into),
+            "v": leaf((n, d, self.kv_heads * head), *into),
+            "o": leaf((n, self.heads * head, d), *out),
+            "gate": leaf((n, d, f), *into),
+            "up": leaf((n, d, f), *into),
+            "down": leaf((n, f, d), *out),
+            "before": leaf((n, d)),
+            "between": leaf((n, d)),
+        }
+        embed = leaf((self.vocabulary, d), "tp", "fsdp")
+        return {"embed": embed, "blocks": blocks, "norm": leaf((d,)), "head": leaf((d, self.vocabulary), "fsdp", "tp")}
+
+    def tokens(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """One sequence for each shard of the data."""
+        batch = mesh.devices.size // self.tensor_parallel
+        return jax.ShapeDtypeStruct((batch, self.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
+
+    def loss(self, mesh: Mesh) -> Callable[..., jax.Array]:
+        """Mean cross entropy, of parameters whose blocks are one stack or a list of stacks."""
+        head, groups = self.width // self.heads, self.heads // self.kv_heads
+
+        def on(x: jax.Array, *spec: str | None) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+        def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
+            mean = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+            return x * jax.lax.rsqrt(mean + 1e-5).astype(x.dtype) * scale
+
+        def block(x: jax.Array, p: Any) -> jax.Array:
+            h = normalise(x, p["before"])
+            q = (h @ p["q"]).reshape(*h.shape[:2], self.kv_heads, groups, head)
+            k, v = ((h @ p[name]).reshape(*h.shape[:2], self.kv_heads, head) for name in "kv")
+            if self.kv_heads % self.tensor_parallel == 0:
+                q = on(q, "fsdp", None, "tp", None, None)
+
+            @jax.checkpoint
+            def attend(q: jax.Array) -> jax.Array:
+                scores = jnp.einsum("bqgrh,bkgh->bgrqk", q, k).astype(jnp.float32) / np.sqrt(head)
+                return jnp.einsum("bgrqk,bkgh->bqgrh", jax.nn.softmax(scores, -1).astype(v.dtype), v)
+
+            chunks = q.reshape(q.shape[0], self.length // self.chunk, self.chunk, *q.shape[2:]).swapaxes(0, 1)
+            mixed = jax.lax.map(attend, chunks).swapaxes(0, 1)
+            x = x + mixed.reshape(x.shape[0], self.length, self.heads * head) @ p["o"]
+            h = normalise(x, p["between"])
+            return on(x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "fsdp", None, None)
+
+        def loss(params: Any, tokens: jax.Array) -> jax.Array:
+            x = on(jnp.take(params["embed"], tokens, axis=0), "fsdp", None, None)
+            stacks = params["blocks"] if isinstance(params["blocks"], list) else [params["blocks"]]
+            for stack in stacks:
+                x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, stack)
+            logits = on(normalise(x, params["norm"]) @ params["head"], "fsdp", None, "tp").astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+        return loss
+
+
+SHAPES = {"8B": (4096, 32, 14336, 32), "70B": (8192, 80, 28672, 64), "405B": (16384, 126, 53248, 128)}
+"""Width, layers, hidden width and heads of each size."""
+
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, mu_dtype=jnp.float32))
+
+
+def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
+    """The shapes of ``fz.partition``, each part placed like its leaf."""
+
+    def place(node: Any, param: jax.ShapeDtypeStruct) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
+
+    def stands_for_a_leaf(node: Any) -> bool:
+        return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "answer")
+
+    parts = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
+    return jax.tree.map(place, parts, (params, params), is_leaf=stands_for_a_leaf)
+
+
+def adamw_state(trainable: Any, mesh: Mesh) -> Any:
+    """The shapes of the state of ``ADAMW``, its moments in float32 and placed like what they are about."""
+    return optax.tree_map_params(
+        ADAMW,
+        lambda x, p: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=p.sharding),
+        jax.eval_shape(ADAMW.init, trainable),
+        trainable,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
+    )

@@ -1,0 +1,356 @@
+"""Scale on paper: what fits on how many chips, by the compiler for TPU and without a TPU.
+
+A decoder of Llama 3's shape (8B, 70B, 405B), scanned and rematerialised, bfloat16, FSDP x tensor parallel, 4096 tokens
+a data shard, AdamW with float32 moments behind ``clip_by_global_norm(1.0)``, what trains and its state donated. Four
+kinds of fine-tuning, each written in four ways:
+
+* ``fz.restrict``: parameters split by ``fz.partition``, the optimizer as it is;
+* ``fz.freeze``: the full tree, ``fz.value_and_grad`` and ``fz.apply_updates``;
+* ``optax.partition``: ``jax.value_and_grad`` of the full tree, the chain inside of ``optax.partition``, ``set_to_zero``
+  for what is frozen;
+* ``clip outside``: the same with the clip before ``optax.partition``, where the norm is that of every gradient.
+
+Optax cannot freeze rows: there a leaf that trains in part trains as a whole, and a mask from an iota zeroes its
+gradient and its update at the frozen rows.
+
+Each cell is compiled in a process of its own. The compiler assigns every buffer within seconds, then writes machine
+code for a minute or more; the process is ended once the buffers are written down. ``--to-the-end`` waits for the
+machine code and reads ``memory_analysis()``.
+
+Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: every size and mesh; ``--sizes`` and
+``--chips`` choose among them; ``--json FILE`` keeps each figure as it comes, and goes on from there).
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import optax
+from decoder import ADAMW, SHAPES, Decoder, adamw_state, partition
+from rich.console import Console
+from rich.table import Table
+
+import optax_freeze as fz
+
+console = Console(width=130)
+
+TENSOR_PARALLEL = {"8B": 4, "70B": 8, "405B": 16}
+TOPOLOGIES = {
+    "v5e": {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
+    "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"},
+}
+HBM = {"v5e": 15.75, "v5p": 95.74}
+"""GiB of a chip, as the compiler says where something does not fit."""
+
+KINDS = ("full", "last block and head", "16 new tokens", "norms")
+NEW = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One step to compile."""
+
+    size: str
+    chip: str
+    chips: int
+    kind: str
+    way: str
+
+    @property
+    def decoder(self) -> Decoder:
+        topology = f"{self.chip}:{TOPOLOGIES[self.chip][self.chips]}"
+        return Decoder(*SHAPES[self.size], topology, min(TENSOR_PARALLEL[self.size], self.chips))
+
+
+@dataclasses.dataclass(frozen=True)
+class From:
+    """The rows of a leaf from ``first`` on train."""
+
+    first: int
+    axis: int = 0
+
+
+def trains(kind: str, decoder: Decoder) -> Any:
+    """For each leaf whether it trains, or the rows that do."""
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    norms = ("before", "between")
+    blocks: Any = dict.fromkeys(names + norms, kind == "full")
+    if kind == "last block and head":
+        blocks = dict.fromkeys(blocks, From(decoder.layers - 1))
+        return {"embed": False, "blocks": blocks, "norm": True, "head": True}
+    if kind == "16 new tokens":
+        old = decoder.vocabulary - NEW
+        return {"embed": From(old), "blocks": blocks, "norm": False, "head": From(old, axis=1)}
+    if kind == "norms":
+        return {"embed": False, "blocks": blocks | dict.fromkeys(norms, True), "norm": True, "head": False}
+    return {"embed": True, "blocks": blocks, "norm": True, "head": True}
+
+
+def spec(which: Any) -> Any:
+    return jax.tree.map(lambda t: fz.rows(slice(0, t.first), t.axis) if isinstance(t, From) else not t, which)
+
+
+def in_float32(tx: optax.GradientTransformation, params: Any) -> Any:
+    """The shapes of a state, its moments in float32 and placed like their parameters."""
+
+    def moments(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+        dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+    return jax.tree.map(moments, jax.eval_shape(tx.init, params), fz.state_shardings(tx, params))
+
+
+Step = tuple[tuple[Any, ...], Callable[..., Any]]
+"""Arguments, of which the first two are donated, and the function that gives them back with the loss."""
+
+
+def by_restrict(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
+    trainable, rest = partition(params, spec(which))
+
+    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
+        updates, state = ADAMW.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, value
+
+    return (trainable, adamw_state(trainable, params["norm"].sharding.mesh), rest), step
+
+
+def by_freeze(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
+    frozen = spec(which)
+    tx = fz.freeze(ADAMW, frozen, full_updates=False)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = fz.value_and_grad(loss, frozen)(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates), state, value
+
+    return (params, in_float32(tx, params)), step
+
+
+def by_optax(loss: Callable[..., jax.Array], params: Any, which: Any, clip_around: bool = False) -> Step:
+    labels = jax.tree.map(lambda t: "trainable" if t else "frozen", which)
+    clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(1e-5, mu_dtype=jnp.float32)
+    tx = optax.partition({"trainable": adamw if clip_around else ADAMW, "frozen": optax.set_to_zero()}, labels)
+    tx = optax.chain(clip, tx) if clip_around else tx
+
+    def rows(tree: Any) -> Any:
+        def zero(t: Any, x: jax.Array) -> jax.Array:
+            if not isinstance(t, From):
+                return x
+            return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, t.axis) < t.first, 0, x)
+
+        return jax.tree.map(zero, which, tree)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = tx.update(rows(grads), state, params)
+        return optax.apply_updates(params, rows(updates)), state, value
+
+    return (params, in_float32(tx, params)), step
+
+
+WAYS: dict[str, Callable[..., Step]] = {
+    "fz.restrict": by_restrict,
+    "fz.freeze": by_freeze,
+    "optax.partition": by_optax,
+    "clip outside": functools.partial(by_optax, clip_around=True),
+}
+
+
+def lower(cell: Cell) -> tuple[jax.stages.Lowered, int]:
+    """The step as the compiler gets it, and the bytes of its arguments on one chip."""
+    decoder = cell.decoder
+    mesh = decoder.mesh()
+    given, step = WAYS[cell.way](decoder.loss(mesh), decoder.params(mesh), trains(cell.kind, decoder))
+    args = (*given, decoder.tokens(mesh))
+    back = jax.tree.map(lambda x: x.sharding, args[:2])
+    each = (jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(args))
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*back, None))
+    return step.lower(*args), measure.nbytes(list(each))
+
+
+def one_program(chip: str) -> bool:
+    """Whether full fine-tuning is the same program by fz and by ``optax.partition``, names of the results aside."""
+    cells = (Cell("8B", chip, 4, "full", way) for way in WAYS if way != "clip outside")
+    texts = {re.sub(r'jax\.result_info = "[^"]*"|%\w+', "", lower(cell)[0].as_text()) for cell in cells}
+    return len(texts) == 1
+
+
+OUT_OF_MEMORY = re.compile(r"temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
+ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """GiB on one chip. The output that is no donated argument is the loss alone."""
+
+    argument: float
+    temporary: float
+    output: float
+    alias: float
+    hbm: float
+
+    @property
+    def total(self) -> float:
+        return self.argument + self.temporary + self.output - self.alias
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.hbm
+
+
+def compile_here(cell: Cell) -> Memory:
+    lowered, arguments = lower(cell)
+    hbm = HBM[cell.chip]
+    try:
+        memory = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        found = OUT_OF_MEMORY.search(str(error))
+        if found is None:
+            raise
+        return Memory(arguments / 2**30, float(found[1]), 0.0, 0.0, float(found[2]))
+    assert memory, "the compiler gives no memory analysis"
+    argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    output, alias = memory.output_size_in_bytes, memory.alias_size_in_bytes
+    return Memory(argument / 2**30, temporary / 2**30, output / 2**30, alias / 2**30, hbm)
+
+
+def from_buffers(assignment: str, hbm: float) -> Memory:
+    """What the buffers say that the compiler assigned in the memory of the chip."""
+    argument = temporary = output = alias = 0
+    for size, color, what in ALLOCATION.findall(assignment):
+        if color not in ("", "0"):
+            continue
+        if "parameter" in what:
+            argument += int(size)
+            alias += int(size) * ("maybe-live-out" in what)
+        elif "maybe-live-out" in what or what.startswith("output"):
+            output += int(size)
+        else:
+            temporary += int(size)
+    return Memory(argument / 2**30, temporary / 2**30, (output + alias) / 2**30, alias / 2**30, hbm)
+
+
+def compile_apart(cell: Cell, to_the_end: bool) -> Memory:
+    """Compiles in a process, and ends it once the buffers are written down."""
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
+        env = os.environ if to_the_end else {**os.environ, "XLA_FLAGS": dump}
+        command = [sys.executable, __file__, "--cell", json.dumps(dataclasses.astuple(cell))]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        while process.poll() is None:
+            time.sleep(0.2)
+            if list(Path(folder).glob("*jit_step*_after_buffer_assignment.txt")):
+                process.kill()
+                process.wait()
+                [path] = Path(folder).glob("*jit_step*-buffer-assignment.txt")
+                return from_buffers(path.read_text(), HBM[cell.chip])
+        assert process.stdout
+        assert process.returncode == 0, f"{cell} failed to compile"
+        return Memory(**json.loads(process.stdout.read()))
+
+
+class Results:
+    """Figures of cells, in a file if there is one."""
+
+    def __init__(self, path: Path | None, to_the_end: bool) -> None:
+        self.path, self.to_the_end = path, to_the_end
+        self.known: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    def __call__(self, cell: Cell) -> Memory:
+        name = " | ".join(map(str, dataclasses.astuple(cell)))
+        if name not in self.known:
+            arguments = lower(cell)[1] / 2**30
+            hopeless = Memory(arguments, 0.0, 0.0, 0.0, HBM[cell.chip])
+            memory = compile_apart(cell, self.to_the_end) if hopeless.fits else hopeless
+            self.known[name] = dataclasses.asdict(memory)
+            if self.path:
+                self.path.write_text(json.dumps(self.known, indent=1))
+        return Memory(**self.known[name])
+
+
+def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, str], Memory]]:
+    """Every cell, from the first mesh that holds the arguments of some step to the first on which all steps fit."""
+    found: dict[int, dict[tuple[str, str], Memory]] = {}
+    for chips in TOPOLOGIES[chip]:
+        found[chips] = {(kind, way): results(Cell(size, chip, chips, kind, way)) for kind in KINDS for way in WAYS}
+        if all(memory.fits for memory in found[chips].values()):
+            break
+    return {chips: cells for chips, cells in found.items() if any(memory.temporary for memory in cells.values())}
+
+
+def figures(size: str, chip: str, found: dict[int, dict[tuple[str, str], Memory]]) -> Table:
+    """Arguments and temporaries of each step."""
+    table = Table(title=f"{size} on {chip}, GiB per chip of {HBM[chip]}: arguments + temporaries = total")
+    for column in ("chips", "what trains", *WAYS):
+        table.add_column(column, justify="left" if column == "what trains" else "right")
+    for chips, cells in found.items():
+        for kind in KINDS:
+            table.add_row(str(chips), kind, *(text(cells[kind, way]) for way in WAYS))
+    return table
+
+
+def text(memory: Memory) -> str:
+    if not memory.temporary:
+        return f"{memory.argument:.1f} alone: no"
+    return f"{memory.argument:.1f} + {memory.temporary:.1f} = {memory.total:.1f}{'' if memory.fits else ': no'}"
+
+
+def smallest(found: dict[tuple[str, str], dict[int, dict[tuple[str, str], Memory]]]) -> Table:
+    """The smallest mesh on which each step fits."""
+    table = Table(title="chips needed")
+    for column in ("", "what trains", *WAYS):
+        table.add_column(column, justify="right" if column in WAYS else "left")
+    for (size, chip), of_mesh in found.items():
+        for kind in KINDS:
+            fitting = (
+                next((str(chips) for chips, cells in of_mesh.items() if cells[kind, way].fits), "more than 256")
+                for way in WAYS
+            )
+            table.add_row(f"{size} on {chip}", kind, *fitting)
+    return table
+
+
+def tables(sizes: Iterable[str], chips: Iterable[str], results: Results) -> list[Table]:
+    found = {(size, chip): meshes(size, chip, results) for size in sizes for chip in chips}
+    return [smallest(found), *(figures(*place, of_mesh) for place, of_mesh in found.items())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every size on every kind of chip")
+    parser.add_argument("--sizes", nargs="*", choices=list(SHAPES), help="sizes of the decoder, on every mesh")
+    parser.add_argument("--chips", nargs="*", choices=list(TOPOLOGIES), help="kinds of chips")
+    parser.add_argument("--json", type=Path, help="a file for the figures, and for those that are already known")
+    parser.add_argument("--to-the-end", action="store_true", help="compile machine code, too: minutes a cell")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cell:
+        print(json.dumps(dataclasses.asdict(compile_here(Cell(*json.loads(args.cell))))))
+        return
+    results = Results(args.json, args.to_the_end)
+    if args.all or args.sizes or args.chips:
+        built = tables(args.sizes or SHAPES, args.chips or TOPOLOGIES, results)
+    else:
+        cells = {(kind, way): results(Cell("8B", "v5e", 4, kind, way)) for kind in KINDS for way in WAYS}
+        built = [figures("8B", "v5e", {4: cells})]
+    for table in built:
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
