@@ -44,7 +44,7 @@ RUNS = {
 def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     """Memory of a step: the ``"whole"`` stack differentiated, the scan split ``"by hand"``, or ``"fz.restrict"``.
 
-    What the compiler says instead, if it cannot fit it into a chip.
+    What the compiler says that it would need, if it cannot fit it into a chip.
     """
     mesh = decoder.mesh()
     params, loss = decoder.params(mesh), decoder.loss(mesh)
@@ -79,10 +79,10 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        temporaries = re.search(r"temporaries \(([\d.]+)G\)", str(error))
-        if temporaries is None:
+        needed = re.search(r"temporaries \(([\d.]+)G\)", str(error))  # arguments, too, whatever the message says
+        if needed is None:
             raise
-        return f"does not fit ({float(temporaries[1]):.1f} of temporaries)"
+        return f"does not fit ({float(needed[1]):.1f})"
     memory = compiled.memory_analysis()
     assert memory
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
