@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._masks import ElementMask, Rows, Slice, named_twice
-from optax_freeze._tree import HOLE, Leaf, Part, message
+from optax_freeze._tree import HOLE, Leaf, Part, is_concrete, message
 
 _FEW = 16
 """The numbers of up to so many runs of rows are iotas; those of more are a constant."""
@@ -121,7 +121,7 @@ class RowIndex:
         full = jnp.asarray(full)
         indices = self.indices()
         moved = _at(full, self.axis, indices).get(**_ASCENDING, mode="fill") + part.values
-        return _scatter(self.axis, full, indices, jax.lax.optimization_barrier(moved.astype(full.dtype)))
+        return _write(self.axis, full, indices, jax.lax.optimization_barrier(moved.astype(full.dtype)))
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen rows and ``trains`` at the others."""
@@ -219,6 +219,21 @@ def _scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
         return _at(full, axis, indices[0]).set(values, **_ASCENDING, mode="drop")
 
     return _move(move, (indices,), full, values)
+
+
+def _write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
+    """:func:`_scatter` in place: XLA for TPU copies what goes through a bitcast, and leaves the other rows alone."""
+    if is_concrete(full) or not _bits_of(full.dtype):
+        return _scatter(axis, full, indices, values)
+    return jax.lax.platform_dependent(full, indices, values, **_writes(axis))
+
+
+@functools.cache  # one function an axis: JAX traces and compiles a function once
+def _writes(axis: int) -> dict[str, Callable[..., jax.Array]]:
+    def on_tpu(full: Any, indices: Any, values: Any) -> jax.Array:
+        return _at(full, axis, indices).set(values, **_ASCENDING, mode="drop")
+
+    return {"tpu": on_tpu, "default": functools.partial(_scatter, axis)}
 
 
 def _gather(axis: int, full: Any, indices: Any) -> jax.Array:

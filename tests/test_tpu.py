@@ -160,3 +160,16 @@ def test_a_step_has_no_callback_no_mask_and_aliases_all_that_is_donated(name, to
     program = compiled.as_text()
     assert not LEAVES_THE_CHIP.search(program)
     assert largest_constant(program) <= 1024
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_donated_stack_are_written_in_place(dtype, topology):
+    stack = on(tpu_sharding(topology), jax.ShapeDtypeStruct((16, 512, 512), dtype))
+    last = on(stack.sharding, jax.eval_shape(lambda p: fz.partition(p, fz.rows(slice(0, 15)))[0], stack))
+    compiled = jax.jit(fz.apply_updates, donate_argnums=0).lower(stack, last).compile()
+    memory = compiled.memory_analysis()
+    row = stack.size * stack.dtype.itemsize // 16
+    assert memory.alias_size_in_bytes == 16 * row
+    assert memory.temp_size_in_bytes <= row
+    assert compiled.cost_analysis()["bytes accessed"] <= 6 * row
