@@ -1,11 +1,12 @@
 # make demo  runs the main job; make test  runs every check; make bench  compiles the benchmarks for TPU;
+# make docs  builds the documentation, in .venv/html;
 # make compatibility  runs the whole optimizer matrix and writes its page;
 # make test-oldest, test-newest  test the wheel with the oldest and newest versions of what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-oldest test-newest bench compatibility format clean
+.PHONY: demo test test-oldest test-newest docs bench compatibility format clean
 
 demo: .venv/demo
 	$(BIN)/python examples/finetune_digits.py
@@ -26,6 +27,9 @@ test-oldest test-newest: .venv/test
 	.venv/of-$@/env/bin/python -m pip install --quiet "$$(echo .venv/of-$@/*.whl)[test,examples,docs]" $(VERSIONS)
 	cd .venv/of-$@ && tar -xf *.tar.gz && rm -r optax_freeze-*/optax_freeze
 	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n 2 tests docs README.md --pyargs optax_freeze
+
+docs: .venv/test
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
 
 bench: .venv/bench
 	$(BIN)/python tests/benchmarks/transformer.py

@@ -1,12 +1,44 @@
-"""Sphinx configuration."""
+"""Sphinx configuration. The names of this library in text (``fz.freeze``) become links to their API pages."""
+
+import re
+
+import optax_freeze as fz
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
 
 project = "optax_freeze"
 author = "the optax_freeze authors"
 copyright = "2026, the optax_freeze authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = [".md"]
 exclude_patterns = ["_build"]
-html_theme = "furo"
+html_theme = "sphinx_book_theme"
+html_title = "optax_freeze"
+html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 myst_heading_anchors = 3
+
+
+class NamesAreLinks(SphinxTransform):
+    """``fz.name`` and ``fz.name(...)``, as literals outside of headings and links, refer to ``optax_freeze.name``."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs):
+        for literal in list(self.document.findall(nodes.literal)):
+            name = re.match(r"fz\.(\w+)(\(|$)", literal.astext())
+            plain = not isinstance(literal.parent, nodes.title | nodes.reference | addnodes.pending_xref)
+            if name and plain and hasattr(fz, name[1]):
+                link = addnodes.pending_xref(
+                    "", refdomain="py", reftype="obj", reftarget=f"optax_freeze.{name[1]}", refdoc=self.env.docname
+                )
+                literal.replace_self(link)
+                link += literal
+
+
+def setup(app):
+    app.add_transform(NamesAreLinks)
