@@ -2,10 +2,11 @@
 
 import re
 
-import optax_freeze as fz
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
+
+import optax_freeze as fz
 
 project = "optax_freeze"
 author = "the optax_freeze authors"
@@ -15,7 +16,14 @@ source_suffix = [".md"]
 exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
 html_title = "optax_freeze"
-html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_theme_options = {
+    "navbar_persistent": [],
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+}
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 autodoc_typehints = "none"
@@ -40,5 +48,17 @@ class NamesAreLinks(SphinxTransform):
                 link += literal
 
 
+class NoEmptyLastLine(SphinxTransform):
+    """A doctest in Markdown ends with an empty line, which need not be shown."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs):
+        for block in list(self.document.findall(nodes.literal_block)):
+            text = block.astext().rstrip("\n")
+            block.replace_self(nodes.literal_block(text, text, **block.attributes))
+
+
 def setup(app):
     app.add_transform(NamesAreLinks)
+    app.add_transform(NoEmptyLastLine)
