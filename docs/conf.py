@@ -1,12 +1,11 @@
 """Sphinx configuration. The names of this library in text (``fz.freeze``) become links to their API pages."""
 
+import importlib
 import re
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
-
-import optax_freeze as fz
 
 project = "optax_freeze"
 author = "the optax_freeze authors"
@@ -29,20 +28,22 @@ copybutton_prompt_is_regexp = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 myst_heading_anchors = 3
+MODULES = {"fz": "optax_freeze", "fnnx": "optax_freeze.nnx", "checkpoint": "optax_freeze.checkpoint"}
 
 
 class NamesAreLinks(SphinxTransform):
-    """``fz.name`` and ``fz.name(...)``, as literals outside of headings and links, refer to ``optax_freeze.name``."""
+    """``fz.name`` and ``fz.name(...)``, as literals outside of headings and links, refer to their API pages."""
 
     default_priority = 5
 
     def apply(self, **kwargs):
         for literal in list(self.document.findall(nodes.literal)):
-            name = re.match(r"fz\.(\w+)(\(|$)", literal.astext())
+            name = re.match(r"(fz|fnnx|checkpoint)\.(\w+)(\(|$)", literal.astext())
             plain = not isinstance(literal.parent, nodes.title | nodes.reference | addnodes.pending_xref)
-            if name and plain and hasattr(fz, name[1]):
+            if name and plain and hasattr(importlib.import_module(MODULES[name[1]]), name[2]):
+                target = f"{MODULES[name[1]]}.{name[2]}"
                 link = addnodes.pending_xref(
-                    "", refdomain="py", reftype="obj", reftarget=f"optax_freeze.{name[1]}", refdoc=self.env.docname
+                    "", refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname
                 )
                 literal.replace_self(link)
                 link += literal

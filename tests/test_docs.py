@@ -5,10 +5,16 @@ import re
 
 import pytest
 
+import optax_freeze as fz
+import optax_freeze.checkpoint
+import optax_freeze.nnx
+
 PAGES = [pathlib.Path("README.md"), *sorted(pathlib.Path("docs").rglob("*.md"))]
 CODE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 MENTION = re.compile(r"`((?:docs|examples|tests)/[\w/]+\.\w+)`")
+NAME = re.compile(r"`(fz|fnnx|checkpoint)\.(?!py`)(\w+)(?:\(.*?\))?`")
+ROOMS = {"fz": fz, "fnnx": fz.nnx, "checkpoint": fz.checkpoint}
 
 
 def anchors(page):
@@ -29,3 +35,9 @@ def test_every_link_and_every_file_that_a_page_names_exists(page):
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
     for path in MENTION.findall(text):
         assert pathlib.Path(path).exists(), f"{page}: {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_name_of_ours_in_the_text_exists(page):
+    for room, name in NAME.findall(CODE.sub("", page.read_text())):
+        assert hasattr(ROOMS[room], name), f"{page}: {room}.{name}"
