@@ -1,0 +1,50 @@
+"""The README: its code runs, block by block, and so does every expression of its table."""
+
+import pathlib
+import re
+
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import optax_freeze
+import optax_freeze.checkpoint
+import optax_freeze.linen
+import optax_freeze.nnx
+
+README = pathlib.Path("README.md").read_text()
+TABLE = README.split("## What you want")[1].split("\n## ")[0]
+WRITTEN = [
+    code for row in re.findall(r"^\| .* \| (`.*`) \|$", TABLE, re.MULTILINE) for code in re.findall("`([^`]*)`", row)
+]
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What the first block defines."""
+    namespace = {}
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(block, namespace)
+    return namespace
+
+
+def test_it_prints_the_summary(names, capsys):
+    print(names["fz"].summary(names["params"], names["frozen"], optax.adamw(1e-2)))
+    assert "encoder/kernel" in capsys.readouterr().out
+    assert float(names["value"]) == 1.0
+
+
+def test_the_table_is_found():
+    assert len(WRITTEN) >= 15
+
+
+@pytest.mark.parametrize("code", WRITTEN)
+def test_what_you_write(code, names, tmp_path):
+    model = nnx.Dict(encoder=nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    mask = jnp.zeros((4, 8), bool)
+    here = {**names, "nn": nn, "optax_freeze": optax_freeze, "model": model, "mask": mask, "directory": tmp_path}
+    result = eval(code, here)
+    if "fz.elements" in code or "fz.rows" in code or code.startswith(('"', "[", "fz.where", "fz.only")):
+        names["fz"].resolve(result, names["params"])
