@@ -1,6 +1,8 @@
 """Shared fixtures: awkward leaves, and each test's update run eagerly and jitted."""
 
+import atexit
 import os
+import tempfile
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -11,6 +13,14 @@ import numpy as np
 import pytest
 
 import optax_freeze as fz
+
+
+def pytest_configure():
+    """Compiled programs stand on disk, for the files of tests that compile them again."""
+    directory = tempfile.TemporaryDirectory(prefix="optax_freeze-programs-", ignore_cleanup_errors=True)
+    atexit.register(directory.cleanup)
+    jax.config.update("jax_compilation_cache_dir", directory.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def bits(tree):
