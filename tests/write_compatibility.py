@@ -1,9 +1,11 @@
-"""Runs the whole optimizer matrix and writes ``docs/compatibility.md``, in about half an hour.
+"""Runs the whole optimizer matrix and writes ``docs/compatibility.md``: half an hour on two cores.
 
 The page is the record, too: the tests read it back and compare it with the installed Optax.
 """
 
+import concurrent.futures
 import itertools
+import multiprocessing
 import pathlib
 import re
 import sys
@@ -38,23 +40,45 @@ class Record(NamedTuple):
 
 def main() -> None:
     """Writes the page; where a cell fails, says so and leaves the page as it is."""
-    limits, failures = {}, 0
-    with programs_on_disk():
-        for name, cells in itertools.groupby(every_cell(), key=lambda cell: cell.optimizer):
+    limits, zeros, failures = {}, {}, 0
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(mp_context=spawn, max_tasks_per_child=1) as processes:
+        for name, found in zip(OPTIMIZERS, processes.map(cells_of, OPTIMIZERS), strict=True):
             print(name, file=sys.stderr, flush=True)
-            for cell in cells:
+            for failure in found.failures:
+                print(f"FAILED: {failure}", file=sys.stderr, flush=True)
+            failures += len(found.failures)
+            limits |= found.limits
+            zeros[name] = found.sees_zeros
+    if failures:
+        sys.exit(f"{failures} cells failed")
+    PAGE.write_text(render(Record(optax.__version__, jax.__version__, zeros, limits, optimizers.SKIPPED)))
+
+
+class Found(NamedTuple):
+    """What the cells of one optimizer give: errors of its own, failures of ours, whether it sees zeros."""
+
+    limits: dict[Cell, str]
+    failures: list[str]
+    sees_zeros: bool
+
+
+def cells_of(optimizer: str) -> Found:
+    """Runs every cell of an optimizer."""
+    limits, failures = {}, []
+    cells = [cell for cell in every_cell() if cell.optimizer == optimizer]
+    with programs_on_disk():
+        for _, of_spec in itertools.groupby(cells, key=lambda cell: cell.spec):
+            for cell in of_spec:
                 try:
-                    limits[cell] = _one_line(run(cell))
+                    error = run(cell)
                 except Exception as failure:
-                    failures += 1
-                    print(f"FAILED: {cell}: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
-            jax.clear_caches()
-        if failures:
-            sys.exit(f"{failures} cells failed")
-        limits = {cell: error for cell, error in limits.items() if error}
-        zeros = {name: sees_zeros(name) for name in OPTIMIZERS}
-    record = Record(optax.__version__, jax.__version__, zeros, limits, optimizers.SKIPPED)
-    PAGE.write_text(render(record))
+                    failures.append(f"{cell}: {type(failure).__name__}: {failure}")
+                else:
+                    limits |= {cell: one_line(error)} if error else {}
+            jax.clear_caches()  # the system limits how many programs a process holds
+        zeros = sees_zeros(optimizer)
+    return Found(limits, failures, zeros)
 
 
 def render(record: Record) -> str:
@@ -109,8 +133,8 @@ def _rows(section: str) -> list[list[str]]:
     return [[cell.strip("`") for cell in line.strip("| ").split(" | ")] for line in lines[2:]]
 
 
-def _one_line(error: str) -> str:
-    """An error as it stands in a table."""
+def one_line(error: str) -> str:
+    """An error as it stands in the table."""
     line = re.sub(r"[`|]|\s+", " ", error)
     return line if len(line) <= 100 else line[:97].rsplit(" ", 1)[0] + " ..."
 
