@@ -1,6 +1,7 @@
-# make demo  runs the main job; make test  runs every check; make bench  compiles the benchmarks for TPU;
-# make docs  builds the documentation, in .venv/html;
+# make demo  runs the main job; make test  runs every check;
+# make bench  runs the benchmarks and writes their page;
 # make compatibility  runs the whole optimizer matrix and writes its page;
+# make docs  builds the documentation, in .venv/html;
 # make test-oldest, test-newest  test the wheel with the oldest and newest versions of what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -32,15 +33,7 @@ docs: .venv/test
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
 
 bench: .venv/bench
-	$(BIN)/python tests/benchmarks/transformer.py
-	$(BIN)/python tests/benchmarks/element_masks.py
-	$(BIN)/python tests/benchmarks/frozen_rows.py
-	$(BIN)/python tests/benchmarks/tracing.py
-	$(BIN)/python tests/benchmarks/schedules.py
-	$(BIN)/python tests/benchmarks/fingerprint.py
-	$(BIN)/python tests/benchmarks/summary.py
-	$(BIN)/python tests/benchmarks/flax_linen.py
-	$(BIN)/python tests/benchmarks/flax_nnx.py
+	$(BIN)/python tests/benchmarks/write_page.py
 
 compatibility: .venv/test
 	$(BIN)/python tests/write_compatibility.py

@@ -1,8 +1,8 @@
-"""What ``fingerprint`` reads: the bytes of its compiled program beside those of the data, and its time beside a sum's.
+"""What ``fz.fingerprint`` reads, and its time, beside ``jnp.sum``.
 
 1. 1 GiB in several shapes and dtypes, frozen whole and in part: bytes accessed, over the bytes of the data (and of a
-   dense mask); in parentheses the same of ``jnp.sum``. Compiled for TPU v5e without a TPU, and for the device that is
-   there. A TPU program copies small leaves ahead into on-chip memory, and the compiler counts these copies, too.
+   dense mask); in brackets the same of ``jnp.sum``. Compiled for TPU v5e, and for the device that is there. A TPU
+   program copies small leaves ahead into on-chip memory, and the compiler counts these copies, too.
 2. Its time on that device, over the time of ``jnp.sum`` of the same data.
 
 Run with ``python tests/benchmarks/fingerprint.py``; ``--gib 0.25`` for less data.
@@ -19,12 +19,9 @@ import measure  # first: it sets up the TPU compiler
 
 import jax  # isort: skip
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 import optax_freeze as fz
 
-console = Console(width=120)
 SPECS = {
     "one vector": True,
     "one matrix": True,
@@ -69,7 +66,8 @@ def arguments(name: str, dtype: str, nbytes: int) -> tuple[Any, Any]:
 def bytes_table(sharding: Any, device: str, nbytes: int) -> None:
     """Prints what the compiled programs read, by shape and dtype."""
     dtypes = ["float32", "bfloat16", "float8_e4m3fn", "uint8"]
-    table = Table("frozen", *dtypes, title=f"{device}, {nbytes / 2**30:g} GiB: bytes accessed over those of the data")
+    title = f"{device}, {nbytes / 2**30:g} GiB: bytes accessed over those of the data (of jnp.sum)"
+    table = measure.table(title, *dtypes, label="frozen")
     for name, spec in SPECS.items():
         row = []
         for dtype in dtypes:
@@ -82,7 +80,7 @@ def bytes_table(sharding: Any, device: str, nbytes: int) -> None:
             )
             row.append(f"{ours:.3f} ({plain:.3f})")
         table.add_row(name, *row)
-    console.print(table)
+    measure.show(table)
 
 
 def seconds(fn: Callable[..., Any], *args: Any) -> float:
@@ -99,14 +97,14 @@ def times_table(nbytes: int) -> None:
     """Prints the time of a fingerprint over that of a sum."""
     dtypes = ["float32", "bfloat16"]
     title = f"{jax.devices()[0].device_kind}, {nbytes / 2**30:g} GiB: time over that of jnp.sum"
-    table = Table("frozen", *dtypes, title=title)
+    table = measure.table(title, timed=dtypes, label="frozen")
     for name in SPECS:
         row = []
         for dtype in dtypes:
             args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), arguments(name, dtype, nbytes))
             row.append(f"{seconds(functools.partial(digest, name), *args) / seconds(total, *args):.1f}")
         table.add_row(name, *row)
-    console.print(table)
+    measure.show(table)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Linen models with a wrapped backbone, beside the same models with ``stop_gradient`` written inside by hand.
 
-Prints, for a convolutional net with batch normalisation and for an 8-layer transformer, each as a training step of
-AdamW on the head, compiled for one chip of TPU v5e: FLOPs and temporary bytes; then tracing time on this machine, which
-is compared with the model's own, without freezing. Ratios are to the first row.
+A training step of AdamW on the head, of eight convolutions with batch normalisation and of an 8-layer transformer,
+compiled for one chip of TPU v5e: FLOPs and temporary bytes, in brackets the ratio to the first row. Then the time to
+trace the loss and its gradient, which is compared with the model's own, without freezing.
 
 Run with ``python tests/benchmarks/flax_linen.py``.
 """
@@ -18,7 +18,6 @@ import flax.linen as nn  # isort: skip
 import jax
 import jax.numpy as jnp
 import optax
-from rich.console import Console
 from rich.table import Table
 
 import optax_freeze as fz
@@ -97,6 +96,7 @@ def tracing_seconds(functions: list[Callable[..., Any]], *args: Any, rounds: int
 
 def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) -> None:
     """The rows of one model."""
+    table.add_row(f"[bold]{name}")
     bare, wrapped = Classifier(backbone), Classifier(Frozen(backbone))
     variables = jax.eval_shape(lambda x: bare.init(jax.random.key(0), x, train=False), x)
     params, stats = variables["params"], {key: value for key, value in variables.items() if key != "params"}
@@ -118,30 +118,21 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
         figures = measure.figures(step, *(measure.on(sharding, tree) for tree in (params, state, stats, x)))
         first = first or figures
         table.add_row(
-            name,
             case,
             f"{figures.flops / 1e9:.2f} ({figures.flops / first.flops:.2f})",
             f"{figures.temporary / 1e6:.2f} ({figures.temporary / first.temporary:.2f})",
             f"{seconds / forward[-1]:.2f}",
             f"{grad_seconds / both[-1]:.2f}",
         )
-        name = ""
     table.add_section()
 
 
 def main() -> None:
-    table = Table(
-        "model",
-        "",
-        "GFLOP",
-        "temporaries, MB",
-        "tracing the loss",
-        "and its gradient",
-        title="one training step, AdamW",
-    )
+    timed = ("tracing the loss", "and its gradient")
+    table = measure.table("one training step, AdamW", "GFLOP", "MB temporary", timed=timed)
     rows("convolutions", Convolutions(), jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32), table)
     rows("transformer", Transformer(), jax.ShapeDtypeStruct((32, 128), jnp.int32), table)
-    Console().print(table)
+    measure.show(table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The price of ``fnnx.Frozen``: a backbone between a layer and a head that train, beside ``stop_gradient`` by hand.
+"""NNX models with a wrapped backbone between a layer and a head that train, beside ``stop_gradient`` written by hand.
 
-For a convolutional net with batch norm and a transformer of 8 layers it prints FLOPs and temporary bytes of a gradient,
-compiled for one chip of TPU v5e where ``libtpu`` is there, and the median seconds to trace it, measured in turn.
+A gradient of six convolutions with batch norm and of a transformer of 8 layers: FLOPs and temporary bytes, in brackets
+the ratio to ``stop_gradient`` by hand; then the seconds to trace it, measured in turn, to the bare model.
 
 Run with ``python tests/benchmarks/flax_nnx.py``.
 """
@@ -16,8 +16,6 @@ import measure  # first: it sets up the TPU compiler
 import jax  # isort: skip
 import jax.numpy as jnp
 from flax import nnx
-from rich.console import Console
-from rich.table import Table
 
 import optax_freeze.nnx as fnnx
 
@@ -116,7 +114,7 @@ def trace_seconds(each: Program) -> float:
 def main() -> None:
     chip = measure.tpu_sharding()
     title = f"compiled for {'one chip of TPU v5e' if chip else 'this device'}; (ratio to stop_gradient by hand)"
-    table = Table("", "GFLOP", "MB temporary", "seconds to trace", "(ratio to bare)", title=title)
+    table = measure.table(title, "GFLOP", "MB temporary", timed=("seconds to trace", "(ratio to bare)"))
     for backbone in (ConvNet, Transformer):
         table.add_section()
         table.add_row(f"[bold]{backbone.__name__}")
@@ -130,7 +128,7 @@ def main() -> None:
             flops = f"{row.flops / 1e9:.2f} ({row.flops / best.flops:.3f})"
             temporary = f"{row.temporary / 1e6:.2f} ({row.temporary / best.temporary:.3f})"
             table.add_row(name, flops, temporary, f"{seconds[name]:.3f}", f"({seconds[name] / seconds['bare']:.2f})")
-    Console(width=120).print(table)
+    measure.show(table)
 
 
 if __name__ == "__main__":

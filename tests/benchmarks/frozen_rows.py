@@ -1,13 +1,12 @@
-"""Frozen rows cost nothing: what ``restrict`` makes of a scanned decoder and of new embedding rows, beside the optimum.
+"""What ``fz.restrict`` makes of a scanned decoder and of new embedding rows, beside the optimum written by hand.
 
 1. The last block, norm and head of a scanned, rematerialised decoder of Llama 3's shape train (bfloat16, AdamW, 4096
    tokens a data shard, FSDP x tensor parallel): memory per chip of TPU v5e, with the whole stack differentiated, with
    the scan split by hand, and by ``fz.restrict`` of the unchanged model.
-2. 16 new rows of an embedding of 128,256 x 2,048 train, through a lookup and a matmul, and through a tied head.
-3. One stack scanned and in a Python loop: FLOPs, and tracing beside ``jax.value_and_grad``; the time of a step on the
-   device that is there, beside that of the scan split by hand.
-
-The first two are compiled for TPU without a TPU.
+2. 16 new rows of an embedding train, AdamW, through a lookup and a matmul, and with a cross entropy over a tied head:
+   beside masks, and the lookup and the head written by hand on old and new rows. Compiled for one chip of TPU v5e.
+3. One stack of layers, scanned and in a Python loop: FLOPs of the gradient; the time to trace it, beside
+   ``jax.value_and_grad``; the time of a step, beside that of the scan split by hand.
 
 Run with ``python tests/benchmarks/frozen_rows.py`` (``--models 8B 70B 405B``: the decoder of each size; takes minutes).
 """
@@ -18,7 +17,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import measure  # first: it sets up the TPU compiler
 
@@ -26,13 +25,8 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import optax
 from decoder import ADAMW, SHAPES, Decoder, adamw_state, partition
-from rich.console import Console
-from rich.table import Table
 
 import optax_freeze as fz
-
-console = Console(width=130)
-
 
 RUNS = {
     "8B": [("v5e:4x4", 4), ("v5e:2x2", 4)],
@@ -90,9 +84,8 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
 
 
 def decoders(sizes: list[str]) -> None:
-    table = Table(title="GiB per chip; a chip of TPU v5e has 15.75")
-    for column in ("", "the whole stack", "split by hand", "fz.restrict", "ratio"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("the whole stack", "split by hand", "fz.restrict", "ratio")
+    table = measure.table("GiB per chip; a chip of TPU v5e has 15.75", *columns)
     for size in sizes:
         for topology, tensor_parallel in RUNS[size]:
             decoder = Decoder(*SHAPES[size], topology, tensor_parallel)
@@ -101,12 +94,10 @@ def decoders(sizes: list[str]) -> None:
             by_hand, ours = used[1:]
             ratio = "" if isinstance(by_hand, str) or isinstance(ours, str) else f"{ours / by_hand:.2f}"
             table.add_row(f"{size}, {topology}, tensor parallel {tensor_parallel}", *cells, ratio)
-    console.print(table)
+    measure.show(table)
 
 
 VOCABULARY, WIDTH, NEW = 128_256, 2_048, 16
-OLD = VOCABULARY - NEW
-FROZEN = {"embed": fz.rows(slice(0, OLD)), "out": True}
 TX = optax.adamw(1e-3)
 
 
@@ -121,70 +112,91 @@ def tied(embed: Any, out: jax.Array, tokens: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass
 class OldAndNew:
-    """The embedding as someone writes it by hand, who wants the gradient of the new rows alone."""
+    """The embedding as someone writes it by hand, who wants the gradient of the new rows alone.
+
+    The array ``old`` has their places, too.
+    """
 
     old: jax.Array
     new: jax.Array
 
+    @property
+    def first_new(self) -> int:
+        return self.old.shape[0] - NEW
+
     def __getitem__(self, tokens: jax.Array) -> jax.Array:
-        new = self.new[jnp.clip(tokens - OLD, 0, NEW - 1)]
-        return jnp.where((tokens >= OLD)[..., None], new, self.old[tokens])
+        new = self.new[jnp.clip(tokens - self.first_new, 0, NEW - 1)]
+        return jnp.where((tokens >= self.first_new)[..., None], new, self.old[tokens])
 
     @property
     def T(self) -> "OldAndNew":  # noqa: N802
         return self
 
     def __rmatmul__(self, h: jax.Array) -> jax.Array:
-        start = (0,) * (h.ndim - 1) + (OLD,)
+        start = (0,) * (h.ndim - 1) + (self.first_new,)
         return jax.lax.dynamic_update_slice(h @ self.old.T, h @ self.new.T, start)
 
     __array_priority__ = 1000
 
 
-def new_rows(chip: Any) -> None:
-    def masked(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
-        frozen = jax.lax.broadcasted_iota(jnp.int32, (VOCABULARY, 1), 0) < OLD
-        grads = jnp.where(frozen, 0, jax.grad(loss)(embed, out, tokens))
+class RowStep(NamedTuple):
+    """``step(embed, state, out, tokens)`` and the state that it starts from."""
+
+    step: Callable[..., Any]
+    init: Callable[[jax.Array, jax.Array], Any]
+
+
+def row_steps(loss: Callable[..., jax.Array], vocabulary: int) -> dict[str, RowStep]:
+    """Steps in which the last rows of an embedding train."""
+    old = vocabulary - NEW
+    frozen = {"embed": fz.rows(slice(0, old)), "out": True}
+    tx = fz.freeze(TX, frozen, full_updates=False)
+
+    def masked(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        mask = jax.lax.broadcasted_iota(jnp.int32, (vocabulary, 1), 0) < old
+        grads = jnp.where(mask, 0, jax.grad(loss)(embed, out, tokens))
         updates: Any
         updates, state = TX.update(grads, state, embed)
-        return embed + jnp.where(frozen, 0, updates), state
+        return embed + jnp.where(mask, 0, updates), state
 
-    def cut_out(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
-        updates, state = TX.update(jax.grad(loss)(embed, out, tokens)[OLD:], state, embed[OLD:])
-        return embed.at[OLD:].add(updates), state
+    def cut_out(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        updates, state = TX.update(jax.grad(loss)(embed, out, tokens)[old:], state, embed[old:])
+        return embed.at[old:].add(updates), state
 
-    def by_hand(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
-        grads = jax.grad(lambda new: loss(OldAndNew(embed, new), out, tokens))(embed[OLD:])
-        updates, state = TX.update(grads, state, embed[OLD:])
-        return embed.at[OLD:].add(updates), state
+    def by_hand(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+        grads = jax.grad(lambda new: loss(OldAndNew(embed, new), out, tokens))(embed[old:])
+        updates, state = TX.update(grads, state, embed[old:])
+        return embed.at[old:].add(updates), state
 
-    def with_fz(loss: Any, embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
+    def with_fz(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
         params = {"embed": embed, "out": out}
-        grads = fz.grad(lambda params, tokens: loss(params["embed"], params["out"], tokens), FROZEN)(params, tokens)
-        updates, state = fz.freeze(TX, FROZEN, full_updates=False).update(grads, state, params)
+        grads = fz.grad(lambda params, tokens: loss(params["embed"], params["out"], tokens), frozen)(params, tokens)
+        updates, state = tx.update(grads, state, params)
         return fz.apply_updates(params, updates)["embed"], state
 
+    return {
+        "masks, from an iota": RowStep(masked, lambda embed, out: TX.init(embed)),
+        "rows cut out of the dense gradient": RowStep(cut_out, lambda embed, out: TX.init(embed[old:])),
+        "written by hand on old and new rows": RowStep(by_hand, lambda embed, out: TX.init(embed[old:])),
+        "fz.grad, the model unchanged": RowStep(with_fz, lambda embed, out: tx.init({"embed": embed, "out": out})),
+    }
+
+
+def new_rows(chip: Any) -> None:
     embed = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
     out = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
-    rows = jax.ShapeDtypeStruct((NEW, WIDTH), jnp.float32)
-    frozen_state = jax.eval_shape(fz.freeze(TX, FROZEN, full_updates=False).init, {"embed": embed, "out": out})
-    table = Table(title=f"{NEW} new rows of {VOCABULARY:,} x {WIDTH:,}, AdamW, one step")
-    for column in ("", "GB, lookup", "MB temporary", "GB, tied head", "MB temporary"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, step, state in (
-        ("masks, from an iota", masked, jax.eval_shape(TX.init, embed)),
-        ("rows cut out of the dense gradient", cut_out, jax.eval_shape(TX.init, rows)),
-        ("written by hand on old and new rows", by_hand, jax.eval_shape(TX.init, rows)),
-        ("fz.grad, the model unchanged", with_fz, frozen_state),
-    ):
-        cells = []
-        for loss in (lookup, tied):
-            args = measure.on(chip, (embed, state, out, tokens))
-            row = measure.figures(lambda *args, step=step, loss=loss: step(loss, *args), *args)
-            cells += [f"{row.accessed / 1e9:.3f}", f"{row.temporary / 1e6:.1f}"]
-        table.add_row(name, *cells)
-    console.print(table)
+    columns = ("GB accessed, lookup", "MB temporary", "GB accessed, tied head", "MB temporary")
+    table = measure.table(f"{NEW} new rows of {VOCABULARY:,} x {WIDTH:,}, AdamW, one step", *columns)
+    cells: dict[str, list[str]] = {}
+    for loss in (lookup, tied):
+        for name, each in row_steps(loss, VOCABULARY).items():
+            state = jax.eval_shape(each.init, embed, out)
+            row = measure.figures(each.step, *measure.on(chip, (embed, state, out, tokens)))
+            cells.setdefault(name, []).extend([f"{row.accessed / 1e9:.3f}", f"{row.temporary / 1e6:.1f}"])
+    for name, figures in cells.items():
+        table.add_row(name, *figures)
+    measure.show(table)
 
 
 LAYERS, SMALL = 16, 256
@@ -252,15 +264,18 @@ def stacks(rounds: int = 15) -> None:
             jax.block_until_ready(run())
             seconds[name].append(time.perf_counter() - start)
 
-    table = Table("", "ratio", title=f"{LAYERS} stacked layers, of which the last trains")
-    table.add_row("FLOPs, scanned (loop bodies unrolled) to a loop", f"{flops('unrolled') / flops('loop'):.3f}")
+    title = f"{LAYERS} stacked layers, of which the last trains"
+    table = measure.table(title, "ratio")
+    table.add_row("FLOPs, scanned (its loops unrolled) to a Python loop", f"{flops('unrolled') / flops('loop'):.3f}")
+    measure.show(table)
+    table = measure.table(title, timed=["ratio"])
     for name in ("scan", "loop"):
         traced = tracing(fz.value_and_grad(losses[name], spec), params, x)
         plain = tracing(jax.value_and_grad(losses[name]), params, x)
         table.add_row(f"tracing to jax.value_and_grad, {name}", f"{traced / plain:.2f}")
     step = statistics.median(seconds["ours"]) / statistics.median(seconds["by hand"])
     table.add_row("time of a step to the scan split by hand", f"{step:.2f}")
-    console.print(table)
+    measure.show(table)
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
 """Figures of a compiled step: the TPU compiler's own, without a TPU, and times on the device that is there.
 
-The compiler's figures are exact and repeatable; times are given as ratios, measured in one run.
+The compiler's figures are exact and repeatable; times are given as ratios, measured in one run. Tables keep them apart:
+columns of times are in italics, on the terminal as in ``docs/benchmarks.md``.
 """
 
 import importlib.util
 import os
+import pathlib
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -18,6 +21,12 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PAGE = "BENCHMARKS_PAGE"
+TIMED = "italic"
 
 
 class Figures(NamedTuple):
@@ -78,3 +87,62 @@ def step_seconds(compiled: Any, first: Any, second: Any, *rest: Any, steps: int 
         first, second, *_ = jax.block_until_ready(compiled(first, second, *rest))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
+
+
+def busy_seconds(profile: Any) -> float:
+    """Seconds in which a GPU was at work in a ``jax.profiler.ProfileData``: the union of what ran on its streams.
+
+    NaN where the profile has no events of a GPU.
+    """
+    events = sorted(
+        (event.start_ns, event.start_ns + event.duration_ns)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    )
+    busy, until = 0.0, 0.0
+    for start, end in events:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e9 if events else float("nan")
+
+
+def table(title: str, *columns: str, timed: Sequence[str] = (), label: str = "") -> Table:
+    """An empty table: a column of labels, columns of exact figures, and columns of times measured here."""
+    empty = Table(title=title)
+    empty.add_column(label)
+    for column in columns:
+        empty.add_column(column, justify="right")
+    for column in timed:
+        empty.add_column(column, justify="right", style=TIMED, header_style=f"bold {TIMED}")
+    return empty
+
+
+def show(result: Table | str) -> None:
+    """Prints a table or a sentence; appends it as Markdown to the file that ``BENCHMARKS_PAGE`` names, if it does."""
+    Console(width=150).print(result, highlight=False)
+    if path := os.environ.get(PAGE):
+        with pathlib.Path(path).open("a", encoding="utf-8") as page:
+            page.write((markdown(result) if isinstance(result, Table) else result) + "\n\n")
+
+
+def markdown(table: Table) -> str:
+    """The table in Markdown, under its title."""
+
+    def cell(markup: Any, style: Any = "") -> str:
+        text = Text.from_markup(str(markup))
+        plain = re.sub(r"([\\*|<])", r"\\\1", text.plain.strip())
+        styles = {str(style), *(str(span.style) for span in text.spans)}
+        for mark, name in (("**", "bold"), ("*", TIMED)):
+            plain = f"{mark}{plain}{mark}" if plain and name in styles else plain
+        return plain
+
+    def line(cells: Iterable[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    rows = zip(*([cell(each, column.style) for each in column.cells] for column in table.columns), strict=True)
+    head = line(cell(column.header, column.style) for column in table.columns)
+    rule = line("---:" if column.justify == "right" else "---" for column in table.columns)
+    return "\n".join([f"**{cell(table.title)}**", "", head, rule, *map(line, rows)])

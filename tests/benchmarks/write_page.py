@@ -1,0 +1,126 @@
+"""Runs the benchmarks and writes ``docs/benchmarks.md``.
+
+Each script runs as a process of its own, and what it gives to ``measure.show`` stands on the page. What the page says
+about it is the script's docstring; the date and the versions are those of its own run.
+
+Run with ``make bench``; ``python tests/benchmarks/write_page.py --only tracing summary`` runs these, and keeps what
+the page has of the others. With ``--only`` alone the page is written anew from the docstrings, and nothing runs.
+"""
+
+import argparse
+import ast
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+HERE = pathlib.Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "benchmarks.md"
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "flax")
+
+
+class Section(NamedTuple):
+    """A section of the page: a script, its title, and the page that discusses it."""
+
+    script: str
+    title: str
+    discussed: str
+
+
+SECTIONS = (
+    Section("transformer", "A decoder of which the last block and the head train", "performance.md"),
+    Section("frozen_rows", "Frozen rows", "frozen_rows.md"),
+    Section("element_masks", "Single elements", "elements.md"),
+    Section("schedules", "Freezing that changes", "schedules.md"),
+    Section("flax_linen", "Frozen modules of Flax Linen", "linen.md"),
+    Section("flax_nnx", "Frozen modules of Flax NNX", "nnx.md"),
+    Section("tracing", "Tracing", "performance.md"),
+    Section("summary", "Summaries", "summary.md"),
+    Section("fingerprint", "Fingerprints", "trust.md"),
+    Section("gpu", "On a GPU", "performance.md"),
+)
+
+
+def main() -> None:
+    """Writes the page after each benchmark, so that a run that breaks off leaves what is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", default=[section.script for section in SECTIONS])
+    chosen = parser.parse_args().only
+    if unknown := set(chosen) - {section.script for section in SECTIONS}:
+        parser.error(f"no section for {', '.join(sorted(unknown))}")
+    results = parse(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+    PAGE.write_text(render(results), encoding="utf-8")
+    for name in chosen:
+        results[name] = run(name)
+        PAGE.write_text(render(results), encoding="utf-8")
+
+
+def run(name: str) -> str:
+    """What a benchmark shows, in Markdown, and when it ran on what."""
+    with tempfile.TemporaryDirectory() as folder:
+        shown = pathlib.Path(folder) / "shown.md"
+        script = (HERE / f"{name}.py").relative_to(PAGE.parent.parent)
+        done = subprocess.run(
+            [sys.executable, script],
+            cwd=PAGE.parent.parent,
+            env={**os.environ, "BENCHMARKS_PAGE": str(shown)},
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{script} failed: the page keeps what it had of it")
+        versions = ", ".join(f"{package} {version}" for package, version in _versions())
+        ran = f"Run on {datetime.date.today()}: {versions}; {os.cpu_count()} cores."
+        return f"{ran}\n\n{shown.read_text(encoding='utf-8').strip()}"
+
+
+def render(results: Mapping[str, str]) -> str:
+    """The page, of the sections that have results."""
+    sections = (_section(each, results[each.script]) for each in SECTIONS if each.script in results)
+    return "\n\n".join([_HEAD, *sections]) + "\n"
+
+
+def parse(page: str) -> dict[str, str]:
+    """The results that a page has, by script."""
+    section = r"^`tests/benchmarks/(\w+)\.py`, .*?^(Run on .*?)\s*(?=^## |\Z)"
+    return dict(re.findall(section, page, re.DOTALL | re.MULTILINE))
+
+
+def _section(section: Section, results: str) -> str:
+    where = f"`tests/benchmarks/{section.script}.py`, discussed in []({section.discussed})."
+    return f"## {section.title}\n\n{describe(section.script)}\n\n{where}\n{results}"
+
+
+def describe(name: str) -> str:
+    """What a script's docstring says, but for how to run it."""
+    paragraphs = (ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or "").split("\n\n")
+    return "\n\n".join(each for each in paragraphs if not each.startswith("Run with")).replace("``", "`")
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+_HEAD = """\
+# Benchmarks
+
+Every benchmark of this library beside its peers, as `make bench` wrote this page. What is compared
+runs in one process.
+
+Figures in upright type are exact: FLOPs and bytes as the compiler counts them, for one chip of TPU v5e unless a table
+says otherwise. It takes no TPU to compile for one, and the same versions give the same figures.
+
+*Figures in italics* are times on the machine at hand, nearly all of them ratios. They differ by a few percent from run
+to run, and by more on a machine that others use, too. A figure in brackets is a ratio to a row of the same table."""
+
+if __name__ == "__main__":
+    main()
