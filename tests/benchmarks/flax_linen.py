@@ -88,9 +88,9 @@ def tracing_seconds(functions: list[Callable[..., Any]], *args: Any, rounds: int
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, times in zip(functions, seconds, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             jax.make_jaxpr(function)(*args)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     return [statistics.median(times[1:]) for times in seconds]
 
 

@@ -36,12 +36,12 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("transformer", "A decoder of which the last block and the head train", "performance.md"),
     Section("frozen_rows", "Frozen rows", "frozen_rows.md"),
-    Section("element_masks", "Single elements", "elements.md"),
-    Section("schedules", "Freezing that changes", "schedules.md"),
-    Section("flax_linen", "Frozen modules of Flax Linen", "linen.md"),
-    Section("flax_nnx", "Frozen modules of Flax NNX", "nnx.md"),
+    Section("element_masks", "Single elements", "performance.md"),
+    Section("schedules", "Freezing that changes", "performance.md"),
+    Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),
+    Section("flax_nnx", "Frozen modules of Flax NNX", "performance.md"),
     Section("tracing", "Tracing", "performance.md"),
-    Section("summary", "Summaries", "summary.md"),
+    Section("summary", "Summaries", "performance.md"),
     Section("fingerprint", "Fingerprints", "trust.md"),
     Section("gpu", "On a GPU", "performance.md"),
 )
@@ -119,8 +119,9 @@ runs in one process.
 Figures in upright type are exact: FLOPs and bytes as the compiler counts them, for one chip of TPU v5e unless a table
 says otherwise. It takes no TPU to compile for one, and the same versions give the same figures.
 
-*Figures in italics* are times on the machine at hand, nearly all of them ratios. They differ by a few percent from run
-to run, and by more on a machine that others use, too. A figure in brackets is a ratio to a row of the same table."""
+*Figures in italics* are times on the machine at hand, nearly all of them ratios: seconds of the processor where steps
+run on it, so that other programs there hardly count. They still differ from run to run by several percent. A figure in
+brackets is a ratio to a row of the same table."""
 
 if __name__ == "__main__":
     main()
