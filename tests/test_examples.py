@@ -137,19 +137,19 @@ def test_freeze_a_backbone_nnx_refuses_no_epochs(run):
         run("freeze_a_backbone_nnx", "--epochs", 0)
 
 
-def test_gradual_unfreezing(run, tmp_path):
-    output = run("gradual_unfreezing", "--epochs", 4, "--picture", tmp_path / "groups.png")
+def test_gradual_unfreezing(run):
+    output = run("gradual_unfreezing", "--epochs", 4)
     assert row(output, "compilations") == ["1", "3"]
-    flops = [[float(cell) for cell in row(output, f"{layer} thawed")] for layer in ("head", "hidden_1", "hidden_0")]
+    layers = ("head", "hidden_1", "hidden_0")
+    flops = [[float(cell) for cell in row(output, f"{layer} thaws: MFLOP")] for layer in layers]
     assert [a for a, _ in flops] == [flops[2][0]] * 3
     assert flops[0][1] < 0.5 * flops[2][1]
     assert flops[0][1] < flops[1][1] < flops[2][1] == flops[2][0]
-    steps = [row(output, f"first step of {layer}") for layer in ("head", "hidden_1", "hidden_0")]
+    steps = [row(output, f"{layer} thaws: its first step") for layer in layers]
     assert steps[0][0] == steps[0][1]
     assert steps[1][0] != steps[1][1]
     assert all(float(cell.rstrip("%")) > 90 for cell in row(output, "held-out accuracy"))
     assert "counts from 0" in output
-    assert (tmp_path / "groups.png").stat().st_size > 5000
 
 
 def test_gradual_unfreezing_refuses_no_epochs(run):
