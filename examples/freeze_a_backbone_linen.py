@@ -4,7 +4,7 @@ A small convolutional net learns scikit-learn's digits 0 to 4. Its backbone then
 only the head trains: once with ``Frozen`` around the backbone, and once with the parameters frozen by the optimizer
 alone, where the running statistics go on moving, and with them what the backbone says of the old digits.
 
-Run with ``python examples/freeze_a_backbone_linen.py``; takes half a minute on two cores.
+Run with ``python examples/freeze_a_backbone_linen.py``; takes a quarter of a minute.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from sklearn.model_selection import train_test_split
 import optax_freeze as fz
 from optax_freeze.linen import Frozen, frozen_mask
 
-BATCH = 64
+TX, BATCH = optax.adamw(3e-3), 64
 
 
 class Backbone(nn.Module):
@@ -50,17 +50,15 @@ class Classifier(nn.Module):
         return nn.Dense(self.classes, name="head")(self.backbone(images, train))
 
 
-def train(model: nn.Module, variables: Any, frozen: Any, data: Any, epochs: int, title: str) -> Any:
-    """The variables after training with AdamW what is not frozen, and the bytes of the optimizer's state."""
-    params, stats = variables["params"], variables["batch_stats"]
-    tx = fz.freeze(optax.adamw(3e-3), frozen)
-    images, labels = data
+def train(model: nn.Module, variables: Any, frozen: Any, images: Any, labels: Any, epochs: int, title: str) -> Any:
+    """The variables after training what is not frozen."""
+    params, stats, tx = variables["params"], variables["batch_stats"], fz.freeze(TX, frozen)
 
     @jax.jit
     def step(params: Any, stats: Any, state: Any, images: jax.Array, labels: jax.Array) -> Any:
         def loss(params: Any) -> Any:
             variables = {"params": params, "batch_stats": stats}
-            logits, moved = model.apply(variables, images, train=True, mutable=["batch_stats"])
+            logits, moved = model.apply(variables, images, train=True, mutable="batch_stats")
             entropy = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), labels)
             return entropy.mean(), moved["batch_stats"]
 
@@ -68,60 +66,53 @@ def train(model: nn.Module, variables: Any, frozen: Any, data: Any, epochs: int,
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), stats, state
 
-    state = tx.init(params)
-    rng = np.random.default_rng(0)
+    state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), title):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
             params, stats, state = step(params, stats, state, images[chosen], labels[chosen])
-    return {"params": params, "batch_stats": stats}, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return {"params": params, "batch_stats": stats}
 
 
-def moved_bits(before: Any, after: Any) -> int:
-    """How many bits of the backbone differ between two trees."""
-    pairs = zip(jax.tree.leaves(before["backbone"]), jax.tree.leaves(after["backbone"]), strict=True)
-    return sum(int(np.unpackbits(np.asarray(a).view(np.uint8) ^ np.asarray(b).view(np.uint8)).sum()) for a, b in pairs)
+def bits(before: Any, after: Any) -> str:
+    """What became of the bits of the backbone."""
+    return "the same" if (fz.fingerprint(before, "backbone") == fz.fingerprint(after, "backbone")).all() else "moved"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=15, help="epochs of each of the three trainings")
-    args = parser.parse_args()
-    if args.epochs < 1:
-        parser.error(f"--epochs: got {args.epochs}, expected at least 1")
+    epochs = parser.parse_args().epochs
+    if epochs < 1:
+        parser.error(f"--epochs: got {epochs}, expected at least 1")
 
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 16.0).reshape(-1, 8, 8, 1).astype(np.float32)
-    parts = train_test_split(images, labels, random_state=0, stratify=labels)
-    images, test_images, labels, test_labels = map(np.asarray, parts)
+    pixels, digits = load_digits(return_X_y=True)
+    pixels = (pixels / 16.0).reshape(-1, 8, 8, 1).astype(np.float32)
+    images, held_out, labels, held_out_labels = map(np.asarray, train_test_split(pixels, digits, random_state=0))
 
-    five = Classifier(Backbone(), classes=5)
-    few = labels < 5
+    five, few = Classifier(Backbone(), classes=5), labels < 5
     start = five.init(jax.random.key(0), images[:1], train=False)
-    base, _ = train(five, start, False, (images[few], labels[few]), args.epochs, "0-4, everything")
+    base = train(five, start, False, images[few], labels[few], epochs, "0-4, everything")
+    old_logits = np.asarray(five.apply(base, held_out, train=False))
 
-    table = Table("", "Frozen(backbone)", "optimizer alone", title="a new head for all ten digits")
-    columns = []
-    for backbone, title in ((Frozen(Backbone()), "0-9, Frozen"), (Backbone(), "0-9, optimizer alone")):
+    columns = {}
+    for title, backbone in {"Frozen(backbone)": Frozen(Backbone()), "optimizer alone": Backbone()}.items():
         model = Classifier(backbone, classes=10)
         variables = model.init(jax.random.key(1), images[:1], train=False)
         variables = {name: {**variables[name], "backbone": base[name]["backbone"]} for name in variables}
         frozen = frozen_mask(model, images[:1], train=True) if isinstance(backbone, Frozen) else "backbone"
-        after, state_bytes = train(model, variables, frozen, (images, labels), args.epochs, title)
-        logits = np.asarray(model.apply(after, test_images, train=False))
-        accuracy = (logits.argmax(-1) == test_labels).mean()
-        drifted = five.apply({**base, "batch_stats": after["batch_stats"]}, test_images, train=False)
-        change = np.abs(np.asarray(drifted) - np.asarray(five.apply(base, test_images, train=False))).max()
-        moved = [f"{moved_bits(variables[name], after[name]):,}" for name in ("params", "batch_stats")]
-        columns.append([f"{accuracy:.1%}", f"{state_bytes:,} bytes", *moved, f"{change:.3f}"])
-    rows = (
-        "held-out accuracy on all ten",
-        "optimizer state",
-        "backbone parameters: bits moved",
-        "backbone statistics: bits moved",
-        "old head: largest change of a logit",
-    )
-    for cells in zip(rows, *columns, strict=True):
-        table.add_row(*cells)
+        after = train(model, variables, frozen, images, labels, epochs, f"0-9, {title}")
+        right = np.asarray(model.apply(after, held_out, train=False)).argmax(-1) == held_out_labels
+        drifted = five.apply({**base, "batch_stats": after["batch_stats"]}, held_out, train=False)
+        columns[title] = {
+            "held-out accuracy on all ten": f"{right.mean():.1%}",
+            "optimizer state": f"{fz.summary(variables['params'], frozen, TX).state_bytes:,} bytes",
+            "parameters of the backbone": bits(variables["params"], after["params"]),
+            "statistics of the backbone": bits(variables["batch_stats"], after["batch_stats"]),
+            "old head: largest change of a logit": f"{np.abs(np.asarray(drifted) - old_logits).max():.3f}",
+        }
+    table = Table("", *columns, title="a new head for all ten digits")
+    for name in columns["optimizer alone"]:
+        table.add_row(name, *(column[name] for column in columns.values()))
     Console().print(table)
 
 

@@ -61,13 +61,10 @@ def compiled(tx: Any, grad: Any, *example: Any) -> Any:
 
 
 def unfreeze(title: str, params: Any, batches: list[Any], plan: list[Any]) -> tuple[Any, list[Any], list[float]]:
-    """Trains one phase for each optimizer and gradient of a plan, and compiles where they are others than before.
-
-    Returns the parameters, the programs, and for each phase how far the layer that thaws moves in its first step.
-    """
+    """The parameters, the programs, and how far the layer that thaws moves in the first step of each phase."""
     tx, state, programs, first_steps = None, None, [], []
     for (next_tx, grad), layer in zip(plan, LAYERS, strict=True):
-        if next_tx is not tx:
+        if next_tx is not tx:  # the first phase, or a static one
             tx = next_tx
             state = tx.init(params) if state is None else fz.migrate(state, tx, params)
             programs.append(compiled(tx, grad, params, state, *batches[0]))
