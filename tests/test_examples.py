@@ -78,14 +78,12 @@ def test_last_layers_of_a_scanned_transformer(run):
     assert "merged by" not in output
 
 
-def test_lottery_ticket(run, tmp_path):
-    output = run("lottery_ticket", "--epochs", 4, "--picture", tmp_path / "tickets.png")
-    assert row(output, "1,723 (10.0%)")[-1] == "0"
-    accuracy = float(row(output, "5,168 (30.0%)")[0].rstrip("%"))
-    assert accuracy > 80
-    state = int(row(output, "1,723 (10.0%)")[2].split()[0].replace(",", ""))
-    assert state == 4 + 8 * 1723
-    assert (tmp_path / "tickets.png").stat().st_size > 5000
+def test_lottery_ticket(run):
+    output = run("lottery_ticket", "--epochs", 4)
+    assert "no frozen weight moved" in output
+    accuracy, _, state = row(output, "5,168 (30.0%)")
+    assert float(accuracy.rstrip("%")) > 80
+    assert state == f"{4 + 8 * 5168:,} + 17,226"
 
 
 def test_lottery_ticket_refuses_no_epochs(run):
