@@ -90,6 +90,21 @@ def test_lottery_ticket_refuses_no_epochs(run):
         run("lottery_ticket", "--epochs", 0)
 
 
+def test_lora_and_frozen_base(run):
+    output = run("lora_and_frozen_base", "--epochs", 6)
+    assert row(output, "layer_1/kernel")[1:] == ["int8", "65,536", "64.0 KiB", "frozen"]
+    assert row(output, "layer_1/adapter_in")[-1] == "trains"
+    assert "trainable 4,392 of 89,916 elements" in output
+    state = 4 + 2 * 4 * 4_392
+    assert f"optimizer state {state / 1024:.1f} KiB instead of" in output
+    assert "jax.grad of all parameters refuses: grad requires real- or complex-valued inputs" in output
+    before, after = re.search(r"fingerprint of the base: (\w+) before, (\w+) after", output).groups()
+    assert before == after
+    upright, turned = (float(cell.rstrip("%")) for cell in row(output, "int8 alone"))
+    assert upright > 90 > 40 > turned
+    assert float(row(output, "int8 and adapters")[1].rstrip("%")) > turned + 30
+
+
 def test_freeze_a_backbone_linen(run):
     output = run("freeze_a_backbone_linen", "--epochs", 6)
     assert all(float(cell.rstrip("%")) > 60 for cell in row(output, "accuracy"))
@@ -110,7 +125,7 @@ def test_freeze_at_construction(run):
         assert cells[4] == "0"
 
 
-@pytest.mark.parametrize("example", ["freeze_a_backbone_linen", "freeze_at_construction"])
+@pytest.mark.parametrize("example", ["freeze_a_backbone_linen", "freeze_at_construction", "lora_and_frozen_base"])
 def test_an_example_with_models_refuses_no_epochs(run, example):
     with pytest.raises(SystemExit, match="2"):
         run(example, "--epochs", 0)
