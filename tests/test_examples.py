@@ -1,10 +1,14 @@
 """Every example runs, and says what it should."""
 
+import itertools
+import pathlib
 import re
 import runpy
 import sys
 
 import pytest
+
+EXAMPLES = sorted(path.stem for path in pathlib.Path("examples").glob("*.py"))
 
 
 @pytest.fixture
@@ -24,6 +28,20 @@ def row(output, name):
     """The cells of a line of a printed table."""
     line = next(line for line in output.splitlines() if name in line and "│" in line)
     return [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()][1:]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_short_has_a_test_and_is_in_the_index(example):
+    assert len(pathlib.Path(f"examples/{example}.py").read_text().splitlines()) <= 120
+    assert f"test_{example}" in globals()
+    index = pathlib.Path("docs/examples.md").read_text()
+    assert re.search(rf"^\| \[{example}\]\(#{example}\) \| .+ \|$", index, re.MULTILINE)
+    assert f"```{{literalinclude}} ../examples/{example}.py\n" in index
+
+
+def test_the_index_has_no_other_examples():
+    index = pathlib.Path("docs/examples.md").read_text()
+    assert sorted(re.findall(r"\.\./examples/(\w+)\.py", index)) == EXAMPLES
 
 
 def test_finetune_digits(run, tmp_path):
@@ -167,6 +185,20 @@ def test_gradual_unfreezing_refuses_no_epochs(run):
         run("gradual_unfreezing", "--epochs", 0)
 
 
+def test_gan_alternating(run):
+    output = run("gan_alternating", "--turns", 400)
+    turns = [row(output, f"│ {turn}  ") for turn in range(4)]
+    assert [frozen for frozen, *_ in turns] == ["generator", "discriminator"] * 2
+    for (_, *before), (frozen, *after) in itertools.pairwise(turns):
+        still, moves = (slice(0, 2), slice(2, 4)) if frozen == "generator" else (slice(2, 4), slice(0, 2))
+        assert before[still] == after[still]
+        assert all(a != b for a, b in zip(before[moves], after[moves], strict=True))
+    assert "In all 400 turns, no bit of the frozen network and of its Adam moved" in output
+    assert "2000 updates, 1 compilation\n" in output
+    before, after, data = (float(row(output, f"│ {name} ")[0].rstrip("%")) for name in ("before", "after", "data"))
+    assert before + 30 < after < data
+
+
 def test_audit_a_training_script(run):
     output = run("audit_a_training_script", "--epochs", 4)
     as_found, mended = output.split("The optimizer mended")
@@ -185,6 +217,11 @@ def test_audit_a_training_script(run):
     assert frozen == 4 + 2 * 4 * 650
     assert full == 4 + 2 * 4 * (650 + 16_576)
     assert all(float(cell.rstrip("%")) > 60 for cell in row(output, "accuracy"))
+
+
+def test_gan_alternating_refuses_no_turns(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("gan_alternating", "--turns", 0)
 
 
 def test_audit_a_training_script_refuses_no_epochs(run):
