@@ -205,11 +205,12 @@ def as_text(table: Table) -> str:
 
 def as_rich(table: Table) -> Any:
     """A rich table, whose paths wrap in a narrow terminal rather than be cut."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    shown = RichTable()
+    shown = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for name in table.header:
         right = name in NUMBERS
         shown.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")

@@ -26,8 +26,9 @@ def run(monkeypatch, capsys):
 
 def row(output, name):
     """The cells of a line of a printed table."""
-    line = next(line for line in output.splitlines() if name in line and "│" in line)
-    return [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()][1:]
+    between = r"\s*│\s*|(?<=\S)\s{2,}(?=\S)"
+    line = next(line for line in output.splitlines() if name in line and re.search(between, line))
+    return [cell for cell in re.split(between, line) if cell][1:]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

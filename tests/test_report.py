@@ -404,8 +404,7 @@ def test_a_terminal_shows_paths_as_they_are(params):
     assert "[/]" in output
     path = "a_rather_long_name/" * 5 + "kernel"
     narrow = rendered(fz.summary({path: shape(3)}, True), 60)
-    first = "".join(line.split("│")[1].strip() for line in narrow.splitlines() if "│" in line)
-    assert first == path
+    assert path in "".join(line.split("  ")[0].strip() for line in narrow.splitlines())
 
 
 def test_html_is_escaped(params):
