@@ -259,6 +259,11 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
 
     ``by_type``: parameters that NNX froze or thawed by their type are not in one of the two states at all.
     """
+    for entry in old:
+        if entry.leaf is not None and isinstance(entry.value, Part) and _whole_shape(entry.value) != entry.shape:
+            raise ValueError(
+                _no_fit(entry, f"part of shape {_whole_shape(entry.value)}", f"part of shape {entry.shape}")
+            )
     trains = {entry.leaf for entry in new if entry.holds}
     owners = {entry.owner.names for entry in new}
     stateless = all(entry.optional for entry in new)
@@ -269,6 +274,13 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     for entry in _homeless(new, old):
         if entry.leaf is not None and _is_within(entry, old) and not by_type:
             raise ValueError(_no_fit(entry, "an array in the new state alone"))
+
+
+def _whole_shape(part: Part) -> tuple[int, ...]:
+    """The shape of the leaf that a part was taken from."""
+    if not isinstance(part.index, RowIndex):
+        return part.shape
+    return (*part.shape[: part.index.axis], part.index.size, *part.shape[part.index.axis + 1 :])
 
 
 def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:

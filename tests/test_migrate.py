@@ -357,6 +357,19 @@ class TestItDoesNotFit:
             fz.migrate(state, tx, model(params))
 
     @pytest.mark.parametrize(
+        "frozen",
+        [fz.rows(slice(0, 2)), fz.elements(np.arange(8).reshape(4, 2) < 3, compact=True)],
+        ids=["rows", "compact elements"],
+    )
+    def test_part_of_a_table_that_has_grown(self, frozen):
+        tx = fz.freeze(optax.adam(0.1), [frozen])
+        _, state = train(tx, [jnp.ones((4, 2))], 1)
+        expected = r"does not belong to these parameters(.|\n)*at: 0/mu/0(.|\n)*\(4, 2\)(.|\n)*\(6, 2\)"
+        for after in (fz.rows(slice(0, 4)), False):
+            with pytest.raises(ValueError, match=expected):
+                fz.migrate(state, fz.freeze(optax.adam(0.1), [after]), [jnp.ones((6, 2))])
+
+    @pytest.mark.parametrize(
         "other",
         [
             optax.chain(optax.clip(1.0), optax.adam(0.1)),
