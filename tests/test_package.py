@@ -54,6 +54,14 @@ def test_a_room_imports_only_rooms_above_it(room):
     assert set(imported) <= set(ROOMS[: ROOMS.index(room)] if room in ROOMS else ROOMS)
 
 
+def test_the_architecture_has_a_paragraph_on_each_room_and_a_reason_for_each_long_one():
+    page = pathlib.Path("docs/architecture.md").read_text()
+    assert re.findall(r"^\*\*`(\w+)\.py`\*\* ", page, re.MULTILINE) == [*ROOMS, *OUTER, MAIN]
+    reasons = page.partition("## What a file keeps to")[2].partition("\n\nEach room")[0]
+    long = {path.name for path in PACKAGE.glob("*.py") if len(path.read_text().splitlines()) > 300}
+    assert set(re.findall(r"`(\w+\.py)`", reasons)) == long
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name):
     function = getattr(fz, name)
