@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.source_info_util import summarize
 
-from optax_freeze._evaluate import ASKED_FOR_A_VALUE, call, context_of_fun
 from optax_freeze._partition import split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Resolved, Spec
@@ -99,6 +97,8 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         in parts: gather at ...
       head: 2 of 3 rows train; merged by sort at ...
     """
+    from optax_freeze._evaluate import ASKED_FOR_A_VALUE, call, context_of_fun
+
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     indices = {
         leaf.path: index for leaf, index in zip(spec.leaves, spec.answers, strict=True) if isinstance(index, RowIndex)
@@ -125,6 +125,8 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
 
 
 def _of_leaf(path: str, index: RowIndex, origin: Origin) -> LeafExplanation:
+    from jax.extend.source_info_util import summarize
+
     def operations(events: Sequence[tuple[str, str, Any]]) -> tuple[Operation, ...]:
         named = (Operation(name, "" if source is None else summarize(source)) for name, _, source in events)
         return tuple(dict.fromkeys(named))

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._evaluate import call
 from optax_freeze._partition import assemble, split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec
@@ -70,6 +69,8 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
         params, leaves, frozen = in_parts(trainable, rest)
         if not leaves:
             return fun(params, *args, **kwargs)
+        from optax_freeze._evaluate import call  # it brings jax.extend, which loads slower than all of this library
+
         return call(lambda *arrays: fun(fill(params, arrays), *args, **kwargs), leaves, frozen)
 
     return restricted

@@ -41,12 +41,9 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import optax
 from decoder import ADAMW, SHAPES, Decoder, adamw_state, partition
-from rich.console import Console
 from rich.table import Table
 
 import optax_freeze as fz
-
-console = Console(width=130)
 
 TENSOR_PARALLEL = {"8B": 4, "70B": 8, "405B": 16}
 TOPOLOGIES = {
@@ -296,12 +293,11 @@ def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, 
 
 def figures(size: str, chip: str, found: dict[int, dict[tuple[str, str], Memory]]) -> Table:
     """Arguments and temporaries of each step."""
-    table = Table(title=f"{size} on {chip}, GiB per chip of {HBM[chip]}: arguments + temporaries = total")
-    for column in ("chips", "what trains", *WAYS):
-        table.add_column(column, justify="left" if column == "what trains" else "right")
+    title = f"{size} on {chip}, GiB per chip of {HBM[chip]}: arguments + temporaries = total"
+    table = measure.table(title, *WAYS, label="chips, what trains")
     for chips, cells in found.items():
         for kind in KINDS:
-            table.add_row(str(chips), kind, *(text(cells[kind, way]) for way in WAYS))
+            table.add_row(f"{chips}, {kind}", *(text(cells[kind, way]) for way in WAYS))
     return table
 
 
@@ -313,16 +309,14 @@ def text(memory: Memory) -> str:
 
 def smallest(found: dict[tuple[str, str], dict[int, dict[tuple[str, str], Memory]]]) -> Table:
     """The smallest mesh on which each step fits."""
-    table = Table(title="chips needed")
-    for column in ("", "what trains", *WAYS):
-        table.add_column(column, justify="right" if column in WAYS else "left")
+    table = measure.table("chips needed", *WAYS, label="what trains")
     for (size, chip), of_mesh in found.items():
         for kind in KINDS:
             fitting = (
                 next((str(chips) for chips, cells in of_mesh.items() if cells[kind, way].fits), "more than 256")
                 for way in WAYS
             )
-            table.add_row(f"{size} on {chip}", kind, *fitting)
+            table.add_row(f"{size} on {chip}, {kind}", *fitting)
     return table
 
 
@@ -350,9 +344,9 @@ def main() -> None:
         cells = {(kind, way): results(Cell("8B", "v5e", 4, kind, way)) for kind in KINDS for way in WAYS}
         built = [figures("8B", "v5e", {4: cells})]
     for table in built:
-        console.print(table)
+        measure.show(table)
     same = "one program" if one_program() else "different programs"
-    console.print(f"Full fine-tuning by fz.freeze and by optax.partition: {same}, names of the results aside.")
+    measure.show(f"Full fine-tuning by fz.freeze and by optax.partition: {same}, names of the results aside.")
 
 
 if __name__ == "__main__":

@@ -36,11 +36,13 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("transformer", "A decoder of which the last block and the head train", "performance.md"),
     Section("frozen_rows", "Frozen rows", "frozen_rows.md"),
+    Section("scale", "Scale", "scale.md"),
     Section("element_masks", "Single elements", "performance.md"),
     Section("schedules", "Freezing that changes", "performance.md"),
     Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),
     Section("flax_nnx", "Frozen modules of Flax NNX", "performance.md"),
     Section("tracing", "Tracing", "performance.md"),
+    Section("import_time", "Importing it", "performance.md"),
     Section("summary", "Summaries", "performance.md"),
     Section("fingerprint", "Fingerprints", "trust.md"),
     Section("gpu", "On a GPU", "performance.md"),
