@@ -87,7 +87,7 @@ class TestAGPU:
         flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         run = subprocess.run(
             [sys.executable, "-W", "error", SCRIPTS / "gpu.py", *arguments],
-            env={**os.environ, "XLA_FLAGS": flags, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
             check=True,

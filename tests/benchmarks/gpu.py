@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import measure
 import numpy as np
 import optax
-from frozen_rows import Decoder
+from decoder import Decoder
 from jax.sharding import Mesh
 
 import optax_freeze as fz
