@@ -36,6 +36,14 @@ def test_the_cover_has_every_pair():
 
 
 class TestThePage:
+    def test_keeps_a_record(self):
+        limits = {
+            Cell("adam", spec, "float32", "jit"): page.one_line("an `error`\n  | of two lines") for spec in SPECS[:2]
+        }
+        record = page.Record("1.2", "3.4", {"adam": True, "sgd": False}, limits, {"lbfgs": "a reason"})
+        assert page.parse(page.render(record)) == record
+        assert page.parse(page.render(record._replace(limits={}, skipped={}))).limits == {}
+
     def test_is_what_its_script_writes(self):
         assert page.render(RECORD) == page.PAGE.read_text()
 

@@ -94,10 +94,11 @@ def render(record: Record) -> str:
         sorted(record.limits.items(), key=lambda item: (item[0].optimizer, item[0].mode, item[0].dtype, item[1])),
         key=lambda item: (f"`{item[0].optimizer}`", item[0].mode, item[0].dtype, item[1]),
     )
-    limits = [
-        (name, mode, dtype, ", ".join(spec for spec in SPECS if spec in {cell.spec for cell, _ in items}), f"`{error}`")
-        for (name, mode, dtype, error), items in by_error
-    ]
+    limits = []
+    for (name, mode, dtype, error), items in by_error:
+        specs = {cell.spec for cell, _ in items}
+        limits.append((name, mode, dtype, ", ".join(spec for spec in SPECS if spec in specs), f"`{error}`"))
+    skipped = [(f"`{name}`", reason) for name, reason in record.skipped.items()]
     return _TEXT.format(
         optax=record.optax,
         jax=record.jax,
@@ -105,7 +106,7 @@ def render(record: Record) -> str:
         each=each,
         optimizers="\n".join(_table("optimizer", *SPECS, rows=rows)),
         limits="\n".join(_table("optimizer", "mode", "dtype", "what is frozen", "error", rows=limits)),
-        skipped="\n".join(_table("left out", "reason", rows=((f"`{n}`", why) for n, why in record.skipped.items()))),
+        skipped="\n".join(_table("left out", "reason", rows=skipped)) if skipped else "Nothing.",
     )
 
 
@@ -135,7 +136,7 @@ def _rows(section: str) -> list[list[str]]:
 
 def one_line(error: str) -> str:
     """An error as it stands in the table."""
-    line = re.sub(r"[`|]|\s+", " ", error)
+    line = re.sub(r"[`|\s]+", " ", error)
     return line if len(line) <= 100 else line[:97].rsplit(" ", 1)[0] + " ..."
 
 
