@@ -278,9 +278,10 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
 
 def _whole_shape(part: Part) -> tuple[int, ...]:
     """The shape of the leaf that a part was taken from."""
+    shape = tuple(part.shape or ())
     if not isinstance(part.index, RowIndex):
-        return part.shape
-    return (*part.shape[: part.index.axis], part.index.size, *part.shape[part.index.axis + 1 :])
+        return shape
+    return (*shape[: part.index.axis], part.index.size, *shape[part.index.axis + 1 :])
 
 
 def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:

@@ -5,9 +5,10 @@ come after it) or too late (moments are held, and frozen gradients reach norms a
 around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
+import collections
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,13 @@ import optax
 
 from optax_freeze import _tree
 from optax_freeze._partition import split
-from optax_freeze._parts import Answer
+from optax_freeze._parts import Answer, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec, Tied, register_with_flax
 from optax_freeze._restrict import restrict
 from optax_freeze._tree import Leaf, Part, PyTree, message
+
+_Known: TypeAlias = collections.deque[Resolved]
+"""The latest specs of states that one transformation made, or took for its own."""
 
 
 class MaskedZeroUpdatesState(NamedTuple):
@@ -54,14 +58,16 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       Array([-0., -0.], dtype=float32)
     """
 
+    known = _Known(maxlen=8)
+
     def init_fn(params: PyTree) -> PyTree:
-        return MaskedZeroUpdatesState(*_resolve(frozen, params, tied))
+        return MaskedZeroUpdatesState(*_resolve(frozen, params, tied, known))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del extra_args
-        state = _with_spec(state, MaskedZeroUpdatesState, frozen, params, updates)
+        state = _with_spec(state, MaskedZeroUpdatesState, frozen, params, updates, known)
         spec = state.spec
         values, treedef = spec.align(updates, "updates")
         zeroed = [
@@ -129,13 +135,14 @@ def freeze(
       [(), (2,), (2,)]
     """
     inner = _as_transformation(inner, frozen)
+    known = _Known(maxlen=8)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
         # A function, since a tree of labels may itself be callable: an Equinox module is.
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        spec, masks = _resolve(frozen, params, tied)
+        spec, masks = _resolve(frozen, params, tied, known)
         state = FreezeState(spec, masks, ())
         values, treedef = _tree.flatten(params)
         trainable = jax.tree.unflatten(treedef, spec.take(values, masks_of(state)))
@@ -144,7 +151,7 @@ def freeze(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        state = _with_spec(state, FreezeState, frozen, params, updates)
+        state = _with_spec(state, FreezeState, frozen, params, updates, known)
         spec, masks = state.spec, masks_of(state)
         values, treedef = spec.align(updates, "updates")
         extra_args = without_frozen(extra_args, spec, masks, treedef, params)
@@ -179,7 +186,7 @@ def freeze(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree) -> Any:
+def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree, known: _Known) -> Any:
     """The state with its spec, resolved again after ``optax.tree_map_params``, which drops what is static."""
     if not isinstance(state, kind):
         raise TypeError(
@@ -191,9 +198,39 @@ def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updat
                 fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
             )
         )
-    if state.spec.leaves:
-        return state
-    return state._replace(spec=Resolved.of(frozen, updates if params is None else params, tied="ignore")[0])
+    if not state.spec.leaves:
+        return state._replace(spec=Resolved.of(frozen, updates if params is None else params, tied="ignore")[0])
+    if params is not None and not any(state.spec is spec for spec in known):
+        _refuse_other_spec(state.spec, frozen, params)
+        known.append(state.spec)
+    return state
+
+
+def _refuse_other_spec(spec: Resolved, frozen: Spec, params: PyTree) -> None:
+    """A ``ValueError`` if a state has another spec; other leaves than those of ``init`` are no matter of this."""
+    try:
+        own = Resolved.of(frozen, params, tied="ignore")[0]
+    except (ValueError, TypeError):
+        return
+    if own.leaves != spec.leaves:
+        return
+    for leaf, mine, its in zip(own.leaves, own.answers, spec.answers, strict=True):
+        if mine != its:
+            raise ValueError(
+                message(
+                    "the state of another spec",
+                    at=leaf.path,
+                    got=f"a state in which it {_said(its)}",
+                    expected=f"the state of this transformation, in which it {_said(mine)}",
+                    fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
+                )
+            )
+
+
+def _said(answer: Answer) -> str:
+    if isinstance(answer, bool):
+        return "is frozen" if answer else "trains"
+    return f"trains in part ({answer.source!r})" if isinstance(answer, RowIndex) else "trains in part"
 
 
 def masks_of(state: Any) -> list[Any]:
@@ -201,10 +238,11 @@ def masks_of(state: Any) -> list[Any]:
     return _tree.flatten(state.masks)[0] or [_tree.HOLE] * len(state.spec.leaves)
 
 
-def _resolve(frozen: Spec, params: PyTree, tied: Tied) -> tuple[Resolved, PyTree]:
+def _resolve(frozen: Spec, params: PyTree, tied: Tied, known: _Known) -> tuple[Resolved, PyTree]:
     """The resolved spec and copies of its dense masks: a tree like the parameters, empty if there are none."""
     register_with_flax()
     spec, masks = Resolved.of(frozen, params, tied=tied)
+    known.append(spec)
     values = _tree.flatten(params)[0]
     copies = [
         copy_like(mask, value) if _tree.is_array(mask) else mask for mask, value in zip(masks, values, strict=True)
