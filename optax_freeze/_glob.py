@@ -65,10 +65,18 @@ def no_match(pattern: str, paths: list[str], hint: str = "") -> str:
     """The text of the error for a pattern that matches none of ``paths``: it names the nearest."""
     above = {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)}
     near = difflib.get_close_matches(pattern.rstrip("/*"), sorted(above), n=3, cutoff=0.5)
+    if paths == [""]:
+        return message(
+            f"the pattern {pattern!r} matches no leaf",
+            at=repr(pattern),
+            got="one leaf without a path, and no tree",
+            expected="a tree of parameters",
+            fix="look at the order of the arguments; where the parameters are not the first of a loss, give argnums",
+        )
     return message(
         f"the pattern {pattern!r} matches no leaf",
         at=repr(pattern),
         got=f"0 of {len(paths)} leaves",
         expected="at least one",
-        fix=f"nearest paths: {', '.join(near or paths[:3]) or '(the root)'}{hint}",
+        fix=f"nearest paths: {', '.join(near or paths[:3]) or 'none'}{hint}",
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_freeze import _tree
@@ -182,11 +183,22 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     else:
         spec, masks = Resolved.of(frozen, params, tied="ignore")
         answers = spec.answers
-    names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
-    for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
-        if isinstance(change, Part) and answer is not True:
-            leaf = Leaf(names[i], tuple(value.shape))
+    for path, value, change, answer in zip(_tree.paths(params), values, changes, answers, strict=True):
+        if answer is True or is_nothing(change):
+            continue
+        if isinstance(change, Part):
+            leaf = Leaf(path, tuple(value.shape))
             refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
+        elif not isinstance(value, Part) and not _fits(value, change):
+            raise ValueError(
+                message(
+                    "updates: another leaf",
+                    at=path,
+                    got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
+                    expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
+                    fix="the parameters come first; pass the updates that belong to these parameters",
+                )
+            )
     moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
     return jax.tree.unflatten(treedef, moved)
 
@@ -212,6 +224,15 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
         return answer.add(value, change, mask)
     moved = optax.apply_updates(value, change)
     return moved if isinstance(answer, bool) else answer.choose(value, moved, mask)
+
+
+def _fits(value: Any, change: Any) -> bool:
+    """Whether an update can be added to a leaf, which keeps its shape."""
+    return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))
+
+
+def _shape(leaf: Any) -> str:
+    return f"shape {jnp.shape(leaf)}"
 
 
 def is_nothing(change: Any) -> bool:

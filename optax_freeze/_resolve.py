@@ -12,7 +12,7 @@ missing, of other dtypes and at other paths by then.
 import collections
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -274,16 +274,20 @@ def _no_fit(prefix: PyTree, params: PyTree) -> str:
     loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
     if bare or loose:
         at = (bare + loose)[0]
-        got = f"no entry for {bare[:3]}" if bare else f"an entry for {loose[:3]}, where the parameters have nothing"
+        missing = [f"no entry for {bare[:3]}"] if bare else []
+        got = "; ".join(missing + ([f"an entry for {loose[:3]}, where the parameters have nothing"] if loose else []))
     else:
         at, got = "", f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
     fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
     if isinstance(params, (str, Selector)):
-        fix = "swap the arguments: the parameters come first in fz.partition, second in fz.resolve"
+        got = f"{params!r}, and no tree of parameters"
+        fix = f"swap the arguments: {params!r} is what is frozen, and came where the parameters belong"
     elif isinstance(prefix, optax.GradientTransformation):
         fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
         fix = "combine patterns and selectors by |: fz.path('a') | fz.where(fn)"
+    elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
+        fix = "to name some paths alone, with patterns too: fz.rules({'encoder/**': True}), or just 'encoder/**'"
     elif not covers:
         fix = "nothing is named: for nothing frozen give False"
     return message(

@@ -317,12 +317,15 @@ def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
     try:
         return ask()
     except (TypeError, AttributeError) as error:
+        misfit = "positional argument" in str(error)
         raise TypeError(
             message(
                 f"{name} failed on shapes: {error}",
                 at=at,
-                got="a function that looks at values, or that takes other arguments",
+                got="a function of other arguments" if misfit else "a function that looks at values",
                 expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
-                fix="decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
+                fix="fz.where(lambda path, leaf: ...) for each leaf, or a function of the whole tree by itself"
+                if misfit
+                else "decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
             )
         ) from error

@@ -54,6 +54,17 @@ class Part:
         """The dtype of the leaf."""
         return self.values.dtype
 
+    def __radd__(self, full: Any) -> Any:
+        raise TypeError(
+            message(
+                "part of a leaf does not add to all of it",
+                at=f"a leaf of shape {self.shape}",
+                got="optax.apply_updates, or a sum, with updates of what trains alone",
+                expected="fz.apply_updates(params, updates)",
+                fix="use that, or fz.freeze(optimizer, frozen) with full updates",
+            )
+        )
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "mask"], meta_fields=["answer"])
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
@@ -33,7 +34,7 @@ from optax_freeze._record import (
 from optax_freeze._resolve import Resolved, Spec, Tied, register_with_flax
 from optax_freeze._schedule import Groups
 from optax_freeze._shardings import Placed, beside
-from optax_freeze._tree import Part, PyTree, message
+from optax_freeze._tree import Part, PyTree, Rest, message
 from optax_freeze._verify import digests
 
 register_with_flax()
@@ -58,6 +59,9 @@ class Saving:
     def __init__(self, manager: ocp.CheckpointManager):
         self._manager = manager
         self._done = False
+
+    def __repr__(self) -> str:
+        return f"Saving({str(self._manager.directory)!r}, {'done' if self._done else 'under way'})"
 
     def wait(self) -> None:
         """Returns after the commit; raises what went wrong on the way."""
@@ -120,11 +124,15 @@ def save(
     """
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         is_number = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
         raise (ValueError if is_number else TypeError)(
-            message("no number of a step", at="step", got=repr(step), expected="an int of at least 0", fix="step=0")
+            message("no number of a step", at="step", got=repr(step), expected="an int of at least 0", fix=fix)
         )
+    where = _absolute(directory)
+    _refuse_no_state(opt_state)
     spec, masks = Resolved.of(frozen, params, tied=tied)
     values = _tree.flatten(params)[0]
+    _refuse_half_a_tree(values, params)
     if all(answer is True for answer in spec.answers):
         raise ValueError(
             message(
@@ -151,7 +159,6 @@ def save(
         items["masks"] = ocp.args.StandardSave(_arrays(masks))
     if opt_state is not None and jax.tree.leaves(opt_state):
         items["opt_state"] = ocp.args.StandardSave(_arrays(_tree.flatten(opt_state)[0]))
-    where = _absolute(directory)
     _finish(where)
     manager = ocp.CheckpointManager(where, options=ocp.CheckpointManagerOptions(create=True))
     try:
@@ -221,6 +228,7 @@ def restore(
       ...
     """
     where = _absolute(directory)
+    _refuse_no_state(opt_state)
     _finish(where)
     if not _exists(where):
         raise FileNotFoundError(_nothing_there(where, "no such directory"))
@@ -281,8 +289,57 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(
+            message(
+                "no directory",
+                at="the first argument",
+                got=_tree.described(directory),
+                expected="the path of a directory, then the parameters",
+                fix="checkpoint.save(directory, params, frozen, step=...), checkpoint.restore(directory, params)",
+            )
+        )
     where = os.fspath(directory)
-    return where if "://" in where else os.path.abspath(where)
+    if "://" in where:
+        return where
+    if os.path.isfile(where):
+        raise ValueError(
+            message(
+                "no directory",
+                at=where,
+                got="a file",
+                expected="a directory of checkpoints, or nothing there",
+                fix="name the directory: each checkpoint becomes a directory in it",
+            )
+        )
+    return os.path.abspath(where)
+
+
+def _refuse_no_state(opt_state: PyTree) -> None:
+    if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
+        raise TypeError(
+            message(
+                "no optimizer state",
+                at="opt_state",
+                got=_tree.described(opt_state),
+                expected="the state",
+                fix="opt_state=tx.init(params) to restore, and what tx.update gave to save",
+            )
+        )
+
+
+def _refuse_half_a_tree(values: Sequence[Any], params: PyTree) -> None:
+    for path, value in zip(_tree.paths(params), values, strict=True):
+        if _tree.is_hole(value) or isinstance(value, (Part, Rest)):
+            raise ValueError(
+                message(
+                    "a checkpoint is taken of the full parameters",
+                    at=path,
+                    got="a hole" if _tree.is_hole(value) else "part of a leaf",
+                    expected="every leaf whole: the checkpoint says on which base it goes",
+                    fix="fz.combine(trainable, rest)",
+                )
+            )
 
 
 def _exists(where: str) -> bool:

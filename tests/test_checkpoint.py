@@ -192,6 +192,22 @@ class TestSteps:
             params, _ = checkpoint.restore(tmp_path, base, step=step)
             assert bits(params["embed"]) == bits(base["embed"] + (step or 10))
 
+    def test_it_says_whether_it_is_done(self, base, tmp_path):
+        saving = checkpoint.save(tmp_path, base, "encoder", step=0, wait=False)
+        assert repr(saving) == f"Saving({str(tmp_path)!r}, under way)"
+        saving.wait()
+        assert repr(saving) == f"Saving({str(tmp_path)!r}, done)"
+
+    def test_a_file_where_the_directory_should_be(self, base, tmp_path):
+        (tmp_path / "file").write_text("")
+        for call in (
+            lambda: checkpoint.save(tmp_path / "file", base, "encoder", step=0),
+            lambda: checkpoint.restore(tmp_path / "file", base),
+            lambda: checkpoint.latest_step(tmp_path / "file"),
+        ):
+            with pytest.raises(ValueError, match=r"no directory(.|\n)*got: a file"):
+                call()
+
     def test_in_the_background(self, base, tmp_path):
         savings = [
             checkpoint.save(tmp_path, {**base, "embed": base["embed"] + n}, "encoder", step=n, wait=False)

@@ -309,6 +309,27 @@ class TestWrongArguments:
                 with pytest.raises(TypeError, match=r"the state of another transformation(.|\n)*tx\.init\(params\)"):
                     tx.update(params, wrong, params)
 
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("transformation", [fz.masked_zero_updates, lambda f: fz.freeze(optax.adam(0.1), f)])
+    def test_the_state_of_another_spec(self, transformation, compiled):
+        params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        state = transformation("a").init(params)
+        for other in ("b", False, {"a": fz.rows(0), "b": False}):
+            update = transformation(other).update
+            with pytest.raises(ValueError, match=r"the state of another spec(.|\n)*at: a(.|\n)*fz.migrate"):
+                (jax.jit(update) if compiled else update)(params, state, params)
+
+    @pytest.mark.parametrize(
+        "same", ["a/**", ["a"], fz.only("b"), {"a": True, "b": False}, lambda p: {"a": True, "b": False}]
+    )
+    def test_the_state_of_the_same_spec_in_other_words(self, same):
+        params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        state = fz.freeze(optax.adam(0.1), "a").init(params)
+        copied = pickle.loads(pickle.dumps(state))
+        updates = [fz.freeze(optax.adam(0.1), same).update(params, s, params)[0] for s in (state, copied)]
+        assert bits(updates[0]) == bits(updates[1])
+        assert (updates[0]["a"] == 0).all()
+
     def test_a_frozen_gradient_of_another_shape_moves_nothing(self):
         params = {"a": jnp.ones(1), "b": jnp.ones(1)}
         tx = fz.freeze(optax.sgd(0.1), "a")
