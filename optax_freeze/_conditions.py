@@ -186,4 +186,4 @@ def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
                 fix="give a number of updates, such as 100",
             )
         )
-    return int(value)
+    return min(int(value), np.iinfo(np.int32).max)  # where the step stays, too

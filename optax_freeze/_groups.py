@@ -72,7 +72,7 @@ class Division:
         if len(owners) == 1:
             return parts[owners[0]]
         leaf = self.whole.leaves[i]
-        merged = jnp.zeros(leaf.shape or (), parts[owners[0]].dtype)
+        merged = jnp.zeros(leaf.shape or (), jnp.result_type(*(parts[k].dtype for k in owners)))
         for k in owners:
             answer: Any = self.specs[k].answers[i]
             merged = answer.put(merged, parts[k], masks[k][i])

@@ -148,13 +148,14 @@ def freeze_when(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         state = _with_division(state, claims, updates if params is None else params)
+        _refuse_other_schedule(state.spec, scheduled)
         division = state.spec.division
         values, treedef = division.whole.align(updates, "updates")
         olds, params_treedef = division.whole.align(params, "params") if params is not None else ([], None)
         masks = all_masks(division, [_tree.flatten(state.groups[name].masks)[0] for name in names])
         frozen = [
             state.groups[name].frozen if condition is None else ask(name, condition, state.step)
-            for name, condition in zip(names, scheduled, strict=True)
+            for name, condition in zip(names, state.spec.conditions, strict=True)
         ]
 
         def run(tx: Any, frozen: Any, inner_state: Any, spec: Resolved, masks: Masks, values: Sequence[Any]) -> Any:
@@ -324,3 +325,19 @@ def _with_division(state: Any, claims: Sequence[Claim], params: PyTree) -> Freez
         return state
     division, _ = Division.of(claims, params, tied="ignore")
     return state._replace(spec=dataclasses.replace(state.spec, division=division))
+
+
+def _refuse_other_schedule(spec: Groups, scheduled: Sequence[Condition | None]) -> None:
+    """A ``ValueError`` for a switch where a condition is, and for other conditions, as far as they can be compared."""
+    for name, mine, its in zip(spec.names, scheduled, spec.conditions, strict=True):
+        both = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(its)
+        if (mine is None) != (its is None) or (both and mine != its):
+            raise ValueError(
+                message(
+                    "the state of another schedule",
+                    at=name,
+                    got=f"a state in which {its!r} decides" if its else "a state in which fz.set_frozen decides",
+                    expected=repr(mine) if mine else "a switch for fz.set_frozen",
+                    fix="state = fz.migrate(state, tx, params), which keeps the step and the moments",
+                )
+            )

@@ -101,7 +101,8 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
       A bool for each group, by the pattern that names it; traced within a jitted function.
 
     Raises:
-      ValueError: if there is no such state.
+      ValueError: if there is no such state, or one without values, or if two have a group of one name, of which one is
+        frozen.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -112,13 +113,39 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     answers = {}
     for node in _states(state):
         [step] = jax.tree.leaves(node.step)
+        _refuse_no_values(step)
         for name, condition in _conditions(node):
             if condition is None:
                 [frozen] = jax.tree.leaves(node.groups[name].frozen)
             else:
                 frozen = ask(name, condition, step)
-            answers[name] = frozen if isinstance(frozen, Tracer) else bool(frozen)
+            if not isinstance(frozen, Tracer):
+                frozen = bool(frozen)
+                if answers.get(name, frozen) is not frozen:
+                    raise ValueError(
+                        message(
+                            "two groups of one name, of which one is frozen",
+                            at=name,
+                            got="a state with two of fz.freeze_when in it",
+                            expected="one, or groups of other names",
+                            fix="ask each of their states by itself",
+                        )
+                    )
+            answers[name] = frozen
     return answers
+
+
+def _refuse_no_values(step: Any) -> None:
+    if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
+        raise ValueError(
+            message(
+                "a state that does not say what is frozen",
+                at="step",
+                got=_tree.described(step),
+                expected="the state of one optimizer, with values",
+                fix="not of jax.eval_shape; of a state under vmap ask one: jax.tree.map(lambda x: x[0], state)",
+            )
+        )
 
 
 class _Text(str):

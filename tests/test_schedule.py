@@ -836,3 +836,62 @@ def test_two_players_each_frozen_in_turn():
         assert [b[1:] for b in bits(state.groups[name].inner_state)] == [b[1:] for b in bits(states[name])]
     assert step._cache_size() == 1
     assert live[20] == live[-1]
+
+
+class TestTheStateOfAnotherSchedule:
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [(fz.unfreeze_at(3), True), (True, fz.unfreeze_at(3)), (fz.unfreeze_at(3), fz.unfreeze_at(4))],
+        ids=["now a switch", "was a switch", "another step"],
+    )
+    def test_is_refused_and_migrates(self, before, after, compiled):
+        params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+        _, state = run(fz.freeze_when(optax.adam(0.1), {"a": before}), params, 2)[-1]
+        tx = fz.freeze_when(optax.adam(0.1), {"a": after})
+        update = jax.jit(tx.update) if compiled else tx.update
+        with pytest.raises(ValueError, match=r"another schedule(.|\n)*at: a(.|\n)*fz.migrate"):
+            update(params, state, params)
+        migrated = fz.migrate(state, tx, params)
+        assert migrated.step == 2
+        assert bits(migrated.rest_state) == bits(state.rest_state)
+        update(params, migrated, params)
+
+    def test_what_cannot_be_compared_is_as_the_state_says(self):
+        params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+        state = fz.freeze_when(optax.sgd(0.1), {"a": lambda step: step < 3}).init(params)
+        assert fz.currently_frozen(state) == {"a": True}
+        updates, _ = fz.freeze_when(optax.sgd(0.1), {"a": lambda step: step >= 3}).update(params, state, params)
+        assert (updates["a"] == 0).all()
+
+
+def test_rows_of_a_frozen_group_have_the_dtype_of_what_trains():
+    params, grads = {"w": jnp.ones((2, 2))}, {"w": jnp.full((2, 2), 0.1, jnp.bfloat16)}
+    tx = fz.freeze_when(optax.adam(0.1), {"w": (fz.rows([0]), True)})
+    eager, _ = tx.update(grads, tx.init(params), params)
+    jitted, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert eager["w"].dtype == jitted["w"].dtype == jnp.float32
+    chex.assert_trees_all_close(eager, jitted, rtol=1e-2)
+
+
+def test_never_is_a_number_beyond_the_steps():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = fz.freeze_when(optax.sgd(0.1), {"a": fz.freeze_at(2**40), "b": fz.unfreeze_at(2**31)})
+    assert fz.currently_frozen(tx.init(params)) == {"a": False, "b": True}
+
+
+class TestCurrentlyFrozenRefuses:
+    def test_two_groups_of_one_name_that_disagree(self):
+        params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+        first, second = (fz.freeze_when(optax.sgd(0.1), {"a": frozen}) for frozen in (True, False))
+        assert fz.currently_frozen(optax.chain(first, first).init(params)) == {"a": True}
+        with pytest.raises(ValueError, match="two groups of one name"):
+            fz.currently_frozen(optax.chain(first, second).init(params))
+
+    @pytest.mark.parametrize("frozen", [True, fz.unfreeze_at(3)])
+    def test_a_state_without_one_value(self, frozen):
+        params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+        init = fz.freeze_when(optax.sgd(0.1), {"a": frozen}).init
+        for state in (jax.eval_shape(init, params), jax.vmap(init)(params)):
+            with pytest.raises(ValueError, match="does not say what is frozen"):
+                fz.currently_frozen(state)
