@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from optax_freeze import _tree
 from optax_freeze._tree import message
@@ -56,7 +55,8 @@ class Elements:
     count: int | None = None  # how many elements train; known if compact
 
     def __invert__(self) -> "Elements":
-        return elements(~jnp.asarray(self.array), self.compact)
+        array = ~jnp.asarray(self.array)
+        return Elements(array, self.compact, None if self.count is None else array.size - self.count)
 
     def __repr__(self) -> str:
         shape = getattr(self.array, "shape", "?")
@@ -158,7 +158,7 @@ def elements(array: Any, compact: bool = False) -> Elements:
             )
         )
     count = None
-    if compact and not isinstance(array, Tracer):
+    if compact and _tree.is_concrete(array):
         count = int(array.size - np.count_nonzero(np.asarray(array)))
     return Elements(array, compact, count)
 

@@ -186,10 +186,10 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     for path, value, change, answer in zip(_tree.paths(params), values, changes, answers, strict=True):
         if answer is True or is_nothing(change):
             continue
-        if isinstance(change, Part):
+        if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
             leaf = Leaf(path, tuple(value.shape))
             refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
-        elif not isinstance(value, Part) and not _fits(value, change):
+        elif not _fits(value, change):
             raise ValueError(
                 message(
                     "updates: another leaf",
@@ -227,12 +227,14 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
 
 
 def _fits(value: Any, change: Any) -> bool:
-    """Whether an update can be added to a leaf, which keeps its shape."""
+    """Whether an update can be added to a leaf, which keeps its shape, or to the same part of one."""
+    if isinstance(value, Part):
+        return isinstance(change, Part) and change.index == value.index and change.values.shape == value.values.shape
     return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))
 
 
 def _shape(leaf: Any) -> str:
-    return f"shape {jnp.shape(leaf)}"
+    return f"part of shape {leaf.values.shape}" if isinstance(leaf, Part) else f"shape {jnp.shape(leaf)}"
 
 
 def is_nothing(change: Any) -> bool:

@@ -287,11 +287,13 @@ def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
             message(
                 "the elements of a compact mask cannot be counted",
                 at=leaf.path,
-                got="a traced array",
+                got="an array that is traced, or a shape alone",
                 expected="an array with values: the number of trainable elements is static",
                 fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
             )
         )
+    if choice.count == 0:
+        return True, HOLE
     return Dense(choice.compact, choice.count), choice.array
 
 

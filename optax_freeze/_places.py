@@ -6,7 +6,7 @@ it has another path, and the same place.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from optax_freeze._groups import all_masks
 from optax_freeze._parts import Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved
 from optax_freeze._schedule import FreezeWhenState
+from optax_freeze._slots import parameter_of
 from optax_freeze._transform import FreezeState, MaskedZeroUpdatesState, masks_of
 from optax_freeze._tree import Part, PyTree
 
@@ -142,7 +143,7 @@ class Entry(NamedTuple):
 def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     """What is in a state, in its order; ``shapes`` are those of the parameters by their paths."""
     regions = sorted(_regions(state, _Region("", "")), key=lambda region: -len(region.path))
-    entries = []
+    entries: list[Entry] = []
     for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
         region = next(r for r in regions if not r.path or path == r.path or path.startswith(r.path + "/"))
         if region.place is None:
@@ -150,17 +151,17 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
             continue
         place = join(region.place, path[len(region.path) :].lstrip("/"))
         entry = Entry(place, value, region.owner, region.optional, region.parts)
-        entries.append(entry if region.optional else _of_leaf(entry, shapes))
-    return entries
+        entries.append(entry)
+    owner_of = parameter_of((entry.place for entry in entries if entry.place is not None), shapes)
+    return [entry if entry.optional else _of_leaf(entry, shapes, owner_of) for entry in entries]
 
 
-def _of_leaf(entry: Entry, shapes: Mapping[str, Any]) -> Entry:
-    """The entry with the parameter that it belongs to, if its place ends in the path of one."""
-    segments = str(entry.place).split("/")
-    suffixes = ["/".join(segments[start:]) for start in range(len(segments) + 1)]
-    leaf = next((suffix for suffix in suffixes if suffix in shapes), None)
-    if leaf is None and segments[-1] == "values":  # an `nnx.Optimizer` hands a Part back as an `nnx.State`
-        whole = _of_leaf(entry._replace(place="/".join(segments[:-1])), shapes)
+def _of_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
+    """The entry with the parameter that it belongs to, if it belongs to one."""
+    above, _, last = str(entry.place).rpartition("/")
+    leaf = owner_of(str(entry.place))
+    if leaf is None and last == "values":  # an `nnx.Optimizer` hands a Part back as an `nnx.State`
+        whole = _of_leaf(entry._replace(place=above), shapes, owner_of)
         indices = [
             answer.part_index for parts in entry.parts for path, (answer, _) in parts.items() if path == whole.leaf
         ]

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from optax_freeze import _tree
+from optax_freeze._slots import parameter_of
 from optax_freeze._tree import Part, PyTree, message
 
 
@@ -75,10 +76,14 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
 
     nodes, treedef = _tree.flatten(jax.eval_shape(init, arrays))
     paths = _tree.paths(jax.tree.unflatten(treedef, nodes))
+    owner_of = parameter_of(paths, placed)
     shardings = []
     for path, node in zip(paths, nodes, strict=True):
         array = node.values if isinstance(node, Part) else node
-        sharding = beside(array, _owner(path, placed), default) if _tree.is_array(array) else array
+        owner = owner_of(path)
+        sharding = array
+        if _tree.is_array(array):
+            sharding = beside(array, None if owner is None else placed[owner], default)
         shardings.append(dataclasses.replace(node, values=sharding) if isinstance(node, Part) else sharding)
     return jax.tree.unflatten(treedef, shardings)
 
@@ -116,13 +121,6 @@ def _replicated(placed: Mapping[str, Placed]) -> Sharding:
                 )
             )
     return NamedSharding(mesh, PartitionSpec())
-
-
-def _owner(path: str, placed: Mapping[str, Placed]) -> Placed | None:
-    """The parameter whose path a place in the state ends in, the longest of several."""
-    segments = path.split("/")
-    suffixes = ("/".join(segments[start:]) for start in range(len(segments) + 1))
-    return next((placed[suffix] for suffix in suffixes if suffix in placed), None)
 
 
 def beside(array: Any, owner: Placed | None, default: Sharding) -> Sharding:

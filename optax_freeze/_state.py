@@ -12,6 +12,7 @@ from optax_freeze import _tree
 from optax_freeze._masks import Elements, elements
 from optax_freeze._parts import Dense, resolve_mask
 from optax_freeze._selector import Known, Selector
+from optax_freeze._slots import parameter_of
 from optax_freeze._transform import FreezeState, MaskedZeroUpdatesState, copy_like, masks_of
 from optax_freeze._tree import Part, PyTree, message
 
@@ -168,10 +169,11 @@ def _moved_parts(state: FreezeState, old: Sequence[Any], new: Sequence[Any]) -> 
             )
         )
     nodes, treedef = _tree.flatten(state.inner_state)
-    for place, path in enumerate(_tree.paths(state.inner_state)):
-        segments = path.split("/")
-        above = ("/".join(segments[start:]) for start in range(len(segments) + 1))
-        i = next((owners[owner] for owner in above if owner in owners), None)
+    paths = _tree.paths(state.inner_state)
+    owner_of = parameter_of(paths, owners)
+    for place, path in enumerate(paths):
+        owner = owner_of(path)
+        i = None if owner is None else owners[owner]
         part = nodes[place]
         if i in replaced and isinstance(part, Part) and _tree.is_array(part.values):
             answer: Any = state.spec.answers[i]

@@ -18,7 +18,7 @@ import optax
 from optax_freeze import _tree
 from optax_freeze._partition import split
 from optax_freeze._parts import Answer, RowIndex
-from optax_freeze._resolve import Masks, Resolved, Spec, Tied, register_with_flax
+from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, register_with_flax
 from optax_freeze._restrict import restrict
 from optax_freeze._tree import Leaf, Part, PyTree, message
 
@@ -244,6 +244,9 @@ def _resolve(frozen: Spec, params: PyTree, tied: Tied, known: _Known) -> tuple[R
     spec, masks = Resolved.of(frozen, params, tied=tied)
     known.append(spec)
     values = _tree.flatten(params)[0]
+    for value, leaf, answer in zip(values, spec.leaves, spec.answers, strict=True):
+        if isinstance(value, Part) and not isinstance(answer, bool):
+            refuse_other_leaf(value, leaf, answer, "params")
     copies = [
         copy_like(mask, value) if _tree.is_array(mask) else mask for mask, value in zip(masks, values, strict=True)
     ]
@@ -329,7 +332,7 @@ def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, a
         return zero(leaf, update, param) if full_updates else _tree.HOLE
     if not isinstance(new, Part):
         return _still(answer, mask, leaf, new)
-    if not full_updates or isinstance(param, Part):
+    if not full_updates or leaf.index is not None:
         return new
     return answer.spread(new, negative_zero(new.dtype), mask)
 
@@ -348,7 +351,8 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """
     numbers = [x for x in (update, param) if isinstance(x, (int, float, complex))]
     if numbers:
-        return type(numbers[0])(-0.0)
+        kind = type(numbers[0])
+        return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
     like: Any = next((x for x in (param, update) if _tree.is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -793,3 +793,37 @@ class TestTheContract:
             np.testing.assert_allclose(
                 now[~mask].astype(wide), np.asarray(alone[name]).astype(wide), rtol=tolerance, atol=tolerance
             )
+
+
+class TestCompactElements:
+    def test_of_which_none_train_are_a_frozen_leaf(self):
+        params = {"w": jnp.ones(3)}
+        frozen = {"w": fz.elements(np.ones(3, bool), compact=True)}
+        assert fz.resolve(frozen, params) == {"w": True}
+        with pytest.raises(ValueError, match="nothing"):
+            fz.grad(lambda p: p["w"].sum(), frozen)(params)
+
+    def test_are_counted_where_there_are_values(self):
+        shape = jax.ShapeDtypeStruct((4,), bool)
+        with pytest.raises(ValueError, match=r"cannot be counted(.|\n)*a shape alone"):
+            fz.resolve({"w": fz.elements(shape, compact=True)}, {"w": jnp.ones(4)})
+
+    def test_the_others_of_a_traced_mask_are_counted(self):
+        params, mask = {"w": jnp.arange(4.0)}, np.array([True, False, False, False])
+        trains = jax.jit(lambda spec: fz.partition(params, ~spec)[0]["w"].values)
+        assert bits(trains(fz.rules({"w": fz.elements(mask, compact=True)}))) == bits(jnp.zeros(1))
+
+
+def test_a_part_frozen_in_part_again_is_refused():
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    inside = fz.freeze(optax.adam(0.1), {"w": fz.rows([0]), "b": False})
+    with pytest.raises(ValueError, match=r"not what trains of the leaf(.|\n)*at: w"):
+        fz.freeze(inside, {"w": fz.rows([1]), "b": False}).init(params)
+
+
+def test_updates_of_the_trainable_part_without_parameters():
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    trainable, _ = fz.partition(params, {"w": fz.rows([0]), "b": False})
+    tx = fz.freeze(optax.sgd(1.0), {"w": fz.rows([0]), "b": False})
+    updates, _ = tx.update(trainable, tx.init(trainable))
+    assert bits(fz.apply_updates(trainable, updates)) == bits(jax.tree.map(jnp.zeros_like, trainable))

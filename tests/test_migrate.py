@@ -409,3 +409,33 @@ class TestItDoesNotFit:
             state, fz.freeze(optax.sgd(0.1, momentum=0.9), ["encoder", "head/bias"]), params, report=True
         )
         assert str(report) == "carried: 0/trace/head/kernel\ncreated: nothing\ndropped: 0/trace/head/bias"
+
+
+NAMED_AS_A_FIELD = {"x": jnp.ones(4), "mu": {"x": jnp.ones(4)}}
+FIRST, SECOND = (
+    {"x": fz.elements(np.array(mask), compact=True), "mu": {"x": False}}
+    for mask in ([True, False, True, False], [True, True, False, False])
+)
+
+
+class TestAParameterNamedAsAFieldOfTheState:
+    def test_compact_elements_move_with_all_their_moments(self):
+        _, state = train(fz.freeze(optax.adam(0.1), FIRST), NAMED_AS_A_FIELD, 1)
+        adam = fz.replace_masks(state, {"x": SECOND["x"]}).inner_state.inner_states["trainable"].inner_state[0]
+        old = state.inner_state.inner_states["trainable"].inner_state[0]
+        for moment in ("mu", "nu"):
+            before, after = (getattr(node, moment)["x"].values for node in (old, adam))
+            assert bits(after) == bits(jnp.array([0.0, before[1]]))
+
+    def test_compact_elements_migrate(self):
+        _, state = train(fz.freeze(optax.adam(0.1), FIRST), NAMED_AS_A_FIELD, 1)
+        _, report = fz.migrate(state, fz.freeze(optax.adam(0.1), SECOND), NAMED_AS_A_FIELD, report=True)
+        assert report.carried == ("0/count", "0/mu/mu/x", "0/mu/x", "0/nu/mu/x", "0/nu/x")
+
+    def test_counts_of_groups(self):
+        params = {"a": jnp.ones(2), "count": jnp.ones(())}
+        tx = fz.freeze_when(optax.adam(0.1), {"a": fz.unfreeze_at(3)})
+        state = tx.init(params)
+        for _ in range(4):
+            _, state = tx.update(params, state, params)
+        assert bits(fz.migrate(state, tx, params)) == bits(state)

@@ -148,3 +148,33 @@ class TestApplyUpdates:
         before = bits(params["encoder"])
         step = jax.jit(lambda p, u: fz.apply_updates(p, u, frozen), donate_argnums=0)
         assert bits(step(params, jax.tree.map(jnp.ones_like, params))["encoder"]) == before
+
+
+class TestApplyUpdatesRefuses:
+    @pytest.mark.parametrize(
+        ("leaf", "update"),
+        [
+            ("hole", "rows"),
+            ("hole", "whole"),
+            ("rows", "whole"),
+            ("rows", "other rows"),
+            ("whole", "broadcast"),
+        ],
+    )
+    def test_another_leaf(self, leaf, update):
+        whole = jnp.ones((3, 2))
+        leaves = {
+            "hole": optax.MaskedNode(),
+            "whole": whole,
+            "broadcast": jnp.ones((1, 2)),
+            "rows": fz.partition([whole], [fz.rows([0])])[0][0],
+            "other rows": fz.partition([whole], [fz.rows([1])])[0][0],
+        }
+        with pytest.raises(ValueError, match=r"updates: another leaf\n  at: w\n"):
+            fz.apply_updates({"w": leaves[leaf]}, {"w": leaves[update]})
+
+
+def test_zeros_of_python_numbers_keep_their_bits():
+    params = {"w": complex(1, -0.0), "b": -0.0}
+    updates, _ = fz.masked_zero_updates(True).update(params, fz.masked_zero_updates(True).init(params))
+    assert repr(jax.tree.map(lambda p, u: p + u, params, updates)) == repr(params)

@@ -233,3 +233,17 @@ def test_objects_among_the_parameters():
     tx = fz.freeze(optax.adam(0.1), "encoder")
     layout = fz.state_shardings(tx, params)
     assert jax.tree.structure(layout) == jax.tree.structure(tx.init(params))
+
+
+def test_a_parameter_named_as_a_field_of_the_state_is():
+    """Of ``mu/x`` in the state of Adam the end says too little: there is a parameter ``x``, and one ``mu/x``."""
+    mesh = jax.make_mesh((8,), ("d",))
+    place = {
+        "x": NamedSharding(mesh, P("d")),
+        "mu": {"x": NamedSharding(mesh, P())},
+        "count": NamedSharding(mesh, P("d")),
+    }
+    params = jax.tree.map(lambda sharding: jax.device_put(jnp.ones(8), sharding), place)
+    state = fz.state_shardings(optax.adam(0.1), params)[0]
+    assert state.mu == state.nu == place
+    assert state.count.spec == P()
