@@ -23,7 +23,7 @@ Evaluate: TypeAlias = Callable[..., list[Any]]
 Control: TypeAlias = Callable[[Evaluate, Any, dict[str, Any], Sequence[Any]], Any]
 """A rule as in the rooms above, that is given the interpreter, and may read a :class:`Frozen` itself."""
 
-_JAX = os.path.dirname(jax.__file__)
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _MOST_SEGMENTS = 32
 """A scan of more stretches of rows would be a large program: it takes the merged array."""
 

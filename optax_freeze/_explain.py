@@ -12,7 +12,7 @@ import jax
 from optax_freeze._partition import split
 from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Resolved, Spec
-from optax_freeze._restrict import fill, in_parts
+from optax_freeze._restrict import fill, in_parts, refuse_no_function
 from optax_freeze._split import Origin
 from optax_freeze._tree import PyTree, is_array
 
@@ -83,6 +83,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       An :class:`optax_freeze.Explanation`: print it.
 
     Raises:
+      TypeError: if ``fun`` is no function.
       ValueError: if the spec does not fit.
 
     Example:
@@ -97,6 +98,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         in parts: gather at ...
       head: 2 of 3 rows train; merged by sort at ...
     """
+    refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     from optax_freeze._evaluate import ASKED_FOR_A_VALUE, call, context_of_fun
 
     spec, masks = Resolved.of(frozen, params, tied="ignore")

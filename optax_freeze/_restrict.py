@@ -119,6 +119,7 @@ def value_and_grad(
       frozen. :func:`optax_freeze.freeze` and every Optax transformation take it as it is.
 
     Raises:
+      TypeError: if ``fun`` is no function.
       ValueError: if ``argnums`` is no single int; when called, if there is no such argument, if the spec does not fit,
         or if nothing trains.
 
@@ -129,16 +130,7 @@ def value_and_grad(
       >>> float(value), grads
       (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
     """
-    if not callable(fun):
-        raise TypeError(
-            message(
-                "a function is differentiated",
-                at="the first argument",
-                got=_tree.described(fun),
-                expected="fz.value_and_grad(fun, frozen)",
-                fix="swap the arguments" if callable(frozen) else "pass the loss function first",
-            )
-        )
+    refuse_no_function(fun, frozen, "fz.value_and_grad(fun, frozen)")
     if isinstance(argnums, bool) or not isinstance(argnums, (int, np.integer)):
         raise ValueError(
             message(
@@ -190,7 +182,7 @@ def grad(
       A function with the arguments of ``fun`` that returns the gradient, or ``(gradient, aux)`` if ``has_aux``.
 
     Raises:
-      ValueError: as :func:`value_and_grad` does.
+      TypeError, ValueError: as :func:`value_and_grad` does.
 
     Example:
       >>> import optax_freeze as fz
@@ -220,6 +212,7 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
       :func:`optax_freeze.freeze` around a line search. It returns the value and the gradient of the trainable part.
 
     Raises:
+      TypeError: if ``fun`` is no function.
       ValueError: if the spec does not fit, if nothing trains, or if the state holds no value and gradient.
 
     Example:
@@ -238,12 +231,28 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
       2.0 0.5
     """
 
+    refuse_no_function(fun, frozen, "fz.value_and_grad_from_state(fun, frozen)")
+
     @functools.wraps(fun)
     def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         trainable, rest = split(params, *_something_trains(frozen, params))
         return optax.value_and_grad_from_state(restrict(fun, rest))(trainable, *args, state=state, **kwargs)
 
     return value_and_grad_fn
+
+
+def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
+    """A ``TypeError`` for what is no function to differentiate."""
+    if not callable(fun):
+        raise TypeError(
+            message(
+                "a function is differentiated",
+                at="the first argument",
+                got=_tree.described(fun),
+                expected=call,
+                fix="swap the arguments" if callable(frozen) else "pass the loss function first",
+            )
+        )
 
 
 def _something_trains(frozen: Spec, params: PyTree) -> tuple[Resolved, Masks]:

@@ -17,7 +17,7 @@ import optax
 
 from optax_freeze import _tree
 from optax_freeze._partition import split
-from optax_freeze._parts import Answer, RowIndex
+from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, register_with_flax
 from optax_freeze._restrict import restrict
 from optax_freeze._tree import Leaf, Part, PyTree, message
@@ -294,7 +294,10 @@ def without_frozen(
     def take(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree)
         lone = len(values) == 1 and jnp.shape(values[0]) != spec.leaves[0].shape  # a scalar beside a lone leaf
-        return tree if structure != treedef or lone else jax.tree.unflatten(treedef, spec.take(values, masks))
+        if structure != treedef or lone:
+            return tree
+        values = [_beside_part(*each) for each in zip(values, spec.leaves, spec.answers, strict=True)]
+        return jax.tree.unflatten(treedef, spec.take(values, masks))
 
     if params is not None and any(callable(extra_args.get(name)) for name in _OF_PARAMS):
         rest = split(params, spec, masks)[1]
@@ -303,6 +306,16 @@ def without_frozen(
                 fun = restrict(extra_args[name], rest)
                 extra_args = {**extra_args, name: _taking(fun, take) if name == "grad_fn" else fun}
     return {name: value if name in _OF_PARAMS else take(value) for name, value in extra_args.items()}
+
+
+def _beside_part(value: Any, leaf: Leaf, answer: Answer) -> Any:
+    """One number for a leaf stands beside the part of it that trains; anything else is taken from by the mask."""
+    is_number = isinstance(value, (int, float, complex)) or getattr(value, "shape", None) == ()
+    if isinstance(answer, bool) or not leaf.shape or not is_number:
+        return value
+    if isinstance(answer, Dense) and not answer.compact:
+        return jnp.full(leaf.shape, value)
+    return Part(value, getattr(answer, "part_index", answer), leaf.shape)
 
 
 _OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
@@ -351,7 +364,7 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """
     numbers = [x for x in (update, param) if isinstance(x, (int, float, complex))]
     if numbers:
-        kind = type(numbers[0])
+        kind: Any = type(numbers[0])
         return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
     like: Any = next((x for x in (param, update) if _tree.is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype

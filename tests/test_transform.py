@@ -672,3 +672,24 @@ class TestPartsTravel:
         new = eqx.combine(optax.apply_updates(params, updates), static)
         assert bits(new.layers[0].weight) == bits(model.layers[0].weight)
         assert bits(new.layers[1].weight) != bits(model.layers[1].weight)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        {"w": fz.rows([0]), "b": True},
+        {"w": fz.elements(np.eye(3, 2, dtype=bool)), "b": True},
+        {"w": fz.elements(np.eye(3, 2, dtype=bool), compact=True), "b": True},
+    ],
+    ids=["rows", "elements", "compact"],
+)
+def test_an_extra_argument_of_one_number_for_each_leaf(frozen):
+    def update(updates, state, params=None, *, rates):
+        return jax.tree.map(lambda u, rate: -rate * u, updates, rates), state
+
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    tx = fz.freeze(optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update), frozen)
+    updates, _ = tx.update(params, tx.init(params), params, rates={"w": 0.1, "b": 0.2})
+    moved = (updates["w"] != 0).sum()
+    assert set(np.unique(updates["w"])) == {np.float32(0), np.float32(-0.1)}
+    assert 0 < moved < 6
