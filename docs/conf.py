@@ -28,7 +28,12 @@ copybutton_prompt_is_regexp = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 myst_heading_anchors = 3
-MODULES = {"fz": "optax_freeze", "fnnx": "optax_freeze.nnx", "checkpoint": "optax_freeze.checkpoint"}
+MODULES = {
+    "fz": "optax_freeze",
+    "fnnx": "optax_freeze.nnx",
+    "checkpoint": "optax_freeze.checkpoint",
+    "optax_freeze.linen": "optax_freeze.linen",
+}
 
 
 class NamesAreLinks(SphinxTransform):
@@ -38,7 +43,7 @@ class NamesAreLinks(SphinxTransform):
 
     def apply(self, **kwargs):
         for literal in list(self.document.findall(nodes.literal)):
-            name = re.match(r"(fz|fnnx|checkpoint)\.(\w+)(\(|$)", literal.astext())
+            name = re.match(rf"({'|'.join(MODULES)})\.(\w+)(\(|$)", literal.astext())
             plain = not isinstance(literal.parent, nodes.title | nodes.reference | addnodes.pending_xref)
             if name and plain and hasattr(importlib.import_module(MODULES[name[1]]), name[2]):
                 target = f"{MODULES[name[1]]}.{name[2]}"

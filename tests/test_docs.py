@@ -11,6 +11,8 @@ import optax_freeze.nnx
 
 PAGES = [pathlib.Path("README.md"), *sorted(pathlib.Path("docs").rglob("*.md"))]
 CODE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+EMPTY = re.compile(r"(?<!!)\[\]\([^()\s]+\)")
+ROLE = re.compile(r"\{py:\w+\}`[^`]+`")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 MENTION = re.compile(r"`((?:docs|examples|tests)/[\w/]+\.\w+)`")
 NAME = re.compile(r"`(fz|fnnx|checkpoint)\.(?!py`)(\w+)(?:\(.*?\))?`")
@@ -35,6 +37,12 @@ def test_every_link_and_every_file_that_a_page_names_exists(page):
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
     for path in MENTION.findall(text):
         assert pathlib.Path(path).exists(), f"{page}: {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_have_a_text_wherever_the_page_is_read(page):
+    text = CODE.sub("", page.read_text())
+    assert not EMPTY.findall(text) + ROLE.findall(text), f"{page}: only Sphinx fills these in"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

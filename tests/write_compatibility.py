@@ -154,10 +154,10 @@ Every optimizer of `optax` and `optax.contrib`, found by introspection: the publ
 transformation and take a learning rate or another transformation; `scale_by_*` and other building blocks do not count.
 Each is run in {each} ways for each form of freezing, {cells} cells in all: in float32 and bfloat16; op by op, under
 `jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and with
-`optax.inject_hyperparams`, all inside {{py:func}}`optax_freeze.freeze` or {{py:func}}`optax_freeze.freeze_when`.
+`optax.inject_hyperparams`, all inside `fz.freeze` or `fz.freeze_when`.
 
 A cell compares two runs of a few steps. One goes through this library, with NaN in the place of every frozen gradient.
-The other is the optimizer on what trains alone, the tree of {{py:func}}`optax_freeze.partition`. A tick (✓) says:
+The other is the optimizer on what trains alone, the tree of `fz.partition`. A tick (✓) says:
 
 - What is frozen keeps its bits, and its updates are -0.0.
 - Each update, each parameter that trains and the whole state of the optimizer are those of the second run: bit for bit

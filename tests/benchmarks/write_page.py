@@ -94,7 +94,7 @@ def parse(page: str) -> dict[str, str]:
 
 
 def _section(section: Section, results: str) -> str:
-    where = f"`tests/benchmarks/{section.script}.py`, discussed in []({section.discussed})."
+    where = f"`tests/benchmarks/{section.script}.py`, discussed in [{section.discussed}]({section.discussed})."
     return f"## {section.title}\n\n{describe(section.script)}\n\n{where}\n{results}"
 
 
