@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
+import numpy as np
 from flax import nnx
 
 from optax_freeze import _tree
@@ -100,7 +101,8 @@ def thaw(module: _Module, frozen: Spec = True) -> _Module:
 
     Args:
       module: an NNX module, with parameters frozen or not.
-      frozen: which of the frozen parameters train again, in any form but element masks; True for all.
+      frozen: which of the frozen parameters train again, in any form but element masks; True for all. Integer
+        parameters, which cannot train, get their type back by True alone.
 
     Returns:
       ``module`` itself.
@@ -117,7 +119,7 @@ def thaw(module: _Module, frozen: Spec = True) -> _Module:
       ('LoRAParam', 'FrozenParam')
     """
     params = _params(module, frozen, "thaw")
-    everything = all(p.frozen for p in params)
+    everything = isinstance(frozen, (bool, np.bool_)) and bool(frozen)
     chosen = [p for p in params if p.frozen and (p.inexact or everything)]
     _retype(module, {id(p.variable): _thawed(p.variable) for p in chosen if _is_frozen(p.variable)})
     return module

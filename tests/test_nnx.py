@@ -289,6 +289,18 @@ def test_integers_are_frozen_whatever_the_spec_says(rngs):
     assert trains(fnnx.thaw(linear)) == {"kernel", "bias", "table"}
 
 
+@pytest.mark.parametrize("spec", ["kernel", ["kernel", "**"], {"kernel": True, "table": False}])
+def test_integers_thaw_by_true_alone(rngs, spec, x):
+    linear = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+    linear.table = MyParam(jnp.arange(3), note="kept")
+    fnnx.thaw(fnnx.freeze(linear, spec), spec)
+    assert kinds(linear) == {"kernel": "Param", "table": "FrozenParam"}
+    assert trains(nnx.grad(lambda linear: linear(x).sum())(linear)) == {"kernel"}
+    table = fnnx.thaw(linear, True).table
+    assert (type(table), table.get_metadata()["note"]) == (MyParam, "kept")
+    assert bits(table[...]) == bits(jnp.arange(3))
+
+
 def test_shapes_alone_are_enough(rngs):
     model = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     assert trains(fnnx.freeze(model, "kernel")) == {"bias"}
