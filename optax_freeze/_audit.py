@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -105,8 +106,9 @@ def audit(
 
     Raises:
       ValueError: if the spec does not fit, or nothing trains under it; if ``steps`` is not at least 1, or a ``Part`` is
-        among the parameters. Errors of ``tx`` are passed on, with a note.
-      TypeError: if ``tx`` is no optimizer.
+        among the parameters.
+      TypeError: if ``tx`` is no optimizer, ``steps`` is no int, a function of the spec looks at values, or a leaf holds
+        an array and is none (a Keras variable). Errors of ``tx`` are passed on, with a note.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -125,7 +127,8 @@ def audit(
     """
     tx = _as_transformation(tx)
     if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
-        raise ValueError(
+        is_number = isinstance(steps, (int, np.integer)) and not isinstance(steps, bool)
+        raise (ValueError if is_number else TypeError)(
             message(
                 "no steps to take", at="steps", got=_tree.described(steps), expected="an int, at least 1", fix="steps=3"
             )
@@ -133,9 +136,11 @@ def audit(
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     values, treedef = _tree.flatten(params)
     _refuse_nothing_to_audit(values, spec, frozen)
-    probe = Probe(tx, spec, masks, [made_up(value) for value in values], treedef, int(steps), extra_args, full_grads)
-    runs = runs_of(probe)
-    leaks = leaks_of(probe, runs)
+    start = [made_up(value) for value in values]
+    probe = Probe(tx, spec, masks, start, treedef, int(steps), extra_args, full_grads)
+    with jax.debug_nans(False), jax.debug_infs(False):  # the gradients made up are NaN and infinite on purpose
+        runs = runs_of(probe)
+        leaks = leaks_of(probe, runs)
     in_part_or_whole = sum(answer is not False for answer in spec.answers)
     return Audit(tuple(leaks), len(values), in_part_or_whole, probe.steps, _note(probe, runs, leaks))
 

@@ -45,7 +45,8 @@ def facts_of(param: Any, update: Any, grad: Any, wanted: Any, frozen: Any, whole
         update = jnp.where(moved, jnp.asarray(update, jnp.float32), 0)
         param, grad, wanted = (jnp.zeros_like(update, jnp.float32) for _ in range(3))
     epsilon = float(jnp.finfo(param.dtype).eps)
-    p, u, g, w = map(_reals, (param, update, grad, wanted))
+    wide = any(x.dtype in (jnp.float64, jnp.complex128) for x in map(jnp.asarray, (param, update, grad, wanted)))
+    p, u, g, w = (_reals(x, jnp.float64 if wide else jnp.float32) for x in (param, update, grad, wanted))
     signs = f & (p == 0) & (u == 0) & jnp.signbit(p) & ~jnp.signbit(u)
     moved = f & ((u != 0) | signs)
     differs = ~f & ~((u == w) & (jnp.signbit(u) == jnp.signbit(w)) | (jnp.isnan(u) & jnp.isnan(w)))
@@ -68,12 +69,10 @@ def facts_of(param: Any, update: Any, grad: Any, wanted: Any, frozen: Any, whole
     )
 
 
-def _reals(x: Any) -> jax.Array:
+def _reals(x: Any, dtype: Any) -> jax.Array:
     """A number as reals wide enough to divide, the two of a complex one along a new axis."""
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([x.real, x.imag])
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32) if x.dtype.itemsize > 1 else jnp.float32)
+    return (jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x).astype(dtype)
 
 
 def _elements(hit: jax.Array, param: Any) -> jax.Array:

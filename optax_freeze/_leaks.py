@@ -297,7 +297,7 @@ def _differs(run: Run, other: Run, i: int) -> bool:
 def _constant(ratio: tuple[Any, Any], probe: Probe, i: int) -> float:
     """The ratio, if it is that of all elements within rounding; else 0."""
     leaf, (low, high) = probe.spec.leaves[i], map(float, ratio)
-    epsilon = float(jnp.finfo(leaf.dtype).eps) if leaf.inexact else 0.0
+    epsilon = float(jnp.finfo(jax.dtypes.canonicalize_dtype(leaf.dtype)).eps) if leaf.inexact else 0.0
     agree = np.isfinite(low) and np.isfinite(high) and high - low <= 16 * epsilon * max(abs(low), abs(high))
     return low if agree else 0.0
 

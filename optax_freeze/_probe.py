@@ -66,7 +66,7 @@ class Probe:
     def wide(self) -> Any:
         """The dtype of the loss."""
         wide = any(leaf.inexact and jnp.finfo(leaf.dtype).bits > 32 for leaf in self.spec.leaves)
-        return jnp.float64 if wide else jnp.float32
+        return jax.dtypes.canonicalize_dtype(jnp.float64 if wide else jnp.float32)
 
     @functools.cached_property
     def frozen(self) -> list[Any]:
@@ -245,7 +245,7 @@ class Probe:
     def _other(self, i: int, value: Any) -> Any:
         if not self.may_be_filled(i):
             return value
-        other = (-1 - jnp.abs(self._noise(i, self.steps))).astype(value.dtype)
+        other = (-1 - jnp.abs(self._noise(i, self.steps))).astype(jax.dtypes.canonicalize_dtype(value.dtype))
         return copy_like(_choose(self.spec.answers[i], other, value, self.masks[i]), value)
 
 
@@ -272,9 +272,10 @@ def made_up(struct: Any) -> Any:
         return struct
     if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
         return _tree.HOLE
-    value = jnp.zeros(struct.shape, struct.dtype)
+    value = np.zeros(struct.shape, struct.dtype)
     if jnp.issubdtype(struct.dtype, jnp.inexact):
-        value = jnp.asarray(_normal(struct.shape, struct.dtype, 0))
+        value = _normal(struct.shape, struct.dtype, 0)
+    value = jnp.asarray(value)
     return value if struct.sharding is None else jax.device_put(value, struct.sharding)
 
 

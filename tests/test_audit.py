@@ -414,14 +414,42 @@ def test_nothing_frozen_is_no_leak():
     assert str(fz.audit(SGD, PARAMS, False)) == "audit: no leak (0 of 3 leaves frozen, 3 steps a run)"
 
 
+@pytest.mark.parametrize("flag", [jax.debug_nans, jax.debug_infs])
+def test_made_up_infinities_are_none_of_the_debugger_s_business(flag):
+    with flag(True):
+        assert fz.audit(FREEZE, PARAMS, FROZEN).ok
+        assert {leak.kind for leak in fz.audit(SGD, PARAMS, FROZEN).leaks} == {"moved"}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_double_precision_of_numpy_without_x64(dtype):
+    """Warnings are errors here."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), PARAMS)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    decay = optax.chain(fz.masked_zero_updates(FROZEN), optax.add_decayed_weights(0.3), optax.sgd(0.7))
+    for given in (params, shapes):
+        assert fz.audit(FREEZE, given, FROZEN).ok
+        assert {leak.cause for leak in fz.audit(decay, given, FROZEN).leaks} == {"weight decay"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float32, jnp.complex64])
+def test_strict_promotion_of_dtypes(dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS)
+    with jax.numpy_dtype_promotion("strict"):
+        assert fz.audit(fz.freeze(SGD, FROZEN), params, FROZEN).ok
+        assert {leak.kind for leak in fz.audit(SGD, params, FROZEN).leaks} == {"moved"}
+
+
 @pytest.mark.parametrize(
     ("args", "kind", "text"),
     [
         ((optax.adam, PARAMS, FROZEN), TypeError, r"at: its first argument(.|\n)*optax.adam\(1e-3\), not optax.adam"),
         ((PARAMS, SGD, FROZEN), TypeError, r"the optimizer first(.|\n)*got: a dict of 3 leaves"),
         ((SGD, PARAMS, FROZEN, 0), ValueError, r"at: steps\n  got: 0"),
-        ((SGD, PARAMS, FROZEN, True), ValueError, r"at: steps\n  got: True"),
-        ((SGD, PARAMS, FROZEN, 2.0), ValueError, r"at: steps\n  got: 2.0"),
+        ((SGD, PARAMS, FROZEN, True), TypeError, r"at: steps\n  got: True"),
+        ((SGD, PARAMS, FROZEN, 2.0), TypeError, r"at: steps\n  got: 2.0"),
+        ((SGD, PARAMS, FROZEN, "a"), TypeError, r"at: steps\n  got: 'a'"),
+        ((SGD, PARAMS, lambda leaf: leaf.sum()), TypeError, "failed on shapes"),
         ((SGD, PARAMS, True), ValueError, r"nothing to audit: every leaf is frozen\n  at: frozen"),
         ((SGD, PARAMS, "decoder"), ValueError, "matches no leaf"),
         (
@@ -430,7 +458,18 @@ def test_nothing_frozen_is_no_leak():
             r"the whole parameters\n  at: encoder/kernel",
         ),
     ],
-    ids=["factory", "swapped", "no steps", "a bool", "a float", "all frozen", "no match", "a Part"],
+    ids=[
+        "factory",
+        "swapped",
+        "no steps",
+        "a bool",
+        "a float",
+        "a string",
+        "values",
+        "all frozen",
+        "no match",
+        "a Part",
+    ],
 )
 def test_wrong_arguments(args, kind, text):
     with pytest.raises(kind, match=text):
