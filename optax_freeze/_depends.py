@@ -1,7 +1,8 @@
 """Which outputs of a program depend on some of its inputs.
 
 The gradient of a function, traced, says which parameters it reaches: those whose output depends on the incoming
-cotangent. A frozen parameter's is a zero that depends on nothing. What cannot be looked into counts as dependent.
+cotangent. A frozen parameter's is a zero that depends on nothing. What cannot be looked into counts as dependent, and
+so does what is read from a reference: what was written to it is not followed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ def _outputs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
     for eqn in jaxpr.eqns:
         given = [is_marked(atom) for atom in eqn.invars]
-        if any(given):
+        if any(given) or eqn.effects:
             marked.update(var for var, mark in zip(eqn.outvars, _through(eqn, given), strict=True) if mark)
     return [is_marked(atom) for atom in jaxpr.outvars]
 

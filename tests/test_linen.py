@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import optax_freeze as fz
+from optax_freeze._depends import depends_on
 from optax_freeze.linen import Frozen, freeze_variables, frozen_mask
 
 KEY = jax.random.key(0)
@@ -1221,3 +1222,48 @@ def test_the_gradient_of_the_input_is_that_of_the_bare_chain(chains):
     grads = jax.grad(lambda x: jnp.sum(jnp.sin(m1(params, x))))(X)
     assert bits(grads) == bits(jax.grad(lambda x: jnp.sum(jnp.sin(m0(params, x))))(X))
     assert np.all(grads)
+
+
+# depends_on
+
+new_ref = getattr(jax, "new_ref", None) or getattr(jax, "array_ref", None)
+
+
+def through_a_reference(x, y):
+    ref = new_ref(jnp.zeros_like(x))
+    ref[...] = x
+    return ref[...], y * 2
+
+
+def through_one_of_two_programs(x, y):
+    ref = new_ref(jnp.zeros_like(x))
+    jax.jit(lambda ref, x: ref.__setitem__(..., x))(ref, x)
+    return jax.jit(lambda ref: ref[...])(ref), jax.jit(lambda y: y * 2)(y)
+
+
+def through_a_loop(x, y):
+    ref = new_ref(jnp.zeros_like(x))
+
+    def body(carry, _):
+        before = ref[...]
+        ref[...] = x
+        return carry + 1, before
+
+    carry, before = jax.lax.scan(body, y, None, length=2)
+    return before, carry
+
+
+def within_a_program(x, y):
+    return jax.jit(through_a_reference)(x, y)
+
+
+@pytest.mark.skipif(new_ref is None, reason="this JAX has no mutable references")
+@pytest.mark.parametrize(
+    "fun",
+    [through_a_reference, through_one_of_two_programs, through_a_loop, within_a_program],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_written_to_a_reference_is_not_lost(fun):
+    jaxpr = jax.make_jaxpr(fun)(jnp.ones(2), jnp.ones(2))
+    assert depends_on(jaxpr, [True, False]) == [True, False]
+    assert depends_on(jaxpr, [False, True])[1]
