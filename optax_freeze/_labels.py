@@ -135,7 +135,7 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
       >>> labels = fz.labels_by_path({pattern: pattern for pattern in rates})
       >>> tx = optax.multi_transform({pattern: optax.adam(rate) for pattern, rate in rates.items()}, labels)
     """
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, np.floating)) or factor <= 0:
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, np.floating)) or not factor > 0:
         raise (ValueError if isinstance(factor, (int, float, np.floating)) else TypeError)(
             message(
                 "fz.layerwise_decay multiplies learning rates",

@@ -131,6 +131,8 @@ class TestLayerwiseDecay:
             (("head", 1.0, 0.5), TypeError),
             ((["head", "head"], 1.0, 0.5), ValueError),
             ((["head"], 1.0, 0.0), ValueError),
+            ((["head"], 1.0, float("nan")), ValueError),
+            ((["head"], 1.0, np.float32("nan")), ValueError),
             ((["head"], 1.0, "half"), TypeError),
         ],
     )
