@@ -8,8 +8,8 @@ from optax_freeze._tree import message
 
 def regex(pattern: str) -> re.Pattern[str]:
     """A regular expression, to be matched against a whole path."""
-    fix = "for globs such as 'encoder/*', use fz.path(...)"
-    return _compile(pattern, "no regular expression", f"fz.regex({pattern!r})", fix)
+    expected, fix = "an expression that `re.compile` takes", "for globs such as 'encoder/*', use fz.path(...)"
+    return _compile(pattern, "no regular expression", f"fz.regex({pattern!r})", expected, fix)
 
 
 def glob(pattern: str) -> re.Pattern[str]:
@@ -21,14 +21,14 @@ def glob(pattern: str) -> re.Pattern[str]:
         return re.compile(".*", re.DOTALL)
     translated = ["(?:[^/]*/)*" if segment == "**" else _segment(segment, pattern) + "/" for segment in segments[:-1]]
     whole = "".join(translated) + _segment(segments[-1], pattern) + "(?:/.*)?"
-    return _compile(whole, "no pattern", f"fz.path({pattern!r})", "write ranges in ascending order: [0-7]")
+    return _compile(whole, "no pattern", f"fz.path({pattern!r})", "a glob", "write ranges in ascending order: [0-7]")
 
 
-def _compile(expression: str, what: str, at: str, fix: str) -> re.Pattern[str]:
+def _compile(expression: str, what: str, at: str, expected: str, fix: str) -> re.Pattern[str]:
+    """An expression in which ``.`` is any character: a key may hold a line break."""
     try:
-        return re.compile(expression, re.DOTALL if what == "no pattern" else 0)
+        return re.compile(expression, re.DOTALL)
     except re.error as error:
-        expected = "an expression that `re.compile` takes" if what != "no pattern" else "a glob"
         raise ValueError(message(what, at=at, got=error.msg, expected=expected, fix=fix)) from error
 
 

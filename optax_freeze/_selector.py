@@ -196,7 +196,7 @@ class Rules(Selector):
 
     def __repr__(self) -> str:
         pairs = ", ".join(f"{_key(selector)}: {value!r}" for selector, value in self.pairs)
-        return f"fz.rules({{{pairs}}}{', default=True' if self.default else ''})"
+        return f"fz.rules({{{pairs}}}{'' if self.default is False else f', default={self.default!r}'})"
 
 
 @jax.tree_util.register_pytree_node_class

@@ -143,6 +143,10 @@ class TestRegex:
         with pytest.raises(ValueError, match="matches no leaf"):
             fz.resolve(fz.regex("head/.*", "tail/.*"), params)
 
+    @pytest.mark.parametrize("make", [lambda: fz.regex("a/.*"), lambda: fz.path("a/*"), lambda: fz.path("**")])
+    def test_a_key_may_hold_a_line_break(self, make):
+        assert fz.resolve(make(), {"a": {"b\nc": jnp.ones(2)}}) == {"a": {"b\nc": True}}
+
     def test_no_regular_expression(self):
         with pytest.raises(ValueError, match="no regular expression"):
             fz.regex("*")
@@ -286,6 +290,7 @@ SELECTORS = {
     "fz.path('a') | (fz.path('b') | fz.path('c'))": lambda: fz.path("a") | (fz.path("b") | "c"),
     "fz.rules({'a': True, fz.regex('b'): False})": lambda: fz.rules({"a": True, fz.regex("b"): False}),
     "fz.rules({'a': False}, default=True)": lambda: fz.rules({"a": False}, default=True),
+    "fz.rules({'a': True}, default=fz.rows([0]))": lambda: fz.rules({"a": True}, default=fz.rows([0])),
 }
 
 
