@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -156,9 +156,34 @@ def is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> tuple[list[Any], Any]:
     """``jax.tree.flatten``, in which a hole is a leaf, and so is what stands for a leaf frozen in part."""
-    return jax.tree.flatten(tree, is_leaf=is_leaf)
+    try:
+        return jax.tree.flatten(tree, is_leaf=is_leaf)
+    except ValueError:
+        _refuse_unsortable(tree)
+        raise
+
+
+def _refuse_unsortable(tree: PyTree, path: tuple[Any, ...] = ()) -> None:
+    """A ``ValueError`` for a dict in ``tree`` that JAX cannot flatten, since its keys do not compare."""
+    try:
+        children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    except ValueError as error:
+        if isinstance(tree, dict):
+            raise ValueError(
+                message(
+                    "the keys of a dict do not sort",
+                    at=keystr(path),
+                    got=f"{[*tree][:3]}" + (f" and {len(tree) - 3} more" if len(tree) > 3 else ""),
+                    expected="keys that compare with one another: JAX takes the leaves of a dict in their order",
+                    fix="write every key as a string, or use a list",
+                )
+            ) from error
+        raise
+    for key, child in children:
+        if child is not tree:
+            _refuse_unsortable(child, (*path, *key))
 
 
 class Walk(NamedTuple):
@@ -177,12 +202,15 @@ class Walk(NamedTuple):
         values = (node.array if isinstance(node, Rest) else node for node in self.values)
         described = [_describe(path, value) for path, value in zip(self.paths, values, strict=True)]
         if len(set(self.paths)) < len(self.paths):
+            twice = next(path for path, count in collections.Counter(self.paths).items() if count > 1)
+            numbered = jax.tree.unflatten(self.treedef, range(len(self.paths)))
+            keys = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
             raise ValueError(
                 message(
                     "two leaves have the same path",
-                    at=next(path for path, count in collections.Counter(self.paths).items() if count > 1),
-                    got="a tree in which a key holds a '/' and so spells the path of another leaf",
-                    expected="a path of its own for each leaf",
+                    at=twice,
+                    got=" and ".join(key for key, path in zip(keys, self.paths, strict=True) if path == twice),
+                    expected="a path of its own for each leaf: str(key) of each key, joined by '/'",
                     fix="rename one of the keys",
                 )
             )
@@ -191,7 +219,11 @@ class Walk(NamedTuple):
 
 def walk(tree: PyTree) -> Walk:
     """The paths, leaves and holes of a tree, from one walk over it."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    try:
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    except ValueError:
+        _refuse_unsortable(tree)
+        raise
     paths = [keystr(key) for key, _ in pairs]
     variables = _nnx_variables(tree, [key for (key, _), path in zip(pairs, paths, strict=True) if "value" in path])
     if variables:
@@ -322,7 +354,10 @@ def described(value: Any) -> str:
         return f"an array of {value.dtype} of shape {tuple(value.shape)}"
     if hasattr(value, "__qualname__"):
         return f"the {'class' if isinstance(value, type) else 'function'} {value.__qualname__}"
-    leaves = jax.tree.leaves(value) if isinstance(value, (Mapping, Sequence)) else []
+    try:
+        leaves = jax.tree.leaves(value) if isinstance(value, (Mapping, Sequence)) else []
+    except ValueError:
+        return f"{a(type(value).__name__)} whose keys do not sort"
     if any(map(is_array, leaves)):
         return f"{a(type(value).__name__)} of {counted(len(leaves), 'leaf', 'leaves')}"
     text = repr(value)

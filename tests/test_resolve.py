@@ -134,6 +134,29 @@ class TestTrees:
     def test_two_leaves_with_one_path(self):
         with pytest.raises(ValueError, match=r"same path\n  at: a/b"):
             fz.resolve(True, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+        with pytest.raises(ValueError, match=r"same path\n  at: 1\n  got: \[1\] and \['1'\]\n"):
+            fz.resolve(True, collections.OrderedDict([(1, jnp.ones(1)), ("1", jnp.ones(1)), ("a/b", jnp.ones(1))]))
+
+    def test_keys_that_do_not_sort(self):
+        params = {"a": [{1: jnp.ones(1), "b": jnp.ones(1)}], "c": jnp.ones(1)}
+        for use in (fz.resolve, lambda frozen, params: fz.partition(params, frozen), lambda f, p: fz.summary(p, f)):
+            with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n  got: \[1, 'b'\]\n"):
+                use("c", params)
+        with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n"):
+            _tree.flatten(params)
+        with pytest.raises(TypeError, match=r"got: a dict whose keys do not sort\n"):
+            fz.path(params)
+
+    def test_an_error_of_a_container_of_the_user_s_is_passed_on(self):
+        class Broken:
+            """Cannot be taken apart."""
+
+        def flatten(_):
+            raise ValueError("it is broken")
+
+        jax.tree_util.register_pytree_node(Broken, flatten, lambda *_: Broken())
+        with pytest.raises(ValueError, match="it is broken"):
+            fz.resolve("a", {"a": [Broken()]})
 
     def test_an_object_that_holds_an_array_is_refused(self):
         class Variable:
