@@ -20,7 +20,7 @@ from etils import epath
 
 import optax_freeze as fz
 from optax_freeze import _tree
-from optax_freeze._record import is_dense, spec_of_record
+from optax_freeze._record import is_dense, refuse_newer_format, spec_of_record
 from optax_freeze._tree import message
 
 _EXAMPLES = """\
@@ -153,7 +153,9 @@ def _leaf(metadata: Any) -> Any:
 def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
     """Of what :mod:`optax_freeze.checkpoint` wrote: every leaf, and what of it was frozen."""
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        records: list[Mapping[str, Any]] = checkpointer.restore(step / "spec")["leaves"]
+        record = checkpointer.restore(step / "spec")
+    refuse_newer_format(record, str(step))
+    records: list[Mapping[str, Any]] = record["leaves"]
     masks: dict[str, Any] = {}
     if any(map(is_dense, records)):
         with ocp.StandardCheckpointer() as checkpointer:

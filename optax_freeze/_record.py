@@ -17,6 +17,9 @@ from optax_freeze._resolve import Masks, Resolved
 from optax_freeze._selector import Choice, Known
 from optax_freeze._tree import Leaf, Part, PyTree, message
 
+FORMAT = 1
+"""The number of the form of a record: greater where an older release would misread it."""
+
 
 def leaf_record(leaf: Leaf, answer: Answer) -> dict[str, Any]:
     """A leaf of the parameters, and what of it is frozen."""
@@ -54,6 +57,20 @@ def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -
 
     choices = (choice(record["frozen"], mask) for record, mask in zip(records, masks, strict=True))
     return Known(tuple(record["path"] for record in records), tuple(choices))
+
+
+def refuse_newer_format(record: Mapping[str, Any], at: str) -> None:
+    """A ``ValueError`` for the record of a release that writes another form."""
+    if record["format"] > FORMAT:
+        raise ValueError(
+            message(
+                "the checkpoint is of a newer optax_freeze",
+                at=at,
+                got=f"format {record['format']}",
+                expected=f"format {FORMAT} or older",
+                fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
+            )
+        )
 
 
 def refuse_other_leaves(records: Sequence[Mapping[str, Any]], params: PyTree) -> None:

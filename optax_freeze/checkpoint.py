@@ -21,9 +21,11 @@ from jax.experimental import multihost_utils
 from optax_freeze import _tree
 from optax_freeze._parts import Dense
 from optax_freeze._record import (
+    FORMAT,
     bare,
     is_dense,
     leaf_record,
+    refuse_newer_format,
     refuse_other_base,
     refuse_other_leaves,
     refuse_other_spec,
@@ -39,8 +41,6 @@ from optax_freeze._verify import digests
 
 register_with_flax()
 register_with_flax(Groups)
-
-_FORMAT = 1
 
 
 class Saving:
@@ -144,7 +144,7 @@ def save(
             )
         )
     record = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "leaves": [leaf_record(*leaf) for leaf in zip(spec.leaves, spec.answers, strict=True)],
         "opt_state": None if opt_state is None else state_record(opt_state),
     }
@@ -212,7 +212,8 @@ def restore(
     Raises:
       FileNotFoundError: if there is no checkpoint, or not of this step.
       ValueError: if the base has other leaves, shapes, dtypes or frozen bits; if ``frozen`` is another spec, or
-        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged.
+        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged, or of a
+        newer release.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -239,6 +240,7 @@ def restore(
             raise FileNotFoundError(_nothing_there(where, f"steps {steps}" if steps else "no checkpoint", step))
         at = os.path.join(where, str(chosen))
         record = _read(manager, at, chosen, spec=ocp.args.JsonRestore())["spec"]
+        refuse_newer_format(record, at)
         values, treedef = _tree.flatten(params)
         refuse_other_leaves(record["leaves"], params)
         dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from save_until_killed import FROZEN, TX, at_step
 
 import optax_freeze as fz
 from optax_freeze import checkpoint
+from optax_freeze.__main__ import main
 
 HERE = pathlib.Path(__file__).parent
 DENSE = np.arange(64).reshape(8, 8) % 3 == 0
@@ -307,6 +309,17 @@ class TestWrongInput:
     def test_under_jit(self, tmp_path):
         with pytest.raises(TypeError, match="traced"):
             jax.jit(lambda params: checkpoint.save(tmp_path, params, "a", step=0) and 0)({"a": 1.0, "b": 1.0})
+
+    def test_a_record_of_a_newer_release(self, base, saved, capsys):
+        file = saved / "2" / "spec" / "metadata"
+        record = json.loads(file.read_text())
+        number = record["format"] + 1
+        file.write_text(json.dumps({**record, "format": number}))
+        newer = rf"of a newer optax_freeze\n  at: {saved / '2'}\n  got: format {number}(.|\n)*fix: install a newer"
+        with pytest.raises(ValueError, match=newer):
+            checkpoint.restore(saved, base)
+        assert main([str(saved)]) == 2
+        assert re.search(newer, capsys.readouterr().err)
 
     @pytest.mark.parametrize("lost", ["spec", "trainable", "opt_state"])
     def test_half_of_a_checkpoint(self, base, saved, lost):
