@@ -90,8 +90,9 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
     if not checkpoint.is_dir():
         raise ValueError(_wrong(checkpoint, "a file" if checkpoint.exists() else "no such directory"))
     step = _latest(checkpoint.resolve())
-    if (step / "spec").exists() and (step / "trainable").exists():
-        return _recorded(step)
+    record = _record(step / "spec")
+    if record is not None:
+        return _recorded(step, record)
     shapes = _shapes(_item(step))
     if params:
         prefix = f"{params.strip('/')}/"
@@ -150,16 +151,23 @@ def _leaf(metadata: Any) -> Any:
     return metadata
 
 
-def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
-    """Of what :mod:`optax_freeze.checkpoint` wrote: every leaf, and what of it was frozen."""
+def _record(item: epath.Path) -> Mapping[str, Any] | None:
+    """The record of :mod:`optax_freeze.checkpoint`, or None."""
+    if not (item / "metadata").exists():
+        return None
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record = checkpointer.restore(step / "spec")
+        record: Any = checkpointer.restore(item)
+    return record if isinstance(record, Mapping) and {"format", "leaves"} <= set(record) else None
+
+
+def _recorded(step: epath.Path, record: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Every leaf of a record, and what of it was frozen."""
     refuse_newer_format(record, str(step))
     records: list[Mapping[str, Any]] = record["leaves"]
-    masks: dict[str, Any] = {}
-    if any(map(is_dense, records)):
+    masks: dict[str, Any] = {str(i): np.zeros(r["shape"], bool) for i, r in enumerate(records) if is_dense(r)}
+    if any(mask.size for mask in masks.values()):
         with ocp.StandardCheckpointer() as checkpointer:
-            masks = checkpointer.restore(step / "masks")
+            masks |= checkpointer.restore(step / "masks")
     known = spec_of_record(records, [masks.get(str(i), _tree.HOLE) for i in range(len(records))])
     return {record["path"]: _shape(record) for record in records}, known
 

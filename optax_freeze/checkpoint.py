@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from optax_freeze import _tree
-from optax_freeze._parts import Dense
 from optax_freeze._record import (
     FORMAT,
     bare,
@@ -151,14 +151,10 @@ def save(
     _refuse_different_processes("what is frozen", _hashed(record["leaves"]))
     record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, spec, masks).items()}
     _refuse_different_processes("the frozen bits", _hashed(record["frozen"]))
-    items: dict[str, Any] = {
-        "spec": ocp.args.JsonSave(record),
-        "trainable": ocp.args.StandardSave(_arrays(spec.take(values, masks))),
-    }
-    if any(isinstance(answer, Dense) for answer in spec.answers):
-        items["masks"] = ocp.args.StandardSave(_arrays(masks))
-    if opt_state is not None and jax.tree.leaves(opt_state):
-        items["opt_state"] = ocp.args.StandardSave(_arrays(_tree.flatten(opt_state)[0]))
+    nodes = {"trainable": spec.take(values, masks), "masks": masks, "opt_state": _tree.flatten(opt_state)[0]}
+    arrays = {name: _arrays(flat) for name, flat in nodes.items()}
+    items: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in arrays.items() if item}
+    items["spec"] = ocp.args.JsonSave(record)
     _finish(where)
     manager = ocp.CheckpointManager(where, options=ocp.CheckpointManagerOptions(create=True))
     try:
@@ -244,8 +240,7 @@ def restore(
         values, treedef = _tree.flatten(params)
         refuse_other_leaves(record["leaves"], params)
         dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]
-        wanted = _template([_mask_like(value) for value in dense], dense)
-        arrays = _read(manager, at, chosen, masks=wanted)["masks"] if wanted else {}
+        arrays = _read_arrays(manager, at, chosen, "masks", [_mask_like(value) for value in dense], dense)
         spec, masks = Resolved.of(spec_of_record(record["leaves"], _put_back(dense, arrays)), params, tied="ignore")
         if frozen is not None:
             refuse_other_spec((spec, masks), Resolved.of(frozen, params, tied="ignore"))
@@ -253,12 +248,12 @@ def restore(
         if opt_state is not None:
             refuse_other_state(record["opt_state"], opt_state, at)
         like = jax.eval_shape(lambda: spec.take(values, masks))
-        trainable = _read(manager, at, chosen, trainable=_template(like, values))["trainable"]
+        trainable = _read_arrays(manager, at, chosen, "trainable", like, values)
         state = None
         if opt_state is not None:
             nodes, structure = _tree.flatten(opt_state)
-            read = _read(manager, at, chosen, opt_state=_template(nodes, nodes)) if record["opt_state"] else {}
-            state = jax.tree.unflatten(structure, _put_back(nodes, read.get("opt_state", {})))
+            read = _read_arrays(manager, at, chosen, "opt_state", nodes, nodes)
+            state = jax.tree.unflatten(structure, _put_back(nodes, read))
     parts = _put_back(like, trainable)
     new = [
         value if answer is True else part if answer is False else answer.put(value, part, mask)
@@ -376,10 +371,21 @@ def _read(manager: ocp.CheckpointManager, at: str, step: int, **items: Any) -> M
         ) from error
 
 
+def _read_arrays(
+    manager: ocp.CheckpointManager, at: str, step: int, item: str, nodes: Sequence[Any], like: Sequence[Any]
+) -> dict[str, Any]:
+    """The arrays of one item by their numbers; empty ones, which are not written, are made where they belong."""
+    template = _template(nodes, like)
+    written = {name: struct for name, struct in template.items() if struct.size}
+    read = _read(manager, at, step, **{item: written})[item] if written else {}
+    empty = {name: struct for name, struct in template.items() if not struct.size}
+    return {**read, **{name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in empty.items()}}
+
+
 def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
-    """The arrays of a flat tree by their numbers; random keys as their words."""
+    """The arrays of a flat tree by their numbers; random keys as their words. Orbax refuses empty ones."""
     arrays = {str(i): bare(node) for i, node in enumerate(nodes) if not _tree.is_hole(bare(node))}
-    return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in arrays.items()}
+    return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in arrays.items() if np.size(x)}
 
 
 def _template(nodes: Sequence[Any], like: Sequence[Any]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -392,7 +398,7 @@ def _template(nodes: Sequence[Any], like: Sequence[Any]) -> dict[str, jax.ShapeD
             sharding = getattr(near, "sharding", None) or here
             array = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
             place = beside(array, Placed(np.shape(near), sharding), sharding)
-            template[str(i)] = jax.ShapeDtypeStruct(np.shape(array), jax.numpy.result_type(array), sharding=place)
+            template[str(i)] = jax.ShapeDtypeStruct(np.shape(array), jnp.result_type(array), sharding=place)
     return template
 
 
@@ -408,7 +414,7 @@ def _put_back(nodes: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_key(array: Any) -> bool:
-    return hasattr(array, "dtype") and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def _mask_like(value: Any) -> Any:

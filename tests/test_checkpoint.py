@@ -114,6 +114,54 @@ def test_random_keys_and_hyperparameters_in_the_state(base, tmp_path):
     assert bits(restored) == bits(state)
 
 
+NO_ROWS = np.zeros((0, 3), bool)
+EMPTY = {
+    "beside others": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2), "c": jnp.zeros((2, 0), jnp.bfloat16)}, "b"),
+    "frozen": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2)}, "a"),
+    "alone": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2)}, "b"),
+    "rows": ({"a": jnp.ones((4, 0)), "b": jnp.ones(2)}, {"a": fz.rows([0, 1]), "b": True}),
+    "a mask": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2)}, {"a": NO_ROWS, "b": True}),
+    "two masks": (
+        {"a": jnp.zeros((0, 3)), "b": jnp.ones(2)},
+        {"a": fz.elements(NO_ROWS, compact=True), "b": np.array([True, False])},
+    ),
+    "all": ({"a": jnp.zeros((0, 3)), "b": jnp.zeros(0)}, False),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("with_state", [True, False], ids=["with state", "without"])
+def test_arrays_of_no_size(name, with_state, tmp_path, capsys):
+    base, frozen = EMPTY[name]
+    tx = fz.freeze(optax.chain(optax.trace(0.9), optax.scale_by_adam()), frozen)
+    state = tx.init(base)
+    opt_state = jax.tree.map(lambda x: x + jnp.ones_like(x), state) if with_state else None
+    params = fz.combine(jax.tree.map(lambda x: x * 2, fz.partition(base, frozen)[0]), fz.partition(base, frozen)[1])
+    checkpoint.save(tmp_path, params, frozen, step=0, opt_state=opt_state)
+    for template in (state, jax.eval_shape(lambda: state)) if with_state else (None,):
+        restored = checkpoint.restore(tmp_path, base, opt_state=template, frozen=frozen)
+        assert bits(restored) == bits((params, opt_state))
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{fz.summary(base, frozen)}\n"
+
+
+def test_arrays_of_no_size_lie_where_the_template_s_do(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P("x", "y"))
+    base = jax.device_put({"a": jnp.zeros((0, 8)), "b": jnp.ones((8, 2))}, sharding)
+    tx = optax.adam(0.1)
+    checkpoint.save(tmp_path, base, False, step=0, opt_state=tx.init(base))
+    layout = fz.state_shardings(tx, base)
+    template = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(tx.init, base), layout
+    )
+    restored, state = checkpoint.restore(tmp_path, base, opt_state=template)
+    assert bits((restored, state)) == bits((base, tx.init(base)))
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == {"a": sharding, "b": sharding}
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == layout
+
+
 def test_groups_go_on_within_their_schedule(tmp_path):
     params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
     tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(2), "head": False})
