@@ -87,8 +87,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
     """The leaves of a checkpoint by their paths, and what was frozen if it tells."""
+    if not checkpoint.exists():
+        raise ValueError(_wrong(checkpoint, "no such directory", _what_is_there(checkpoint)))
     if not checkpoint.is_dir():
-        raise ValueError(_wrong(checkpoint, "a file" if checkpoint.exists() else "no such directory"))
+        raise ValueError(_wrong(checkpoint, "a file", f"give the directory that Orbax wrote: {checkpoint.parent}?"))
     step = _latest(checkpoint.resolve())
     record = _record(step / "spec")
     if record is not None:
@@ -127,15 +129,20 @@ def _item(step: epath.Path) -> epath.Path:
     named = [item for item in items if item.name == "params"] or items
     if len(named) == 1:
         return named[0]
-    names = ", ".join(sorted(item.name for item in items))
-    raise ValueError(_wrong(step, f"the items {names}" if items else "a directory that Orbax did not write"))
+    if items:
+        names = ", ".join(sorted(item.name for item in items))
+        raise ValueError(_wrong(step, f"the items {names}", f"name one: {_listed(items)}"))
+    deeper = [below.parent for below in step.glob("*/*/_METADATA")]
+    fix = f"name one: {_listed(deeper)}" if deeper else "give one that holds _METADATA, by itself or in an item"
+    raise ValueError(_wrong(step, "a directory that Orbax did not write", fix))
 
 
 def _shapes(item: epath.Path) -> dict[str, Any]:
     with ocp.StandardCheckpointer() as checkpointer:
         found: Any = checkpointer.metadata(item).item_metadata
     if found is None:
-        raise ValueError(_wrong(item, "shapes that Orbax cannot read: a damaged checkpoint"))
+        fix = "give another step, or write it again"
+        raise ValueError(_wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix))
     tree = found.tree
     leaves = dict(zip(_tree.paths(tree), map(_leaf, _tree.flatten(tree)[0]), strict=True))
     if all(path.endswith("/value") for path in leaves):  # an nnx.State
@@ -200,13 +207,30 @@ def _no_optimizer(name: str, got: str, fix: str) -> str:
     return message("no optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
 
 
-def _wrong(checkpoint: epath.Path, got: str) -> str:
+def _what_is_there(missing: epath.Path) -> str:
+    """What to do about a path that does not exist: the directories beside the first name of it that is not there."""
+    while missing.parent != missing and not missing.parent.exists():
+        missing = missing.parent
+    above = missing.parent
+    beside = {child.name: child for child in above.iterdir() if child.is_dir()} if above.is_dir() else {}
+    near = difflib.get_close_matches(missing.name, beside)
+    near = near or [name for name, child in beside.items() if any(child.glob("_*METADATA"))]
+    return f"there is {_listed([beside[name] for name in near])}" if near else f"look into {above.resolve()}"
+
+
+def _listed(paths: Sequence[epath.Path]) -> str:
+    """Paths, three at most."""
+    names = sorted(map(str, paths))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _wrong(checkpoint: epath.Path, got: str, fix: str) -> str:
     return message(
         "not the checkpoint of one tree",
         at=str(checkpoint),
         got=got,
         expected="a directory that Orbax wrote, of one tree or of a CheckpointManager",
-        fix="name the step and the item, too: base/1000/default",
+        fix=fix,
     )
 
 

@@ -103,7 +103,17 @@ class TestWhereItLooks:
 
     def test_several_items_without_that_name(self, tmp_path, capsys):
         manage(tmp_path, [0], generator={"w": jnp.ones(2)}, critic={"m": jnp.ones(9)})
-        assert "the items critic, generator" in refused(capsys, tmp_path)
+        error = refused(capsys, tmp_path)
+        assert "the items critic, generator" in error
+        assert f"fix: name one: {tmp_path}/0/critic, {tmp_path}/0/generator\n" in error
+
+    def test_steps_with_a_prefix(self, tmp_path, capsys):
+        options = ocp.CheckpointManagerOptions(step_prefix="step")
+        with ocp.CheckpointManager(tmp_path, options=options) as manager:
+            for step in range(4):
+                manager.save(step, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
+        paths = [f"{tmp_path}/step_{step}/default" for step in range(3)]
+        assert f"fix: name one: {', '.join(paths)} and 1 more\n" in refused(capsys, tmp_path)
 
     def test_parameters_within_a_state(self, tmp_path, capsys):
         write(tmp_path / "state", {"step": jnp.int32(3), "state": {"params": PARAMS}})
@@ -151,9 +161,26 @@ class TestWrongInput:
 
     def test_what_is_no_checkpoint(self, base, tmp_path, capsys):
         (tmp_path / "file").touch()
-        assert "no such directory" in refused(capsys, tmp_path / "nothing")
-        assert "got: a file" in refused(capsys, tmp_path / "file")
-        assert "Orbax did not write" in refused(capsys, tmp_path)
+        for missing in ("nothing", "nothing/0/default"):
+            error = refused(capsys, tmp_path / missing)
+            assert "got: no such directory" in error
+            assert f"fix: look into {tmp_path}\n" in error
+        error = refused(capsys, tmp_path / "file")
+        assert "got: a file" in error
+        assert f"fix: give the directory that Orbax wrote: {tmp_path}?\n" in error
+        error = refused(capsys, tmp_path)
+        assert "Orbax did not write" in error
+        assert "fix: give one that holds _METADATA" in error
+
+    @pytest.mark.parametrize(
+        ("missing", "there"),
+        [("rum", ["run"]), ("run/3/default", ["run/1", "run/2"]), ("run/2/defualt", ["run/2/default"])],
+    )
+    def test_a_path_that_is_not_there_names_what_is(self, tmp_path, capsys, missing, there):
+        manage(tmp_path / "run", [1, 2], default={"w": jnp.ones(2)})
+        error = refused(capsys, tmp_path / missing)
+        assert "got: no such directory" in error
+        assert f"fix: there is {', '.join(str(tmp_path / path) for path in there)}\n" in error
 
     def test_a_damaged_checkpoint(self, tmp_path):
         write(tmp_path / "base", PARAMS)
@@ -162,6 +189,7 @@ class TestWrongInput:
         done = program(tmp_path / "base")
         assert done.returncode == 2
         assert "a damaged checkpoint" in done.stderr
+        assert "fix: give another step, or write it again" in done.stderr
 
     @pytest.mark.parametrize("wrong", [("--freeze", "head", "--only", "head"), ("--depth", "few"), ()])
     def test_arguments_that_do_not_parse(self, base, wrong, capsys):
