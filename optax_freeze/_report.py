@@ -145,9 +145,10 @@ def summary(
       table that fits the terminal; a notebook an HTML table; and :meth:`optax_freeze.Summary.plot` a picture.
 
     Raises:
-      ValueError: if the spec does not fit, leaves are tied as above, a dense mask has no values (a tracer), ``tx``
-        freezes already, or ``depth`` is negative.
-      TypeError: if ``tx`` is no optimizer, or ``depth`` no int.
+      ValueError: if the spec does not fit, leaves are tied as above, ``tied`` is neither word, a dense mask has no
+        values (a tracer), ``tx`` freezes already, or ``depth`` is negative.
+      TypeError: if ``tx`` is no optimizer, ``depth`` no int, a function of the spec looks at values, or a leaf holds an
+        array and is none (a Keras variable). Errors of ``tx.init`` are passed on.
 
     Example:
       >>> import optax_freeze as fz
@@ -164,7 +165,7 @@ def summary(
       optimizer state 580 B instead of 6.8 KiB
     """
     if depth is not None:
-        _check_depth(depth)
+        depth = _checked_depth(depth)
     spec, masks = Resolved.of(frozen, params, tied=tied)
     rows = tuple(map(_row, spec.leaves, spec.answers, masks))
     if depth is not None:
@@ -257,9 +258,10 @@ def _nbytes(shapes: PyTree) -> int:
     return sum(math.prod(leaf.shape) * _itemsize(leaf.dtype) for leaf in jax.tree.leaves(shapes))
 
 
-def _check_depth(depth: Any) -> None:
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-        raise (ValueError if type(depth) is int else TypeError)(
+def _checked_depth(depth: Any) -> int:
+    is_number = isinstance(depth, (int, np.integer)) and not isinstance(depth, bool)
+    if not is_number or depth < 0:
+        raise (ValueError if is_number else TypeError)(
             message(
                 "a depth counts segments of a path",
                 at="fz.summary",
@@ -268,3 +270,4 @@ def _check_depth(depth: Any) -> None:
                 fix="depth=1 gives a row for each top-level name",
             )
         )
+    return int(depth)

@@ -249,6 +249,11 @@ def test_depth_sums_up_what_is_below(params, depth, paths):
         assert summary.rows[2:] == whole.rows[4:]
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_a_depth_of_numpy(params, kind):
+    assert fz.summary(params, True, depth=kind(1)) == fz.summary(params, True, depth=1)
+
+
 def test_a_depth_below_all_leaves_changes_nothing(params):
     assert fz.summary(params, True, depth=9) == fz.summary(params, True)
 
@@ -259,7 +264,16 @@ def test_a_sum_over_dtypes_has_none():
 
 
 @pytest.mark.parametrize(
-    ("depth", "error"), [(-1, ValueError), (True, TypeError), ("encoder", TypeError), (1.0, TypeError)], ids=str
+    ("depth", "error"),
+    [
+        (-1, ValueError),
+        (np.int8(-1), ValueError),
+        (True, TypeError),
+        (np.True_, TypeError),
+        ("encoder", TypeError),
+        (1.0, TypeError),
+    ],
+    ids=repr,
 )
 def test_a_depth_is_a_number_of_segments(params, depth, error):
     with pytest.raises(error, match="a depth counts segments"):
