@@ -18,10 +18,11 @@ import optax
 
 from optax_freeze import _tree
 from optax_freeze._facts import Facts, facts_of
+from optax_freeze._inner import zero
 from optax_freeze._partition import is_nothing
 from optax_freeze._parts import Answer, Dense
 from optax_freeze._resolve import Masks, Resolved
-from optax_freeze._transform import copy_like, zero
+from optax_freeze._transform import copy_like
 from optax_freeze._tree import Leaf, Part, PyTree
 
 ExtraArgs: TypeAlias = Mapping[str, Any] | Callable[[PyTree, PyTree], Mapping[str, Any]] | None

@@ -247,7 +247,7 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
 
 
 def _from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
-    choices, treedef = jax.tree.flatten(prefix, is_leaf=_is_choice)
+    choices, treedef = _tree.flatten(prefix, _is_choice)
     try:
         subtrees = treedef.flatten_up_to(params)
     except (ValueError, TypeError, KeyError) as error:

@@ -18,11 +18,12 @@ from jax.core import Tracer
 from optax_freeze import _tree
 from optax_freeze._conditions import Condition, ask, check, refuse_no_bool
 from optax_freeze._groups import Claim, Division, all_masks, group_name
+from optax_freeze._inner import negative_zero, with_parts, without_frozen, zero
 from optax_freeze._masks import Elements
 from optax_freeze._resolve import Masks, Resolved, Tied, register_with_flax
 from optax_freeze._select import as_choice
 from optax_freeze._selector import as_selector
-from optax_freeze._transform import copy_like, negative_zero, with_parts, without_frozen, zero
+from optax_freeze._transform import copy_like
 from optax_freeze._tree import Leaf, PyTree, message
 
 

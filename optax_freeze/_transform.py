@@ -6,20 +6,16 @@ around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
 import collections
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._partition import split
-from optax_freeze._parts import Answer, Dense, RowIndex
-from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, register_with_flax
-from optax_freeze._restrict import restrict
+from optax_freeze._inner import negative_zero, with_parts, without_frozen, zero
+from optax_freeze._parts import Answer, RowIndex
+from optax_freeze._resolve import Resolved, Spec, Tied, refuse_other_leaf, register_with_flax
 from optax_freeze._tree import Leaf, Part, PyTree, message
 
 _Known: TypeAlias = collections.deque[Resolved]
@@ -286,57 +282,6 @@ def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
     raise TypeError(message(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix))
 
 
-def without_frozen(
-    extra_args: dict[str, Any], spec: Resolved, masks: Masks, treedef: Any, params: PyTree | None
-) -> dict[str, Any]:
-    """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
-
-    def take(tree: PyTree) -> PyTree:
-        values, structure = _tree.flatten(tree)
-        lone = len(values) == 1 and jnp.shape(values[0]) != spec.leaves[0].shape  # a scalar beside a lone leaf
-        if structure != treedef or lone:
-            return tree
-        values = [_beside_part(*each) for each in zip(values, spec.leaves, spec.answers, strict=True)]
-        return jax.tree.unflatten(treedef, spec.take(values, masks))
-
-    if params is not None and any(callable(extra_args.get(name)) for name in _OF_PARAMS):
-        rest = split(params, spec, masks)[1]
-        for name in _OF_PARAMS:
-            if callable(extra_args.get(name)):
-                fun = restrict(extra_args[name], rest)
-                extra_args = {**extra_args, name: _taking(fun, take) if name == "grad_fn" else fun}
-    return {name: value if name in _OF_PARAMS else take(value) for name, value in extra_args.items()}
-
-
-def _beside_part(value: Any, leaf: Leaf, answer: Answer) -> Any:
-    """One number for a leaf stands beside the part of it that trains; anything else is taken from by the mask."""
-    is_number = isinstance(value, (int, float, complex)) or getattr(value, "shape", None) == ()
-    if isinstance(answer, bool) or not leaf.shape or not is_number:
-        return value
-    if isinstance(answer, Dense) and not answer.compact:
-        return jnp.full(leaf.shape, value)
-    return Part(value, getattr(answer, "part_index", answer), leaf.shape)
-
-
-_OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
-"""Extra arguments that Optax's transformations call with the parameters."""
-
-
-def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
-    @functools.wraps(fun)
-    def taking(*args: Any, **kwargs: Any) -> PyTree:
-        return take(fun(*args, **kwargs))
-
-    return taking
-
-
-def with_parts(inner_state: Any, spec: Resolved, tx: optax.GradientTransformation, trainable: PyTree | None) -> Any:
-    """The state with its ``Part`` nodes: ``nnx.Optimizer`` hands each back as an ``nnx.State``."""
-    if trainable is None or not spec.in_part or not _tree.has_nnx_state(inner_state):
-        return inner_state
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, trainable)), jax.tree.leaves(inner_state))
-
-
 def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
     """The update of one leaf, from what ``inner`` made of it."""
     if answer is False:
@@ -355,39 +300,3 @@ def _still(answer: Answer, mask: Any, leaf: Leaf, update: Any) -> Any:
     if isinstance(answer, bool):
         return zero(leaf, update) if answer else update
     return answer.choose(negative_zero(update.dtype), update, mask)
-
-
-def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
-    """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
-
-    A hole where there is no such zero: for PRNG keys, objects and dtypes without a zero.
-    """
-    numbers = [x for x in (update, param) if isinstance(x, (int, float, complex))]
-    if numbers:
-        kind: Any = type(numbers[0])
-        return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
-    like: Any = next((x for x in (param, update) if _tree.is_array(x)), leaf)
-    dtype = like.dtype if leaf.dtype is None else leaf.dtype
-    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return _tree.HOLE
-    if _tree.is_array(update) and _adds_exactly(dtype, update.dtype):
-        dtype = update.dtype
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    value = negative_zero(dtype)
-    if value != 0:
-        return _tree.HOLE
-    return jnp.full(leaf.shape or (), value, dtype) if like is leaf else jnp.full_like(like, value, dtype)
-
-
-def negative_zero(dtype: Any) -> Any:
-    """The number of a dtype that, added to any other, changes nothing."""
-    return np.asarray(complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0).astype(dtype)
-
-
-def _adds_exactly(param: Any, update: Any) -> bool:
-    """Whether JAX adds a -0.0 of the update's dtype to a parameter, and the parameter keeps its bits."""
-    if param == update:
-        return True
-    kinds = (jnp.floating, jnp.complexfloating)
-    wide = min(jnp.dtype(param).itemsize, jnp.dtype(update).itemsize) > 1  # JAX promotes no narrower float by itself
-    return wide and any(jnp.issubdtype(param, kind) and jnp.issubdtype(update, kind) for kind in kinds)

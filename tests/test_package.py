@@ -19,18 +19,8 @@ PACKAGE = pathlib.Path(fz.__file__).parent
 ROOMS = [
     *("_tree", "_masks", "_parts", "_glob", "_selector", "_select", "_resolve", "_labels", "_partition", "_jaxpr"),
     *("_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
-    *(
-        "_transform",
-        "_slots",
-        "_state",
-        "_shardings",
-        "_conditions",
-        "_groups",
-        "_schedule",
-        "_switches",
-        "_places",
-        "_migrate",
-    ),
+    *("_inner", "_transform", "_slots", "_state", "_shardings"),
+    *("_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
     *("_table", "_treemap", "_report"),
     *("_bits", "_verify", "_facts", "_probe", "_causes", "_leaks", "_audit"),
     *("_depends", "_lift", "_record"),  # below the map: of the rooms that bring Flax or Orbax

@@ -384,3 +384,8 @@ class Unkeyed(Keyed):
 def test_paths_are_those_of_jax(tree):
     keys = [key for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
     assert _tree.paths(tree) == [jax.tree_util.keystr(key, simple=True, separator="/") for key in keys]
+
+
+def test_a_spec_whose_keys_do_not_sort():
+    with pytest.raises(ValueError, match=r"the keys of a dict do not sort(.|\n)*got: \[1, 'a'\]"):
+        fz.resolve({1: True, "a": False}, {"a": jnp.ones(2)})
