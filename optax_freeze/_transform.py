@@ -49,7 +49,7 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       >>> import optax_freeze as fz
       >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
       >>> tx = optax.chain(optax.adamw(0.1), fz.masked_zero_updates("encoder"))
-      >>> updates, _ = tx.update(jax.tree.map(lambda p: p * np.nan, params), tx.init(params), params)
+      >>> updates, _ = tx.update(jax.tree.map(lambda p: p * jnp.nan, params), tx.init(params), params)
       >>> updates["encoder"]
       Array([-0., -0.], dtype=float32)
     """
@@ -123,7 +123,7 @@ def freeze(
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
       >>> tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), "encoder")
       >>> state = tx.init(params)
-      >>> grads = {"encoder": jnp.full(3, np.nan), "head": jnp.ones(2)}
+      >>> grads = {"encoder": jnp.full(3, jnp.nan), "head": jnp.ones(2)}
       >>> updates, state = tx.update(grads, state, params)
       >>> updates["encoder"]
       Array([-0., -0., -0.], dtype=float32)

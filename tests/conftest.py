@@ -23,6 +23,13 @@ def pytest_configure():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_module():
+    """The system limits how many maps of memory, and so compiled programs, a process holds."""
+    yield
+    jax.clear_caches()
+
+
 def bits(tree):
     """Path, dtype, shape and bytes of every array: what "did not move" is judged by."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

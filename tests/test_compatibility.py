@@ -6,6 +6,7 @@
 import itertools
 import re
 
+import jax
 import optax
 import optimizers
 import pytest
@@ -18,6 +19,12 @@ RECORD = page.parse(page.PAGE.read_text())
 
 def numbers(version):
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+@pytest.fixture(autouse=True)
+def _programs_of_one_test():
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
