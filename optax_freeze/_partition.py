@@ -183,17 +183,18 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     else:
         spec, masks = Resolved.of(frozen, params, tied="ignore")
         answers = spec.answers
-    for path, value, change, answer in zip(_tree.paths(params), values, changes, answers, strict=True):
+    names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
+    for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
         if answer is True or is_nothing(change):
             continue
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
-            leaf = Leaf(path, tuple(value.shape))
+            leaf = Leaf(names[i], tuple(value.shape))
             refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
         elif not _fits(value, change):
             raise ValueError(
                 message(
                     "updates: another leaf",
-                    at=path,
+                    at=_tree.paths(params)[i],
                     got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
                     expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
                     fix="the parameters come first; pass the updates that belong to these parameters",
