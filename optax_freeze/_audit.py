@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from optax_freeze import _tree
@@ -126,8 +125,8 @@ def audit(
       >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
     """
     tx = _as_transformation(tx)
-    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 1:
-        is_number = isinstance(steps, (int, np.integer)) and not isinstance(steps, bool)
+    is_number = _tree.is_int(steps)
+    if not is_number or steps < 1:
         raise (ValueError if is_number else TypeError)(
             message(
                 "no steps to take", at="steps", got=_tree.described(steps), expected="an int, at least 1", fix="steps=3"

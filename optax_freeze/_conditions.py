@@ -175,8 +175,8 @@ def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
 
 
 def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        error = ValueError if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else TypeError
+    if not _tree.is_int(value) or value < least:
+        error = ValueError if _tree.is_int(value) else TypeError
         raise error(
             message(
                 f"{function} counts updates",

@@ -90,7 +90,7 @@ def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
       >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
       ~fz.rows(slice(32000, None, None))
     """
-    if not _is_int(axis):
+    if not _tree.is_int(axis):
         pass
     elif isinstance(index, slice):
         bounds = [
@@ -101,12 +101,12 @@ def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
         if len(bounds) == 3 and index.step != 0:
             return Rows(Slice(*bounds), int(axis))
     elif isinstance(index, (Sequence, np.ndarray)):
-        if all(map(_is_int, index)):
+        if all(map(_tree.is_int, index)):
             numbers = tuple(map(int, index))
             if len(set(numbers)) < len(numbers):
                 raise ValueError(named_twice("fz.rows", numbers))
             return Rows(numbers, int(axis))
-    elif _is_int(index):
+    elif _tree.is_int(index):
         return Rows(int(index), int(axis))
     raise TypeError(
         message(
@@ -175,8 +175,4 @@ def named_twice(at: str, numbers: Sequence[int]) -> str:
 
 
 def _is_bound(value: Any) -> bool:
-    return value is None or _is_int(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return value is None or _tree.is_int(value)

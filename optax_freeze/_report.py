@@ -259,7 +259,7 @@ def _nbytes(shapes: PyTree) -> int:
 
 
 def _checked_depth(depth: Any) -> int:
-    is_number = isinstance(depth, (int, np.integer)) and not isinstance(depth, bool)
+    is_number = _tree.is_int(depth)
     if not is_number or depth < 0:
         raise (ValueError if is_number else TypeError)(
             message(

@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_freeze import _tree
@@ -131,7 +130,7 @@ def value_and_grad(
       (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
     """
     refuse_no_function(fun, frozen, "fz.value_and_grad(fun, frozen)")
-    if isinstance(argnums, bool) or not isinstance(argnums, (int, np.integer)):
+    if not _tree.is_int(argnums):
         raise ValueError(
             message(
                 "one argument can be differentiated with respect to",

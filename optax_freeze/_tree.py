@@ -151,6 +151,11 @@ def _is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
+def is_int(value: Any) -> bool:
+    """Whether ``value`` is an int of Python or NumPy, and no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def is_concrete(leaf: Any) -> bool:
     """Whether ``leaf`` is an array with values of its own, and not a tracer, which JAX reuses freely."""
     return isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)

@@ -122,8 +122,8 @@ def save(
       >>> restored["head"]
       Array([1., 1.], dtype=float32)
     """
-    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        is_number = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+    is_number = _tree.is_int(step)
+    if not is_number or step < 0:
         fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
         raise (ValueError if is_number else TypeError)(
             message("no number of a step", at="step", got=repr(step), expected="an int of at least 0", fix=fix)
