@@ -20,7 +20,7 @@ from etils import epath
 
 import optax_freeze as fz
 from optax_freeze import _tree
-from optax_freeze._record import is_dense, refuse_newer_format, spec_of_record
+from optax_freeze._record import is_dense, read_record, reading, spec_of_record
 from optax_freeze._tree import message
 
 _EXAMPLES = """\
@@ -92,9 +92,8 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
     if not checkpoint.is_dir():
         raise ValueError(_wrong(checkpoint, "a file", f"give the directory that Orbax wrote: {checkpoint.parent}?"))
     step = _latest(checkpoint.resolve())
-    record = _record(step / "spec")
-    if record is not None:
-        return _recorded(step, record)
+    if _is_recorded(step):
+        return _recorded(step)
     shapes = _shapes(_item(step))
     if params:
         prefix = f"{params.strip('/')}/"
@@ -116,7 +115,7 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
 
 def _latest(checkpoint: epath.Path) -> epath.Path:
     """The latest step of a ``CheckpointManager``'s directory; any other directory itself."""
-    steps = [child for child in checkpoint.iterdir() if child.name.isdigit()]
+    steps = [child for child in checkpoint.iterdir() if child.name.isascii() and child.name.isdigit()]
     is_tree = (checkpoint / "_METADATA").exists()
     return max(steps, key=lambda child: int(child.name)) if steps and not is_tree else checkpoint
 
@@ -138,12 +137,12 @@ def _item(step: epath.Path) -> epath.Path:
 
 
 def _shapes(item: epath.Path) -> dict[str, Any]:
-    with ocp.StandardCheckpointer() as checkpointer:
-        found: Any = checkpointer.metadata(item).item_metadata
-    if found is None:
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.metadata(item).item_metadata.tree  # of some damaged files the metadata are None
+    except Exception as error:
         fix = "give another step, or write it again"
-        raise ValueError(_wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix))
-    tree = found.tree
+        raise ValueError(_wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix)) from error
     leaves = dict(zip(_tree.paths(tree), map(_leaf, _tree.flatten(tree)[0]), strict=True))
     if all(path.endswith("/value") for path in leaves):  # an nnx.State
         return {path.removesuffix("/value"): leaf for path, leaf in leaves.items()}
@@ -158,22 +157,18 @@ def _leaf(metadata: Any) -> Any:
     return metadata
 
 
-def _record(item: epath.Path) -> Mapping[str, Any] | None:
-    """The record of :mod:`optax_freeze.checkpoint`, or None."""
-    if not (item / "metadata").exists():
-        return None
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record: Any = checkpointer.restore(item)
-    return record if isinstance(record, Mapping) and {"format", "leaves"} <= set(record) else None
+def _is_recorded(step: epath.Path) -> bool:
+    """Whether :mod:`optax_freeze.checkpoint` wrote this step: a record, and beside it no items but its own."""
+    items = {child.name for child in step.iterdir() if (child / "_METADATA").exists()}
+    return (step / "spec" / "metadata").exists() and items <= {"trainable", "masks", "opt_state"}
 
 
-def _recorded(step: epath.Path, record: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
     """Every leaf of a record, and what of it was frozen."""
-    refuse_newer_format(record, str(step))
-    records: list[Mapping[str, Any]] = record["leaves"]
+    records: list[Mapping[str, Any]] = read_record(str(step))["leaves"]
     masks: dict[str, Any] = {str(i): np.zeros(r["shape"], bool) for i, r in enumerate(records) if is_dense(r)}
     if any(mask.size for mask in masks.values()):
-        with ocp.StandardCheckpointer() as checkpointer:
+        with reading(str(step), "masks"), ocp.StandardCheckpointer() as checkpointer:
             masks |= checkpointer.restore(step / "masks")
     known = spec_of_record(records, [masks.get(str(i), _tree.HOLE) for i in range(len(records))])
     return {record["path"]: _shape(record) for record in records}, known

@@ -1,16 +1,23 @@
 """What stands in a checkpoint beside its arrays: which leaves there were, what of each was frozen, and its fingerprint.
 
 It is written as JSON, which a person can read, and compared with the parameters, the spec and the optimizer's state
-that a checkpoint is to be restored to. Orbax by itself compares shapes, and not always.
+that a checkpoint is to be restored to. Orbax by itself compares shapes, and not always. A file can be damaged, or
+edited by hand: :func:`read_record` checks every field once, so that nothing below has to.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
 
 from optax_freeze import _tree
+from optax_freeze._bits import LANES
 from optax_freeze._masks import Rows, Slice, elements
 from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved
@@ -59,18 +66,168 @@ def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -
     return Known(tuple(record["path"] for record in records), tuple(choices))
 
 
-def refuse_newer_format(record: Mapping[str, Any], at: str) -> None:
-    """A ``ValueError`` for the record of a release that writes another form."""
-    if record["format"] > FORMAT:
+@contextlib.contextmanager
+def reading(step: str, item: str) -> Iterator[None]:
+    """A ``ValueError`` for whatever Orbax raises while it reads one item of a checkpoint."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(
             message(
-                "the checkpoint is of a newer optax_freeze",
-                at=at,
-                got=f"format {record['format']}",
-                expected=f"format {FORMAT} or older",
-                fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
+                "the checkpoint cannot be read",
+                at=step,
+                got=f"{type(error).__name__} at {item}: {' '.join(str(error).split())[:300]}",
+                expected="all that checkpoint.save wrote",
+                fix="it is damaged, or was written by something else: restore another step",
             )
+        ) from error
+
+
+def read_record(step: str) -> Mapping[str, Any]:
+    """The record of a checkpoint, each field of which is one that :func:`optax_freeze.checkpoint.save` could write.
+
+    Args:
+      step: the directory of the checkpoint.
+
+    Raises:
+      ValueError: if there is no such file, or it is not JSON; if a field is missing or wrong, with its name; if a newer
+        release wrote it.
+    """
+    with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+        record: Any = checkpointer.restore(epath.Path(step) / "spec")
+    try:
+        _check_fields("", record, "format")
+        _check(_is_int(record["format"], 1), "format", record["format"], "a number, 1 or more")
+        if record["format"] <= FORMAT:
+            _check_record(record)
+            return record
+    except _Fault as fault:
+        field, got, expected = fault.args
+        raise ValueError(
+            message(
+                "the record of the checkpoint is damaged",
+                at=f"{step}/spec: {field or 'the whole file'}",
+                got=got,
+                expected=expected,
+                fix="restore another step, or this file from a copy",
+            )
+        ) from None
+    raise ValueError(
+        message(
+            "the checkpoint is of a newer optax_freeze",
+            at=step,
+            got=f"format {record['format']}",
+            expected=f"format {FORMAT} or older",
+            fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
         )
+    )
+
+
+class _Fault(Exception):  # noqa: N818
+    """A field that is wrong, what it holds, and what it should hold."""
+
+
+def _check(ok: bool, field: str, got: Any, expected: str) -> None:
+    if not ok:
+        raise _Fault(field, _tree.described(got), expected)
+
+
+def _check_fields(at: str, record: Any, *names: str) -> None:
+    _check(isinstance(record, dict), at, record, "a JSON object")
+    for name in names:
+        if name not in record:
+            raise _Fault(f"{at}.{name}".lstrip("."), "nothing", "a value")
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    _check_fields("", record, "leaves", "opt_state", "frozen")
+    leaves, opt_state, digests = record["leaves"], record["opt_state"], record["frozen"]
+    _check(isinstance(leaves, list), "leaves", leaves, "a list of leaves")
+    for i, leaf in enumerate(leaves):
+        _check_leaf(f"leaves[{i}]", leaf)
+    paths = [leaf["path"] for leaf in leaves]
+    _check(len(set(paths)) == len(paths), "leaves", paths, "a path of its own for each leaf")
+    _check(isinstance(opt_state, list | None), "opt_state", opt_state, "a list of arrays, or null")
+    for i, array in enumerate(opt_state or []):
+        _check_array(f"opt_state[{i}]", array, "part")
+        part = array["part"]
+        if isinstance(part, dict):
+            _check_rows(f"opt_state[{i}].part", part, None)
+        else:
+            _check(part is None or _is_int(part), f"opt_state[{i}].part", part, "rows, a number of elements, or null")
+    frozen = sorted(leaf["path"] for leaf in leaves if leaf["frozen"] is not False and leaf["dtype"] != _FLOAT0)
+    _check_fields("frozen", digests)
+    _check(
+        sorted(digests) == frozen, "frozen", sorted(digests), f"those of the frozen leaves: {_tree.described(frozen)}"
+    )
+    for path, lanes in digests.items():
+        is_digest = _are_ints(lanes, 0, 2**32 - 1) and len(lanes) == LANES
+        _check(is_digest, f"frozen[{path!r}]", lanes, f"{LANES} numbers of 32 bits")
+
+
+def _check_leaf(at: str, leaf: Any) -> None:
+    _check_array(at, leaf, "frozen")
+    frozen, shape = leaf["frozen"], leaf["shape"]
+    if isinstance(frozen, bool):
+        return
+    divisible = isinstance(frozen, dict) and shape is not None and not leaf["dtype"].startswith("key<")
+    _check(divisible, f"{at}.frozen", frozen, "true, false, or, of an array of numbers, which part")
+    if "compact" not in frozen:
+        _check_rows(f"{at}.frozen", frozen, shape)
+        return
+    compact, most = frozen["compact"], math.prod(shape or ())
+    _check(isinstance(compact, bool), f"{at}.frozen.compact", compact, "true or false")
+    _check_fields(f"{at}.frozen", frozen, "count")
+    is_count = _is_int(frozen["count"], 1, most) if compact else frozen["count"] is None
+    _check(is_count, f"{at}.frozen.count", frozen["count"], f"a number from 1 to {most}" if compact else "null")
+
+
+def _check_array(at: str, array: Any, *names: str) -> None:
+    _check_fields(at, array, "path", "shape", "dtype", *names)
+    path, shape, dtype = (array[name] for name in ("path", "shape", "dtype"))
+    _check(isinstance(path, str), f"{at}.path", path, "a text")
+    if "frozen" in names and shape is None:
+        _check(dtype is None, f"{at}.dtype", dtype, "null, since the shape is")
+    else:
+        _check(_are_ints(shape), f"{at}.shape", shape, "a list of sizes")
+        _check(_is_dtype(dtype), f"{at}.dtype", dtype, "the name of a dtype")
+
+
+def _check_rows(at: str, rows: Mapping[str, Any], shape: Sequence[int] | None) -> None:
+    """Of rows, within a shape where it is known."""
+    _check_fields(at, rows, "axis", "rows", "train")
+    axis, runs = rows["axis"], rows["rows"]
+    _check(_is_int(axis, 0, math.inf if shape is None else len(shape) - 1), f"{at}.axis", axis, "an axis of the leaf")
+    _check(isinstance(rows["train"], bool), f"{at}.train", rows["train"], "true or false")
+    size = math.inf if shape is None else shape[axis]
+    ascending = isinstance(runs, list) and bool(runs) and all(_is_run(run, size) for run in runs)
+    ascending = ascending and all(before[1] <= after[0] for before, after in itertools.pairwise(runs))
+    _check(ascending, f"{at}.rows", runs, "ascending [start, stop, step], within the leaf")
+
+
+def _is_run(run: Any, size: float) -> bool:
+    return _are_ints(run, 0, size) and len(run) == 3 and run[0] < run[1] and run[2] > 0
+
+
+def _are_ints(values: Any, least: int = 0, most: float = math.inf) -> bool:
+    return isinstance(values, list) and all(_is_int(value, least, most) for value in values)
+
+
+def _is_int(value: Any, least: int = 0, most: float = math.inf) -> bool:
+    return _tree.is_int(value) and least <= value <= most
+
+
+_FLOAT0 = str(jax.dtypes.float0)
+
+
+def _is_dtype(name: Any) -> bool:
+    if not isinstance(name, str) or name == _FLOAT0 or name.startswith("key<"):
+        return isinstance(name, str)
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError, DeprecationWarning):
+        return False
+    return str(dtype) == name and _tree.is_array(jax.ShapeDtypeStruct((), dtype))
 
 
 def refuse_other_leaves(records: Sequence[Mapping[str, Any]], params: PyTree) -> None:

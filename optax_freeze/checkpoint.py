@@ -25,7 +25,8 @@ from optax_freeze._record import (
     bare,
     is_dense,
     leaf_record,
-    refuse_newer_format,
+    read_record,
+    reading,
     refuse_other_base,
     refuse_other_leaves,
     refuse_other_spec,
@@ -122,12 +123,7 @@ def save(
       >>> restored["head"]
       Array([1., 1.], dtype=float32)
     """
-    is_number = _tree.is_int(step)
-    if not is_number or step < 0:
-        fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
-        raise (ValueError if is_number else TypeError)(
-            message("no number of a step", at="step", got=repr(step), expected="an int of at least 0", fix=fix)
-        )
+    _refuse_no_step(step)
     where = _absolute(directory)
     _refuse_no_state(opt_state)
     spec, masks = Resolved.of(frozen, params, tied=tied)
@@ -208,8 +204,9 @@ def restore(
     Raises:
       FileNotFoundError: if there is no checkpoint, or not of this step.
       ValueError: if the base has other leaves, shapes, dtypes or frozen bits; if ``frozen`` is another spec, or
-        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged, or of a
-        newer release.
+        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged (a field
+        of its record that is missing or wrong is named), or of a newer release; if ``step`` is negative.
+      TypeError: if ``step`` is not an int, or ``opt_state`` is an optimizer.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -224,6 +221,8 @@ def restore(
         at: encoder
       ...
     """
+    if step is not None:
+        _refuse_no_step(step)
     where = _absolute(directory)
     _refuse_no_state(opt_state)
     _finish(where)
@@ -235,8 +234,7 @@ def restore(
         if chosen is None or chosen not in steps:
             raise FileNotFoundError(_nothing_there(where, f"steps {steps}" if steps else "no checkpoint", step))
         at = os.path.join(where, str(chosen))
-        record = _read(manager, at, chosen, spec=ocp.args.JsonRestore())["spec"]
-        refuse_newer_format(record, at)
+        record = read_record(at)
         values, treedef = _tree.flatten(params)
         refuse_other_leaves(record["leaves"], params)
         dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]
@@ -312,6 +310,15 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
     return os.path.abspath(where)
 
 
+def _refuse_no_step(step: Any) -> None:
+    is_number = _tree.is_int(step)
+    if not is_number or step < 0:
+        fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
+        raise (ValueError if is_number else TypeError)(
+            message("no number of a step", at="step", got=repr(step), expected="an int of at least 0", fix=fix)
+        )
+
+
 def _refuse_no_state(opt_state: PyTree) -> None:
     if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
         raise TypeError(
@@ -354,30 +361,16 @@ def _finish(where: str) -> None:
         saving.wait()
 
 
-def _read(manager: ocp.CheckpointManager, at: str, step: int, **items: Any) -> Mapping[str, Any]:
-    """Items of a checkpoint: arrays by a tree of shapes, the record without one."""
-    args = {name: ocp.args.StandardRestore(like) if isinstance(like, dict) else like for name, like in items.items()}
-    try:
-        return manager.restore(step, args=ocp.args.Composite(**args))
-    except Exception as error:
-        raise ValueError(
-            message(
-                "the checkpoint cannot be read",
-                at=at,
-                got=f"{type(error).__name__} at {', '.join(items)}: {str(error)[:300]}",
-                expected="all that checkpoint.save wrote",
-                fix="it is damaged, or was written by something else: restore another step",
-            )
-        ) from error
-
-
 def _read_arrays(
     manager: ocp.CheckpointManager, at: str, step: int, item: str, nodes: Sequence[Any], like: Sequence[Any]
 ) -> dict[str, Any]:
     """The arrays of one item by their numbers; empty ones, which are not written, are made where they belong."""
     template = _template(nodes, like)
     written = {name: struct for name, struct in template.items() if struct.size}
-    read = _read(manager, at, step, **{item: written})[item] if written else {}
+    read = {}
+    if written:
+        with reading(at, item):
+            read = manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(written)}))[item]
     empty = {name: struct for name, struct in template.items() if not struct.size}
     return {**read, **{name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in empty.items()}}
 

@@ -1,6 +1,7 @@
 """Checkpoints of what trains: they hold that and no more, and go back onto the base they came from alone."""
 
 import json
+import math
 import os
 import pathlib
 import random
@@ -20,6 +21,8 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
 from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from save_until_killed import FROZEN, TX, at_step
@@ -71,8 +74,8 @@ def test_what_was_saved_comes_back(base, name, tmp_path):
     frozen = SPECS[name]
     tx, params, state = trained(base, frozen)
     checkpoint.save(tmp_path, params, frozen, step=2, opt_state=state)
-    for given in (frozen, None):
-        restored, restored_state = checkpoint.restore(tmp_path, base, opt_state=tx.init(base), frozen=given)
+    for spec in (frozen, None):
+        restored, restored_state = checkpoint.restore(tmp_path, base, opt_state=tx.init(base), frozen=spec)
         assert bits(restored) == bits(params)
         assert bits(restored_state) == bits(state)
         assert jax.tree.structure(restored_state) == jax.tree.structure(state)
@@ -293,6 +296,15 @@ class TestSteps:
             checkpoint.save(tmp_path, base, "encoder", step=step)
         assert bits(checkpoint.restore(tmp_path, base)[0]) == bits(base)
 
+    @pytest.mark.parametrize(
+        ("step", "error"), [(1.0, TypeError), (True, TypeError), ("1", TypeError), (-1, ValueError)]
+    )
+    def test_no_number_of_a_step_to_restore(self, base, tmp_path, step, error):
+        checkpoint.save(tmp_path, base, "encoder", step=1)
+        with pytest.raises(error, match="at least 0"):
+            checkpoint.restore(tmp_path, base, step=step)
+        assert bits(checkpoint.restore(tmp_path, base, step=np.int64(1))[0]) == bits(base)
+
 
 class TestWrongInput:
     @pytest.fixture
@@ -381,6 +393,190 @@ class TestWrongInput:
             manager.save(0, args=ocp.args.StandardSave({"a": jnp.ones(2)}))
         with pytest.raises(ValueError, match="cannot be read"):
             checkpoint.restore(tmp_path, base)
+
+
+PARTS = [
+    {"axis": 0, "rows": [[1, 2, 1], [3, 4, 1]], "train": True},
+    {"compact": True, "count": 1},
+    {"compact": False, "count": None},
+]
+TREE = {
+    "compact": jnp.ones(3),
+    "dense": jnp.ones((2, 2)),
+    "key": jax.random.key(0),
+    "live": jnp.arange(4.0),
+    "name": jnp.tanh,
+    "rows": jnp.arange(8.0).reshape(4, 2),
+}
+IN_PART = {
+    "compact": fz.elements(np.array([True, False, True]), compact=True),
+    "dense": np.eye(2, dtype=bool),
+    "key": True,
+    "live": False,
+    "name": True,
+    "rows": fz.rows([0, 2]),
+}
+TREE_TX = fz.freeze(optax.adam(0.1), IN_PART)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A checkpoint with every kind of field, and the text of its record."""
+    directory = tmp_path_factory.mktemp("recorded")
+    checkpoint.save(directory, TREE, IN_PART, step=1, opt_state=TREE_TX.init(TREE))
+    file = directory / "1" / "spec" / "metadata"
+    return directory, file, file.read_text()
+
+
+ROWS = [
+    *(None, [], {}, 3, [1, 2, 1], ["abc"], [[1, 2]], [[1, 2, 0]], [[1, 2, 1.0]], [[0, 1, math.nan]]),
+    *([[2, 1, 1]], [[-1, 1, 1]], [[1, 5, 1]], [[3, 4, 1], [1, 2, 1]], [[0, 2, 1], [1, 3, 1]]),
+]
+FIELDS = {
+    "format": ([0, -5, math.nan, math.inf, 1.0, True, "1", None, [1]], "a number, 1 or more"),
+    "leaves": ([None, {}, "leaves", 3], "a list of leaves"),
+    "leaves[0]": ([None, [], "leaf", 3], "a JSON object"),
+    "leaves[0].path": ([None, 3, ["compact"]], "a text"),
+    "leaves[0].shape": ([3, "3", [3.0], [-3], [True], [None], {}, math.nan], "a list of sizes"),
+    "leaves[0].dtype": ([None, 3, "float33", "", "i4,i4", "O", "("], "the name of a dtype"),
+    "leaves[4].dtype": (["float32"], "null, since the shape is"),
+    "leaves[0].frozen": ([None, 1, "true", [True]], "true, false, or, of an array of numbers, which part"),
+    "leaves[2].frozen": ([{"axis": 0, "rows": [[0, 1, 1]], "train": True}, 0], "true, false, or"),
+    "leaves[4].frozen": ([{"compact": False, "count": None}], "true, false, or"),
+    "leaves[0].frozen.compact": ([None, 1, "true"], "true or false"),
+    "leaves[0].frozen.count": ([None, 0, -1, 4, 1.0, math.nan, "1"], "a number from 1 to 3"),
+    "leaves[1].frozen.count": ([1, 0, "null"], "null"),
+    "leaves[5].frozen.axis": ([None, -1, 2, 0.0, "0"], "an axis of the leaf"),
+    "leaves[5].frozen.train": ([None, 1, "true"], "true or false"),
+    "leaves[5].frozen.rows": (ROWS, "ascending [start, stop, step], within the leaf"),
+    "opt_state": ([3, {}, "state", True], "a list of arrays, or null"),
+    "opt_state[0]": ([None, [], 3], "a JSON object"),
+    "opt_state[0].path": ([None, 3], "a text"),
+    "opt_state[0].shape": ([None, 3, [-1], [math.nan]], "a list of sizes"),
+    "opt_state[0].dtype": ([None, "bool33"], "the name of a dtype"),
+    "opt_state[0].part": ([True, -1, 1.0, "rows", []], "rows, a number of elements, or null"),
+    "frozen": ([{}, {"compact": [0] * 4}], "those of the frozen leaves"),
+    "frozen['key']": ([None, [], [0] * 3, [0] * 5, [2**32] * 4, [-1] * 4, [0.0] * 4, ["0"] * 4, 0], "4 numbers"),
+}
+
+
+class TestDamagedRecords:
+    """Each is a ``ValueError`` with the field at fault, and one message on the command line."""
+
+    @pytest.fixture
+    def refused(self, recorded, capsys):
+        """A function that says with which message a record is refused, by both that read it."""
+        directory, file, text = recorded
+
+        def refused(damaged):
+            file.write_text(damaged)
+            with pytest.raises(ValueError, match="damaged") as caught:
+                checkpoint.restore(directory, TREE, opt_state=TREE_TX.init(TREE))
+            capsys.readouterr()
+            assert main([str(directory)]) == 2
+            assert capsys.readouterr() == ("", f"error: {caught.value}\n")
+            return str(caught.value)
+
+        yield refused
+        file.write_text(text)
+
+    @pytest.mark.parametrize("field", FIELDS)
+    def test_a_field_that_is_wrong(self, recorded, refused, field):
+        wrong, expected = FIELDS[field]
+        for value in wrong:
+            told = refused(json.dumps(put(json.loads(recorded[2]), field, value)))
+            assert f"/1/spec: {field}\n" in told
+            assert re.search(rf"\n  expected: {re.escape(expected)}", told)
+
+    def test_a_field_that_is_missing(self, recorded, refused):
+        fields = ["format", "leaves", "opt_state", "frozen"]
+        fields += [f"leaves[5].{name}" for name in ("path", "shape", "dtype", "frozen")]
+        fields += [f"leaves[5].frozen.{name}" for name in ("axis", "rows", "train")]
+        fields += ["leaves[0].frozen.count", *(f"opt_state[3].{name}" for name in ("path", "shape", "dtype", "part"))]
+        for field in fields:
+            told = refused(json.dumps(put(json.loads(recorded[2]), field)))
+            assert f"/1/spec: {field}\n  got: nothing\n" in told
+
+    @pytest.mark.parametrize("field", ["frozen['rows']", "leaves[0]"])
+    def test_a_leaf_or_its_fingerprint_is_missing(self, recorded, refused, field):
+        assert "/1/spec: frozen\n" in refused(json.dumps(put(json.loads(recorded[2]), field)))
+
+    def test_two_leaves_with_one_path(self, recorded, refused):
+        told = refused(json.dumps(put(json.loads(recorded[2]), "leaves[0].path", "rows")))
+        assert re.search(r"spec: leaves\n(.|\n)*a path of its own", told)
+
+    @pytest.mark.parametrize("top", [[], None, 3, "record", math.nan, True])
+    def test_another_type_at_the_top(self, refused, top):
+        assert "/1/spec: the whole file\n" in refused(json.dumps(top))
+
+    @pytest.mark.parametrize("text", ["", "{", "record", "{'format': 1}", "\x00", "[" * 100_000])
+    def test_what_is_no_json(self, refused, text):
+        assert "at spec: " in refused(text)
+
+    def test_half_of_the_file(self, recorded, refused):
+        assert "JSONDecodeError at spec: " in refused(recorded[2][: len(recorded[2]) // 2])
+
+    def test_as_a_program(self, recorded):
+        directory, file, text = recorded
+        file.write_text("{}")
+        try:
+            command = [sys.executable, "-m", "optax_freeze", str(directory)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        finally:
+            file.write_text(text)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: the record of the checkpoint is damaged\n  at: ")
+        assert len(done.stderr.splitlines()) == 5
+
+    @given(st.data())
+    @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    def test_any_change_is_refused_or_of_no_effect(self, recorded, data):
+        directory, file, text = recorded
+        record = json.loads(text)
+        node, key = data.draw(st.sampled_from(list(nodes(record))))
+        junk = st.none() | st.booleans() | st.integers(-3, 5) | st.integers() | st.floats() | st.text(max_size=8)
+        junk |= st.lists(st.integers(-1, 5), max_size=4) | st.just({}) | st.sampled_from(PARTS)
+        change = data.draw(st.sampled_from(["replace", "remove", "add"]))
+        if change == "replace":
+            node[key] = data.draw(junk)
+        elif change == "remove":
+            del node[key]
+        elif isinstance(node, dict):
+            node[data.draw(st.text(max_size=3))] = data.draw(junk)
+        else:
+            node.insert(key, data.draw(junk))
+        file.write_text(json.dumps(record))
+        state = TREE_TX.init(TREE)
+        base = {**TREE, "live": -TREE["live"]}
+        try:
+            restored = checkpoint.restore(directory, base, opt_state=state)
+        except ValueError as error:
+            assert str(error).count("\n") == 4  # noqa: PT017
+        else:
+            assert bits(restored) == bits((TREE, state))
+        finally:
+            file.write_text(text)
+
+
+def put(record, field, *value):
+    """A record with another value at a field like ``leaves[0].shape``, or without the field."""
+    *steps, last = [json.loads(index) if index else name for name, index in re.findall(r"(\w+)|\[(\d+)", field)]
+    node = record
+    for step in steps:
+        node = node[step]
+    if value:
+        node[last] = value[0]
+    else:
+        del node[last]
+    return record
+
+
+def nodes(tree):
+    """Every place in a tree of lists and dicts, as a container and a key in it."""
+    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield tree, key
+        if isinstance(child, dict | list):
+            yield from nodes(child)
 
 
 def test_the_record_is_readable(base, tmp_path):

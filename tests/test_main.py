@@ -97,6 +97,19 @@ class TestWhereItLooks:
         manage(tmp_path, [9, 10], default={"old": jnp.ones(2)})
         assert lines(capsys, tmp_path / "9") == lines(capsys, tmp_path) == lines(capsys, tmp_path / "10" / "default")
 
+    @pytest.mark.parametrize("name", ["²", "٣", "⑦", "+12", "1_2", "x12"])
+    def test_a_directory_that_is_not_a_step(self, tmp_path, capsys, name):
+        manage(tmp_path, [1, 2], default={"w": jnp.ones(2)})
+        shown = lines(capsys, tmp_path)
+        (tmp_path / name).mkdir()
+        assert lines(capsys, tmp_path) == shown
+
+    def test_a_foreign_item_named_spec(self, tmp_path, capsys):
+        with ocp.CheckpointManager(tmp_path) as manager:
+            items = {"params": ocp.args.StandardSave({"w": jnp.ones(2)}), "spec": ocp.args.JsonSave({"leaves": 3})}
+            manager.save(0, args=ocp.args.Composite(**items))
+        assert lines(capsys, tmp_path)[2].split()[0] == "w"
+
     def test_the_item_named_params(self, tmp_path, capsys):
         manage(tmp_path, [0], params={"w": jnp.ones(2)}, opt_state={"m": jnp.ones(9)})
         assert lines(capsys, tmp_path, "--freeze", "w")[2].split()[0] == "w"
@@ -190,6 +203,12 @@ class TestWrongInput:
         assert done.returncode == 2
         assert "a damaged checkpoint" in done.stderr
         assert "fix: give another step, or write it again" in done.stderr
+
+    @pytest.mark.parametrize("text", ["", "{}", "[]", "null", "[" * 100_000, '{"tree_metadata": {"a": {}}}'])
+    def test_damaged_shapes(self, tmp_path, capsys, text):
+        write(tmp_path / "base", PARAMS)
+        (tmp_path / "base" / "_METADATA").write_text(text)
+        assert "a damaged checkpoint" in refused(capsys, tmp_path / "base")
 
     @pytest.mark.parametrize("wrong", [("--freeze", "head", "--only", "head"), ("--depth", "few"), ()])
     def test_arguments_that_do_not_parse(self, base, wrong, capsys):
