@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tx = _optimizer(args.optimizer) if args.optimizer else None
         found = fz.summary(shapes, frozen, tx, depth=args.depth)
     except (OSError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        lines = map(_tree.printable, f"error: {error}".split("\n"))  # an error may be that of another library
+        print(*lines, sep="\n", file=sys.stderr)
         return 2
     if sys.stdout.isatty():
         from rich import print as show
@@ -190,7 +191,7 @@ def _optimizer(name: str) -> optax.GradientTransformation:
     try:
         tx = factory(1e-3)
     except Exception as error:
-        got = f"{type(error).__name__}: {error}"
+        got = f"{type(error).__name__}: {_tree.in_one_line(error)}"
         raise ValueError(_no_optimizer(name, got, "call fz.summary with one that you have made")) from error
     if not isinstance(tx, optax.GradientTransformation):
         raise ValueError(_no_optimizer(name, _tree.described(tx), "give the name of an optimizer, as adamw"))

@@ -14,7 +14,7 @@ from optax_freeze._parts import RowIndex
 from optax_freeze._resolve import Resolved, Spec
 from optax_freeze._restrict import fill, in_parts, refuse_no_function
 from optax_freeze._split import Origin
-from optax_freeze._tree import PyTree, is_array
+from optax_freeze._tree import PyTree, is_array, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,10 @@ class LeafExplanation:
 
     def __str__(self) -> str:
         verdict = "in parts throughout" if self.merged is None else f"merged by {self.merged}"
-        lines = [f"{self.path or '(the root)'}: {self.trainable_rows} of {self.rows} rows train; {verdict}"]
-        return "\n".join([*lines, *(f"  in parts: {operation}" for operation in self.in_parts)])
+        path = self.path or "(the root)"
+        lines = [f"{path}: {self.trainable_rows} of {self.rows} rows train; {verdict}"]
+        lines += [f"  in parts: {operation}" for operation in self.in_parts]
+        return "\n".join(map(printable, lines))
 
 
 @dataclasses.dataclass(frozen=True)

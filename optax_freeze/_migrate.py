@@ -38,7 +38,7 @@ class Migration:
 
     def __str__(self) -> str:
         lists = dataclasses.asdict(self).items()
-        return "\n".join(f"{name}: {', '.join(places) or 'nothing'}" for name, places in lists)
+        return "\n".join(f"{name}: {', '.join(map(_tree.printable, places)) or 'nothing'}" for name, places in lists)
 
 
 @overload

@@ -76,7 +76,7 @@ def reading(step: str, item: str) -> Iterator[None]:
             message(
                 "the checkpoint cannot be read",
                 at=step,
-                got=f"{type(error).__name__} at {item}: {' '.join(str(error).split())[:300]}",
+                got=f"{type(error).__name__} at {item}: {_tree.in_one_line(error)[:300]}",
                 expected="all that checkpoint.save wrote",
                 fix="it is damaged, or was written by something else: restore another step",
             )

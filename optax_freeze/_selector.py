@@ -320,7 +320,7 @@ def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
         misfit = "positional argument" in str(error)
         raise TypeError(
             message(
-                f"{name} failed on shapes: {error}",
+                f"{name} failed on shapes: {_tree.in_one_line(error)}",
                 at=at,
                 got="a function of other arguments" if misfit else "a function that looks at values",
                 expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",

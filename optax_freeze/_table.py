@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from optax_freeze._tree import printable
+
 
 class Row(NamedTuple):
     """One leaf, or several summed up; ``shape`` and ``dtype`` are None for what is no array, and where they differ."""
@@ -165,11 +167,6 @@ def _status(elements: int, frozen: int) -> str:
     if frozen == elements:
         return "frozen" if elements else ""
     return f"{elements - frozen:,} train ({share(elements - frozen, elements)})" if frozen else "trains"
-
-
-def printable(cell: str) -> str:
-    """A cell on one line: a key may hold a line break, or what a terminal takes for a command."""
-    return cell if cell.isprintable() else repr(cell)
 
 
 def share(part: int, whole: int) -> str:

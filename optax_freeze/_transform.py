@@ -166,7 +166,7 @@ def freeze(
                 raise
             raise (TypeError if isinstance(error, TypeError) else ValueError)(
                 message(
-                    f"the optimizer inside fz.freeze failed, and was given no parameters: {error}",
+                    f"the optimizer inside fz.freeze failed, and was given no parameters: {_tree.in_one_line(error)}",
                     at="update",
                     got="params=None",
                     expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",

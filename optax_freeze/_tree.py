@@ -379,8 +379,24 @@ def a(name: str) -> str:
     return f"a{'n' * (name[0] in 'aeiouAEIOU')} {name}"
 
 
-def message(what: str, *, at: str, got: Any, expected: Any, fix: str) -> str:
-    """The text of an error: what is wrong, at which path, got against expected, the likely fix.
+def printable(text: str) -> str:
+    """Text that may hold names, on one line: a key can hold a line break, or what a terminal takes for a command.
+
+    >>> print(printable("encoder/kernel"), printable("\\x1b[31mred"))
+    encoder/kernel '\\x1b[31mred'
+    """
+    return text if text.isprintable() else repr(text)
+
+
+def in_one_line(error: Exception) -> str:
+    """The text of another error, to stand within a message."""
+    return " ".join(str(error).split())
+
+
+def message(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str) -> str:
+    """The text of an error: what is wrong, at which path or paths, got against expected, the likely fix.
+
+    Every name in an error passes through here, so that each part is made :func:`printable`.
 
     >>> print(message("a leaf is missing", at="encoder/kernel", got="nothing", expected="an array", fix="add it"))
     a leaf is missing
@@ -389,4 +405,6 @@ def message(what: str, *, at: str, got: Any, expected: Any, fix: str) -> str:
       expected: an array
       fix: add it
     """
-    return f"{what}\n  at: {at or '(the root)'}\n  got: {got}\n  expected: {expected}\n  fix: {fix}"
+    places = "\n      ".join(map(printable, [at] if isinstance(at, str) else at))
+    what, got, expected, fix = (printable(str(part)) for part in (what, got, expected, fix))
+    return f"{what}\n  at: {places or '(the root)'}\n  got: {got}\n  expected: {expected}\n  fix: {fix}"

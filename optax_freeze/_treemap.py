@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_freeze._table import Row, natural, nested, printable, share
-from optax_freeze._tree import message
+from optax_freeze._table import Row, natural, nested, share
+from optax_freeze._tree import message, printable
 
 FROZEN, TRAINABLE = "#0072B2", "#E69F00"
 

@@ -83,7 +83,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         raise AssertionError(
             message(
                 f"{len(moved)} of {len(olds)} frozen leaves moved",
-                at="\n      ".join(told),
+                at=told,
                 got="other bits than before",
                 expected="the same bits wherever `frozen` says so",
                 fix="put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) says what moves them",

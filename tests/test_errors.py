@@ -1,12 +1,22 @@
 """Wrong calls over the whole public interface: each gives the message that `docs/errors.md` shows for it."""
 
+import io
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
 import pytest
+import rich.console
+from flax import nnx
 from test_package import PUBLIC
 
 import optax_freeze as fz
+import optax_freeze.nnx as fnnx
+from optax_freeze import checkpoint
+from optax_freeze.__main__ import main
 
 INTRODUCTION, *SECTIONS = re.split(r"^## ", pathlib.Path("docs/errors.md").read_text(), flags=re.MULTILINE)
 [VALUES] = re.findall(r"```python\n(.*?)```", INTRODUCTION, re.DOTALL)
@@ -37,3 +47,149 @@ def test_every_call_on_the_page_is_tested():
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not isinstance(getattr(fz, name), type)])
 def test_every_public_function_refuses_something(name):
     assert any(re.search(rf"\bfz\.{name}\(", call) for call, _, _ in CALLS.values())
+
+
+NAMES = ("\x1b[31mred", "a\nb", "\u202eback", "\x9b1m", "line\u2028end", "tab\t", "\x07")
+
+
+def tree(value=1.0):
+    return {name: jnp.full((3, 2), value) for name in NAMES}
+
+
+def both(frozen):
+    """A spec that freezes one leaf alone."""
+    return {name: frozen if name == NAMES[0] else False for name in NAMES}
+
+
+class Holder:
+    """What a Keras variable looks like."""
+
+    shape, dtype = (2,), "float32"
+
+
+def shared():
+    one = jnp.ones(2)
+    return dict.fromkeys(NAMES, one)
+
+
+def module():
+    model = nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    setattr(model, NAMES[0], nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    return model
+
+
+def updated(frozen, grads):
+    tx = fz.freeze(optax.adam(0.1), frozen)
+    return tx.update(grads, tx.init(tree()), tree())
+
+
+def migrated(before, after, shape=(3, 2)):
+    params = {name: jnp.ones(shape) for name in NAMES}
+    state = fz.freeze(optax.adam(0.1), before).init(tree())
+    return fz.migrate(state, fz.freeze(optax.adam(0.1), after), params, report=True)[1]
+
+
+def shown_by_rich(found):
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    console.print(found)
+    return console.file.getvalue()
+
+
+def leaky():
+    return optax.masked(optax.adamw(0.1), both(False))
+
+
+def read_rows(params):
+    return jnp.sort(params[NAMES[0]], axis=0).sum()
+
+
+OUTPUTS = {
+    "a pattern": lambda: fz.partition(tree(), "red"),
+    "a regex": lambda: fz.partition(tree(), fz.regex("b.*k")),
+    "another structure": lambda: fz.partition(tree(), dict.fromkeys(NAMES[1:], True)),
+    "rows out of range": lambda: fz.partition(tree(), both(fz.rows([7]))),
+    "a mask of another shape": lambda: fz.partition(tree(), both(jnp.ones((2, 2), bool))),
+    "no bool": lambda: fz.partition(tree(), both("frozen")),
+    "one path twice": lambda: fz.partition({NAMES[0]: {"x": 1.0}, f"{NAMES[0]}/x": 1.0}, True),
+    "keys that do not sort": lambda: fz.partition({NAMES[0]: 1.0, 1: 1.0}, True),
+    "tied": lambda: fz.freeze(optax.sgd(0.1), both(True)).init(shared()),
+    "no array": lambda: fz.partition({NAMES[0]: Holder()}, True),
+    "a function that fails": lambda: fz.partition(tree(), fz.where(lambda path, leaf: getattr(leaf, path))),
+    "labels": lambda: fz.labels_by_path({"red": "slow"}, default="fast")(tree()),
+    "combine": lambda: fz.combine(fz.partition(tree(), both(True))[0], {NAMES[0]: jnp.ones(2)}),
+    "apply_updates": lambda: fz.apply_updates(tree(), {NAMES[0]: jnp.ones(1)}),
+    "other gradients": lambda: updated(both(True), {NAMES[0]: jnp.ones((3, 2))}),
+    "groups": lambda: fz.freeze_when(optax.sgd(0.1), {"red": False}).init(tree()),
+    "a switch": lambda: fz.set_frozen(
+        fz.freeze_when(optax.sgd(0.1), dict.fromkeys(NAMES, False)).init(tree()), {"no": True}
+    ),
+    "assert_frozen": lambda: fz.assert_frozen(tree(), tree(2.0), True),
+    "assert_frozen, other trees": lambda: fz.assert_frozen(tree(), {NAMES[0]: jnp.ones(2)}, True),
+    "audit": lambda: str(fz.audit(leaky(), tree(), dict.fromkeys(NAMES, True) | {NAMES[1]: False})),
+    "audit that raises": lambda: fz.audit(leaky(), tree(), both(True)).raise_for_leaks(),
+    "explain": lambda: str(fz.explain(read_rows, tree(), both(fz.rows([0])))),
+    "migrate": lambda: str(migrated(both(True), both(False))),
+    "migrate what does not fit": lambda: migrated(False, False, (4, 2)),
+    "summary": lambda: str(fz.summary(tree(), both(fz.rows([0])), optax.adam(0.1))),
+    "summary in HTML": lambda: fz.summary(tree(), both(True))._repr_html_(),
+    "summary by rich": lambda: shown_by_rich(fz.summary(tree(), both(True))),
+    "nnx": lambda: fnnx.freeze(module(), "red"),
+}
+
+
+def output_of(call):
+    try:
+        return call()
+    except Exception as error:
+        return str(error)
+
+
+def assert_clean(text):
+    assert isinstance(text, str)
+    assert not any(name in text for name in NAMES)
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_name_does_not_command_a_terminal(name):
+    text = output_of(OUTPUTS[name])
+    assert re.search(r"red|back|a\\nb|\\x07", text)
+    assert_clean(text)
+
+
+def test_nor_does_it_from_a_checkpoint(tmp_path, capsys):
+    checkpoint.save(tmp_path / "run", tree(), both(True), step=0, opt_state=optax.adam(0.1).init(tree()))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "base", {NAMES[0]: tree(), "params": 1.0})
+    for base in (tree(2.0), {NAMES[0]: jnp.ones(1)}, {name: jnp.ones((4, 2)) for name in NAMES}):
+        with pytest.raises(ValueError, match=r"red|\\x07") as caught:
+            checkpoint.restore(tmp_path / "run", base)
+        assert_clean(str(caught.value))
+    with pytest.raises(ValueError, match=r"red|\\x07") as caught:
+        checkpoint.restore(tmp_path / "run", tree(), opt_state=optax.adam(0.1).init(both(1.0)))
+    assert_clean(str(caught.value))
+    record = tmp_path / "run" / "0" / "spec" / "metadata"
+    for argv in (
+        ["run"],
+        ["run", "--freeze", "red"],
+        ["base", "--params", "red"],
+        ["base", "--freeze", "red"],
+        ["bas"],
+    ):
+        main([str(tmp_path / argv[0]), *argv[1:]])
+        printed = capsys.readouterr()
+        assert printed.out or printed.err
+        assert_clean(printed.out + printed.err)
+    record.write_text(record.read_text().replace("[31mred", "[32mred", 1))
+    main([str(tmp_path / "run")])
+    printed = capsys.readouterr().err
+    assert "damaged" in printed
+    assert_clean(printed)
+
+
+def test_patterns_match_the_real_names():
+    trainable, _ = fz.partition(tree(), fz.path(NAMES[0].replace("[", "[[]"), NAMES[1]))
+    assert [name for name in NAMES if isinstance(trainable[name], optax.MaskedNode)] == [*NAMES[:2]]
+    with pytest.raises(ValueError, match="matches no leaf"):
+        fz.partition(tree(), repr(NAMES[1]))
+    assert jax.tree.leaves(fz.labels(NAMES[1])(tree())).count("frozen") == 1
