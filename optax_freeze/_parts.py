@@ -278,13 +278,15 @@ def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
     if isinstance(choice, Rows):
         return _resolve_rows(choice, leaf), HOLE
     if tuple(choice.array.shape) != leaf.shape:
+        traced = choice.array.shape == () and not is_concrete(choice.array)
         raise ValueError(
             message(
-                "an element mask of another shape than its leaf",
+                "a bool that is traced" if traced else "an element mask of another shape than its leaf",
                 at=leaf.path,
-                got=f"a mask of shape {tuple(choice.array.shape)}",
-                expected=f"{leaf.shape}, the shape of the leaf",
-                fix="broadcast it: jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
+                got="a boolean without a value" if traced else f"a mask of shape {tuple(choice.array.shape)}",
+                expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
+                fix=f"{'give the bool outside jit, or' if traced else 'broadcast it:'} "
+                "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
             )
         )
     if choice.compact and choice.count is None:

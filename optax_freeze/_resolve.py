@@ -12,19 +12,18 @@ missing, of other dtypes and at other paths by then.
 import collections
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from optax_freeze import _tree
-from optax_freeze._masks import Elements, Rows
+from optax_freeze._masks import Elements
 from optax_freeze._parts import Answer, Dense, RowIndex, resolve_mask
-from optax_freeze._select import as_choice
-from optax_freeze._selector import Choice, Selector, as_selector, ask_without_values, is_patterns
+from optax_freeze._prefix import from_function, from_prefix
+from optax_freeze._selector import Choice, Selector, as_selector, is_patterns
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
@@ -47,7 +46,8 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
         bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
-      TypeError: if a function of the spec looks at values, or a leaf holds an array and is none (a Keras variable).
+      TypeError: if a function of the spec takes paths, returns one bool for the whole tree or looks at values, or if a
+        leaf holds an array and is none (a Keras variable).
 
     Example:
       >>> import optax_freeze as fz
@@ -237,70 +237,9 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
             )
         )
     if callable(frozen) and not isinstance(frozen, type(params)):  # an Equinox module is a tree that can be called
-        function: Callable[[PyTree], PyTree] = frozen
-        values, treedef = _tree.flatten(params)
-        structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
-        shapes = jax.tree.unflatten(treedef, structs)
-        answer = ask_without_values(lambda: function(shapes), _tree.described(function), "frozen")
-        return _from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)
-    return _from_prefix(frozen, params)
-
-
-def _from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
-    choices, treedef = _tree.flatten(prefix, _is_choice)
-    try:
-        subtrees = treedef.flatten_up_to(params)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(_no_fit(prefix, params)) from error
-    answers: list[Choice] = []
-    for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
-        both_holes = _tree.is_hole(choice) and _tree.is_hole(subtree)
-        answers += [True if both_holes else as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
-    return answers
-
-
-def _is_choice(node: Any) -> bool:
-    return isinstance(node, (Rows, Elements, Selector)) or _tree.is_hole(node)
-
-
-def _prefix_paths(prefix: PyTree) -> list[str]:
-    marked = jax.tree.map(lambda choice: True, prefix, is_leaf=_is_choice)
-    return _tree.paths(marked)
-
-
-def _no_fit(prefix: PyTree, params: PyTree) -> str:
-    covers, covered = _prefix_paths(prefix), _tree.paths(params)
-    bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
-    loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
-    if bare or loose:
-        at = (bare + loose)[0]
-        missing = [f"no entry for {bare[:3]}"] if bare else []
-        got = "; ".join(missing + ([f"an entry for {loose[:3]}, where the parameters have nothing"] if loose else []))
-    else:
-        at, got = "", f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
-    fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
-    if isinstance(params, (str, Selector)):
-        got = f"{params!r}, and no tree of parameters"
-        fix = f"swap the arguments: {params!r} is what is frozen, and came where the parameters belong"
-    elif isinstance(prefix, optax.GradientTransformation):
-        fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
-    elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
-        fix = "combine patterns and selectors by |: fz.path('a') | fz.where(fn)"
-    elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
-        fix = "to name some paths alone, with patterns too: fz.rules({'encoder/**': True}), or just 'encoder/**'"
-    elif not covers:
-        fix = "nothing is named: for nothing frozen give False"
-    return message(
-        "`frozen` does not fit the parameters",
-        at=at,
-        got=got,
-        expected=f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})",
-        fix=fix,
-    )
-
-
-def _is_above(prefix: str, path: str) -> bool:
-    return not prefix or path == prefix or path.startswith(prefix + "/")
+        answer = from_function(frozen, params, leaves)
+        return from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)
+    return from_prefix(frozen, params)
 
 
 def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[tuple[Answer, Any]]) -> None:

@@ -180,7 +180,7 @@ def distinct(name: str, patterns: Any) -> list[Any]:
 
 def as_choice(value: Any, at: str) -> Choice:
     """A bool or an element mask as it is, a boolean array as one; a ``ValueError`` for anything else."""
-    if isinstance(value, (bool, np.bool_)):
+    if _tree.is_bool(value):
         return bool(value)
     if isinstance(value, (Rows, Elements)):
         return value
@@ -193,6 +193,8 @@ def as_choice(value: Any, at: str) -> Choice:
         fix = "a tree holds neither labels nor patterns: fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
     elif isinstance(value, (set, frozenset)):
         fix = "unpack it: fz.path(*patterns)"
+    elif callable(value):
+        fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
     raise ValueError(
         message(
             f"{kind} where a bool belongs",

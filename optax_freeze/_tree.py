@@ -156,6 +156,13 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def is_bool(value: Any) -> bool:
+    """Whether ``value`` is one bool: of Python, of NumPy, or a boolean array without axes and with a value."""
+    if is_concrete(value):
+        return value.dtype == np.bool_ and value.shape == ()
+    return isinstance(value, (bool, np.bool_))
+
+
 def is_concrete(leaf: Any) -> bool:
     """Whether ``leaf`` is an array with values of its own, and not a tracer, which JAX reuses freely."""
     return isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
@@ -243,7 +250,12 @@ def paths(tree: PyTree) -> list[str]:
 
 def keystr(key: Sequence[Any]) -> str:
     """``encoder/layer_0/kernel`` for a JAX key path: ``jax.tree_util.keystr``, simple, in a third of its time."""
-    return "/".join([str(getattr(entry, _NAME[type(entry)]) if type(entry) in _NAME else entry) for entry in key])
+    return "/".join([str(name_of(entry)) for entry in key])
+
+
+def name_of(entry: Any) -> Any:
+    """The key, index or field name that one entry of a JAX key path holds."""
+    return getattr(entry, _NAME[type(entry)]) if type(entry) in _NAME else entry
 
 
 _NAME: dict[type, str] = {

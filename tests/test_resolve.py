@@ -2,6 +2,9 @@
 
 import collections
 import dataclasses
+import fnmatch
+import functools
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -50,6 +53,41 @@ class TestForms:
             "bias": False,
         }
 
+    @pytest.mark.parametrize("of", [np.array, jnp.array, np.bool_])
+    def test_boolean_scalars_are_bools(self, other, of):
+        expected = fz.resolve({"encoder": True, "head": False}, other)
+        assert fz.resolve({"encoder": of(True), "head": of(False)}, other) == expected
+        assert fz.resolve(fz.rules({"encoder": of(True)}, default=of(False)), other) == expected
+        assert fz.resolve(lambda shapes: {"encoder": of(True), "head": of(False)}, other) == expected
+        assert fz.resolve(of(True), other) == fz.resolve(True, other)
+        jax.jit(functools.partial(fz.partition, frozen={"encoder": of(True), "head": False}))(other)
+
+    def test_a_traced_boolean_scalar_is_refused_where_it_is_no_mask(self, other):
+        with pytest.raises(ValueError, match=r"a bool that is traced\n  at: encoder/bias\n(.|\n)*outside jit"):
+            jax.jit(lambda frozen: fz.partition(other, {"encoder": frozen, "head": False}))(True)
+
+    @pytest.mark.parametrize("of", [np.array, jnp.array])
+    def test_the_boolean_scalar_of_a_scalar_leaf_is_a_mask_that_may_change(self, of):
+        params = {"scale": jnp.float32(1), "w": jnp.ones(2)}
+        tx = fz.freeze(optax.sgd(1.0), {"scale": of(True), "w": of(False)})
+        state = tx.init(params)
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        assert (float(updates["scale"]), updates["w"].tolist()) == (0, [-1, -1])
+        state = jax.jit(lambda frozen: fz.replace_masks(state, {"scale": frozen}))(False)
+        assert float(tx.update(jax.tree.map(jnp.ones_like, params), state, params)[0]["scale"]) == -1
+
+    @pytest.mark.parametrize("a", [dict, flax.core.FrozenDict, collections.OrderedDict])
+    @pytest.mark.parametrize("b", [dict, flax.core.FrozenDict, collections.OrderedDict])
+    def test_mappings_of_the_same_keys_are_the_same_structure(self, a, b):
+        params = a(z=a(kernel=jnp.ones(2), bias=jnp.ones(1)), layers=[a(k=jnp.ones(3)), a()])
+        answers = fz.resolve(b(layers=[b(k=True), b()], z=b(bias=False, kernel=True)), params)
+        assert jax.tree.structure(answers) == jax.tree.structure(params)
+        assert answers["z"]["kernel"] is answers["layers"][0]["k"] is True
+        assert answers["z"]["bias"] is False
+        assert jax.tree.leaves(fz.resolve(b(z=True, layers=[False, True]), params)["z"]) == [True, True]
+        with pytest.raises(ValueError, match=r"does not fit(.|\n)*at: layers"):
+            fz.resolve(b(z=True), params)
+
     def test_callable_sees_shapes_alone(self, other):
         def spec(shapes):
             assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
@@ -57,7 +95,7 @@ class TestForms:
 
         assert fz.resolve(spec, other) == fz.resolve(True, other)
         assert fz.resolve(lambda shapes: {"encoder": True, "head": False}, other)["encoder"]["bias"] is True
-        assert fz.resolve(lambda shapes: True, other) == fz.resolve(True, other)
+        assert fz.resolve(lambda shapes: jax.tree.map(lambda leaf: leaf.ndim == 1, shapes), jnp.ones(2)) is True
         assert fz.resolve(lambda shapes: fz.path("encoder"), other) == fz.resolve("encoder", other)
 
     def test_shape_structs_are_enough(self, other):
@@ -231,7 +269,6 @@ class TestRefusals:
             (Pair(True, False), "does not fit"),
             (None, "does not fit"),
             ({"encoder": None, "head": True}, "at: encoder/"),
-            (flax.core.freeze({"encoder": True, "head": True}), "same containers"),
             ({"encoder": {"kernel": True, "bias": {"deep": True}}, "head": True}, "at: encoder/bias"),
         ],
         ids=repr,
@@ -258,6 +295,57 @@ class TestRefusals:
     def test_a_callable_that_looks_at_values(self, other):
         with pytest.raises(TypeError, match="looks at values"):
             fz.resolve(lambda params: jax.tree.map(lambda leaf: bool((leaf > 0).all()), params), other)
+
+    @pytest.mark.parametrize("answer", [True, np.False_, jnp.array(True), np.array(False)], ids=repr)
+    @pytest.mark.parametrize(
+        "use",
+        [
+            fz.resolve,
+            lambda frozen, params: fz.partition(params, frozen),
+            lambda frozen, params: fz.freeze(optax.sgd(1.0), frozen).init(params),
+            lambda frozen, params: fz.masked_zero_updates(frozen).init(params),
+            lambda frozen, params: fz.labels(frozen)(params),
+            lambda frozen, params: fz.grad(lambda params: params["head"].sum(), frozen)(params),
+            lambda frozen, params: fz.stop_gradient(params, frozen),
+            lambda frozen, params: fz.summary(params, frozen),
+        ],
+    )
+    def test_a_callable_that_returns_one_bool(self, other, answer, use):
+        with pytest.raises(TypeError, match=r"got: (True|False), one bool for the whole tree\n(.|\n)*fz\.where\("):
+            use(lambda params: answer, other)
+
+    @pytest.mark.parametrize(
+        ("function", "got"),
+        [
+            (lambda path: "encoder" in path, "one bool"),
+            (lambda path: path == "head", "one bool"),
+            (lambda path: path.startswith("encoder"), "'startswith'"),
+            (lambda path: path.split("/")[-1] == "bias", "'split'"),
+            (lambda path: bool(re.match("encoder", path)), "expected string"),
+            (lambda path: fnmatch.fnmatch(path, "encoder*"), "expected str"),
+            (lambda leaf: leaf.ndim == 1, "'ndim'"),
+            (lambda path, leaf: True, "other arguments"),
+            (lambda path, leaf, more=1: leaf.ndim == 1, "other arguments"),
+            (lambda: True, "other arguments"),
+            (functools.partial(lambda prefix, path: path.startswith(prefix), "encoder"), "'startswith'"),
+        ],
+    )
+    def test_a_callable_of_paths_or_leaves(self, other, function, got):
+        with pytest.raises(TypeError, match=rf"not a function of the tree(.|\n)*{got}(.|\n)*fz\.where\("):
+            fz.resolve(function, other)
+
+    def test_a_callable_that_mistypes_a_name_is_not_taken_for_one_of_leaves(self):
+        with pytest.raises(TypeError, match=r"failed on shapes: .*'encodr'"):
+            fz.resolve(lambda module: module.encodr, Layer(jnp.ones(1), jnp.ones(1)))
+
+    def test_a_callable_whose_signature_python_does_not_know(self, other):
+        with pytest.raises(TypeError, match="one bool"):
+            fz.resolve(functools.partial(bool), other)
+
+    def test_a_callable_in_a_tree(self, other):
+        for leaf in (lambda path: True, lambda path, leaf: True):
+            with pytest.raises(ValueError, match=r"where a bool belongs\n  at: head(.|\n)*fz\.where\("):
+                fz.resolve({"encoder": True, "head": leaf}, other)
 
     def test_a_callable_that_returns_labels(self, other):
         with pytest.raises(ValueError, match="a str where a bool belongs"):

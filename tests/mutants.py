@@ -1,0 +1,66 @@
+"""One-line mutants of the package, each of which the tests must notice: `make mutants`.
+
+Each mutant replaces one piece of source text in a copy of the working tree and runs the tests named beside it. A mutant that
+survives is a behaviour that no test holds. Not part of `make test`: a run takes about half an hour on two cores.
+`tests/mutants.py NAME...` runs those whose file or text contains one of the names.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parent.parent
+COPIED = ("optax_freeze", "tests", "docs", "examples", "pyproject.toml", "README.md", "Makefile")
+
+
+class Mutant(NamedTuple):
+    """``old`` stands once in ``optax_freeze/<file>`` and is replaced by ``new``; ``tests`` are arguments of pytest."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = [
+]
+
+
+def run(mutant: Mutant) -> str:
+    """``killed``, ``survived``, or why the mutant could not be run."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+        copy = pathlib.Path(directory)
+        for name in COPIED:
+            source = ROOT / name
+            shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy / name)
+        path = copy / "optax_freeze" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            return f"stands {text.count(mutant.old)} times in {mutant.file}, not once"
+        path.write_text(text.replace(mutant.old, mutant.new))
+        environment = {**os.environ, "PYTHONPATH": directory, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()]
+        done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    # 1 is "tests failed"; anything else but 0 says that the command itself is wrong, which kills nothing.
+    return {0: "survived", 1: "killed"}.get(done.returncode, f"pytest exited with {done.returncode}: {done.stdout[-500:]}")
+
+
+def main(names: list[str]) -> int:
+    """Runs the mutants, two at a time, and returns how many were not killed."""
+    chosen = [m for m in MUTANTS if not names or any(name in m.file or name in m.old for name in names)]
+    left = 0
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for mutant, outcome in zip(chosen, pool.map(run, chosen), strict=True):
+            left += outcome != "killed"
+            print(f"{outcome:9} {mutant.file}: {mutant.old.strip()!r} -> {mutant.new.strip()!r}", flush=True)
+    print(f"{len(chosen) - left} of {len(chosen)} mutants killed")
+    return left
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
