@@ -1,4 +1,4 @@
-"""A tree of bools and element masks for the parameters: of their structure or a prefix of it, or a function that makes one.
+"""A tree of bools and element masks, of the parameters' structure or a prefix of it, or a function that makes one.
 
 The shape of an Optax mask, with True for frozen. Optax takes a boolean array without axes for a bool, and so does this.
 """
@@ -77,7 +77,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 def _took_it_for_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
     """Whether a function failed since it was given a tree, and wanted a path or a ``jax.ShapeDtypeStruct``."""
     if isinstance(error, AttributeError):
-        return error.obj is tree and any(hasattr(kind, error.name) for kind in (str, jax.ShapeDtypeStruct))
+        return error.obj is tree and error.name in {*dir(str), *dir(jax.ShapeDtypeStruct)}
     return "expected str" in str(error)  # `re.match` and `fnmatch` on a dict
 
 

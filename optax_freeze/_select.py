@@ -31,7 +31,8 @@ def path(*patterns: str) -> Selector:
 
     Raises:
       TypeError: if a pattern is not a string.
-      ValueError: if there is no pattern, or ``**`` shares its segment with something else.
+      ValueError: if there is no pattern, ``**`` shares its segment with something else, or brackets hold numbers of
+        several digits (``layer_[0-11]``), which they cannot match.
 
     Example:
       >>> import optax_freeze as fz
@@ -219,13 +220,16 @@ def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
         )
     for pattern in patterns:
         if not isinstance(pattern, str):
+            fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"
+            if isinstance(pattern, Selector):
+                fix = f"a selector stands by itself: {~pattern if name == 'only' else pattern!r}"
             raise TypeError(
                 message(
                     f"fz.{name} takes strings",
                     at=f"fz.{name}",
                     got=_tree.described(pattern),
                     expected="a pattern such as 'encoder/**'",
-                    fix=f"unpack a list: fz.{name}(*patterns); wrap a function in fz.where(...)",
+                    fix=fix,
                 )
             )
     return tuple(patterns)

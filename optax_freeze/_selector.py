@@ -59,7 +59,7 @@ class Selector:
 @dataclasses.dataclass(frozen=True, repr=False)
 class Patterns(Selector):
     patterns: tuple[str, ...]
-    _hint: ClassVar[str] = ""
+    _is_regex: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
@@ -72,7 +72,7 @@ class Patterns(Selector):
             found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
             if not found:
                 paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
-                raise ValueError(_glob.no_match(pattern, paths, self._hint))
+                raise ValueError(_glob.no_match(pattern, paths, is_regex=self._is_regex))
             for i in found:
                 hits[i] = True
         return hits
@@ -92,7 +92,7 @@ class Path(Patterns):
 
 @jax.tree_util.register_static
 class Regex(Patterns):
-    _hint = "; a regex has to match the whole path: '.*/kernel'"
+    _is_regex = True
 
     def _compile(self, pattern: str) -> re.Pattern[str]:
         return _glob.regex(pattern)

@@ -108,9 +108,86 @@ class TestPath:
         with pytest.raises(ValueError, match=r"no pattern\n  at: fz\.path"):
             fz.path(pattern)
 
+    @pytest.mark.parametrize(
+        ("pattern", "globs"),
+        [
+            ("layer_[0-11]", ["layer_[0-9]", "layer_1[01]"]),
+            ("layer_[10-15]/kernel", ["layer_1[0-5]/kernel"]),
+            ("layer_[8-12]", ["layer_[89]", "layer_1[0-2]"]),
+            ("layer_[00-31]", ["layer_[0-2][0-9]", "layer_3[01]"]),
+            ("layer_[5-123]", ["layer_[5-9]", "layer_[1-9][0-9]", "layer_1[01][0-9]", "layer_12[0-3]"]),
+            ("layer_[0-3,10, 12]", ["layer_[0-3]", "layer_10", "layer_12"]),
+            ("s[9-10]/l[1-12]", ["s9/l[1-9]", "s9/l1[0-2]", "s10/l[1-9]", "s10/l1[0-2]"]),
+        ],
+    )
+    def test_a_range_of_numbers_in_brackets(self, pattern, globs):
+        with pytest.raises(ValueError, match="not for a number") as error:
+            fz.path("encoder", pattern)
+        assert f"for these numbers {globs}, or fz.regex" in str(error.value)
+
+    @pytest.mark.parametrize("low", range(0, 120, 9))
+    def test_the_globs_for_a_range_of_numbers_match_these_alone(self, low):
+        for high in [*range(low + 1, 130, 10), 999, 1000]:
+            globs = [_glob.glob(glob) for glob in _glob._spelled(f"[{low}-{high}]")]
+            matched = [n for n in range(1100) if any(glob.fullmatch(str(n)) for glob in globs)]
+            assert matched == list(range(low, high + 1)) or high < 10
+
+    def test_numbers_to_exclude(self):
+        with pytest.raises(ValueError, match=r"not for a number(.|\n)*fz\.where"):
+            fz.path("layer_[!0-11]")
+
+    @pytest.mark.parametrize(
+        "pattern", ["[0-7]", "[01]", "[012]", "[0-7,9]", "[a-f0-29]", "[90-7]", "a[[]0-11]", "[10]"]
+    )
+    def test_brackets_that_hold_characters(self, pattern):
+        fz.path(pattern)
+
+    def test_a_key_in_brackets(self, params):
+        params = {"a[0]": params, "b": {"c[1]": {"d": jnp.ones(1)}}}
+        for pattern, literal in [("a[0]", "a[[]0]"), ("b/c[1]/d", "b/c[[]1]/d"), ("**/c[1]", "**/c[[]1]")]:
+            with pytest.raises(ValueError, match="matches no leaf") as error:
+                fz.resolve(pattern, params)
+            assert (
+                f"fix: brackets stand for one of the characters in them; for a bracket itself write {literal!r}"
+                in str(error.value)
+            )
+            assert chosen(literal, params)
+
+    @pytest.mark.parametrize(
+        ("pattern", "expression"),
+        [
+            ("encoder.*", "encoder.*"),
+            (r"encoder/layer_\d+", r"encoder/layer_\d+/.*"),
+            ("(encoder|head)/.*", "(encoder|head)/.*"),
+            ("^encoder", "^encoder/.*"),
+            ("encoder/layer_[0-9]+/bias", "encoder/layer_[0-9]+/bias"),
+        ],
+    )
+    def test_a_regular_expression_for_a_glob(self, params, pattern, expression):
+        with pytest.raises(ValueError, match="matches no leaf") as error:
+            fz.resolve(pattern, params)
+        assert str(error.value).endswith(f"fix: for a regular expression write fz.regex({expression!r})")
+        assert chosen(fz.regex(expression), params)
+
+    @pytest.mark.parametrize("pattern", ["encoder.layer_0", "encoder(", "tail.*", "*kernel+"])
+    def test_what_is_no_regular_expression_that_matches(self, params, pattern):
+        with pytest.raises(ValueError, match="fix: nearest paths"):
+            fz.resolve(pattern, params)
+
     def test_takes_strings(self):
         with pytest.raises(TypeError, match="takes strings"):
             fz.path(["encoder"])
+        for wrong, fix in [
+            (lambda: fz.only(fz.regex("a")), r"~fz\.regex\('a'\)"),
+            (lambda: fz.only(fz.path("a") | "b"), r"~\(fz\.path\('a'\) \| fz\.path\('b'\)\)"),
+            (lambda: fz.only(fz.only("a")), r"fz\.path\('a'\)"),
+            (lambda: fz.path(fz.regex("a")), r"fz\.regex\('a'\)"),
+            (lambda: fz.regex(fz.where(is_bias)), r"fz\.where\(is_bias\)"),
+        ]:
+            with pytest.raises(TypeError, match=rf"takes strings(.|\n)*fix: a selector stands by itself: {fix}$"):
+                wrong()
+        with pytest.raises(TypeError, match=r"wrap a function in ~fz\.where"):
+            fz.only(is_bias)  # pyright: ignore
         with pytest.raises(ValueError, match="no pattern"):
             fz.path()
 
