@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from optax_freeze._masks import Elements, Rows
 from optax_freeze._partition import stop_gradient
 from optax_freeze._resolve import Spec, resolve
-from optax_freeze._selector import Selector, as_selector, is_patterns
+from optax_freeze._selector import as_selector, is_selector
 from optax_freeze._tree import message
 
 Path: TypeAlias = tuple[str, ...]
@@ -114,7 +114,7 @@ class Freezing:
 
     def _answers(self, params: Flat) -> Flat:
         """For each parameter True, False or, where it is frozen in part, an element mask."""
-        if not params and (isinstance(self.frozen, (str, Selector)) or is_patterns(self.frozen)):
+        if not params and (is_selector(self.frozen)):
             as_selector(self.frozen, "frozen").select([])  # a pattern has nothing to match
         tree = resolve(self.frozen, nn.meta.unbox(unflatten_dict(params))) if params else {}
         answers = {path: _in_one(answer) for path, answer in flatten_dict(tree).items()}

@@ -23,7 +23,7 @@ from optax_freeze import _tree
 from optax_freeze._masks import Elements
 from optax_freeze._parts import Answer, Dense, RowIndex, resolve_mask
 from optax_freeze._prefix import from_function, from_prefix
-from optax_freeze._selector import Choice, Selector, as_selector, is_patterns
+from optax_freeze._selector import Choice, Selector, as_selector, is_selector
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
@@ -105,7 +105,8 @@ class Resolved:
         answers, masks = tuple(answer for answer, _ in pairs), [mask for _, mask in pairs]
         if tied == "error":
             _refuse_tied(walk.values, leaves, pairs)
-        return cls(tuple(leaves), answers, walk.treedef, walk.variables), masks
+        # A state holds the spec: of a `VariableLeaf` only what is static.
+        return cls(tuple(Leaf(*leaf) for leaf in leaves), answers, walk.treedef, bool(walk.variables)), masks
 
     @property
     def in_part(self) -> bool:
@@ -224,7 +225,7 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
     """One choice per leaf, before what cannot train anyway is added."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
-    if isinstance(frozen, (str, Selector)) or is_patterns(frozen):
+    if is_selector(frozen):
         return as_selector(frozen, "frozen").select(leaves)
     if isinstance(frozen, type):
         raise TypeError(
@@ -233,7 +234,7 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
                 at="frozen",
                 got=_tree.described(frozen),
                 expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
-                fix="for an NNX filter use nnx.split; by the leaf: fz.where(lambda path, leaf: ...)",
+                fix="for NNX variables give their type (nnx.LoRAParam); for each leaf fz.where(lambda path, leaf: ...)",
             )
         )
     if callable(frozen) and not isinstance(frozen, type(params)):  # an Equinox module is a tree that can be called

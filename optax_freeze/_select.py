@@ -189,8 +189,8 @@ def as_choice(value: Any, at: str) -> Choice:
     if _tree.is_array(value) and value.dtype == np.bool_:
         return elements(value)
     fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
-    if isinstance(value, (str, Selector)):
-        kind = kind if isinstance(value, str) else "a selector"
+    if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
+        kind = "a selector" if isinstance(value, Selector) else kind
         fix = "a tree holds neither labels nor patterns: fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
     elif isinstance(value, (set, frozenset)):
         fix = "unpack it: fz.path(*patterns)"

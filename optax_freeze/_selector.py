@@ -16,7 +16,7 @@ import numpy as np
 
 from optax_freeze import _glob, _tree
 from optax_freeze._masks import ElementMask, Elements
-from optax_freeze._tree import Leaf, message
+from optax_freeze._tree import Leaf, VariableLeaf, message
 
 Choice: TypeAlias = bool | ElementMask
 """What a spec says of one leaf: True is frozen, False trains, an element mask freezes a part."""
@@ -128,6 +128,35 @@ class Where(Selector):
 
     def __repr__(self) -> str:
         return f"fz.where({getattr(self.fn, '__qualname__', repr(self.fn))})"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class NnxFilter(Selector):
+    """A filter of ``flax.nnx`` for the variables that are selected; it sees shapes in the place of their values."""
+
+    filter: Callable[[tuple[Any, ...], Any], bool]
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        if leaves and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
+            raise ValueError(
+                message(
+                    "an NNX filter goes by NNX variables",
+                    at=leaves[0].path,
+                    got=f"{self!r} for {_tree.counted(len(leaves), 'leaf', 'leaves')} without a variable",
+                    expected="an NNX module, or an nnx.State of one",
+                    fix="for other trees fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
+                )
+            )
+        return [isinstance(leaf, VariableLeaf) and self._ask(leaf) for leaf in leaves]
+
+    def _ask(self, leaf: VariableLeaf) -> bool:
+        shapes = jax.tree.map(_tree.struct_of, leaf.variable, is_leaf=_tree.is_leaf)
+        ask = lambda: any(self.filter(names, shapes) for names in leaf.names)  # noqa: E731
+        return ask_without_values(ask, repr(self), leaf.path)
+
+    def __repr__(self) -> str:
+        return repr(self.filter)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
@@ -247,9 +276,11 @@ def _key(selector: Selector) -> str:
 
 
 def as_selector(value: Any, name: str) -> Selector:
-    """A selector as it is; a pattern, or a list of them, as ``fz.path``."""
+    """A selector as it is; a pattern, or a list of them, as ``fz.path``; a filter of NNX."""
     if isinstance(value, Selector):
         return value
+    if (nnx_filter := _tree.nnx_filter(value)) is not None:
+        return NnxFilter(nnx_filter)
     if isinstance(value, str):
         return Path((value,))
     if is_patterns(value):
@@ -263,6 +294,11 @@ def as_selector(value: Any, name: str) -> Selector:
             fix="wrap a function in fz.where(...)",
         )
     )
+
+
+def is_selector(value: Any) -> bool:
+    """Whether :func:`as_selector` takes a value."""
+    return isinstance(value, (str, Selector)) or is_patterns(value) or _tree.nnx_filter(value) is not None
 
 
 def is_patterns(value: Any) -> bool:

@@ -101,6 +101,22 @@ class Leaf(NamedTuple):
         return _struct(self.shape, self.dtype)
 
 
+class VariableLeaf(Leaf):
+    """A leaf of a tree of NNX variables, while a spec is resolved: what an NNX filter may see of it.
+
+    ``names`` are the keys of its path and of each alias; ``variable`` is the variable, or the leaf outside of any.
+    """
+
+    names: tuple[tuple[Any, ...], ...]
+    variable: Any
+
+    @classmethod
+    def of(cls, leaf: Leaf, names: Sequence[tuple[Any, ...]], variable: Any) -> "VariableLeaf":
+        self = cls(*leaf)
+        self.names, self.variable = tuple(names), variable
+        return self
+
+
 class _Struct(jax.ShapeDtypeStruct):
     """A shape that refuses to be taken for its values, instead of being true, or equal to nothing."""
 
@@ -118,6 +134,11 @@ class _Struct(jax.ShapeDtypeStruct):
 
 
 _Struct.__name__ = "ShapeDtypeStruct"  # as Python's own errors name it
+
+
+def struct_of(value: Any) -> Any:
+    """An array without its values; anything else as it is."""
+    return _struct(tuple(value.shape), value.dtype) if is_array(value) else value
 
 
 @functools.lru_cache
@@ -201,13 +222,14 @@ def _refuse_unsortable(tree: PyTree, path: tuple[Any, ...] = ()) -> None:
 class Walk(NamedTuple):
     """What one walk over a tree finds: of each leaf and hole the path and the value, in order, and the treedef.
 
-    ``variables`` says whether there are NNX variables; their ``value`` segment is left out of the paths.
+    ``variables`` has the key path and the NNX variable that each leaf is of, or else the leaf itself; it is empty where
+    there are none. The ``value`` segment of a variable is left out of the paths.
     """
 
     paths: list[str]
     values: list[Any]
     treedef: Any
-    variables: bool
+    variables: list[tuple[Any, Any]]
 
     def leaves(self) -> list[Leaf]:
         """A :class:`Leaf` for each leaf and hole, as :func:`leaves` gives them."""
@@ -226,6 +248,9 @@ class Walk(NamedTuple):
                     fix="rename one of the keys",
                 )
             )
+        if self.variables:
+            pairs = zip(described, self.variables, strict=True)
+            return [VariableLeaf.of(leaf, [tuple(map(name_of, key))], variable) for leaf, (key, variable) in pairs]
         return described
 
 
@@ -237,10 +262,14 @@ def walk(tree: PyTree) -> Walk:
         _refuse_unsortable(tree)
         raise
     paths = [keystr(key) for key, _ in pairs]
-    variables = _nnx_variables(tree, [key for (key, _), path in zip(pairs, paths, strict=True) if "value" in path])
-    if variables:
-        paths = [keystr(_without_value(key, variables)) for key, _ in pairs]
-    return Walk(paths, [value for _, value in pairs], treedef, bool(variables))
+    found = _nnx_variables(tree, [key for (key, _), path in zip(pairs, paths, strict=True) if "value" in path])
+    variables = []
+    for i, (key, value) in enumerate(pairs if found else ()):
+        n = next((n for n in range(len(key) - 1, -1, -1) if key[:n] in found), None)
+        if n is not None:
+            paths[i] = keystr((*key[:n], *key[n + 1 :]))
+        variables.append((key, value) if n is None else (key[:n], found[key[:n]]))
+    return Walk(paths, [value for _, value in pairs], treedef, variables)
 
 
 def paths(tree: PyTree) -> list[str]:
@@ -334,7 +363,7 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
 
 def has_variables(tree: PyTree) -> bool:
     """Whether there are NNX variables in a tree."""
-    return walk(tree).variables
+    return bool(walk(tree).variables)
 
 
 def has_nnx_state(tree: PyTree) -> bool:
@@ -343,22 +372,25 @@ def has_nnx_state(tree: PyTree) -> bool:
     return any(isinstance(node, state) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, state)))
 
 
-def _nnx_variables(tree: PyTree, keys: list[Any]) -> set[Any]:
-    """The key paths of NNX variables in ``tree``, found without importing Flax; ``keys`` are those that may be some."""
+def _nnx_variables(tree: PyTree, keys: list[Any]) -> dict[Any, Any]:
+    """The NNX variables in ``tree`` by key path, found without importing Flax; ``keys`` may be in one."""
     nnx = sys.modules.get("flax.nnx")
     value = jax.tree_util.GetAttrKey("value")
     if nnx is None or not any(value in key for key in keys):
-        return set()
+        return {}
     variable = getattr(nnx, "Variable", ())
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, variable) or is_leaf(x))[0]
-    return {key for key, node in found if isinstance(node, variable)}
+    return {key: node for key, node in found if isinstance(node, variable)}
 
 
-def _without_value(key: Any, variables: set[Any]) -> Any:
-    for length in range(len(key) - 1, -1, -1):
-        if key[:length] in variables:
-            return (*key[:length], *key[length + 1 :])
-    return key
+def nnx_filter(value: Any) -> Any:
+    """``value`` if it is an NNX filter, one for a type of NNX variable, else None; found without importing Flax."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    if isinstance(value, type):
+        return nnx.OfType(value) if issubclass(value, nnx.Variable) else None
+    return value if type(value).__module__ == nnx.OfType.__module__ else None
 
 
 def described(value: Any) -> str:

@@ -330,11 +330,12 @@ class _Param(NamedTuple):
 def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     """Each parameter of a module once, and whether ``frozen`` freezes it."""
     _check_module(module, name, frozen)
-    paths: dict[int, list[str]] = {}
+    paths: dict[int, dict[str, tuple[Any, ...]]] = {}
     at: dict[str, nnx.Variable] = {}
-    for path, variable in _walk(module):
+    for names, variable in _walk(module):
         if isinstance(variable, (nnx.Param, FrozenParam)):
-            paths.setdefault(id(variable), []).append(path)
+            path = "/".join(map(str, names))
+            paths.setdefault(id(variable), {})[path] = names
             at[path] = variable
 
     tree = nnx.to_pure_dict(nnx.state(module, (nnx.Param, FrozenParam)))
@@ -343,14 +344,16 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         parts = leaf.path.split("/")  # the value of a parameter may be a tree, and the path of its leaf longer
         own = next(prefix for n in range(len(parts), 0, -1) if (prefix := "/".join(parts[:n])) in at)
         found.append(at[own])
-        others = [path for path in paths[id(at[own])] if path != own]
-        leaves[i] = leaf._replace(aliases=tuple(path + leaf.path[len(own) :] for path in others))
+        named = paths[id(at[own])]
+        others = tuple(path + leaf.path[len(own) :] for path in named if path != own)
+        variable = _thawed(at[own]) if _is_frozen(at[own]) else at[own]
+        leaves[i] = _tree.VariableLeaf.of(leaf._replace(aliases=others), list(named.values()), variable)
     spec = nnx.to_pure_dict(frozen) if isinstance(frozen, nnx.State) else frozen
     answers = Resolved.of(spec, tree, tied="ignore", leaves=leaves)[0].answers
 
     params: dict[int, _Param] = {}
     for variable, leaf, answer in zip(found, leaves, answers, strict=True):
-        param = _Param(variable, paths[id(variable)], answer is True, leaf.inexact)
+        param = _Param(variable, list(paths[id(variable)]), answer is True, leaf.inexact)
         if not isinstance(answer, bool) or params.setdefault(id(variable), param).frozen is not answer:
             raise ValueError(
                 message(
@@ -364,15 +367,18 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     return list(params.values())
 
 
-def _walk(node: nnx.Pytree, path: str = "", above: tuple[nnx.Pytree, ...] = ()) -> Iterator[tuple[str, nnx.Variable]]:
+def _walk(
+    node: nnx.Pytree, above: tuple[nnx.Pytree, ...] = (), path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], nnx.Variable]]:
     """Each variable of a module at each of its paths; ``nnx.iter_graph`` gives the first alone."""
     for name, value in vars(node).items():
+        index = isinstance(node, nnx.List) and str(name).isdigit()
         for key, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_node)[0]:
-            here = "/".join(filter(None, (path, str(name), _tree.keystr(key))))
+            here = (*path, int(name) if index else name, *map(_tree.name_of, key))
             if isinstance(leaf, nnx.Variable):
                 yield here, leaf
             elif isinstance(leaf, nnx.Pytree) and not any(leaf is other for other in (*above, node)):
-                yield from _walk(leaf, here, (*above, node))
+                yield from _walk(leaf, (*above, node), here)
 
 
 def _retype(module: nnx.Pytree, new: dict[int, nnx.Variable]) -> None:

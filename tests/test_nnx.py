@@ -764,6 +764,143 @@ def test_taking_the_module_out_and_thawing_it_undoes_frozen(rngs, x):
     assert values(model, nnx.BatchStat) != before
 
 
+# Filters of NNX as specs.
+
+
+class Adapted(nnx.Module):
+    """Layers in a list, a shared one, a LoRA and a batch norm."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        self.lora = nnx.LoRA(4, 2, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.tied = self.layers[0]
+
+    def __call__(self, x):
+        return self.lora(self.norm(self.layers[1](self.layers[0](x))))
+
+
+LAYERS = {f"layers/{i}/{name}" for i in range(2) for name in ("kernel", "bias")}
+LORA = {"lora/lora_a", "lora/lora_b"}
+NORM = {"norm/scale", "norm/bias"}
+FILTERS = {
+    "type": (lambda: nnx.LoRAParam, LORA),
+    "subtypes": (lambda: nnx.Param, LAYERS | LORA | NORM),
+    "OfType": (lambda: nnx.OfType(nnx.LoRAParam), LORA),
+    "PathContains": (lambda: nnx.PathContains("layers"), LAYERS),
+    "PathContains an index": (lambda: nnx.PathContains(1), {"layers/1/kernel", "layers/1/bias"}),
+    "PathContains in part": (lambda: nnx.PathContains("lora_", exact=False), LORA),
+    "All": (lambda: nnx.All(nnx.Param, nnx.PathContains("bias")), {"layers/0/bias", "layers/1/bias", "norm/bias"}),
+    "Any": (lambda: nnx.Any(nnx.LoRAParam, nnx.PathContains("norm")), LORA | NORM),
+    "Not": (lambda: nnx.Not(nnx.LoRAParam), LAYERS | NORM),
+    "a function in All": (
+        lambda: nnx.All(nnx.Param, lambda path, value: value.ndim == 2),
+        {"layers/0/kernel", "layers/1/kernel", *LORA},
+    ),
+    "filter | pattern": (lambda: nnx.OfType(nnx.LoRAParam) | fz.path("norm"), LORA | NORM),
+    "~selector | type": (lambda: ~(fz.path("norm") | nnx.LoRAParam), LAYERS),
+    "pattern & filter": (lambda: fz.path("norm") & nnx.PathContains("bias"), {"norm/bias"}),
+    "rules": (lambda: fz.rules({nnx.LoRAParam: False, "norm/bias": False}, default=True), LAYERS | {"norm/scale"}),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_is_a_spec_wherever_there_are_variables(rngs, name):
+    make, frozen = FILTERS[name]
+    model = Adapted(rngs)
+    params = nnx.state(model, nnx.Param)
+    everything = LAYERS | LORA | NORM
+    assert {
+        "/".join(map(str, path)) for path, hit in nnx.to_flat_state(fz.resolve(make(), params)) if hit.get_value()
+    } == frozen
+    trainable, rest = fz.partition(params, make())
+    assert len(jax.tree.leaves(trainable)) == len(everything - frozen)
+    assert len(jax.tree.leaves(rest)) == len(frozen)
+    assert bits(jax.tree.leaves(fz.combine(trainable, rest))) == bits(jax.tree.leaves(params))
+    state = fz.freeze(optax.sgd(0.1, momentum=0.9), make()).init(params)
+    assert len(jax.tree.leaves(state)) == len(everything - frozen)
+    if everything - frozen:
+        wrt = fnnx.trainable(make(), model)
+        assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))} == everything - frozen
+    for function in (fnnx.freeze, fnnx.Frozen):
+        function(model, make())
+        assert {path for path, kind in kinds(model).items() if kind == "FrozenParam"} == frozen
+        assert fnnx.thaw(model, make()) is model
+        assert "FrozenParam" not in kinds(model).values()
+
+
+def test_a_filter_of_a_module_as_a_pytree(rngs):
+    answers = fz.resolve(nnx.Any(nnx.BatchStat, nnx.PathContains("tied")), Adapted(rngs))
+    assert answers.norm.mean.get_value() is answers.tied.kernel.get_value() is True
+    assert answers.norm.scale.get_value() is answers.lora.lora_a.get_value() is False
+
+
+def test_a_filter_names_a_group_and_a_label(rngs):
+    params = nnx.state(Adapted(rngs), nnx.Param)
+    labels = fz.labels_by_path({nnx.LoRAParam: "adapter"}, default="base")(params)
+    assert {
+        "/".join(map(str, path)) for path, word in nnx.to_flat_state(labels) if word.get_value() == "adapter"
+    } == LORA
+    tx = fz.freeze_when(optax.sgd(0.1), {nnx.PathContains("norm"): fz.freeze_at(1)})
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert len(jax.tree.leaves(updates)) == len(LAYERS | LORA | NORM)
+
+
+def test_a_filter_sees_each_path_of_a_shared_variable(rngs):
+    model = fnnx.freeze(Adapted(rngs), nnx.PathContains("tied"))
+    assert {path for path, kind in kinds(model).items() if kind == "FrozenParam"} == {
+        "layers/0/kernel",
+        "layers/0/bias",
+    }
+
+
+def test_a_filter_in_an_optimizer(rngs, x):
+    model = Adapted(rngs)
+    before = values(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    optimizer = nnx.Optimizer(model, fz.freeze(optax.adamw(0.1), nnx.Not(nnx.LoRAParam)), wrt=nnx.Param)
+    adapters = values(model, nnx.LoRAParam)
+    for _ in range(2):
+        step(model, optimizer, x)
+    assert values(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))) == before
+    assert values(model, nnx.LoRAParam) != adapters
+
+
+def test_the_state_of_a_filter_holds_no_variable(rngs):
+    params = nnx.state(Adapted(rngs), nnx.Param)
+    spec = fz.freeze(optax.sgd(0.1), nnx.LoRAParam).init(params).spec
+    assert not any(hasattr(leaf, "variable") for leaf in spec.leaves)
+
+
+def test_a_filter_sees_no_values(rngs):
+    with pytest.raises(TypeError, match="looks at values"):
+        fz.resolve(nnx.All(nnx.Param, lambda path, value: bool((value[...] > 0).all())), nnx.state(Adapted(rngs)))
+
+
+@pytest.mark.parametrize(
+    "spec", [nnx.LoRAParam, nnx.PathContains("norm"), nnx.Not(nnx.OfType(nnx.Param)) | fz.path("norm")]
+)
+def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
+    params = nnx.to_pure_dict(nnx.state(Adapted(rngs), nnx.Param))
+    for use in (
+        lambda: fz.resolve(spec, params),
+        lambda: fz.partition(params, spec),
+        lambda: fz.freeze(optax.sgd(0.1), spec).init(params),
+        lambda: fz.labels(spec)(params),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)an NNX filter goes by NNX variables.*fz\.path.*fz\.where"):
+            use()
+
+
+def test_a_filter_in_a_tree_is_refused(rngs):
+    with pytest.raises(ValueError, match=r"(?s)where a bool belongs.*neither labels nor patterns"):
+        fz.resolve({"norm": nnx.OfType(nnx.Param)}, {"norm": jnp.ones(2)})
+
+
+def test_a_class_of_modules_is_no_filter(chain):
+    with pytest.raises(TypeError, match=r"(?s)a class says nothing.*nnx\.LoRAParam"):
+        fnnx.freeze(chain, nnx.Linear)
+
+
 # Bad input.
 
 
