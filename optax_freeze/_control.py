@@ -166,8 +166,8 @@ def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], valu
     closed = params["call_jaxpr"]
     inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in (*closed.in_avals, *closed.out_avals)]
     moves = inexact[: len(closed.in_avals)]
-    if not _has(values) or params["symbolic_zeros"] or not all(inexact[len(moves) :]):
-        return None
+    if not _has(values) or params["symbolic_zeros"] or not all(inexact[len(moves) :]) or closed.effects:
+        return None  # effects would happen once for each part
     values = [_read(value) for value in values]
     whole = [value.frozen if isinstance(value, Split) else value for value in values]
     subfunctions, bound = _bound(primitive, params)

@@ -4,14 +4,12 @@ The usual interpreter of a jaxpr, but that an operation with a :class:`~optax_fr
 done by its rule, and without a rule gets the arrays merged.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.source_info_util import current, current_name_stack, register_exclusion, user_context
@@ -23,31 +21,20 @@ from optax_freeze._split import Frozen, Split, dense
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # an operation's source line is the user's
 
 
-Context: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 _TRACED = object()
-ASKED_FOR_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-"""What JAX raises where Python asks a tracer for its value."""
 
 
-def call(
-    fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any] = (), within: Context | None = None
-) -> Any:
+def call(fun: Callable[..., Any], leaves: Sequence[Split], frozen: Sequence[Any] = ()) -> Any:
     """``fun`` of leaves in two parts.
 
-    It is called once, with tracers in the place of these leaves alone: other arguments are closed over, and what is
-    computed from them stays concrete outside of ``jit``, as under ``jax.grad``. Where it asks for the value of a leaf
-    (Python branches on it), it is called again with the merged arrays.
+    It is traced as ``jit`` traces, which executes nothing, and the program is evaluated: effects happen once, in order.
+    If it cannot be traced (Python branches on a value), it is called with the merged arrays, as under ``jax.grad``; an
+    error of its own is raised there again.
 
     Args:
       fun: a function of as many arrays; may return anything.
       leaves: the arrays.
       frozen: arrays that ``fun`` closes over and that nothing is differentiated with respect to.
-      within: what ``fun`` is traced in, if not the :func:`context_of_fun` of here.
     """
     found: list[Any] = []
 
@@ -57,9 +44,8 @@ def call(
         return [leaf for leaf in flat if isinstance(leaf, Tracer)]
 
     try:
-        with (within or context_of_fun())():
-            closed = jax.make_jaxpr(traced)(*(leaf.frozen for leaf in leaves))
-    except ASKED_FOR_A_VALUE:
+        closed = jax.make_jaxpr(traced)(*(leaf.frozen for leaf in leaves))
+    except Exception:
         closed = None
     if closed is None:
         for leaf in leaves:
@@ -70,11 +56,6 @@ def call(
     outs = iter(evaluate(closed.jaxpr, consts, leaves))
     treedef, flat = found
     return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
-
-
-def context_of_fun() -> Context:
-    """What keeps concrete values concrete while a function is traced; in ``jit`` and ``shard_map`` there are none."""
-    return contextlib.nullcontext if isinstance(jnp.zeros(()), Tracer) else jax.ensure_compile_time_eval
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source: Any = None) -> list[Any]:

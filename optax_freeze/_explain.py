@@ -1,6 +1,6 @@
 """What :func:`optax_freeze.restrict` makes of the leaves that are frozen by rows: which operations read them in parts.
 
-The function is traced as ``restrict`` traces it, with listeners at these leaves; nothing is computed.
+The function is traced as ``restrict`` traces it, with listeners at these leaves; nothing is executed.
 """
 
 import dataclasses
@@ -15,6 +15,14 @@ from optax_freeze._resolve import Resolved, Spec
 from optax_freeze._restrict import fill, in_parts, refuse_no_function
 from optax_freeze._split import Origin
 from optax_freeze._tree import PyTree, is_array, printable
+
+_ASKED_FOR_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where Python asks a tracer for its value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +80,11 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     """Says which operations read a leaf that is frozen by rows in two parts, and which forced a merge.
 
     Frozen rows cost nothing as long as operations read them where they lie. An operation that cannot gets the merged
-    array: right, but its gradient has the size of the leaf.
+    array: right, but its gradient has the size of the leaf. The function is traced and not executed: none of its
+    operations and callbacks runs.
 
     Args:
-      fun: called as ``fun(params, *args, **kwargs)``; what depends on ``params`` is traced and not computed.
+      fun: called as ``fun(params, *args, **kwargs)``.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``).
       frozen: what is frozen, in any form.
       *args: the other arguments; arrays may be shapes here, too.
@@ -101,7 +110,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       head: 2 of 3 rows train; merged by sort at ...
     """
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
-    from optax_freeze._evaluate import ASKED_FOR_A_VALUE, call, context_of_fun
+    from optax_freeze._evaluate import call
 
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     indices = {
@@ -117,12 +126,11 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
         parts, splits, constant = in_parts(*split(params, spec, masks), origins.get)
-        call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant, within)
+        call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant)
 
-    within = context_of_fun()  # as restrict would call it; all the rest is abstract
     try:
         jax.eval_shape(traced, [leaf for leaf, here in zip(everything, abstract, strict=True) if here])
-    except ASKED_FOR_A_VALUE:
+    except _ASKED_FOR_A_VALUE:
         if not any(origin.done("merged") for origin in origins.values()):
             raise
     return Explanation(tuple(_of_leaf(path, indices[path], origin) for path, origin in origins.items()))

@@ -31,7 +31,9 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
 
     What is frozen is not differentiated. A leaf frozen by rows is read in two parts, and its gradient has the size of
     the rows that train, as long as the operations of ``fun`` allow it (:func:`optax_freeze.explain`); others get the
-    merged array.
+    merged array. For such leaves ``fun`` is traced first, which executes nothing: callbacks and other effects happen
+    once, as under ``jax.grad``. If it cannot be traced (Python branches on a value), it is called again, with merged
+    arrays.
 
     Args:
       fun: called as ``fun(params, *args, **kwargs)``.

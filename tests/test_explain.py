@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import optax_freeze as fz
 
@@ -65,16 +66,32 @@ def test_of_shapes():
     assert str(fz.explain(loss, params, True, TOKENS)) == "no leaf is frozen by rows"
 
 
-def test_computes_nothing():
+def test_executes_nothing():
+    """Not even what depends on constants alone."""
     ran = []
 
-    def noisy(params):
-        jax.debug.callback(lambda x: ran.append(x), params["embed"][0, 0])
-        return jnp.sum(params["embed"][TOKENS])
+    def called(x):
+        ran.append(x)
+        return np.float32(x)
 
-    fz.explain(noisy, {"embed": PARAMS["embed"]}, {"embed": FROZEN["embed"]})
-    jax.effects_barrier()
-    assert not ran
+    def noisy(params):
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        for x in (params["embed"][0, 0], jnp.float32(1), jnp.ones(3).sum()):
+            for ordered in (False, True):
+                jax.debug.callback(called, x, ordered=ordered)
+                io_callback(called, number, x, ordered=ordered)
+            x += jax.pure_callback(called, number, x)
+        x = jax.lax.cond(jnp.ones(()) > 0, lambda x: jax.pure_callback(called, number, x), lambda x: x, x)
+        return x * jnp.sum(params["embed"][TOKENS])
+
+    def branching(params):
+        return noisy(params) if noisy(params) > 0 else 0.0
+
+    for fun in (noisy, jax.jit(noisy), branching):
+        [row] = fz.explain(fun, {"embed": PARAMS["embed"]}, {"embed": FROZEN["embed"]}).rows
+        jax.effects_barrier()
+        assert not ran
+        assert (row.merged is None) == (fun is not branching)
 
 
 def test_a_whole_leaf_has_no_row():

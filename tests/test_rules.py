@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
@@ -734,24 +736,256 @@ class TestShardMap:
             self.check(local, mesh, axis_names={"data"})
 
 
+needs_refs = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX had no jax.new_ref")
+
+
+class TestEffects:
+    """Effects happen as under ``jax.grad``: as often, in the same order, and none while a function is traced."""
+
+    PARAMS, FROZEN = {"w": jnp.arange(6.0).reshape(3, 2) + 1, "b": jnp.float32(2)}, {"w": fz.rows([0, 1]), "b": False}
+
+    def check(self, make, run, merged=None):
+        """``make()`` gives a loss, and a function that returns what it has done so far."""
+
+        def done(loss_and_done, transform):
+            loss, seen = loss_and_done
+            value, grads = run(transform(loss))(self.PARAMS)
+            jax.effects_barrier()
+            return value, grads, seen()
+
+        value, grads, ours = done(make(), lambda loss: fz.value_and_grad(loss, self.FROZEN))
+        expected_value, expected, theirs = done(make(), jax.value_and_grad)
+        assert ours == theirs
+        chex.assert_trees_all_close((value, grads), (expected_value, fz.partition(expected, self.FROZEN)[0]), rtol=1e-6)
+        loss, seen = make()
+        before = seen()
+        [row] = fz.explain(loss, self.PARAMS, self.FROZEN).rows
+        jax.effects_barrier()
+        assert seen() == before
+        assert (row.merged and row.merged.name) == merged
+
+    @needs_refs
+    def test_a_ref_made_in_the_loss(self, compiled):
+        def make():
+            def loss(p):
+                ref = jax.new_ref(jnp.zeros(2))
+                for i in range(3):
+                    ref[...] = ref[...] * 2 + p["w"][i]
+                ref[0] = p["w"][2, 1] * ref[1]
+                return ref[...].sum() * p["b"]
+
+            return loss, lambda: None
+
+        self.check(make, compiled)
+
+    @needs_refs
+    def test_a_ref_closed_over(self, compiled):
+        def make():
+            ref = jax.new_ref(jnp.zeros(2))
+
+            def loss(p):
+                ref[...] += 1
+                y = (p["w"][2] * ref[...]).sum() * p["b"]
+                ref[0] = jax.lax.stop_gradient(p["w"][2, 1])
+                return y + ref[0] * p["w"].sum()
+
+            return loss, lambda: ref[...].tolist()
+
+        self.check(make, compiled)
+
+    @needs_refs
+    @pytest.mark.parametrize("inner", [jax.jit, lambda fun: fun])
+    def test_a_ref_that_is_an_argument(self, compiled, inner):
+        @inner
+        def counted(w, ref):
+            ref[...] += 1
+            return (w[2] * ref[...]).sum()
+
+        def loss(p, ref):
+            return counted(p["w"], ref) * counted(p["w"], ref) * p["b"]
+
+        ours, theirs, untouched = (jax.new_ref(jnp.zeros(2)) for _ in range(3))
+        grads = compiled(fz.grad(loss, self.FROZEN))(self.PARAMS, ours)
+        expected = compiled(jax.grad(loss))(self.PARAMS, theirs)
+        chex.assert_trees_all_close(grads, fz.partition(expected, self.FROZEN)[0])
+        assert ours[...].tolist() == theirs[...].tolist() == [2, 2]
+        fz.explain(loss, self.PARAMS, self.FROZEN, untouched)
+        assert untouched[...].tolist() == [0, 0]
+
+    @needs_refs
+    @pytest.mark.parametrize("merged", [None, "sort"])
+    def test_a_ref_in_a_scan(self, compiled, merged):
+        def make():
+            ref = jax.new_ref(jnp.zeros(()))
+
+            def loss(p):
+                def body(carry, x):
+                    ref[...] += jax.lax.stop_gradient(carry) + 1
+                    w = jnp.sort(p["w"], 0) if merged else p["w"]
+                    return carry + ref[...] * (w @ x).sum(), None
+
+                rows = jax.lax.scan(lambda carry, w: (carry * w.sum(), ref[...]), p["b"], p["w"])
+                return jax.lax.scan(body, p["b"], jnp.ones((2, 2)))[0] + rows[0]
+
+            return loss, lambda: float(ref[...])
+
+        self.check(make, compiled, merged)
+
+    def test_callbacks_are_called_in_order(self, compiled):
+        def make():
+            seen = []
+
+            def loss(p):
+                x = p["w"][2]
+                jax.debug.callback(lambda: seen.append("constant"), ordered=True)
+                io_callback(lambda x: seen.append(float(x)), None, jax.lax.stop_gradient(x).sum(), ordered=True)
+                jax.debug.callback(lambda: seen.append("again"), ordered=True)
+                io_callback(lambda x: seen.append(float(x)), None, jnp.float32(3), ordered=True)
+                shape = jax.ShapeDtypeStruct((), jnp.float32)
+                y = io_callback(lambda: np.float32(len(seen)), shape, ordered=True)
+                return x.sum() * y * p["b"] + p["w"].sum()
+
+            return loss, lambda: list(seen)
+
+        self.check(make, compiled)
+
+    def test_a_pure_callback(self, compiled):
+        def make():
+            seen = []
+
+            def count(x):
+                seen.append(float(x))
+                return np.float32(x)
+
+            def loss(p):
+                y = jax.pure_callback(count, jax.ShapeDtypeStruct((), jnp.float32), jnp.float32(3))
+                return p["w"].sum() * y * p["b"]
+
+            return loss, lambda: list(seen)
+
+        self.check(make, compiled)
+
+    @pytest.mark.parametrize("kind", ["cond", "switch", "while_loop", "scan"])
+    def test_only_what_is_taken_runs(self, compiled, kind):
+        def make():
+            seen = []
+
+            def call(name, x):
+                jax.debug.callback(lambda: seen.append(name), ordered=kind != "while_loop")
+                return 2 * x
+
+            def loss(p):
+                x, yes = p["w"][2], jnp.ones(()).sum() > 0
+                if kind == "cond":
+                    x = jax.lax.cond(yes, functools.partial(call, "taken"), functools.partial(call, "not taken"), x)
+                elif kind == "switch":
+                    branches = [functools.partial(call, i) for i in range(3)]
+                    x = jax.lax.switch(jnp.argmax(jnp.arange(3) % 2), branches, x)
+                elif kind == "while_loop":
+                    i, y = jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, call(s[0], s[1])), (0, 1.0))
+                    x = x * y * i
+                else:
+                    x = x * jax.lax.scan(lambda y, _: (call("step", y), None), jnp.ones(()).sum(), length=3)[0]
+                return x.sum() * p["b"]
+
+            return loss, lambda: list(map(str, seen))
+
+        self.check(make, compiled)
+
+    def test_an_error_in_the_branch_not_taken(self, compiled):
+        def make():
+            def loss(p):
+                failing = lambda x: eqx.error_if(x, x[0] == x[0], "not taken")  # noqa: E731
+                x = jax.lax.cond(jnp.ones(()).sum() > 0, lambda x: 2 * x, failing, p["w"][2])
+                x = jax.lax.switch(jnp.argmin(jnp.ones(3)), [lambda x: x, failing, failing], x)
+                return eqx.error_if(x, x.sum() < 0, "negative").sum() * p["b"]
+
+            return loss, lambda: None
+
+        self.check(make, compiled)
+
+    @pytest.mark.parametrize("value", ["a frozen row", "a leaf", "a constant", "a text"])
+    def test_where_python_needs_a_value(self, value):
+        """It needs a call of the function itself, which is then the only one that runs anything."""
+
+        def make():
+            seen = []
+
+            def loss(p):
+                io_callback(lambda: seen.append("before"), None, ordered=True)
+                x, one = p["w"][2], jnp.ones(()).sum()
+                if value == "a text":
+                    assert f"{one:.1f}" == "1.0"
+                elif {"a frozen row": p["w"][0, 0], "a leaf": p["b"], "a constant": one}[value] > 0:
+                    x = 3 * x
+                io_callback(lambda: seen.append("after"), None, ordered=True)
+                return x.sum() * p["b"]
+
+            return loss, lambda: list(seen)
+
+        if value == "a text":  # which no tracer has, and JAX says so in an error like any other
+            loss, seen = make()
+            fz.grad(loss, self.FROZEN)(self.PARAMS)
+            assert seen() == ["before", "after"]
+            with pytest.raises(TypeError, match="format string"):
+                fz.explain(loss, self.PARAMS, self.FROZEN)
+            assert seen() == ["before", "after"]
+        else:
+            self.check(make, lambda fun: fun, merged="Python that needs a value")
+
+    @pytest.mark.parametrize("several", [False, True])
+    def test_in_custom_jvp(self, compiled, several):
+        def make():
+            seen = []
+
+            @jax.custom_jvp
+            def product(w, b):
+                jax.debug.callback(lambda: seen.append(1))
+                return w * b
+
+            @product.defjvp
+            def _(primals, tangents):
+                return product(*primals), primals[0] * tangents[1] + tangents[0] * primals[1]
+
+            return lambda p: product(p["w"], p["b"] if several else 2.0).sum(), lambda: list(seen)
+
+        self.check(make, compiled, merged="custom_jvp_call")
+
+    @pytest.mark.parametrize("inner", [jax.jit, jax.checkpoint])
+    def test_in_functions(self, compiled, inner):
+        def make():
+            seen = []
+
+            @inner
+            def product(w, b):
+                jax.debug.callback(lambda: seen.append(1))
+                return jnp.sin(w @ w.T) * b
+
+            return lambda p: product(p["w"], p["b"]).sum(), lambda: list(seen)
+
+        self.check(make, compiled)
+
+
 class TestLikeJaxGrad:
     PARAMS, FROZEN = {"w": jnp.ones((6, 4)), "b": jnp.float32(2)}, {"w": fz.rows(slice(0, 4)), "b": False}
 
-    def test_branches_on_what_is_concrete(self):
+    @pytest.mark.parametrize("computed", [False, True])
+    def test_branches_on_what_is_concrete(self, computed):
         calls = []
 
         def loss(params, x, flag, *, power=2):
             calls.append(1)
-            scale = 3.0 if float(x.sum()) > 0 and flag == "yes" else 1.0
+            number = x * 1 if computed else x
+            scale = 3.0 if float(number) > 0 and flag == "yes" else 1.0
             y = scale * jnp.sum(params["w"][TOKENS] ** power)
-            return y, {"text": f"{float(x.mean()):.1f}", "scale": scale, "none": None, "fn": jnp.tanh, "x": x, "y": y}
+            return y, {"text": f"{float(number):.1f}", "scale": scale, "none": None, "fn": jnp.tanh, "x": x, "y": y}
 
-        x = jnp.ones(3)
+        x = jnp.float32(1)
         (value, aux), grads = fz.value_and_grad(loss, self.FROZEN, has_aux=True)(self.PARAMS, x, "yes", power=3)
         (expected_value, expected_aux), expected = jax.value_and_grad(loss, has_aux=True)(
             self.PARAMS, x, "yes", power=3
         )
-        assert len(calls) == 2
+        assert len(calls) == 2 + computed
         assert value == expected_value
         assert {k: v for k, v in aux.items() if k not in "xy"} == {
             k: v for k, v in expected_aux.items() if k not in "xy"
@@ -759,7 +993,8 @@ class TestLikeJaxGrad:
         assert aux["x"] is x
         assert aux["y"] == value
         chex.assert_trees_all_close(grads, fz.partition(expected, self.FROZEN)[0])
-        assert fz.explain(loss, self.PARAMS, self.FROZEN, x, "yes").rows[0].merged is None
+        [row] = fz.explain(loss, self.PARAMS, self.FROZEN, x, "yes").rows
+        assert (row.merged is not None) == computed
 
     def test_branches_on_parameters(self):
         def loss(params):
