@@ -4,6 +4,7 @@ Everything with the structure of the gradients loses its frozen part on the way 
 the one that changes no bit of any number.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -65,11 +66,36 @@ def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Cal
     return taking
 
 
-def with_parts(inner_state: Any, spec: Resolved, tx: optax.GradientTransformation, trainable: PyTree | None) -> Any:
-    """The state with its ``Part`` nodes: ``nnx.Optimizer`` hands each back as an ``nnx.State``."""
-    if trainable is None or not spec.in_part or not _tree.has_nnx_state(inner_state):
-        return inner_state
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(tx.init, trainable)), jax.tree.leaves(inner_state))
+def parts_outside(state: PyTree) -> PyTree:
+    """A state with each ``Part`` around the NNX variable that it was in.
+
+    ``nnx.Optimizer`` gives a variable the ``nnx.State`` of its new value: an array comes back as it was, a node as an
+    ``nnx.State``.
+    """
+
+    def swap(node: Any) -> Any:
+        [value], variable = _opened(node)
+        swapped = isinstance(value, Part)
+        return dataclasses.replace(value, values=variable.unflatten([value.values])) if swapped else node
+
+    return jax.tree.map(swap, state, is_leaf=_tree.is_variable)
+
+
+def variables_outside(state: PyTree) -> PyTree:
+    """The inverse of :func:`parts_outside`, for parameters in variables."""
+
+    def swap(node: Any) -> Any:
+        if not isinstance(node, Part) or not _tree.is_variable(node.values):
+            return node
+        [value], variable = _opened(node.values)
+        return variable.unflatten([dataclasses.replace(node, values=value)])
+
+    return jax.tree.map(swap, state, is_leaf=lambda node: isinstance(node, Part))
+
+
+def _opened(node: Any) -> tuple[list[Any], Any]:
+    """What is directly in a node, and its treedef."""
+    return jax.tree.flatten(node, is_leaf=lambda x: x is not node)
 
 
 def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:

@@ -111,7 +111,7 @@ def migrate(
         if entry.leaf is None and not entry.optional:
             found = owners.sources(entry, found)
         values.append(carry(entry, found))
-    migrated = jax.tree.unflatten(_tree.flatten(fresh)[1], values)
+    migrated = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(values))
     if not report:
         return migrated
     dropped = tuple(entry.name for entry in old if entry.holds and carry.is_left_of(entry))

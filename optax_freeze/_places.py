@@ -5,6 +5,7 @@ The moment of ``encoder/kernel`` stands in the state of Adam at ``0/mu/encoder/k
 it has another path, and the same place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -144,7 +145,8 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     """What is in a state, in its order; ``shapes`` are those of the parameters by their paths."""
     regions = sorted(_regions(state, _Region("", "")), key=lambda region: -len(region.path))
     entries: list[Entry] = []
-    for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
+    for path, node in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
+        value = dataclasses.replace(node, values=_tree.bare(node)) if isinstance(node, Part) else node
         region = next(r for r in regions if not r.path or path == r.path or path.startswith(r.path + "/"))
         if region.place is None:
             entries.append(Entry(None, value, optional=True))
@@ -158,14 +160,7 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
 
 def _of_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
     """The entry with the parameter that it belongs to, if it belongs to one."""
-    above, _, last = str(entry.place).rpartition("/")
     leaf = owner_of(str(entry.place))
-    if leaf is None and last == "values":  # an `nnx.Optimizer` hands a Part back as an `nnx.State`
-        whole = _of_leaf(entry._replace(place=above), shapes, owner_of)
-        indices = [
-            answer.part_index for parts in entry.parts for path, (answer, _) in parts.items() if path == whole.leaf
-        ]
-        return whole._replace(value=Part(entry.value, indices[0], whole.shape)) if indices else entry
     if leaf is None or (leaf == "" and np.shape(entry.value) != shapes[""] and not isinstance(entry.value, Part)):
         return entry
     answers = [parts[leaf] for parts in entry.parts if leaf in parts]

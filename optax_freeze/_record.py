@@ -22,7 +22,7 @@ from optax_freeze._masks import Rows, Slice, elements
 from optax_freeze._parts import Answer, Dense, RowIndex
 from optax_freeze._resolve import Masks, Resolved
 from optax_freeze._selector import Choice, Known
-from optax_freeze._tree import Leaf, Part, PyTree, message
+from optax_freeze._tree import Leaf, Part, PyTree, bare, message
 
 FORMAT = 1
 """The number of the form of a record: greater where an older release would misread it."""
@@ -327,8 +327,3 @@ def _frozen_text(answer: Answer) -> str:
     if isinstance(answer, bool):
         return "frozen" if answer else "trainable"
     return f"frozen by {answer.source}" if isinstance(answer, RowIndex) else "single elements frozen"
-
-
-def bare(node: Any) -> Any:
-    """The array of a ``Part``, or the array itself."""
-    return node.values if isinstance(node, Part) else node

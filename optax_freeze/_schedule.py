@@ -18,7 +18,7 @@ from jax.core import Tracer
 from optax_freeze import _tree
 from optax_freeze._conditions import Condition, ask, check, refuse_no_bool
 from optax_freeze._groups import Claim, Division, all_masks, group_name
-from optax_freeze._inner import negative_zero, with_parts, without_frozen, zero
+from optax_freeze._inner import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._masks import Elements
 from optax_freeze._resolve import Masks, Resolved, Tied, register_with_flax
 from optax_freeze._select import as_choice
@@ -141,7 +141,7 @@ def freeze_when(
         }
         coupled_state = ()
         if coupled is not None:
-            coupled_state = coupled.init(jax.tree.unflatten(treedef, division.whole.take(values, every[-1])))
+            coupled_state = _init(coupled, jax.tree.unflatten(treedef, division.whole.take(values, every[-1])))
         spec = Groups(names, scheduled, division)
         return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, states[-1], coupled_state)
 
@@ -165,9 +165,8 @@ def freeze_when(
             updates = jax.tree.unflatten(treedef, spec.take(values, masks))
             trainable = None if params is None else jax.tree.unflatten(params_treedef, spec.take(olds, masks))
             extra = without_frozen(extra_args, spec, masks, treedef, params)
-            inner_state = with_parts(inner_state, spec, tx, trainable)
-            updates, inner_state = _unless(frozen, tx.update, updates, inner_state, trainable, extra)
-            return _tree.flatten(updates)[0], inner_state
+            updates, inner_state = _unless(frozen, tx.update, updates, variables_outside(inner_state), trainable, extra)
+            return _tree.flatten(updates)[0], parts_outside(inner_state)
 
         moves, coupled_state = values, state.coupled_state
         if coupled is not None:
@@ -197,7 +196,7 @@ def freeze_when(
 
 def _init(inner: optax.GradientTransformation, trainable: PyTree) -> optax.OptState:
     try:
-        return inner.init(trainable)
+        return parts_outside(inner.init(trainable))
     except IndexError:  # Optax's line searches look at the first leaf
         if jax.tree.leaves(trainable):
             raise

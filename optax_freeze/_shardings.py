@@ -5,7 +5,6 @@ XLA gives each device all of them. Here the state is laid out by paths: a moment
 parameter is.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from optax_freeze import _tree
 from optax_freeze._slots import parameter_of
-from optax_freeze._tree import Part, PyTree, message
+from optax_freeze._tree import PyTree, message
 
 
 class Placed(NamedTuple):
@@ -67,7 +66,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
         )
     leaves, structure = _tree.flatten(params)
     arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if _tree.is_array(leaf)}
-    placed = {path: _placed(path, getattr(leaf, "values", leaf)) for path, leaf in arrays.items()}
+    placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in arrays.items()}
     default = _replicated(placed)
 
     def init(arrays: Mapping[str, Any]) -> PyTree:
@@ -79,12 +78,9 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     owner_of = parameter_of(paths, placed)
     shardings = []
     for path, node in zip(paths, nodes, strict=True):
-        array = node.values if isinstance(node, Part) else node
         owner = owner_of(path)
-        sharding = array
-        if _tree.is_array(array):
-            sharding = beside(array, None if owner is None else placed[owner], default)
-        shardings.append(dataclasses.replace(node, values=sharding) if isinstance(node, Part) else sharding)
+        place = None if owner is None else placed[owner]
+        shardings.append(jax.tree.map(lambda x, p=place: beside(x, p, default) if _tree.is_array(x) else x, node))
     return jax.tree.unflatten(treedef, shardings)
 
 

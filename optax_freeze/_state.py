@@ -158,16 +158,6 @@ def _moved_parts(state: FreezeState, old: Sequence[Any], new: Sequence[Any]) -> 
     replaced = [i for i, answer in enumerate(state.spec.answers) if _is_compact(answer) and old[i] is not new[i]]
     if not replaced:
         return state.inner_state
-    if _tree.has_nnx_state(state.inner_state):
-        raise ValueError(
-            message(
-                "the moments of compact elements cannot be found in the state of an nnx.Optimizer",
-                at=state.spec.leaves[replaced[0]].path,
-                got="another mask for compact elements",
-                expected="a plain mask, whose moments stay where they are",
-                fix="fz.elements(array, compact=False)",
-            )
-        )
     nodes, treedef = _tree.flatten(state.inner_state)
     paths = _tree.paths(state.inner_state)
     owner_of = parameter_of(paths, owners)
@@ -175,12 +165,13 @@ def _moved_parts(state: FreezeState, old: Sequence[Any], new: Sequence[Any]) -> 
         owner = owner_of(path)
         i = None if owner is None else owners[owner]
         part = nodes[place]
-        if i in replaced and isinstance(part, Part) and _tree.is_array(part.values):
+        values = _tree.bare(part)
+        if i in replaced and isinstance(part, Part) and _tree.is_array(values):
             answer: Any = state.spec.answers[i]
             count = answer.part_index
-            if part.index == count and part.values.shape == (count,):
-                full = answer.put(jnp.zeros(part.shape, part.dtype), part, old[i])
-                nodes[place] = answer.take(full, new[i])
+            if part.index == count and values.shape == (count,):
+                full = answer.put(jnp.zeros(part.shape, values.dtype), Part(values), old[i])
+                nodes[place] = jax.tree.unflatten(jax.tree.structure(part), [answer.take(full, new[i]).values])
     return jax.tree.unflatten(treedef, nodes)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze import _tree
-from optax_freeze._inner import negative_zero, with_parts, without_frozen, zero
+from optax_freeze._inner import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._parts import Answer, RowIndex
 from optax_freeze._resolve import Resolved, Spec, Tied, refuse_other_leaf, register_with_flax
 from optax_freeze._tree import Leaf, Part, PyTree, message
@@ -142,7 +142,7 @@ def freeze(
         state = FreezeState(spec, masks, ())
         values, treedef = _tree.flatten(params)
         trainable = jax.tree.unflatten(treedef, spec.take(values, masks_of(state)))
-        return state._replace(inner_state=transform(spec.labels(treedef)).init(trainable))
+        return state._replace(inner_state=parts_outside(transform(spec.labels(treedef)).init(trainable)))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -156,10 +156,12 @@ def freeze(
             olds, params_treedef = spec.align(params, "params")
             trainable = jax.tree.unflatten(params_treedef, spec.take(olds, masks))
         tx = transform(spec.labels(treedef))
-        inner_state = with_parts(state.inner_state, spec, tx, trainable)
         try:
             updates, inner_state = tx.update(
-                jax.tree.unflatten(treedef, spec.take(values, masks)), inner_state, trainable, **extra_args
+                jax.tree.unflatten(treedef, spec.take(values, masks)),
+                variables_outside(state.inner_state),
+                trainable,
+                **extra_args,
             )
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
@@ -177,7 +179,7 @@ def freeze(
             _finish(full_updates, *leaf)
             for leaf in zip(_tree.flatten(updates)[0], values, olds, spec.leaves, spec.answers, masks, strict=True)
         ]
-        return jax.tree.unflatten(treedef, new), state._replace(inner_state=inner_state)
+        return jax.tree.unflatten(treedef, new), state._replace(inner_state=parts_outside(inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -156,6 +156,11 @@ def is_leaf(node: Any) -> bool:
     return isinstance(node, (optax.MaskedNode, Part, Rest))
 
 
+def bare(node: Any) -> Any:
+    """The array of a ``Part``, even of one around an NNX variable, or the array itself."""
+    return next(iter(jax.tree.leaves(node)), HOLE) if isinstance(node, Part) else node
+
+
 def is_array(leaf: Any) -> bool:
     """Whether ``leaf`` has a shape and a dtype of JAX: an array, a tracer, a NumPy scalar or a shape of one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and _is_of_jax(leaf.dtype)
@@ -366,21 +371,18 @@ def has_variables(tree: PyTree) -> bool:
     return bool(walk(tree).variables)
 
 
-def has_nnx_state(tree: PyTree) -> bool:
-    """Whether there is an ``nnx.State`` in a tree."""
-    state = getattr(sys.modules.get("flax.nnx"), "State", ())
-    return any(isinstance(node, state) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, state)))
+def is_variable(node: Any) -> bool:
+    """Whether ``node`` is an NNX variable, found without importing Flax."""
+    return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
 
 
 def _nnx_variables(tree: PyTree, keys: list[Any]) -> dict[Any, Any]:
-    """The NNX variables in ``tree`` by key path, found without importing Flax; ``keys`` may be in one."""
-    nnx = sys.modules.get("flax.nnx")
+    """The NNX variables in ``tree`` by key path; ``keys`` may be in one."""
     value = jax.tree_util.GetAttrKey("value")
-    if nnx is None or not any(value in key for key in keys):
+    if "flax.nnx" not in sys.modules or not any(value in key for key in keys):
         return {}
-    variable = getattr(nnx, "Variable", ())
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, variable) or is_leaf(x))[0]
-    return {key: node for key, node in found if isinstance(node, variable)}
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_variable(x) or is_leaf(x))[0]
+    return {key: node for key, node in found if is_variable(node)}
 
 
 def nnx_filter(value: Any) -> Any:

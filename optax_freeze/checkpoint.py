@@ -402,7 +402,9 @@ def _put_back(nodes: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
         array = arrays.get(str(i), node)
         if _is_key(bare(node)) and str(i) in arrays:
             array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(bare(node)))
-        filled.append(dataclasses.replace(node, values=array) if isinstance(node, Part) and str(i) in arrays else array)
+        if isinstance(node, Part) and str(i) in arrays:
+            array = jax.tree.unflatten(jax.tree.structure(node), [array])
+        filled.append(array)
     return filled
 
 

@@ -614,12 +614,21 @@ class TestReplaceMasks:
         with pytest.raises(ValueError, match="compact mask is fixed"):
             jax.jit(lambda s, m: fz.replace_masks(s, {"": m}))(tx.init(jnp.ones(2)), np.array([True, True]))
 
-    def test_under_nnx_compact_is_refused(self):
+    @pytest.mark.parametrize("updates", [0, 1])
+    def test_compact_under_nnx(self, updates):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         spec = fz.rules({"kernel": fz.elements(DIAGONAL, compact=True)})
         optimizer = nnx.Optimizer(model, fz.freeze(optax.trace(0.9), spec), wrt=nnx.Param)
-        with pytest.raises(ValueError, match=r"nnx\.Optimizer\n  at: kernel"):
-            fz.replace_masks(optimizer.opt_state, {"kernel": ~DIAGONAL})
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+        for _ in range(updates):
+            optimizer.update(model, grads)
+        before = nnx.graphdef(optimizer)
+        optimizer.opt_state = fz.replace_masks(optimizer.opt_state, {"kernel": ~DIAGONAL})
+        assert nnx.graphdef(optimizer) == before
+        kernel = np.asarray(model.kernel[...])
+        optimizer.update(model, grads)
+        assert (np.asarray(model.kernel[...])[DIAGONAL] != kernel[DIAGONAL]).all()
+        assert np.asarray(model.kernel[...])[~DIAGONAL].tobytes() == kernel[~DIAGONAL].tobytes()
 
     def test_takes_a_mapping(self):
         state = fz.freeze(optax.sgd(1.0), DIAGONAL).init(jnp.ones((2, 2)))

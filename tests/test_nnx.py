@@ -3,14 +3,17 @@
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import bits
 from flax import nnx
 
 import optax_freeze as fz
+from optax_freeze import checkpoint
 from optax_freeze import nnx as fnnx
 
 
@@ -338,6 +341,90 @@ def test_after_freezing_an_optimizer_must_be_made_anew(chain, x):
     step(chain, make(), x)
     fnnx.thaw(chain)
     step(chain, make(), x)
+
+
+DENSE = np.arange(16).reshape(4, 4) % 3 == 0
+IN_PART = {
+    "rows": lambda tx: fz.freeze(tx, fz.rules({"layers/0/kernel": fz.rows([0, 2]), "layers/0/bias": True})),
+    "compact": lambda tx: fz.freeze(tx, fz.rules({"layers/1/kernel": fz.elements(DENSE, compact=True)})),
+    "groups": lambda tx: fz.freeze_when(
+        tx,
+        {"layers/0/kernel": (fz.rows(slice(0, 3)), fz.unfreeze_at(2)), "layers/2": fz.alternate(1)},
+        optax.clip_by_global_norm(1.0),
+    ),
+    "compact groups": lambda tx: fz.freeze_when(
+        tx, {"layers/1/kernel": (fz.elements(DENSE, compact=True), fz.freeze_at(1)), "layers/0": False}
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)], ids=["adam", "MultiSteps"])
+@pytest.mark.parametrize("frozen", IN_PART)
+def test_an_nnx_optimizer_keeps_its_structure(chain, x, frozen, inner):
+    """With leaves frozen in part: one compilation, and a scan over the model and the optimizer."""
+    optimizer = nnx.Optimizer(chain, IN_PART[frozen](inner), wrt=nnx.Param)
+    graphdef = nnx.graphdef((chain, optimizer))
+    before = jax.tree.map(jnp.copy, nnx.state((chain, optimizer)))
+    traces = []
+
+    @nnx.jit
+    def train(model, optimizer, x):
+        traces.append(1)
+        optimizer.update(model, nnx.grad(loss)(model, x))
+
+    for _ in range(4):
+        train(chain, optimizer, x)
+    assert nnx.graphdef((chain, optimizer)) == graphdef
+    assert len(traces) == 1
+
+    def body(carry, x):
+        model, optimizer = nnx.merge(graphdef, carry)
+        optimizer.update(model, nnx.grad(loss)(model, x))
+        return nnx.state((model, optimizer)), None
+
+    after, _ = jax.jit(lambda carry, xs: jax.lax.scan(body, carry, xs))(before, jnp.stack([x] * 4))
+    chex.assert_trees_all_close(after, nnx.state((chain, optimizer)), rtol=1e-4, atol=1e-5)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def scanned(carry, x):
+        model, optimizer = carry
+        optimizer.update(model, nnx.grad(loss)(model, x))
+        return carry
+
+    model, optimizer = nnx.merge(graphdef, before)
+    scanned((model, optimizer), jnp.stack([x] * 4))
+    chex.assert_trees_all_close(nnx.state((model, optimizer)), after, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", IN_PART)
+def test_a_state_of_variables_keeps_its_structure(chain, frozen):
+    """Without an ``nnx.Optimizer``: the parameters are an ``nnx.State``."""
+    params = nnx.state(chain, nnx.Param)
+    tx = IN_PART[frozen](optax.adam(0.1))
+    state = tx.init(params)
+    _, new = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert jax.tree.structure(fz.state_shardings(tx, params)) == jax.tree.structure(state)
+    assert jax.tree.structure(fz.migrate(new, tx, params)) == jax.tree.structure(state)
+    assert bits(fz.migrate(new, tx, params)) == bits(new)
+
+
+def test_a_checkpoint_of_an_nnx_optimizer_with_rows(chain, x, tmp_path):
+    def build():
+        model = nnx.clone(chain)
+        return model, nnx.Optimizer(model, IN_PART["rows"](optax.adam(0.1)), wrt=nnx.Param)
+
+    frozen = fz.rules({"layers/0/kernel": fz.rows([0, 2]), "layers/0/bias": True})
+    model, optimizer = build()
+    step(model, optimizer, x)
+    checkpoint.save(tmp_path, nnx.state(model, nnx.Param), frozen, step=1, opt_state=optimizer.opt_state)
+    fresh, other = build()
+    params, state = checkpoint.restore(tmp_path, nnx.state(fresh, nnx.Param), opt_state=other.opt_state)
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.opt_state)
+    nnx.update(fresh, params)
+    nnx.update(other.opt_state, nnx.state(state))
+    assert bits(nnx.state(other.opt_state)) == bits(nnx.state(optimizer.opt_state))
+    assert step(fresh, other, x) == step(model, optimizer, x)
 
 
 def test_together_with_fz_freeze_and_fz_value_and_grad(chain, x):

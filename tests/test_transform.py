@@ -643,7 +643,6 @@ class TestPartsTravel:
 
     @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2)], ids=["adamw", "multi"])
     def test_nnx_optimizer(self, wrap):
-        """It hands a ``Part`` in its state back as an ``nnx.State``."""
         model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
         mask = np.arange(3).reshape(3, 1) == 1
         spec = fz.rules({"layers/0/kernel": fz.rows([0, 2]), "layers/1/kernel": mask, "layers/0/bias": True})
