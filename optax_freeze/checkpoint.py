@@ -5,7 +5,6 @@ checkpoint holds what trains and the optimizer's state, and beside them what was
 fingerprint of it: they go back onto the same base under the same spec, or there is an error.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
