@@ -6,6 +6,7 @@ learning rates goes on without it. ``optax.multi_transform`` decides by labels w
 state and another program. Here a condition decides, a value of the running program.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ from optax_freeze._conditions import Condition, ask, check, refuse_no_bool
 from optax_freeze._groups import Claim, Division, all_masks, group_name
 from optax_freeze._inner import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._masks import Elements
+from optax_freeze._parts import Answer, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Tied, register_with_flax
 from optax_freeze._select import as_choice
 from optax_freeze._selector import as_selector
-from optax_freeze._transform import copy_like
+from optax_freeze._transform import copy_like, parameters_of
 from optax_freeze._tree import Leaf, PyTree, message
 
 
@@ -111,6 +113,7 @@ def freeze_when(
     claims, conditions = _parse(groups)
     scheduled = tuple(condition if callable(condition) else None for condition in conditions)
     names = tuple(claim.name for claim in claims)
+    known: collections.deque[Division] = collections.deque(maxlen=8)  # of states made here, or found to fit
 
     def init_fn(params: PyTree) -> PyTree:
         register_with_flax(Groups)
@@ -119,6 +122,7 @@ def freeze_when(
                 check(name, condition)
         values, treedef = _tree.flatten(params)
         division, own = Division.of(claims, params, tied=tied)
+        known.append(division)
         own = [
             [
                 copy_like(mask, value) if _tree.is_array(mask) else mask
@@ -148,7 +152,7 @@ def freeze_when(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        state = _with_division(state, claims, updates if params is None else params)
+        state = _with_division(state, claims, updates if params is None else params, known)
         _refuse_other_schedule(state.spec, scheduled)
         division = state.spec.division
         values, treedef = division.whole.align(updates, "updates")
@@ -309,7 +313,9 @@ def _as_transformation(tx: Any, name: str, groups: Any = None) -> optax.Gradient
     )
 
 
-def _with_division(state: Any, claims: Sequence[Claim], params: PyTree) -> FreezeWhenState:
+def _with_division(
+    state: Any, claims: Sequence[Claim], tree: PyTree, known: collections.deque[Division]
+) -> FreezeWhenState:
     """The state with its groups resolved, again after ``optax.tree_map_params``, which drops what is static."""
     if not isinstance(state, FreezeWhenState) or state.spec.names != tuple(claim.name for claim in claims):
         raise TypeError(
@@ -321,10 +327,38 @@ def _with_division(state: Any, claims: Sequence[Claim], params: PyTree) -> Freez
                 fix="state = tx.init(params), or fz.migrate(state, tx, params) for other groups than before",
             )
         )
-    if state.spec.division.whole.leaves:
-        return state
-    division, _ = Division.of(claims, params, tied="ignore")
-    return state._replace(spec=dataclasses.replace(state.spec, division=division))
+    its = state.spec.division
+    if not its.whole.leaves:
+        division, _ = Division.of(claims, tree, tied="ignore")
+        return state._replace(spec=dataclasses.replace(state.spec, division=division))
+    if not any(its is division for division in known):
+        with jax.ensure_compile_time_eval():  # of two compact masks at one leaf: their union has a static count
+            division, _ = Division.of(claims, parameters_of(its.whole, tree), tied="ignore")
+        _refuse_other_groups(state.spec.names, its, division)
+        known.append(its)
+    return state
+
+
+def _refuse_other_groups(names: Sequence[str], its: Division, mine: Division) -> None:
+    """A ``ValueError`` for a state whose groups of these names own something else."""
+
+    def has(answer: Answer) -> str:
+        if isinstance(answer, bool):
+            return "nothing of it" if answer else "all of it"
+        return f"{~answer.source!r} of it" if isinstance(answer, RowIndex) else "some of its elements"
+
+    for name, a, b in zip(names, its.specs, mine.specs, strict=False):
+        for leaf, in_state, here in zip(its.whole.leaves, a.answers, b.answers, strict=True):
+            if in_state != here:
+                raise ValueError(
+                    message(
+                        "the state of other groups",
+                        at=leaf.path,
+                        got=f"a state in which the group {name!r} has {has(in_state)}",
+                        expected=f"the state of this transformation, in which it has {has(here)}",
+                        fix="state = fz.migrate(state, tx, params), whenever the groups change",
+                    )
+                )
 
 
 def _refuse_other_schedule(spec: Groups, scheduled: Sequence[Condition | None]) -> None:

@@ -196,22 +196,31 @@ def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updat
                 fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
             )
         )
+    tree = updates if params is None else params
     if not state.spec.leaves:
-        return state._replace(spec=Resolved.of(frozen, updates if params is None else params, tied="ignore")[0])
-    if params is not None and not any(state.spec is spec for spec in known):
-        _refuse_other_spec(state.spec, frozen, params)
+        return state._replace(spec=Resolved.of(frozen, tree, tied="ignore")[0])
+    if not any(state.spec is spec for spec in known):
+        _refuse_other_spec(state.spec, frozen, tree)
         known.append(state.spec)
     return state
 
 
-def _refuse_other_spec(spec: Resolved, frozen: Spec, params: PyTree) -> None:
-    """A ``ValueError`` if a state has another spec; other leaves than those of ``init`` are no matter of this."""
+def _refuse_other_spec(spec: Resolved, frozen: Spec, tree: PyTree) -> None:
+    """A ``ValueError`` if a state has another spec than ``frozen``, resolved for the parameters given to its init."""
     try:
-        own = Resolved.of(frozen, params, tied="ignore")[0]
-    except (ValueError, TypeError):
-        return
-    if own.leaves != spec.leaves:
-        return
+        own = Resolved.of(frozen, parameters_of(spec, tree), tied="ignore", leaves=spec.leaves)[0]
+    except (ValueError, TypeError) as error:
+        if spec.treedef is None:
+            return  # unpickled, and the tree at hand may have other containers
+        raise ValueError(
+            message(
+                "the state of another spec, or of other parameters",
+                at="the second argument of update",
+                got=f"the state for {[leaf.path for leaf in spec.leaves[:3]]}: {str(error).splitlines()[0]}",
+                expected="the state of this transformation",
+                fix="state = tx.init(params)",
+            )
+        ) from error
     for leaf, mine, its in zip(own.leaves, own.answers, spec.answers, strict=True):
         if mine != its:
             raise ValueError(
@@ -223,6 +232,14 @@ def _refuse_other_spec(spec: Resolved, frozen: Spec, params: PyTree) -> None:
                     fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
                 )
             )
+
+
+def parameters_of(spec: Resolved, tree: PyTree) -> PyTree:
+    """The shapes of the parameters given to ``init``; ``tree`` itself where a state was unpickled."""
+    if spec.treedef is None:
+        return tree
+    shapes = [_tree.HOLE if leaf.dtype is None else leaf.struct for leaf in spec.leaves]
+    return jax.tree.unflatten(spec.treedef, shapes)
 
 
 def _said(answer: Answer) -> str:

@@ -857,6 +857,41 @@ class TestTheStateOfAnotherSchedule:
         assert bits(migrated.rest_state) == bits(state.rest_state)
         update(params, migrated, params)
 
+    @pytest.mark.parametrize("with_params", [True, False])
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ((fz.rows([0]), True), (fz.rows([1]), True)),
+            ((fz.rows([0]), True), True),
+            (True, (fz.elements(np.eye(3, 2, dtype=bool)), True)),
+            (
+                (fz.elements(np.eye(3, 2, dtype=bool), compact=True), True),
+                (fz.elements(np.eye(3, 2, dtype=bool)), True),
+            ),
+        ],
+        ids=["other rows", "all rows", "some elements", "not compact"],
+    )
+    def test_the_state_of_other_groups(self, before, after, with_params, compiled):
+        params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        state = fz.freeze_when(optax.adam(0.1), {"a": before}).init(params)
+        update = fz.freeze_when(optax.adam(0.1), {"a": after}).update
+        with pytest.raises(ValueError, match=r"the state of other groups\n  at: a(.|\n)*fz.migrate"):
+            (jax.jit(update) if compiled else update)(params, state, params if with_params else None)
+
+    def test_the_state_of_equal_groups(self):
+        """From another process, and two compact masks at one leaf, jitted."""
+        params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+        first, second = (fz.elements(np.arange(6).reshape(3, 2) == i, compact=True) for i in (0, 1))
+
+        def make():
+            return fz.freeze_when(optax.adam(0.1), {"a": (first, True), "**/a": (second, True)})
+
+        state = make().init(params)
+        copied = pickle.loads(pickle.dumps(state))
+        updates = [jax.jit(make().update)(params, s, params)[0] for s in (state, copied)]
+        assert bits(updates[0]) == bits(updates[1])
+
     def test_what_cannot_be_compared_is_as_the_state_says(self):
         params = {"a": jnp.ones(2), "b": jnp.ones(2)}
         state = fz.freeze_when(optax.sgd(0.1), {"a": lambda step: step < 3}).init(params)

@@ -310,14 +310,37 @@ class TestWrongArguments:
                     tx.update(params, wrong, params)
 
     @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("with_params", [True, False])
     @pytest.mark.parametrize("transformation", [fz.masked_zero_updates, lambda f: fz.freeze(optax.adam(0.1), f)])
-    def test_the_state_of_another_spec(self, transformation, compiled):
+    def test_the_state_of_another_spec(self, transformation, with_params, compiled):
         params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
         state = transformation("a").init(params)
-        for other in ("b", False, {"a": fz.rows(0), "b": False}):
+        copied = pickle.loads(pickle.dumps(state))
+        for other in ("b", False, {"a": fz.rows(0), "b": False}, np.arange(6).reshape(3, 2) == 1):
+            other = {"a": other, "b": True} if isinstance(other, np.ndarray) else other
             update = transformation(other).update
-            with pytest.raises(ValueError, match=r"the state of another spec(.|\n)*at: a(.|\n)*fz.migrate"):
-                (jax.jit(update) if compiled else update)(params, state, params)
+            for of_another in (state, copied):
+                with pytest.raises(ValueError, match=r"the state of another spec(.|\n)*at: a(.|\n)*fz.migrate"):
+                    (jax.jit(update) if compiled else update)(params, of_another, params if with_params else None)
+
+    @pytest.mark.parametrize("frozen", ["encoder", fz.rules({"head": fz.rows(0)})], ids=repr)
+    def test_the_state_of_other_parameters(self, frozen):
+        state = fz.freeze(optax.sgd(0.1), True).init({"tail": jnp.ones(2)})
+        params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+        with pytest.raises(
+            ValueError, match=r"another spec, or of other parameters(.|\n)*'tail'(.|\n)*matches no leaf"
+        ):
+            fz.freeze(optax.sgd(0.1), frozen).update(params, state)
+
+    def test_the_gradient_of_the_trainable_part_tells_nothing_of_the_spec(self, params, loss, batch):
+        """It has holes at what another spec freezes, which this one does not."""
+        spec = fz.rules({"encoder/layer_0/kernel": fz.rows([0]), "encoder": True})
+        tx = fz.freeze(optax.sgd(0.1), spec)
+        grads = fz.grad(loss, spec)(params, batch)
+        state = pickle.loads(pickle.dumps(tx.init(params)))
+        assert bits(tx.update(grads, state)[0]) == bits(tx.update(grads, tx.init(params))[0])
+        with pytest.raises(ValueError, match="the state of another spec"):
+            fz.freeze(optax.sgd(0.1), "encoder").update(grads, tx.init(params))
 
     @pytest.mark.parametrize(
         "same", ["a/**", ["a"], fz.only("b"), {"a": True, "b": False}, lambda p: {"a": True, "b": False}]
