@@ -69,7 +69,7 @@ class Division:
     def merge(self, i: int, parts: Sequence[Any], masks: Sequence[Masks]) -> Any:
         """One leaf that trains, out of what its owners have of it."""
         owners = [k for k, spec in enumerate(self.specs) if spec.answers[i] is not True]
-        if len(owners) == 1:
+        if self.specs[owners[0]].answers[i] is False:
             return parts[owners[0]]
         leaf = self.whole.leaves[i]
         merged = jnp.zeros(leaf.shape or (), jnp.result_type(*(parts[k].dtype for k in owners)))

@@ -838,6 +838,19 @@ def test_two_players_each_frozen_in_turn():
     assert live[20] == live[-1]
 
 
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("own", [["a"], ["a", "**/a"]], ids=["one group", "two groups"])
+def test_compact_groups_of_every_element(own, switch):
+    params = {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}
+    mask = np.arange(8).reshape(4, 2) % len(own) == 0
+    masks = [fz.elements(mask, compact=True), fz.elements(~mask, compact=True)]
+    tx = fz.freeze_when(optax.sgd(0.5), {name: (m, switch) for name, m in zip(own, masks, strict=False)})
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert bits(updates["a"]) == bits(jnp.full((4, 2), -0.0 if switch else -0.5))
+    assert optax.apply_updates(params, updates)["a"].shape == (4, 2)
+
+
 class TestTheStateOfAnotherSchedule:
     @pytest.mark.parametrize("compiled", [False, True])
     @pytest.mark.parametrize(
