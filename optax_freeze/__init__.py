@@ -1,4 +1,4 @@
-"""Say once which parameters are frozen, and every part of training obeys it."""
+"""Declare once which parameters are frozen: gradients, the optimizer, reports and checkpoints all respect it."""
 
 # What is frozen: leaves, and elements of a leaf.
 from optax_freeze._tree import Part as Part

@@ -20,8 +20,9 @@ def page():
 
 class TestThePage:
     def test_every_benchmark_has_its_section(self, page):
-        assert {section.script for section in write_page.SECTIONS} == WITH_A_MAIN
-        assert set(write_page.parse(page)) == WITH_A_MAIN
+        shown = WITH_A_MAIN - {"gpu"}  # which has no figures until it has run on one
+        assert {section.script for section in write_page.SECTIONS} == shown
+        assert set(write_page.parse(page)) == shown
 
     def test_it_says_what_the_docstrings_say(self, page):
         assert write_page.render(write_page.parse(page)) == page, "python tests/benchmarks/write_page.py --only"
@@ -31,7 +32,7 @@ class TestThePage:
         assert (write_page.PAGE.parent / section.discussed).exists()
         results = write_page.parse(page)[section.script]
         assert all(f"{package} " in results for package in write_page.PACKAGES)
-        assert "\n| --- |" in results or results.endswith("No GPU was at hand.")
+        assert "\n| --- |" in results
 
 
 class TestATable:

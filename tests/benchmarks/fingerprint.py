@@ -1,17 +1,14 @@
-"""What ``fz.fingerprint`` reads, and its time, beside ``jnp.sum``.
+"""What ``fz.fingerprint`` reads, beside ``jnp.sum``.
 
-1. 1 GiB in several shapes and dtypes, frozen whole and in part: bytes accessed, over the bytes of the data (and of a
-   dense mask); in brackets the same of ``jnp.sum``. Compiled for TPU v5e, and for the device that is there. A TPU
-   program copies small leaves ahead into on-chip memory, and the compiler counts these copies, too.
-2. Its time on that device, over the time of ``jnp.sum`` of the same data.
+1 GiB in several shapes and dtypes, frozen whole and in part: bytes accessed, over the bytes of the data (and of a
+dense mask); in brackets the same of ``jnp.sum``. Compiled for TPU v5e, and for the device that is there. A TPU program
+copies small leaves ahead into on-chip memory, and the compiler counts these copies, too.
 
 Run with ``python tests/benchmarks/fingerprint.py``; ``--gib 0.25`` for less data.
 """
 
 import argparse
 import functools
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import measure  # first: it sets up the TPU compiler
@@ -82,30 +79,6 @@ def bytes_table(sharding: Any, device: str, nbytes: int) -> None:
     measure.show(table)
 
 
-def seconds(fn: Callable[..., Any], *args: Any) -> float:
-    """The median seconds of a call of the compiled function."""
-    fn, found = jax.jit(fn), []
-    for _ in range(6):
-        start = measure.clock()
-        jax.block_until_ready(fn(*args))
-        found.append(measure.clock() - start)
-    return statistics.median(found[1:])
-
-
-def times_table(nbytes: int) -> None:
-    """Prints the time of a fingerprint over that of a sum."""
-    dtypes = ["float32", "bfloat16"]
-    title = f"{jax.devices()[0].device_kind}, {nbytes / 2**30:g} GiB: time over that of jnp.sum"
-    table = measure.table(title, timed=dtypes, label="frozen")
-    for name in SPECS:
-        row = []
-        for dtype in dtypes:
-            args = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), arguments(name, dtype, nbytes))
-            row.append(f"{seconds(functools.partial(digest, name), *args) / seconds(total, *args):.1f}")
-        table.add_row(name, *row)
-    measure.show(table)
-
-
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,7 +88,6 @@ def main() -> None:
     if chip is not None:
         bytes_table(chip, "TPU v5e", nbytes)
     bytes_table(None, jax.devices()[0].device_kind, nbytes)
-    times_table(nbytes)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Linen models with a wrapped backbone, beside the same models with ``stop_gradient`` written inside by hand.
 
 A training step of AdamW on the head, of eight convolutions with batch normalisation and of an 8-layer transformer,
-compiled for one chip of TPU v5e: FLOPs and temporary bytes, in brackets the ratio to the first row. Then the time to
-trace the loss and its gradient, which is compared with the model's own, without freezing.
+compiled for one chip of TPU v5e: FLOPs and temporary bytes, in brackets the ratio to the first row.
 
 Run with ``python tests/benchmarks/flax_linen.py``.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,17 +80,6 @@ def step_of(loss: Loss, tx: optax.GradientTransformation) -> Callable[..., Any]:
     return step
 
 
-def tracing_seconds(functions: list[Callable[..., Any]], *args: Any, rounds: int = 9) -> list[float]:
-    """The median seconds that each function takes to trace, in turns."""
-    seconds: list[list[float]] = [[] for _ in functions]
-    for _ in range(rounds):
-        for function, times in zip(functions, seconds, strict=True):
-            start = time.process_time()
-            jax.make_jaxpr(function)(*args)
-            times.append(time.process_time() - start)
-    return [statistics.median(times[1:]) for times in seconds]
-
-
 def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) -> None:
     """The rows of one model."""
     table.add_row(f"[bold]{name}")
@@ -111,9 +97,7 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
     trained = {case: step_of(loss, tx if loss is not plain else optax.adamw(1e-3)) for case, (_, loss) in cases.items()}
     sharding = measure.tpu_sharding()
     first = None
-    forward = tracing_seconds([loss for _, loss in cases.values()], params, stats, x)
-    both = tracing_seconds([jax.value_and_grad(loss) for _, loss in cases.values()], params, stats, x)
-    for (case, step), seconds, grad_seconds in zip(trained.items(), forward, both, strict=True):
+    for case, step in trained.items():
         state = jax.eval_shape((optax.adamw(1e-3) if case == "no freezing" else tx).init, params)
         figures = measure.figures(step, *(measure.on(sharding, tree) for tree in (params, state, stats, x)))
         first = first or figures
@@ -121,15 +105,12 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
             case,
             f"{figures.flops / 1e9:.2f} ({figures.flops / first.flops:.2f})",
             f"{figures.temporary / 1e6:.2f} ({figures.temporary / first.temporary:.2f})",
-            f"{seconds / forward[-1]:.2f}",
-            f"{grad_seconds / both[-1]:.2f}",
         )
     table.add_section()
 
 
 def main() -> None:
-    timed = ("tracing the loss", "and its gradient")
-    table = measure.table("one training step, AdamW", "GFLOP", "MB temporary", timed=timed)
+    table = measure.table("one training step, AdamW", "GFLOP", "MB temporary")
     rows("convolutions", Convolutions(), jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32), table)
     rows("transformer", Transformer(), jax.ShapeDtypeStruct((32, 128), jnp.int32), table)
     measure.show(table)

@@ -1,13 +1,11 @@
 """NNX models with a wrapped backbone between a layer and a head that train, beside ``stop_gradient`` written by hand.
 
 A gradient of six convolutions with batch norm and of a transformer of 8 layers: FLOPs and temporary bytes, in brackets
-the ratio to ``stop_gradient`` by hand; then the seconds to trace it, measured in turn, to the bare model.
+the ratio to ``stop_gradient`` by hand.
 
 Run with ``python tests/benchmarks/flax_nnx.py``.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,8 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import optax_freeze.nnx as fnnx
-
-ROUNDS = 9
 
 
 class ConvNet(nnx.Module):
@@ -103,31 +99,21 @@ def program(backbone: type[Any], wrap: Callable[[Any], Any]) -> Program:
     return Program(step, (params, rest, jax.ShapeDtypeStruct(backbone.inputs, jnp.float32)))
 
 
-def trace_seconds(each: Program) -> float:
-    """How long one trace takes, from nothing cached."""
-    jax.clear_caches()
-    start = time.process_time()
-    jax.jit(each.step).trace(*each.args)
-    return time.process_time() - start
-
-
 def main() -> None:
     chip = measure.tpu_sharding()
     title = f"compiled for {'one chip of TPU v5e' if chip else 'this device'}; (ratio to stop_gradient by hand)"
-    table = measure.table(title, "GFLOP", "MB temporary", timed=("seconds to trace", "(ratio to bare)"))
+    table = measure.table(title, "GFLOP", "MB temporary")
     for backbone in (ConvNet, Transformer):
         table.add_section()
         table.add_row(f"[bold]{backbone.__name__}")
         wraps = {"bare": lambda module: module, "stop_gradient by hand": ByHand, "fnnx.Frozen": fnnx.Frozen}
         programs = {name: program(backbone, wrap) for name, wrap in wraps.items()}
         rows = {name: measure.figures(p.step, *measure.on(chip, p.args), donate=()) for name, p in programs.items()}
-        times = [[trace_seconds(each) for each in programs.values()] for _ in range(ROUNDS + 1)][1:]
-        seconds = dict(zip(programs, map(statistics.median, zip(*times, strict=True)), strict=True))
         best = rows["stop_gradient by hand"]
         for name, row in rows.items():
             flops = f"{row.flops / 1e9:.2f} ({row.flops / best.flops:.3f})"
             temporary = f"{row.temporary / 1e6:.2f} ({row.temporary / best.temporary:.3f})"
-            table.add_row(name, flops, temporary, f"{seconds[name]:.3f}", f"({seconds[name] / seconds['bare']:.2f})")
+            table.add_row(name, flops, temporary)
     measure.show(table)
 
 

@@ -1,14 +1,13 @@
-"""Figures of a compiled step: the TPU compiler's own, without a TPU, and times on the device that is there.
+"""Figures of a compiled step: the TPU compiler's own, without a TPU.
 
-The compiler's figures are exact and repeatable; times are given as ratios, measured in one run. Tables keep them apart:
-columns of times are in italics, on the terminal as in ``docs/benchmarks.md``.
+They are exact and repeatable. The few times that a benchmark takes are ratios, measured in turn in one run; their
+columns are in italics, on the terminal as in ``docs/benchmarks.md``.
 """
 
 import importlib.util
 import os
 import pathlib
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -75,23 +74,6 @@ def nbytes(shapes: Any) -> int:
 def clock() -> float:
     """Seconds: of the processor where steps run on it, so that other programs there hardly count."""
     return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
-
-
-def compile_seconds(fn: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    """Seconds to trace, lower and compile for the default device, and the compiled step (first two donated)."""
-    start = clock()
-    compiled = jax.jit(fn, donate_argnums=(0, 1)).lower(*args).compile()
-    return clock() - start, compiled
-
-
-def step_seconds(compiled: Any, first: Any, second: Any, *rest: Any, steps: int = 4) -> float:
-    """The median seconds of a step that returns its two donated arguments first."""
-    seconds = []
-    for _ in range(steps):
-        start = clock()
-        first, second, *_ = jax.block_until_ready(compiled(first, second, *rest))
-        seconds.append(clock() - start)
-    return statistics.median(seconds[1:])
 
 
 def busy_seconds(profile: Any) -> float:

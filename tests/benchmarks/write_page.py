@@ -45,7 +45,6 @@ SECTIONS = (
     Section("import_time", "Importing it", "performance.md"),
     Section("summary", "Summaries", "performance.md"),
     Section("fingerprint", "Fingerprints", "trust.md"),
-    Section("gpu", "On a GPU", "performance.md"),
 )
 
 
@@ -121,9 +120,9 @@ runs in one process.
 Figures in upright type are exact: FLOPs and bytes as the compiler counts them, for one chip of TPU v5e unless a table
 says otherwise. It takes no TPU to compile for one, and the same versions give the same figures.
 
-*Figures in italics* are times on the machine at hand, nearly all of them ratios: seconds of the processor where steps
-run on it, so that other programs there hardly count. They still differ from run to run by several percent. A figure in
-brackets is a ratio to a row of the same table."""
+*Figures in italics* are times on the machine at hand, nearly all of them ratios: seconds of the processor, so that
+other programs hardly count, of runs taken in turn; the text says whether the least or the median of them. They still
+differ from run to run by several percent. A figure in brackets is a ratio to a row of the same table."""
 
 if __name__ == "__main__":
     main()
