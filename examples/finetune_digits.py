@@ -3,7 +3,7 @@
 A small convolutional net learns the digits 0 to 4. Its encoder is then frozen by path, and the head learns all ten
 digits: the usual case of a trained backbone and a new task. The images are scikit-learn's, which come with its wheel.
 
-Run with ``python examples/finetune_digits.py``; takes a quarter of a minute.
+Run with ``python examples/finetune_digits.py``.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A small convolutional net learns scikit-learn's digits 0 to 4. Its backbone then
 only the head trains: once with ``Frozen`` around the backbone, and once with the parameters frozen by the optimizer
 alone, where the running statistics go on moving, and with them what the backbone says of the old digits.
 
-Run with ``python examples/freeze_a_backbone_linen.py``; takes a quarter of a minute.
+Run with ``python examples/freeze_a_backbone_linen.py``.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A perceptron whose first layer is frozen, a stack of scanned layers whose embedd
 of which only the biases and the head train. The routine asks ``frozen_mask`` what a model freezes, and trains the rest
 on scikit-learn's digits.
 
-Run with ``python examples/freeze_at_construction.py``; takes half a minute on two cores.
+Run with ``python examples/freeze_at_construction.py``.
 """
 
 import argparse

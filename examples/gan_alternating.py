@@ -4,7 +4,7 @@ A generator learns to place points where the data has them, on eight Gaussians a
 tell the two apart. Each has a loss of its own. ``fz.freeze_when`` freezes one network while the other trains, with
 ``fz.alternate``: its bits, the moments and the count of its Adam stand still, and no turn compiles anything.
 
-Run with ``python examples/gan_alternating.py``; takes a quarter of a minute.
+Run with ``python examples/gan_alternating.py``.
 """
 
 import argparse

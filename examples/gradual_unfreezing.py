@@ -4,7 +4,7 @@ A small net learns the digits 0 to 4, then all ten, unfrozen layer by layer from
 twice: with ``fz.freeze_when``, compiled once, and in phases with ``fz.freeze`` and ``fz.migrate``, each compiled by
 itself, in which what is frozen costs no backward pass. They differ from the moment at which a second layer thaws.
 
-Run with ``python examples/gradual_unfreezing.py``; takes a quarter of a minute.
+Run with ``python examples/gradual_unfreezing.py``.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A causal transformer over bytes scans its eight layers, whose parameters are sta
 shape (8, ...). It learns from NumPy's docstrings; then its last two layers, the norm and the head go on training, on
 Python's own documentation. JAX alone would differentiate the whole stack or nothing.
 
-Run with ``python examples/last_layers_of_a_scanned_transformer.py``; takes a minute on two cores.
+Run with ``python examples/last_layers_of_a_scanned_transformer.py``.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A small net learns scikit-learn's digits. Its kernels are then rounded to int8, 
 images are turned by a quarter: the base fails on them. Adapters of rank 4 learn the turned images beside the frozen
 base. The integers get neither a gradient nor optimizer state, and the loop is the one that trained the base.
 
-Run with ``python examples/lora_and_frozen_base.py``; takes a quarter of a minute.
+Run with ``python examples/lora_and_frozen_base.py``.
 """
 
 import argparse

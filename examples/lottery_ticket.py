@@ -4,7 +4,7 @@ A net for scikit-learn's digits is trained densely. The weights that moved most 
 again from the same first values, and only these weights train. The others are frozen where they began, not at zero; the
 optimizer holds state for the ticket alone. As many weights chosen at random are trained beside it.
 
-Run with ``python examples/lottery_ticket.py``; takes a minute on two cores.
+Run with ``python examples/lottery_ticket.py``.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A small character model learns the docstrings of NumPy. Its vocabulary then grow
 more rows of the embedding, which is the head's matrix, too. Only these rows train. Every other parameter, the old rows
 among them, keeps its bits; gradient and optimizer state have the size of the new rows.
 
-Run with ``python examples/new_token_rows.py``; takes half a minute.
+Run with ``python examples/new_token_rows.py``.
 """
 
 import argparse

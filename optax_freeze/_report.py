@@ -38,7 +38,7 @@ class Summary:
         ``frozen_bytes``; ``leaves`` counts what ``depth=`` summed up. Shape and dtype are None where there is no array,
         or where several differ.
       state_bytes: of the optimizer's state with freezing, dense masks included; None if no optimizer was given.
-      full_state_bytes: of the optimizer's state if everything trains.
+      full_state_bytes: of the optimizer's state if nothing is frozen; integers, which have no gradient, have no state.
 
     Example:
       >>> import optax_freeze as fz
@@ -111,9 +111,16 @@ class Summary:
         return _table.as_html(self._table())
 
     def _table(self) -> _table.Table:
-        of = f"trainable {self.trainable_elements:,} of {self.elements:,} elements"
-        sizes = f"{_table.size(self.trainable_bytes)} of {_table.size(self.bytes)}"
-        totals = [f"{of} ({_table.share(self.trainable_elements, self.elements)}), {sizes}"]
+        def part(name: str, elements: int, size: int) -> str:
+            share = _table.share(elements, self.elements)
+            of = f"{_table.size(size)} of {_table.size(self.bytes)}"
+            return f"{name} {elements:,} of {self.elements:,} elements ({share}), {of}"
+
+        totals = [
+            part("trainable", self.trainable_elements, self.trainable_bytes),
+            part("frozen", self.frozen_elements, self.frozen_bytes),
+            f"all {self.elements:,} elements, {_table.size(self.bytes)}",
+        ]
         if self.state_bytes is not None and self.full_state_bytes is not None:
             full = _table.size(self.full_state_bytes)
             totals.append(f"optimizer state {_table.size(self.state_bytes)} instead of {full}")
@@ -135,7 +142,8 @@ def summary(
         frozen elements are counted.
       frozen: what is frozen, in any form.
       tx: the optimizer as it would be without freezing, not wrapped in :func:`optax_freeze.freeze`. Its state is
-        counted for the whole parameters and as :func:`optax_freeze.freeze` would hold it, by shapes alone.
+        counted for all leaves that can train (floating-point and complex arrays) and as :func:`optax_freeze.freeze`
+        would hold it, by shapes alone.
       depth: so many segments of a path are told apart; what is below them is summed into one row.
       tied: ``"error"`` refuses one array object that stands at two paths of which only one is frozen; ``"ignore"``
         lets it pass. Tracers are never checked.
@@ -162,6 +170,8 @@ def summary(
       layer_11/kernel            (8, 8)       float32        64    256 B  trains
       <BLANKLINE>
       trainable 72 of 864 elements (8.333 %), 288 B of 3.4 KiB
+      frozen 792 of 864 elements (91.67 %), 3.1 KiB of 3.4 KiB
+      all 864 elements, 3.4 KiB
       optimizer state 580 B instead of 6.8 KiB
     """
     if depth is not None:
@@ -221,7 +231,7 @@ def _state_bytes(tx: Any, params: PyTree, spec: Resolved, masks: Masks) -> tuple
             )
         )
     known = Known(tuple(leaf.path for leaf in spec.leaves), tuple(spec.choices(masks)))
-    full = _state(tx.init, params, keep=_has_zeros)
+    full = _state(tx.init, params, keep=_can_train)
     kinds = (FreezeState, FreezeWhenState)
     nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
     if any(isinstance(node, kinds) for node in nodes):
@@ -249,9 +259,9 @@ def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any
     return jax.eval_shape(of_arrays, [value for value in values if keep(value)])
 
 
-def _has_zeros(leaf: Any) -> bool:
-    """Whether an optimizer that freezes nothing can hold state for a leaf: it cannot for keys and objects."""
-    return _tree.is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+def _can_train(leaf: Any) -> bool:
+    """Whether a leaf can have a gradient: integers, random keys and objects are frozen under any spec."""
+    return _tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _nbytes(shapes: PyTree) -> int:

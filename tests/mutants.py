@@ -27,8 +27,7 @@ class Mutant(NamedTuple):
     tests: str
 
 
-MUTANTS = [
-]
+MUTANTS = []
 
 
 def run(mutant: Mutant) -> str:
@@ -47,7 +46,9 @@ def run(mutant: Mutant) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()]
         done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     # 1 is "tests failed"; anything else but 0 says that the command itself is wrong, which kills nothing.
-    return {0: "survived", 1: "killed"}.get(done.returncode, f"pytest exited with {done.returncode}: {done.stdout[-500:]}")
+    return {0: "survived", 1: "killed"}.get(
+        done.returncode, f"pytest exited with {done.returncode}: {done.stdout[-500:]}"
+    )
 
 
 def main(names: list[str]) -> int:

@@ -195,11 +195,17 @@ def test_the_dense_mask_in_the_state_is_counted_and_rows_hold_nothing(params):
     assert fz.summary(kernel, {"kernel": fz.rows([0, 1])}, optax.adam(1e-3)).state_bytes == 4 + 2 * 16
 
 
-def test_no_state_is_held_for_keys_and_objects_but_for_integers_if_nothing_is_frozen():
-    params = {"w": jnp.ones(3), "key": jax.random.key(0), "fn": jax.nn.relu, "int": np.int32(3)}
-    summary = fz.summary(params, False, optax.adam(1e-3))
-    assert summary.full_state_bytes == 4 + 2 * (12 + 4)
-    assert summary.state_bytes == 4 + 2 * 12
+@pytest.mark.parametrize("spec", [False, "int8", True], ids=str)
+def test_no_state_is_held_for_what_cannot_train(spec):
+    params = {"w": jnp.ones(3), "key": jax.random.key(0), "fn": jax.nn.relu, "int": np.int32(3), "none": None}
+    params |= {
+        "int8": jnp.ones((64, 64), jnp.int8),
+        "bool": jnp.ones(5, bool),
+        "float8": shape(8, dtype=jnp.float8_e4m3fn),
+    }
+    summary = fz.summary(params, spec, optax.adam(1e-3))
+    assert summary.full_state_bytes == 4 + 2 * (12 + 8)
+    assert summary.state_bytes == 4 + 2 * (12 + 8) * (spec is not True)
 
 
 @pytest.mark.parametrize("place", ["alone", "in a chain", "in MultiSteps", "on a schedule"])
@@ -297,13 +303,14 @@ def test_a_model_of_seventy_billion_parameters_reads_on_one_screen():
     summary = fz.summary(params, fz.only("layer_78", "layer_79", "norm"), optax.adamw(1e-3))
     assert len(summary.rows) == 80 * 9 + 3
     lines = str(summary).splitlines()
-    assert len(lines) == 2 + 3 + 2 * 9 + 3
+    assert len(lines) == 2 + 3 + 2 * 9 + 5
     assert max(map(len, lines)) < 120
     cells, totals = shown(summary)
     assert ["layer_0 … layer_77/down/kernel", "78 × (28672, 8192)", "bfloat16"] in [line[:3] for line in cells]
     assert sum(int(line[3].replace(",", "")) for line in cells) == summary.elements == 70_553_706_496
     assert totals[0].startswith(f"trainable {summary.trainable_elements:,} of 70,553,706,496 elements (2.")
-    assert totals[1] == "optimizer state 6.4 GiB instead of 270.7 GiB"
+    assert totals[1].startswith(f"frozen {summary.frozen_elements:,} of 70,553,706,496 elements (97.")
+    assert totals[2:] == ["all 70,553,706,496 elements, 135.3 GiB", "optimizer state 6.4 GiB instead of 270.7 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -456,7 +463,31 @@ def test_leaves_say_what_they_are():
         ("(100, 10)", "10 train (1 %)"),
         ("(2,)", "trains"),
     ]
-    assert totals == ["trainable 12 of 1,002 elements (1.198 %), 48 B of 3.9 KiB"]
+    assert totals == [
+        "trainable 12 of 1,002 elements (1.198 %), 48 B of 3.9 KiB",
+        "frozen 990 of 1,002 elements (98.8 %), 3.9 KiB of 3.9 KiB",
+        "all 1,002 elements, 3.9 KiB",
+    ]
+
+
+@pytest.mark.parametrize("spec", [True, False, "encoder", {"encoder": False, "head": fz.rows([0])}], ids=str)
+def test_totals_name_what_trains_what_is_frozen_and_all(spec):
+    params = {"encoder": shape(3, 2), "head": shape(4, dtype=jnp.bfloat16)}
+    summary = fz.summary(params, spec, optax.sgd(0.1))
+    _, totals = shown(summary)
+    parts = [
+        ("trainable", summary.trainable_elements, summary.trainable_bytes),
+        ("frozen", summary.frozen_elements, summary.frozen_bytes),
+    ]
+    assert sum(elements for _, elements, _ in parts) == 10
+    assert sum(size for *_, size in parts) == 32
+    for total, (name, elements, size) in zip(totals, parts, strict=False):
+        assert re.fullmatch(rf"{name} {elements} of 10 elements \([\d.]+ %\), {size} B of 32 B", total)
+    assert totals[2] == "all 10 elements, 32 B"
+    text, html = rendered(summary, 100), summary._repr_html_()
+    for total in totals:
+        assert total in text
+        assert total in html
 
 
 def test_text_and_html_need_neither_rich_nor_matplotlib():
