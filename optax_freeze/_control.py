@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current
 
@@ -169,7 +170,6 @@ def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], valu
     if not _has(values) or params["symbolic_zeros"] or not all(inexact[len(moves) :]) or closed.effects:
         return None  # effects would happen once for each part
     values = [_read(value) for value in values]
-    whole = [value.frozen if isinstance(value, Split) else value for value in values]
     subfunctions, bound = _bound(primitive, params)
     _, rule = subfunctions or bound["subfuns"]
 
@@ -185,10 +185,10 @@ def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], valu
         moving = [t for t, m in zip(tangents, moves, strict=True) if m]
         shapes = [aval for aval, m in zip(closed.in_avals, moves, strict=True) if m]
         of_rule = jax.make_jaxpr(rule_of_moving)(closed.in_avals, shapes)
-        primals = [x.like(x.refreshed(), x.rows) if isinstance(x, Split) else x for x in primals]
+        primals = [x.like(x.guarded(x.frozen), x.rows) if isinstance(x, Split) else x for x in primals]
         return evaluate(of_rule.jaxpr, of_rule.consts, [_in_rule(x) for x in (*primals, *moving)])
 
-    def with_derivative(finish: Callable[[Any], Any]) -> list[Any]:
+    def with_derivative(finish: Callable[[Any], Any], values: Sequence[Any] = values) -> list[Any]:
         of_parts = jax.custom_jvp(lambda *values: [finish(out) for out in function(*values)])
 
         @of_parts.defjvp
@@ -205,10 +205,12 @@ def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], valu
     index = _acts_on_rows(function, derivative, values)
     if index is None:
         return with_derivative(merge)
-    if sum(moves) > 1:
-        whole = [value.refreshed() if isinstance(value, Split) else value for value in values]
-    frozen = bind(primitive, params, whole)
     rows = with_derivative(lambda out: out.rows if isinstance(out, Split) else take(index, out))
+    if any(m and isinstance(value, Tracer) for value, m in zip(values, moves, strict=True)):
+        constant = [x.like(x.frozen, take(x.index, x.frozen)) if isinstance(x, Split) else x for x in values]
+        frozen = with_derivative(lambda out: out.frozen if isinstance(out, Split) else out, constant)
+    else:
+        frozen = bind(primitive, params, [x.frozen if isinstance(x, Split) else x for x in values])
     first = next(value for value in values if isinstance(value, Split))
     return [Split(*parts, index, first.origin) for parts in zip(frozen, rows, strict=True)]
 

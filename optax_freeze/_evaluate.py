@@ -85,10 +85,8 @@ def _apply(eqn: Any, values: list[Any]) -> Any:
         values = [value.read() if isinstance(value, Frozen) else value for value in values]
     splits = [value for value in values if isinstance(value, Split)]
     rule = functools.partial(control, evaluate) if control else rule_of(primitive) if splits else None
-    here = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager:
-        elsewhere = splits and jax.sharding.get_abstract_mesh() != here  # in auto_axes: the parts are not of that mesh
-        out = rule(primitive, params, values) if rule is not None and not elsewhere else None
+        out = None if rule is None else rule(primitive, params, values)
     if out is None or control is None:
         outs = out if primitive.multiple_results and out is not None else [out]
         kept = any(isinstance(part, Split) for part in outs)

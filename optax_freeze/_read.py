@@ -164,7 +164,7 @@ def dot_general(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
         rows = product(x.rows, take(x.index, other, axis))
         if rest is not None:
             return product(take(rest, x.frozen), take(rest, other, axis)) + rows
-        return product(x.cleared(), other) + rows
+        return product(x.cleared(), x.cleared(other, axis)) + rows
     if params.get("out_sharding") is not None:
         return None
     if x.axis in batch[mine]:

@@ -45,15 +45,14 @@ def elementwise(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -
     if params.get("sharding") is not None or len(trains) == first.size or len({x.axis for x in splits}) > 1:
         return None
     first = first.widened(trains)
-    several = sum(isinstance(value, (Split, jax.Array)) for value in values) > 1
     frozen, rows = [], []
     for value in values:
         if isinstance(value, Split):
-            frozen.append(value.refreshed() if several else value.frozen)  # the gradient of another operand reads it
+            frozen.append(value.frozen if value.in_rule else first.guarded(value.frozen))
             rows.append(value.widened(trains).rows)
         else:
             by_rows = np.ndim(value) and np.shape(value)[first.axis] == first.size
-            frozen.append(value)
+            frozen.append(first.guarded(value))
             rows.append(take(first.index, value) if by_rows else value)
     return first.like(primitive.bind(*frozen, **params), primitive.bind(*rows, **params))
 

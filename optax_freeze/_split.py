@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_freeze._parts import RowIndex
 from optax_freeze._tree import Part
@@ -24,7 +25,8 @@ class Split:
     """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
 
     ``frozen`` has the full shape. What it holds at the trainable rows is stale, and may be NaN: it is selected away,
-    and never multiplied by zero, here or in a gradient (:meth:`cleared` and :meth:`refreshed` are for that).
+    and never multiplied by zero, here or in a gradient. An operation on ``frozen`` may compute anything at these rows,
+    as long as its other operands are :meth:`guarded` or :meth:`cleared`.
     """
 
     frozen: Any
@@ -50,6 +52,11 @@ class Split:
         """The length of that axis."""
         return self.index.size
 
+    @property
+    def in_rule(self) -> bool:
+        """Whether it is an array in the rule of a derivative, which may be transposed: nothing in it is a constant."""
+        return self.origin is not None and self.origin.in_rule
+
     def like(self, frozen: Any, rows: Any, axis: int | None = None) -> "Split":
         """Two new parts, of the same rows; along another axis, maybe."""
         index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
@@ -73,15 +80,23 @@ class Split:
         rows = take(index, self.frozen)
         return Split(self.frozen, places.put(rows, Part(self.rows), None), index, self.origin)
 
-    def cleared(self) -> jax.Array:
-        """``frozen`` with zeros at its stale rows, by a selection that fuses."""
-        return jnp.where(self.index.frozen(jnp.ndim(self.frozen)), self.frozen, jnp.zeros((), self.frozen.dtype))
+    def cleared(self, operand: Any = None, axis: int | None = None) -> jax.Array:
+        """``frozen`` (or another operand, of these rows along an axis) with zeros at the stale rows: it fuses."""
+        operand, axis = (self.frozen, self.axis) if operand is None else (operand, axis)
+        index = dataclasses.replace(self.index, axis=axis)
+        return jnp.where(index.frozen(jnp.ndim(operand)), operand, jnp.zeros((), operand.dtype))
 
-    def refreshed(self) -> jax.Array:
-        """``frozen`` with the trainable rows, as constants, at its stale rows, by a selection that fuses."""
-        if self.origin is not None and self.origin.in_rule:
-            return self.frozen
-        return join(self.index, self.axis, self.frozen, jax.lax.stop_gradient(self.rows))
+    def guarded(self, operand: Any) -> Any:
+        """An operand of an elementwise operation on these rows, with constants at the stale ones.
+
+        The derivative may be infinite there, and infinity times the zero that comes back from these rows is NaN.
+        """
+        if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
+            return operand
+        operand = jnp.broadcast_to(operand, jnp.shape(self.frozen))
+        if self.in_rule:
+            return self.cleared(operand, self.axis)
+        return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
 
     def merged(self) -> jax.Array:
         """The array itself, which copies ``frozen``."""
@@ -108,7 +123,7 @@ class Origin:
 
     def __init__(self, *, trying: bool = False, in_rule: bool = False):
         self.trying = trying  # a rule asks what would be done
-        self.in_rule = in_rule  # of a derivative, which may be transposed: nothing in it is a constant
+        self.in_rule = in_rule
         self.events: list[tuple[str, str, Any]] = []
 
     def of_rule(self) -> "Origin":

@@ -216,6 +216,41 @@ def test_merged(name):
     check(MERGED[name], jax.random.normal(jax.random.key(0), (6, 4)), slice(0, 4), in_parts=False)
 
 
+@pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 6)])
+def test_a_clipped_lookup_of_the_edges(rows):
+    """Numbers out of range name the first and the last row, which train."""
+    check(TABLE["take, clip"], jax.random.normal(jax.random.key(0), (6, 4)), rows)
+
+
+@pytest.mark.parametrize("fun", [lambda w: w * w.T, lambda w: jnp.where(w > 0, w.T, 1.0), lambda w: w.T - w**2])
+def test_rows_along_two_axes_of_a_square(fun):
+    check(fun, jax.random.normal(jax.random.key(0), (4, 4)), slice(0, 2), in_parts=False)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_lookup_on_tpu(rows, monkeypatch):
+    """Where few rows train, a TPU selects them."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+    check(TABLE["lookup"], jax.random.normal(jax.random.key(0), (6, 4)), rows)
+    check(lambda w: w.T[:, TOKENS], jax.random.normal(jax.random.key(0), (6, 4)), rows)
+
+
+def test_a_donated_argument_of_an_inner_jit():
+    """The inner function would lose its donation."""
+
+    def loss(p):
+        return jnp.sum(jax.jit(lambda w: jnp.tanh(w) * 2, donate_argnums=0)(p["w"] * 1.0) ** 2)
+
+    params, frozen = {"w": jax.random.normal(jax.random.key(0), (6, 4))}, {"w": fz.rows(slice(0, 4))}
+    [row] = fz.explain(loss, params, frozen).rows
+    assert row.merged.name in ("jit", "pjit")
+    assert "donated_invars=(True" in str(
+        jax.make_jaxpr(fz.restrict(loss, fz.partition(params, frozen)[1]))(fz.partition(params, frozen)[0])
+    )
+    expected = fz.partition(jax.grad(loss)(params), frozen)[0]
+    chex.assert_trees_all_close(fz.grad(loss, frozen)(params), expected, rtol=1e-5)
+
+
 def test_eagerly():
     """Outside of ``jit``, where the numbers of rows are concrete."""
     names = ("a dynamic row", "dynamic rows", "lookup", "take, fill")
@@ -374,6 +409,165 @@ class TestCost:
 
         program = jax.make_jaxpr(jax.grad(fz.restrict(loss, rest)))(trainable)
         assert not {(6, 4, 4), (4, 4, 4)} & set(shapes_in(program.jaxpr))
+
+
+def multiplied(w, x):
+    return w * x
+
+
+@jax.custom_jvp
+def ratio(w, x):
+    return w / x
+
+
+@ratio.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return ratio(w, x), dw / x - dx * w / x**2
+
+
+OF_TWO = {
+    "times": multiplied,
+    "over": lambda w, x: w / x,
+    "under": lambda w, x: x / w,
+    "minus": lambda w, x: w - x,
+    "to the power": lambda w, x: jnp.abs(w) ** x,
+    "power of": lambda w, x: jnp.abs(x) ** w,
+    "atan2": jnp.arctan2,
+    "maximum": jnp.maximum,
+    "log": lambda w, x: jnp.log(jnp.abs(w * x)),
+    "exp": lambda w, x: jnp.exp(w * x),
+    "sqrt": lambda w, x: jnp.sqrt(jnp.abs(w)) * x,
+    "square": lambda w, x: (w * x) ** 2,
+    "where": lambda w, x: jnp.where(w > x, w, x),
+    "clip": lambda w, x: jnp.clip(w, x[0, 0], x[0, 0] + 1),
+    "logaddexp": jnp.logaddexp,
+    "xlogy": lambda w, x: jax.scipy.special.xlogy(jnp.abs(w), jnp.abs(x)),
+    "custom_jvp": ratio,
+    "custom_jvp, broadcast": lambda w, x: ratio(w, x[:1]),
+    "relu": lambda w, x: jax.nn.relu(w * x),
+    "silu": lambda w, x: jax.nn.silu(w) * x,
+    "norm of each row": lambda w, x: w / jnp.linalg.norm(w, axis=1, keepdims=True) * x,
+    "a row": lambda w, x: w * x[:1],
+    "a column": lambda w, x: w * x[:, :1],
+    "a scalar": lambda w, x: w / x[0, 0],
+    "transpose": lambda w, x: w.T * x.T,
+    "sum": lambda w, x: (w * x).sum(0),
+    "sum within rows": lambda w, x: (w * x).sum(1),
+    "sum, times": lambda w, x: w.sum(0) * x,
+    "contracted": lambda w, x: x.T @ w,
+    "contracted on the left": lambda w, x: w.T @ x,
+    "head": lambda w, x: x @ w.T,
+    "head on the left": lambda w, x: w @ x.T,
+    "batched": lambda w, x: jnp.einsum("rd,rd->r", w, x),
+    "one-hot": lambda w, x: jax.nn.one_hot(TOKENS[0], 6) @ w * x[:3],
+    "lookup of a product": lambda w, x: (w * x)[TOKENS],
+    "product of a lookup": lambda w, x: w[TOKENS] * x[:3],
+    "dynamic rows": lambda w, x: jax.lax.dynamic_slice_in_dim(w, TOKENS[0, 2], 2) * x[:2],
+    "scan": lambda w, x: jax.lax.scan(lambda c, r: (c * r[0] + r[1], c.sum()), jnp.ones(3), (w, x)),
+    "a constant of a scan": lambda w, x: jax.lax.map(lambda r: w @ r, x),
+    "jit": jax.jit(multiplied),
+    "remat": jax.checkpoint(multiplied),
+}
+"""Operations on the rows and another array of their shape, (6, 3)."""
+
+
+class TestNotFinite:
+    """Values and gradients are NaN and infinite where the dense ones are: zero is selected, and never multiplied."""
+
+    VALUES = (jnp.inf, -jnp.inf, jnp.nan, 0.0, 1e38)
+
+    def both(self, fun, rows, stale=None):
+        """Outputs and gradients of two leaves, in parts and dense, in one program."""
+        frozen = {"w": fz.rows(rows), "x": False}
+
+        def loss(p):
+            out = fun(p["w"], p["x"])
+            return sum(jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)) for y in jax.tree.leaves(out)), out
+
+        def both(params):
+            trainable, rest = fz.partition(params, frozen)
+            if stale is not None:
+                filled = dataclasses.replace(trainable["w"], values=jnp.full_like(trainable["w"].values, stale))
+                _, rest = fz.partition(fz.combine({**trainable, "w": filled}, rest), frozen)
+            value_and_grad = functools.partial(jax.value_and_grad, has_aux=True)
+            dense, grads = value_and_grad(loss)(params)
+            return value_and_grad(fz.restrict(loss, rest))(trainable), (dense, fz.partition(grads, frozen)[0])
+
+        return both
+
+    def params(self, w=(), x=()):
+        """Two leaves; ``w`` and ``x``: rows with a value that each of them has there."""
+        arrays = np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32)
+        for array, (row, value) in zip(arrays, (w or (0, None), x or (0, None)), strict=True):
+            array[row, 1] = array[row, 1] if value is None else value
+        return {"w": arrays[0], "x": arrays[1]}
+
+    def same(self, ours, dense):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(dense), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(("i", "name"), list(enumerate(OF_TWO)))
+    def test_as_dense(self, i, name):
+        rows, trains, frozen = [([0, 1, 3, 4], 5, 1), (slice(0, 5), 5, 2), ([2], 3, 2)][i % 3]
+        both = jit(self.both(OF_TWO[name], rows))
+        for value in self.VALUES:
+            for row in (trains, frozen):
+                at = (row, value)
+                for params in (self.params(w=at), self.params(x=at), self.params(w=at, x=at)):
+                    self.same(*both(params))
+
+    @pytest.mark.parametrize("name", OF_TWO)
+    @pytest.mark.parametrize("stale", [jnp.nan, jnp.inf])
+    def test_stale_values(self, name, stale):
+        """What the full array holds at the trainable rows reaches nothing, nor the gradient of the other operand."""
+        self.same(*jit(self.both(OF_TWO[name], slice(0, 5), stale))(self.params()))
+
+    @pytest.mark.parametrize("name", ["times", "over", "custom_jvp", "contracted", "a scalar", "clip"])
+    def test_other_rows_eagerly_and_mapped(self, name):
+        places = [*((0, value) for value in self.VALUES), (5, jnp.inf), (5, 0.0)]
+        params = [self.params(**{leaf: place}) for leaf in ("w", "x") for place in places]
+        many = jax.tree.map(lambda *arrays: np.stack(arrays), *params)
+        for rows in ([1, 2], [5], slice(1, 6)):
+            both = self.both(OF_TWO[name], rows, jnp.nan)
+            self.same(*both(self.params(x=(0, jnp.inf))))
+            self.same(*jit(jax.vmap(both))(many))
+
+    @pytest.mark.parametrize("name", ["times", "over", "minus", "log", "sqrt", "logaddexp", "head", "contracted"])
+    def test_the_gradient_of_the_rest(self, name):
+        """Through the full array nothing reaches the trainable rows, so that their gradient is that of the part."""
+
+        def of_all(index):
+            return jit(jax.grad(lambda p: self.both(OF_TWO[name], slice(0, 5))(p)[index][0][0]))
+
+        for value in self.VALUES:
+            for params in (self.params(w=(5, value)), self.params(x=(5, value))):
+                self.same(of_all(0)(params), of_all(1)(params))
+
+    def test_in_shard_map(self):
+        mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        names = ("times", "over", "custom_jvp", "contracted", "a scalar", "clip")
+        for at in ((5, jnp.inf), (5, 0.0), (1, jnp.nan)):
+
+            def several(w, x):
+                return [OF_TWO[name](w, x) for name in names]
+
+            both = jax.shard_map(self.both(several, slice(0, 5)), mesh=mesh, in_specs=P(), out_specs=P())
+            self.same(*jit(both)(self.params(w=at)))
+            self.same(*jit(both)(self.params(x=at)))
+
+    @pytest.mark.parametrize(
+        "name", ["times", "over", "under", "custom_jvp", "contracted", "a scalar", "to the power", "log"]
+    )
+    def test_second_derivatives(self, name):
+        def second(fun):
+            return lambda params: jax.grad(lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(fun(p))))(params)
+
+        def of(index):
+            return lambda p: self.both(OF_TWO[name], slice(0, 5))(p)[index][1]
+
+        params = self.params()
+        self.same(jit(second(of(0)))(params), jit(second(of(1)))(params))
 
 
 class TestTransformations:
