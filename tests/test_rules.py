@@ -1,5 +1,6 @@
 """Each operation on an array frozen by rows: read in parts, and equal to the dense one."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -649,6 +650,34 @@ class TestTransformations:
             frozen = {"w": fz.rows(slice(0, 4))}
             expected = fz.partition(jax.jit(jax.grad(loss))({"w": w}), frozen)[0]
             chex.assert_trees_all_close(jax.jit(fz.grad(loss, frozen))({"w": w}), expected, rtol=1e-5)
+
+    @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
+    def test_another_mesh_inside_of_the_loss(self):
+        """Rules are applied under the mesh of the operation; ``reshard``, at the edge of ``auto_axes``, has none."""
+        mesh = functools.partial(jax.make_mesh, (4, 2), ("data", "tp"))
+        auto, explicit = (
+            mesh(axis_types=(kind,) * 2) for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+        )
+        params, frozen = {"w": jax.random.normal(jax.random.key(0), (6, 8))}, {"w": fz.rows([0, 1, 4])}
+
+        def operations(w):
+            head = jnp.tanh(w[TOKENS]) @ w.T
+            scanned = jax.lax.scan(lambda c, r: (jnp.sin(c + r), None), jnp.ones(8), w)[0]
+            return jnp.sum(head**2) + jnp.sum(scanned * w[2:4]) + jnp.sum(jax.nn.one_hot(TOKENS, 6) @ w)
+
+        def changed(p):
+            with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
+                return operations(jax.lax.with_sharding_constraint(p["w"], P(None, "tp")))
+
+        def automatic(p):
+            return jax.sharding.auto_axes(operations, out_sharding=P())(p["w"])
+
+        for loss, outer, merged in ((changed, None, None), (automatic, explicit, "reshard")):
+            with contextlib.nullcontext() if outer is None else jax.set_mesh(outer):
+                expected = fz.partition(jax.jit(jax.grad(loss))(params), frozen)[0]
+                chex.assert_trees_all_close(jax.jit(fz.grad(loss, frozen))(params), expected, rtol=1e-5)
+                [row] = fz.explain(loss, params, frozen).rows
+                assert (row.merged and row.merged.name) == merged
 
     def test_sharded_parameters(self):
         mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
