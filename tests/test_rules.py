@@ -519,10 +519,9 @@ class TestNotFinite:
                     self.same(*both(params))
 
     @pytest.mark.parametrize("name", OF_TWO)
-    @pytest.mark.parametrize("stale", [jnp.nan, jnp.inf])
-    def test_stale_values(self, name, stale):
+    def test_stale_values(self, name):
         """What the full array holds at the trainable rows reaches nothing, nor the gradient of the other operand."""
-        self.same(*jit(self.both(OF_TWO[name], slice(0, 5), stale))(self.params()))
+        self.same(*jit(self.both(OF_TWO[name], slice(0, 5), jnp.nan))(self.params()))
 
     @pytest.mark.parametrize("name", ["times", "over", "custom_jvp", "contracted", "a scalar", "clip"])
     def test_other_rows_eagerly_and_mapped(self, name):
@@ -538,12 +537,14 @@ class TestNotFinite:
     def test_the_gradient_of_the_rest(self, name):
         """Through the full array nothing reaches the trainable rows, so that their gradient is that of the part."""
 
-        def of_all(index):
-            return jit(jax.grad(lambda p: self.both(OF_TWO[name], slice(0, 5))(p)[index][0][0]))
+        def of_all(params):
+            both = self.both(OF_TWO[name], slice(0, 5))
+            return [jax.grad(lambda params, i=i: both(params)[i][0][0])(params) for i in range(2)]
 
+        of_all = jit(of_all)
         for value in self.VALUES:
             for params in (self.params(w=(5, value)), self.params(x=(5, value))):
-                self.same(of_all(0)(params), of_all(1)(params))
+                self.same(*of_all(params))
 
     def test_in_shard_map(self):
         mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
