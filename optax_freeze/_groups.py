@@ -14,6 +14,7 @@ import numpy as np
 
 from optax_freeze import _tree
 from optax_freeze._masks import Elements, Rows, elements
+from optax_freeze._mesh import explicit_sharding, laid_out
 from optax_freeze._parts import Dense, RowIndex, resolve_mask
 from optax_freeze._resolve import Masks, Resolved, Tied
 from optax_freeze._selector import Choice, Known, Selector, as_selector
@@ -66,13 +67,14 @@ class Division:
         own = [found[k][1] if leaves and isinstance(claim.mask, Elements) else holes for k, claim in enumerate(claims)]
         return cls(whole, tuple(specs)), own
 
-    def merge(self, i: int, parts: Sequence[Any], masks: Sequence[Masks]) -> Any:
-        """One leaf that trains, out of what its owners have of it."""
+    def merge(self, i: int, parts: Sequence[Any], masks: Sequence[Masks], like: Any) -> Any:
+        """One leaf that trains, out of what its owners have of it, laid out as ``like``."""
         owners = [k for k, spec in enumerate(self.specs) if spec.answers[i] is not True]
         if self.specs[owners[0]].answers[i] is False:
             return parts[owners[0]]
         leaf = self.whole.leaves[i]
-        merged = jnp.zeros(leaf.shape or (), jnp.result_type(*(parts[k].dtype for k in owners)))
+        dtype = jnp.result_type(*(parts[k].dtype for k in owners))
+        merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(leaf.shape or (), dtype))
         for k in owners:
             answer: Any = self.specs[k].answers[i]
             merged = answer.put(merged, parts[k], masks[k][i])

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from optax_freeze import _tree
+from optax_freeze._mesh import explicit_sharding, laid_out
 from optax_freeze._parts import Dense, RowIndex
 from optax_freeze._places import Entry, Owner, entries_of
 from optax_freeze._tree import Part, PyTree, message
@@ -233,13 +234,18 @@ def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
     a, b = getattr(old.value, "index", None), getattr(value, "index", None)
     if isinstance(a, RowIndex) and isinstance(b, RowIndex) and a.axis == b.axis:
         _, source, target = np.intersect1d(a.indices(), b.indices(), return_indices=True)
-        rows = jnp.take(old.value.values, source, axis=a.axis)
-        values = value.values.astype(rows.dtype).at[(slice(None),) * a.axis + (target,)].set(rows)
-        return dataclasses.replace(value, values=rows if len(source) == b.count else values)
+
+        def moved(new: Any, old: Any) -> jax.Array:
+            rows = jnp.take(old, source, axis=a.axis)
+            here = (slice(None),) * a.axis + (target,)
+            return rows if len(source) == b.count else new.astype(rows.dtype).at[here].set(rows)
+
+        values = laid_out(explicit_sharding(value.values), moved, value.values, old.value.values)
+        return dataclasses.replace(value, values=values)
     whole = _spread(old, old.value)
     if not taken.all():
-        before = _spread(entry, value)
-        whole = jnp.where(taken, whole, before.astype(whole.dtype))
+        before = _spread(entry, value).astype(whole.dtype)
+        whole = laid_out(explicit_sharding(whole), jnp.where, taken, whole, before)
     if not isinstance(value, Part):
         return whole
     index: Any = b if isinstance(b, RowIndex) else Dense(True, value.index)
@@ -251,7 +257,7 @@ def _spread(entry: Entry, value: Any) -> Any:
     if not isinstance(value, Part):
         return value
     index: Any = value.index if isinstance(value.index, RowIndex) else Dense(True, value.index)
-    return index.put(jnp.zeros(entry.shape, value.dtype), value, entry.frozen)
+    return index.spread(value, np.zeros((), value.dtype), entry.frozen)
 
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:

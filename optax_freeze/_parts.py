@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._masks import ElementMask, Rows, Slice, named_twice
+from optax_freeze._mesh import explicit_sharding, laid_out
 from optax_freeze._tree import HOLE, Leaf, Part, is_concrete, message
 
 _FEW = 16
@@ -93,27 +94,40 @@ class RowIndex:
             def cut(_: Any, full: Any) -> jax.Array:
                 return jax.lax.slice_in_dim(full, start, stop, axis=self.axis)
 
-            # On a CPU XLA computes even the slice of an 8-bit float in another float, since JAX 0.12.
-            rows = _move(cut, (), value) if value.dtype.itemsize == 1 else cut((), value)
+            def rows(value: Any) -> jax.Array:
+                # On a CPU XLA computes even the slice of an 8-bit float in another float, since JAX 0.12.
+                return _move(cut, (), value) if value.dtype.itemsize == 1 else cut((), value)
         else:
-            rows = _gather(self.axis, value, self.indices())
-        return Part(rows, self, value.shape)
+
+            def rows(value: Any) -> jax.Array:
+                return _gather(self.axis, value, self.indices())
+
+        shape = (*value.shape[: self.axis], self.count, *value.shape[self.axis + 1 :])
+        return Part(laid_out(explicit_sharding(value, shape), rows, value), self, value.shape)
 
     def put(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with its trainable rows replaced."""
         del mask
-        return _scatter(self.axis, jnp.asarray(full), self.indices(), part.values)
 
-    def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
-        """An array of the leaf's shape with the part at its trainable rows and ``fill`` elsewhere."""
-        assert part.shape is not None
-        if self.runs is not None and len(self.runs) == 1:
-            [(start, stop)] = self.runs
-            edges = [
-                (start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(part.shape))
-            ]
-            return jax.lax.pad(part.values, fill, edges)
-        return self.put(jnp.full(part.shape, fill), part, mask)
+        def put(full: Any, values: Any) -> jax.Array:
+            return _scatter(self.axis, full, self.indices(), values)
+
+        full = jnp.asarray(full)
+        return laid_out(explicit_sharding(full), put, full, part.values)
+
+    def spread(self, part: Part, fill: Any, mask: Any, like: Any = None) -> jax.Array:
+        """An array of the leaf's shape, laid out as ``like``, with a part at its trainable rows, else ``fill``."""
+        del mask
+        shape: Any = part.shape
+
+        def spread(values: Any) -> jax.Array:
+            if self.runs is not None and len(self.runs) == 1:
+                [(start, stop)] = self.runs
+                edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
+                return jax.lax.pad(values, fill, edges)
+            return _scatter(self.axis, jnp.full(shape, fill), self.indices(), values)
+
+        return laid_out(explicit_sharding(part.values if like is None else like, shape), spread, part.values)
 
     def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
@@ -123,15 +137,19 @@ class RowIndex:
         scatter itself: XLA shards a scatter-add by its values, and then sums the whole leaf over the devices.
         """
         del mask
+
+        def add(full: Any, values: Any) -> jax.Array:
+            indices = self.indices()
+            moved = _at(full, self.axis, indices).get(**_ASCENDING, mode="fill") + values
+            return _write(self.axis, full, indices, jax.lax.optimization_barrier(moved.astype(full.dtype)))
+
         full = jnp.asarray(full)
-        indices = self.indices()
-        moved = _at(full, self.axis, indices).get(**_ASCENDING, mode="fill") + part.values
-        return _write(self.axis, full, indices, jax.lax.optimization_barrier(moved.astype(full.dtype)))
+        return laid_out(explicit_sharding(full), add, full, part.values)
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen rows and ``trains`` at the others."""
         del mask
-        return _select(self.frozen(jnp.ndim(trains)), frozen, trains)
+        return laid_out(explicit_sharding(trains), _select, self.frozen(jnp.ndim(trains)), frozen, trains)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,30 +172,49 @@ class Dense:
         """The trainable elements: the full leaf, zero at the frozen ones, or a vector if compact."""
         value = jnp.asarray(value)
         if not self.compact:
-            return _select(mask, jnp.zeros((), value.dtype), value)
-        return Part(_gather(0, value.ravel(), self._indices(mask)), self.count, value.shape)
+            return self.choose(jnp.zeros((), value.dtype), value, mask)
+
+        def take(value: Any, mask: Any) -> jax.Array:
+            return _gather(0, value.ravel(), self._indices(mask))
+
+        vector: Any = (self.count,)
+        values = laid_out(explicit_sharding(value, vector), take, value, mask)
+        return Part(values, self.count, value.shape)
 
     def put(self, full: Any, part: Any, mask: Any) -> jax.Array:
         """``full`` with its trainable elements replaced."""
         full = jnp.asarray(full)
         if not self.compact:
-            return _select(mask, full, jnp.asarray(part, full.dtype))
-        return _scatter(0, full.ravel(), self._indices(mask), part.values).reshape(full.shape)
+            return self.choose(full, jnp.asarray(part, full.dtype), mask)
 
-    def spread(self, part: Part, fill: Any, mask: Any) -> jax.Array:
-        """An array of the leaf's shape with a vector at its trainable elements and ``fill`` elsewhere."""
-        return self.put(jnp.full(part.shape or (), fill), part, mask)
+        def put(full: Any, values: Any, mask: Any) -> jax.Array:
+            return _scatter(0, full.ravel(), self._indices(mask), values).reshape(full.shape)
+
+        return laid_out(explicit_sharding(full), put, full, part.values, mask)
+
+    def spread(self, part: Part, fill: Any, mask: Any, like: Any = None) -> jax.Array:
+        """An array of the leaf's shape, laid out as ``like``, with a part at its trainable elements, else ``fill``."""
+        shape: Any = part.shape
+
+        def spread(values: Any, mask: Any) -> jax.Array:
+            return _scatter(0, jnp.full(math.prod(shape), fill), self._indices(mask), values).reshape(shape)
+
+        return laid_out(explicit_sharding(mask if like is None else like, shape), spread, part.values, mask)
 
     def add(self, full: Any, part: Part, mask: Any) -> jax.Array:
         """``full`` with a vector added to its trainable elements."""
+
+        def add(full: Any, values: Any, mask: Any) -> jax.Array:
+            flat, indices = full.ravel(), self._indices(mask)
+            moved = (_gather(0, flat, indices) + values).astype(full.dtype)
+            return _scatter(0, flat, indices, moved).reshape(full.shape)
+
         full = jnp.asarray(full)
-        flat, indices = full.ravel(), self._indices(mask)
-        moved = (_gather(0, flat, indices) + part.values).astype(full.dtype)
-        return _scatter(0, flat, indices, moved).reshape(full.shape)
+        return laid_out(explicit_sharding(full), add, full, part.values, mask)
 
     def choose(self, frozen: Any, trains: Any, mask: Any) -> jax.Array:
         """An array with ``frozen`` at the frozen elements and ``trains`` at the others."""
-        return _select(mask, frozen, trains)
+        return laid_out(explicit_sharding(trains), _select, mask, frozen, trains)
 
     def _indices(self, mask: Any) -> jax.Array:
         return jnp.nonzero(~jnp.asarray(mask).ravel(), size=self.count, fill_value=mask.size)[0]

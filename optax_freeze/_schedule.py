@@ -21,6 +21,7 @@ from optax_freeze._conditions import Condition, ask, check, refuse_no_bool
 from optax_freeze._groups import Claim, Division, all_masks, group_name
 from optax_freeze._inner import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._masks import Elements
+from optax_freeze._mesh import explicit_sharding, laid_out
 from optax_freeze._parts import Answer, RowIndex
 from optax_freeze._resolve import Masks, Resolved, Tied, register_with_flax
 from optax_freeze._select import as_choice
@@ -182,7 +183,7 @@ def freeze_when(
         new = [
             zero(leaf, value, olds[i] if params is not None else None)
             if answer is True
-            else division.merge(i, [part[i] for part in parts], masks)
+            else division.merge(i, [part[i] for part in parts], masks, olds[i] if olds else value)
             for i, (leaf, answer, value) in enumerate(
                 zip(division.whole.leaves, division.whole.answers, values, strict=True)
             )
@@ -244,7 +245,11 @@ def _unless(
 
 def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
     """An array sharded as another one of its shape; the gradients of examples have an axis more than updates."""
-    return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
+
+    def filled(like: Any, value: Any) -> jax.Array:
+        return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
+
+    return laid_out(explicit_sharding(like, shape.shape), filled, like, value)
 
 
 def _zeroed(values: Sequence[Any], division: Division, masks: Sequence[Masks], frozen: Sequence[Any]) -> list[Any]:
@@ -253,7 +258,7 @@ def _zeroed(values: Sequence[Any], division: Division, masks: Sequence[Masks], f
     for condition, spec, arrays in zip(frozen, division.specs[:-1], masks[:-1], strict=True):
         for i, answer in enumerate(spec.answers):
             if answer is not True:
-                zeros = jax.tree.map(lambda x, c=condition: jnp.where(c, jnp.zeros_like(x), x), new[i])
+                zeros = jax.tree.map(lambda x, c=condition: jnp.where(c, jnp.zeros((), x.dtype), x), new[i])
                 new[i] = zeros if answer is False else answer.choose(new[i], zeros, arrays[i])
     return new
 

@@ -5,7 +5,6 @@ XLA gives each device all of them. Here the state is laid out by paths: a moment
 parameter is.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from optax_freeze import _tree
+from optax_freeze._mesh import fitting
 from optax_freeze._slots import parameter_of
 from optax_freeze._tree import PyTree, message
 
@@ -125,17 +125,8 @@ def beside(array: Any, owner: Placed | None, default: Sharding) -> Sharding:
         return default
     if array.shape == owner.shape:
         return owner.sharding
-    mesh, spec = owner.sharding.mesh, owner.sharding.spec
     ahead = len(array.shape) - len(owner.shape)
     sizes = array.shape[max(ahead, 0) :]
     if ahead < 0 or sum(size != whole for size, whole in zip(sizes, owner.shape, strict=True)) > 1:
         return default
-    axes = [
-        axis if size % math.prod(mesh.shape[name] for name in _names(axis)) == 0 else None
-        for size, axis in zip(sizes, (*spec, *[None] * (len(sizes) - len(spec))), strict=True)
-    ]
-    return NamedSharding(mesh, PartitionSpec(*[None] * ahead, *axes), memory_kind=owner.sharding.memory_kind)
-
-
-def _names(axis: Any) -> tuple[str, ...]:
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return fitting(owner.sharding, len(owner.shape), array.shape)

@@ -311,7 +311,8 @@ def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, a
         return _still(answer, mask, leaf, new)
     if not full_updates or leaf.index is not None:
         return new
-    return answer.spread(new, negative_zero(new.dtype), mask)
+    like = next((full for full in (param, update) if full is not None and not isinstance(full, Part)), None)
+    return answer.spread(new, negative_zero(new.dtype), mask, like)
 
 
 def _still(answer: Answer, mask: Any, leaf: Leaf, update: Any) -> Any:

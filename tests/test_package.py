@@ -17,8 +17,8 @@ import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
 ROOMS = [
-    *("_tree", "_masks", "_parts", "_glob", "_selector", "_select", "_prefix", "_resolve", "_labels", "_partition"),
-    *("_jaxpr", "_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
+    *("_tree", "_masks", "_mesh", "_parts", "_glob", "_selector", "_select", "_prefix", "_resolve", "_labels"),
+    *("_partition", "_jaxpr", "_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
     *("_inner", "_transform", "_slots", "_state", "_shardings"),
     *("_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
     *("_table", "_treemap", "_report"),

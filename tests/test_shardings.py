@@ -215,6 +215,120 @@ def test_nnx_partition_metadata():
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(state) if leaf.ndim] == [P("data", "model")] * 2
 
 
+EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+TABLE = np.arange(256 * 64).reshape(256, 64)
+EXPLICIT_LAYOUTS = [P("data", "model"), P(("data", "model")), P(None, "model")]
+EXPLICIT_SPECS = {
+    "leaf": True,
+    "one run": fz.rows(slice(0, 248)),
+    "runs": ~fz.rows([3, 7, 8, 200, 255]),
+    "steps": ~fz.rows(slice(0, 256, 64)),
+    "dense": fz.elements(TABLE % 3 == 0),
+    "compact": fz.elements(TABLE >= 16, compact=True),
+}
+
+
+def explicit_model(layout):
+    key = jax.random.key(0)
+    return {
+        "embed": jax.device_put(jax.random.normal(key, TABLE.shape), NamedSharding(EXPLICIT, layout)),
+        "head": jax.device_put(jnp.ones((64, 8)), NamedSharding(EXPLICIT, P(None, "model"))),
+    }
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no jax.sharding.auto_axes")
+@pytest.mark.parametrize("layout", EXPLICIT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", EXPLICIT_SPECS)
+class TestExplicitMesh:
+    """Where shardings are part of the types, and JAX refuses what it cannot shard without being told."""
+
+    @pytest.fixture(autouse=True)
+    def _mesh(self):
+        with jax.set_mesh(EXPLICIT):
+            yield
+
+    @pytest.mark.parametrize("full_updates", [True, False])
+    def test_a_training_step(self, name, layout, full_updates):
+        compiled = jax.jit if full_updates else lambda step: step
+        params = explicit_model(layout)
+        frozen = {"embed": EXPLICIT_SPECS[name], "head": False}
+        tx = fz.freeze(optax.adamw(0.1), frozen, full_updates=full_updates)
+
+        def step(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return fz.apply_updates(params, updates, fz.spec_of(state)), state
+
+        grads = jax.tree.map(jnp.cos, params)
+        state = tx.init(params)
+        layout_of_state = fz.state_shardings(tx, params)
+        assert placed_alike(state, jax.jit(tx.init, out_shardings=layout_of_state)(params))
+        new, new_state = compiled(step)(grads, state, params)
+        assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, params)
+        assert placed_alike(new_state, state)
+        fz.assert_frozen(params, new, frozen)
+        grads, params = jax.tree.map(np.asarray, (grads, params))
+        with jax.set_mesh(MESH):
+            expected, _ = step(grads, tx.init(params), params)
+        chex.assert_trees_all_close(jax.device_get(new), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+    def test_no_collective_of_the_size_of_the_table(self, name, layout):
+        if name == "compact":
+            pytest.skip("gathered from the whole leaf, on any mesh")
+        params = explicit_model(layout)
+        tx = fz.freeze(optax.adamw(0.1), {"embed": EXPLICIT_SPECS[name], "head": False}, full_updates=False)
+
+        def step(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return fz.apply_updates(params, updates, fz.spec_of(state)), state
+
+        jitted = jax.jit(step, donate_argnums=(1, 2))
+        program = jitted.lower(params, tx.init(params), params).compile().as_text()
+        moved = [math.prod(int(n) for n in shape.split(",") if n) for shape in MOVED.findall(program)]
+        assert max(moved, default=0) <= 8 * 64
+
+    def test_the_parts(self, name, layout):
+        params = explicit_model(layout)
+        frozen = {"embed": EXPLICIT_SPECS[name], "head": False}
+        whole = jax.jit(lambda params: fz.combine(*fz.partition(params, frozen)))(params)
+        assert jax.tree.map(jax.typeof, whole) == jax.tree.map(jax.typeof, params)
+        assert bits(whole) == bits(params)
+
+        def squares(params):
+            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+        grads = jax.jit(fz.grad(squares, frozen))(params)
+        chex.assert_trees_all_close(grads, fz.partition(jax.tree.map(lambda x: 2 * x, params), frozen)[0])
+        stopped = jax.grad(lambda params: squares(fz.stop_gradient(params, frozen)))(params)
+        zeros = fz.masked_zero_updates(frozen)
+        updates, _ = zeros.update(jax.tree.map(lambda x: 2 * x, params), zeros.init(params), params)
+        chex.assert_trees_all_close(stopped, updates)
+
+    def test_groups(self, name, layout):
+        params = explicit_model(layout)
+        mask = EXPLICIT_SPECS[name]
+        group = fz.unfreeze_at(1) if mask is True else (~mask, fz.unfreeze_at(1))
+        tx = fz.freeze_when(optax.sgd(0.5, momentum=0.9), {"embed": group}, optax.clip_by_global_norm(1.0))
+        step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+        state, moved = tx.init(params), params
+        for _ in range(2):
+            updates, state = step(params, state, moved)
+            assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
+            moved = fz.apply_updates(moved, updates)
+            if int(state.step) == 1:
+                fz.assert_frozen(params, moved, {"embed": True if mask is True else ~mask, "head": False})
+        assert (moved["embed"] != params["embed"]).all()
+
+    def test_migrate(self, name, layout):
+        params = explicit_model(layout)
+        tx = fz.freeze(optax.trace(0.9), {"embed": EXPLICIT_SPECS[name], "head": False})
+        _, state = tx.update(params, tx.init(params), params)
+        rows = fz.freeze(optax.trace(0.9), {"embed": ~fz.rows([3, 255]), "head": False})
+        wider, report = fz.migrate(state, rows, params, report=True)
+        assert placed_alike(wider, rows.init(params))
+        assert "trace/head" in report.carried
+        assert fz.migrate(wider, tx, params).spec == state.spec
+
+
 def test_wrong_arguments():
     tx = fz.freeze(optax.adam(0.1), "head")
     with pytest.raises(TypeError, match="swap the two arguments"):

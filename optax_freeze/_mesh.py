@@ -1,0 +1,47 @@
+"""Where the result of an operation lies on a mesh whose axes are explicit.
+
+There a sharding is part of an array's type, and JAX refuses what it cannot shard without a decision of the caller: a
+gather along a sharded axis, a flattened array, a sum of arrays with different shardings. Here the decision is that
+every result lies like the leaf that it belongs to, and XLA partitions the operation as on any other mesh.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def explicit_sharding(like: Any, shape: Sequence[int] | None = None) -> NamedSharding | None:
+    """The sharding of an array, for another shape perhaps; None unless its mesh has explicit axes."""
+    sharding: Any = getattr(jax.typeof(like), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding if shape is None else fitting(sharding, len(jax.typeof(like).shape), shape)
+
+
+def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSharding:
+    """The sharding of an array of ``ndim`` axes, for another: of its last axes, without those it does not divide."""
+    mesh, spec = sharding.mesh, sharding.spec
+    ahead = len(shape) - ndim
+    names = (*[None] * ahead, *spec, *[None] * (ndim - len(spec))) if ahead >= 0 else [None] * len(shape)
+    axes = [
+        axis if size % math.prod(mesh.shape[name] for name in _names(axis)) == 0 else None
+        for size, axis in zip(shape, names, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+
+
+def laid_out(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+    """``operation(*arrays)``; given a sharding, partitioned by XLA, and its result laid out so."""
+    if sharding is None or not hasattr(jax.sharding, "auto_axes"):
+        return operation(*arrays)
+    mesh = sharding.mesh
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    automatic: Any = jax.sharding.auto_axes(operation, axes=axes, out_sharding=sharding)
+    return automatic(*arrays)
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
