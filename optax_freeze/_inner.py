@@ -100,15 +100,20 @@ def _opened(node: Any) -> tuple[list[Any], Any]:
 def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
-    A hole where there is no such zero: for PRNG keys, objects and dtypes without a zero.
+    A hole for an array without such a zero (PRNG keys), None for an object that is not an array: what
+    ``equinox.apply_updates`` skips.
     """
-    numbers = [x for x in (update, param) if isinstance(x, (int, float, complex))]
+    numbers = [x for x in (param, update) if isinstance(x, (int, float, complex))]
     if numbers:
         kind: Any = type(numbers[0])
+        if kind is bool:
+            return _NoUpdate(-0.0)
         return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
     like: Any = next((x for x in (param, update) if _tree.is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
-    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+    if dtype is None:
+        return _tree.HOLE if _tree.is_hole(update if param is None else param) else None
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return _tree.HOLE
     if _tree.is_array(update) and _adds_exactly(dtype, update.dtype):
         dtype = update.dtype
@@ -117,6 +122,15 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     if value != 0:
         return _tree.HOLE
     return jnp.full(leaf.shape or (), value, dtype) if like is leaf else jnp.full_like(like, value, dtype)
+
+
+class _NoUpdate(float):
+    """The update of a Python bool, to which Python itself adds a number as to an int."""
+
+    __slots__ = ()
+
+    def __radd__(self, value: Any) -> Any:
+        return value
 
 
 def negative_zero(dtype: Any) -> Any:

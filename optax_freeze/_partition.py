@@ -163,7 +163,8 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
         bit pattern; without it, only leaves whose update is a hole do.
 
     Returns:
-      The new parameters, of the structure, shapes and dtypes of ``params``.
+      The new parameters, of the structure, shapes and dtypes of ``params``. Leaves that are not arrays (Python bools,
+      strings, functions) are those of ``params``.
 
     Raises:
       ValueError: if the structures differ or the spec does not fit.
@@ -175,7 +176,7 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
       {'encoder': Array(-0., dtype=float32), 'head': Array(1.5, dtype=float32)}
     """
     values, treedef = _tree.flatten(params)
-    changes, other = _tree.flatten(updates)
+    changes, other = _tree.flatten_beside(treedef, updates)
     if treedef != other:
         _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
     if frozen is None:
@@ -185,7 +186,7 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
         answers = spec.answers
     names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
     for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
-        if answer is True or is_nothing(change):
+        if answer is True or is_nothing(change) or _stays(value, change):
             continue
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
             leaf = Leaf(names[i], tuple(value.shape))
@@ -205,7 +206,7 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
 
 
 def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
-    if answer is True or _tree.is_hole(value) or is_nothing(change):
+    if answer is True or _tree.is_hole(value) or is_nothing(change) or _stays(value, change):
         return value
     if isinstance(value, Part):
         return jax.tree.map(optax.apply_updates, value, change)
@@ -227,6 +228,14 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
     return moved if isinstance(answer, bool) else answer.choose(value, moved, mask)
 
 
+def _stays(value: Any, change: Any) -> bool:
+    """Whether an update leaves an object that is not an array as it is: a Python number may be added to."""
+    if isinstance(value, Part) or _tree.is_hole(value) or _tree.is_array(value):
+        return False
+    adds = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    return not adds or (isinstance(change, (int, float, complex)) and change == 0)
+
+
 def _fits(value: Any, change: Any) -> bool:
     """Whether an update can be added to a leaf, which keeps its shape, or to the same part of one."""
     if isinstance(value, Part):
@@ -239,8 +248,8 @@ def _shape(leaf: Any) -> str:
 
 
 def is_nothing(change: Any) -> bool:
-    """Whether an update is none: a hole, or the float0 of an integer leaf."""
-    return _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
+    """Whether an update is none: a hole, None, or the float0 of an integer leaf."""
+    return change is None or _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
 
 
 def _kind(node: Any) -> str:

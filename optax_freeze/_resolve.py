@@ -124,7 +124,7 @@ class Resolved:
 
     def align(self, tree: PyTree, name: str) -> tuple[list[Any], Any]:
         """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes."""
-        values, treedef = _tree.flatten(tree)
+        values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
             fix = "pass the tree that belongs to the parameters given to `init`"
             if self.variables:
@@ -188,8 +188,8 @@ def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: 
     is_vector = isinstance(answer, Dense) and answer.compact
     narrow = leaf.index is not None or (not whole and (is_vector or isinstance(answer, RowIndex)))
     what, got = f"{name}: not what trains of the leaf", ""
-    if _tree.is_hole(value):
-        what, got = f"{name}: a leaf that trains is missing", "a hole (optax.MaskedNode)"
+    if value is None or _tree.is_hole(value):
+        what, got = f"{name}: a leaf that trains is missing", "None" if value is None else "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
         if not in_part or value.index != index or value.shape != leaf.shape:
             rows = f"a leaf frozen by {value.index.source}" if isinstance(value.index, RowIndex) else "single elements"

@@ -42,8 +42,8 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
 
     Returns:
       A transformation. Its ``init`` resolves the spec and raises ``ValueError`` if it does not fit; its ``update``
-      takes updates of the parameters' structure. An integer leaf gets a zero of its own dtype, a hole stays one, and
-      what has no zero (a PRNG key, an object) gets a hole.
+      takes updates of the parameters' structure. An integer leaf gets a zero of its own dtype, a hole stays one, a PRNG
+      key gets a hole, and an object that is not an array None, which ``equinox.apply_updates`` skips.
 
     Example:
       >>> import optax_freeze as fz
@@ -67,7 +67,9 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
         spec = state.spec
         values, treedef = spec.align(updates, "updates")
         zeroed = [
-            value if _tree.is_hole(value) or isinstance(value, Part) else _still(answer, mask, leaf, value)
+            value
+            if _tree.is_hole(value) or value is None or isinstance(value, Part)
+            else _still(answer, mask, leaf, value)
             for value, leaf, answer, mask in zip(values, spec.leaves, spec.answers, masks_of(state), strict=True)
         ]
         return jax.tree.unflatten(treedef, zeroed), state

@@ -203,6 +203,19 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> tuple[lis
         raise
 
 
+def flatten_beside(treedef: Any, tree: PyTree) -> tuple[list[Any], Any]:
+    """:func:`flatten`, in which None may stand beside a leaf of ``treedef``: Equinox's "no gradient"."""
+    values, other = flatten(tree)
+    if treedef is None or other == treedef:
+        return values, other
+    try:
+        beside = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        return values, other
+    full = jax.tree.unflatten(treedef, [HOLE if value is None else value for value in beside])
+    return (beside, treedef) if flatten(full)[1] == treedef else (values, other)
+
+
 def _refuse_unsortable(tree: PyTree, path: tuple[Any, ...] = ()) -> None:
     """A ``ValueError`` for a dict in ``tree`` that JAX cannot flatten, since its keys do not compare."""
     try:

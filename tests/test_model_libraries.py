@@ -285,3 +285,89 @@ def test_a_list_of_keras_values_takes_the_answers_of_their_paths(variables):
     trainable, rest = fz.partition([variable.value for variable in variables], [answers[v.path] for v in variables])
     assert bits(trainable) == bits([*[optax.MaskedNode()] * 2, *[v.value for v in variables[2:]]])
     assert bits(rest) == bits([v.value for v in variables[:2]])
+
+
+class Layer(eqx.Module):
+    """Leaves that are not arrays: a bool, a string, numbers, a function; and None, which is no leaf."""
+
+    w: jax.Array
+    b: jax.Array
+    steps: jax.Array
+    activation: Callable
+    name: str = "layer"
+    inference: bool = False
+    width: int = 3
+    rate: float = 0.5
+    nothing: Any = None
+
+
+def apply_everywhere(tx, frozen, gradient):
+    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
+
+    def loss(layer):
+        return jnp.sum(layer.activation(layer.w)) + jnp.sum(layer.b)
+
+    grads = {"equinox": eqx.filter_grad(loss), "ours": fz.grad(loss, frozen), "the module": lambda m: m}[gradient](
+        layer
+    )
+    updates, _ = tx.update(grads, tx.init(layer), layer)
+    jitted, _ = eqx.filter_jit(tx.update)(grads, tx.init(layer), layer)
+    return layer, updates, jitted
+
+
+@pytest.mark.parametrize("gradient", ["equinox", "ours", "the module"])
+@pytest.mark.parametrize("kind", ["freeze", "masked_zero_updates", "freeze_when"])
+def test_what_is_not_an_array_of_a_module_has_no_update(kind, gradient):
+    tx, frozen = {
+        "freeze": (fz.freeze(optax.sgd(0.5), "w"), "w"),
+        "masked_zero_updates": (fz.masked_zero_updates("w"), "w"),
+        "freeze_when": (fz.freeze_when(optax.sgd(0.5), {"w": True}), False),
+    }[kind]
+    layer, *both = apply_everywhere(tx, frozen, gradient)
+    for updates in both:
+        applied = [fz.apply_updates(layer, updates), fz.apply_updates(layer, updates, "w")]
+        if (kind, gradient) != ("masked_zero_updates", "ours"):  # its updates have the holes of the gradient
+            applied.append(eqx.apply_updates(layer, updates))
+        for new in applied:
+            assert new.inference is False
+            assert (new.name, new.width, new.rate, new.activation) == ("layer", 3, 0.5, jax.nn.relu)
+            assert (type(new.width), type(new.rate), new.nothing) == (int, float, None)
+            assert bits([new.w, new.steps]) == bits([layer.w, layer.steps])
+            assert bits(new.b) != bits(layer.b)
+
+
+def test_optax_adds_the_updates_of_numbers_and_bools():
+    params = {"w": jnp.ones(2), "flag": True, "scale": -0.0, "count": 3, "c": complex(1, -0.0)}
+    tx = fz.freeze(optax.sgd(0.5), False)
+    updates, _ = tx.update(params, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    assert (new["flag"].dtype, bool(new["flag"]), int(new["count"]), complex(new["c"])) == (bool, True, 3, 1)
+    jitted = jax.jit(lambda params: tx.update(params, tx.init(params), params)[0])(params)
+    assert jax.tree.structure(jitted) == jax.tree.structure(params)
+
+
+def test_a_number_that_is_moved_moves():
+    new = fz.apply_updates({"scale": 1.0, "flag": True, "zero": 2.0}, {"scale": 0.5, "flag": 1.0, "zero": 0.0})
+    assert (float(new["scale"]), new["flag"], new["zero"]) == (1.5, True, 2.0)
+
+
+def test_none_where_an_array_trains_is_refused():
+    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
+    tx = fz.freeze(optax.sgd(0.5), "w")
+    grads = eqx.tree_at(lambda layer: layer.b, eqx.filter(layer, eqx.is_inexact_array), None)
+    with pytest.raises(ValueError, match=r"a leaf that trains is missing\n  at: b\n  got: None"):
+        tx.update(grads, tx.init(layer), layer)
+
+
+@pytest.mark.parametrize(
+    "keep", [eqx.is_array, eqx.is_inexact_array, lambda leaf: True], ids=["array", "inexact", "all"]
+)
+def test_equinox_gradients_for_a_state_of_any_filter(keep):
+    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
+    params = eqx.filter(layer, keep)
+    grads = eqx.filter_grad(lambda layer: jnp.sum(layer.w) + jnp.sum(layer.b))(layer)
+    tx = fz.freeze(optax.adam(0.5), fz.rules({"w": fz.rows(0)}))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    new = eqx.apply_updates(layer, updates)
+    assert bits([new.w[0], new.steps]) == bits([layer.w[0], layer.steps])
+    assert (new.w[1:] != layer.w[1:]).all()
