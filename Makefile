@@ -1,5 +1,6 @@
 # make demo  runs the main job; make test  runs every check;
 # make bench  runs the benchmarks and writes their page;
+# make mutants  checks that the tests notice one-line changes of the package;
 # make compatibility  runs the whole optimizer matrix and writes its page;
 # make docs  builds the documentation, in .venv/html;
 # make test-oldest, test-newest  test the wheel with the oldest and newest versions of what it needs.
@@ -7,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-oldest test-newest docs bench compatibility format clean
+.PHONY: demo test test-oldest test-newest docs bench mutants compatibility format clean
 
 demo: .venv/demo
 	$(BIN)/python examples/finetune_digits.py
@@ -34,6 +35,9 @@ docs: .venv/test
 
 bench: .venv/bench
 	$(BIN)/python tests/benchmarks/write_page.py
+
+mutants: .venv/test
+	$(BIN)/python tests/mutants.py
 
 compatibility: .venv/test
 	$(BIN)/python tests/write_compatibility.py

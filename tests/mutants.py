@@ -1,7 +1,7 @@
 """One-line mutants of the package, each of which the tests must notice: `make mutants`.
 
-Each mutant replaces one piece of source text in a copy of the working tree and runs the tests named beside it. A mutant that
-survives is a behaviour that no test holds. Not part of `make test`: a run takes about half an hour on two cores.
+Each mutant replaces one piece of source text in a copy of the working tree and runs the tests named beside it. One that
+survives shows a behaviour that no test checks. Not part of `make test`: a run takes about half an hour on two cores.
 `tests/mutants.py NAME...` runs those whose file or text contains one of the names.
 """
 
@@ -27,7 +27,48 @@ class Mutant(NamedTuple):
     tests: str
 
 
-MUTANTS = []
+RECORD = "tests/test_checkpoint.py -k Damaged"
+MUTANTS = [
+    # checkpoint records
+    Mutant("_record.py", '_check(_is_int(record["format"], 1)', '_check(_is_int(record["format"], 0)', RECORD),
+    Mutant("_record.py", "_check(is_digest, ", "_check(True, ", RECORD),
+    Mutant("_record.py", "_check(len(set(paths)) == len(paths), ", "_check(True, ", RECORD),
+    Mutant("_record.py", "sorted(digests) == frozen", "True", RECORD),
+    Mutant("_record.py", "all(before[1] <= after[0] for", "all(True for", RECORD),
+    Mutant(
+        "_record.py", "return _tree.is_int(value) and least", "return isinstance(value, (int, float)) and least", RECORD
+    ),
+    Mutant(
+        "__main__.py", "child.name.isascii() and child.name.isdigit()", "child.name.isdigit()", "tests/test_main.py"
+    ),
+    Mutant("__main__.py", ' and items <= {"trainable", "masks", "opt_state"}', "", "tests/test_main.py"),
+    Mutant("checkpoint.py", "if not is_number or step < 0:", "if not is_number:", "tests/test_checkpoint.py"),
+    # names in a terminal
+    Mutant("_tree.py", "return text if text.isprintable() else repr(text)", "return text", "tests/test_errors.py"),
+    Mutant(
+        "_tree.py",
+        "map(printable, [at] if isinstance(at, str) else at)",
+        "map(str, [at] if isinstance(at, str) else at)",
+        "tests/test_errors.py",
+    ),
+    Mutant(
+        "_explain.py", 'return "\\n".join(map(printable, lines))', 'return "\\n".join(lines)', "tests/test_errors.py"
+    ),
+    Mutant("_migrate.py", "', '.join(map(_tree.printable, places))", "', '.join(places)", "tests/test_errors.py"),
+    # the report
+    Mutant(
+        "_report.py",
+        "_state(tx.init, params, keep=_can_train)",
+        "_state(tx.init, params, keep=_tree.is_array)",
+        "tests/test_report.py",
+    ),
+    Mutant(
+        "_report.py",
+        "self.frozen_elements, self.frozen_bytes)",
+        "self.frozen_elements, self.trainable_bytes)",
+        "tests/test_report.py",
+    ),
+]
 
 
 def run(mutant: Mutant) -> str:
