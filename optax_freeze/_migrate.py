@@ -73,7 +73,7 @@ def migrate(
 
     Raises:
       ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.
-      TypeError: if ``tx`` is no optimizer.
+      TypeError: if ``tx`` is no optimizer, or the state and the parameters are swapped.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -97,10 +97,14 @@ def migrate(
                 fix="swap the first two arguments" if hasattr(state, "init") else "pass an Optax optimizer",
             )
         )
-    fresh = tx.init(params)
-    shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
-    old, new = entries_of(state, shapes), entries_of(fresh, shapes)
-    _refuse_other_state(old, new, by_type=_tree.has_variables(params))
+    try:
+        fresh = tx.init(params)
+        shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
+        old, new = entries_of(state, shapes), entries_of(fresh, shapes)
+        _refuse_other_state(old, new, by_type=_tree.has_variables(params))
+    except (ValueError, TypeError) as error:
+        _refuse_swapped(state, tx, params, error)
+        raise
     sources: dict[str, list[Entry]] = {}
     for entry in old:
         if entry.holds and entry.place is not None:
@@ -117,6 +121,24 @@ def migrate(
         return migrated
     dropped = tuple(entry.name for entry in old if entry.holds and carry.is_left_of(entry))
     return migrated, Migration(tuple(carry.carried), tuple(carry.created), dropped)
+
+
+def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) -> None:
+    """A ``TypeError`` if the parameters were given for the state, and a state of ``tx`` for the parameters."""
+    try:
+        swapped = jax.tree.structure(jax.eval_shape(tx.init, state)) == jax.tree.structure(params)
+    except Exception:  # any optimizer may raise anything on a tree that is not parameters
+        return
+    if swapped and jax.tree.leaves(params):
+        raise TypeError(
+            message(
+                "fz.migrate takes the state first and the parameters last",
+                at="its first argument",
+                got=f"the parameters ({_tree.described(state)}), and a state of `tx` as the third argument",
+                expected="fz.migrate(state, tx, params)",
+                fix="swap the first and the last argument",
+            )
+        ) from error
 
 
 class _Owners:

@@ -122,19 +122,30 @@ class Resolved:
         labels = ["frozen" if answer is True else "trainable" for answer in self.answers]
         return jax.tree.unflatten(self.treedef if treedef is None else treedef, labels)
 
-    def align(self, tree: PyTree, name: str) -> tuple[list[Any], Any]:
-        """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes."""
+    def align(self, tree: PyTree, name: str, fix: str | None = None) -> tuple[list[Any], Any]:
+        """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes.
+
+        ``fix`` is that of the error for a leaf of which something is missing.
+        """
         values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
-            fix = "pass the tree that belongs to the parameters given to `init`"
+            other = "pass the tree that belongs to the parameters given to `init`"
             if self.variables:
-                fix += "; after freezing or thawing a module make the nnx.Optimizer anew (fz.migrate keeps its moments)"
-            _tree.refuse_other_paths(_tree.paths(tree), [leaf.path for leaf in self.leaves], name, fix)
+                other += (
+                    "; after freezing or thawing a module make the nnx.Optimizer anew (fz.migrate keeps its moments)"
+                )
+            expected = [leaf.path for leaf in self.leaves]
+            extra = [leaf for leaf in _tree.leaves(tree) if leaf.path not in expected]
+            if "equinox" in sys.modules and extra and not any(leaf.inexact for leaf in extra):
+                other += "; an Equinox module whole in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
+            _tree.refuse_other_paths(_tree.paths(tree), expected, name, other)
             if self.treedef is not None and not self.variables:
-                _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(self.leaves))), name, fix)
+                _tree.refuse_other_structure(
+                    tree, jax.tree.unflatten(self.treedef, range(len(self.leaves))), name, other
+                )
         for value, leaf, answer in zip(values, self.leaves, self.answers, strict=True):
             if answer is not True:
-                refuse_other_leaf(value, leaf, answer, name)
+                refuse_other_leaf(value, leaf, answer, name, fix=fix)
         return values, treedef
 
     def take(self, values: Sequence[Any], masks: Masks) -> list[Any]:
@@ -181,7 +192,9 @@ def _as_choice(answer: Answer, mask: Any) -> Choice:
     return answer.source if isinstance(answer, RowIndex) else Elements(mask, answer.compact, answer.count)
 
 
-def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: bool = True) -> None:
+def refuse_other_leaf(
+    value: Any, leaf: Leaf, answer: Any, name: str, *, whole: bool = True, fix: str | None = None
+) -> None:
     """Refuses what cannot be in the place of a leaf that trains, in whole or in part (``whole``: a full array may)."""
     in_part = not isinstance(answer, bool) or leaf.index is not None
     index = leaf.index if isinstance(answer, bool) else getattr(answer, "part_index", answer)
@@ -198,7 +211,10 @@ def refuse_other_leaf(value: Any, leaf: Leaf, answer: Any, name: str, *, whole: 
         got = f"an array of shape {np.shape(value)}"
     if got:
         expected = f"an array of shape {leaf.shape}" + (", or the Part of it that trains" if in_part else "")
-        fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
+        if name == "params" and _tree.is_hole(value):
+            fix = "pass the full parameters: fz.combine(trainable, rest)"
+        if fix is None or not (isinstance(value, Part) or _tree.is_hole(value)):
+            fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
         raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
 
 

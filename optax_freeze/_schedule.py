@@ -156,7 +156,7 @@ def freeze_when(
         state = _with_division(state, claims, updates if params is None else params, known)
         _refuse_other_schedule(state.spec, scheduled)
         division = state.spec.division
-        values, treedef = division.whole.align(updates, "updates")
+        values, treedef = division.whole.align(updates, "updates", _ALL_GRADIENTS)
         olds, params_treedef = division.whole.align(params, "params") if params is not None else ([], None)
         masks = all_masks(division, [_tree.flatten(state.groups[name].masks)[0] for name in names])
         frozen = [
@@ -197,6 +197,9 @@ def freeze_when(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: jax.grad(loss), or fz.grad(loss, False)"
 
 
 def _init(inner: optax.GradientTransformation, trainable: PyTree) -> optax.OptState:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import bits, state_bytes
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import optax_freeze as fz
 from optax_freeze.linen import Frozen
@@ -486,3 +487,48 @@ def test_33_new_rows_of_an_embedding_cost_as_much_as_all():
     assert held == 4 + 2 * new * width * 4
     assert all_held > 100 * held
     assert moved < 0.5 * all_moved
+
+
+TWO_LAYERS = {"encoder": jnp.ones((3, 2)), "head": jnp.ones((2, 2))}
+
+
+class TestErrorsOfOthers:
+    """The table of `docs/pitfalls.md`: each error comes as it says, and goes away by the fix."""
+
+    specs = pytest.mark.parametrize("spec", ["encoder", fz.rules({"encoder": fz.rows(0)})], ids=["leaf", "rows"])
+
+    @staticmethod
+    def loss(params):
+        return jnp.sum(jnp.tanh(params["encoder"] @ params["head"]) ** 2)
+
+    @specs
+    @pytest.mark.parametrize("outer", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2)], ids=["bare", "MultiSteps"])
+    def test_gradients_with_holes_for_a_state_of_the_full_parameters(self, outer, spec):
+        grads = fz.grad(self.loss, spec)(TWO_LAYERS)
+        tx = outer(optax.adam(0.1))
+        with pytest.raises(ValueError, match=r"(?s)different types at key path.*(MaskedNode|Part)"):
+            tx.update(grads, tx.init(TWO_LAYERS), TWO_LAYERS)
+        with pytest.raises(ValueError, match=r"(?s)different types at key path.*(MaskedNode|Part)"):
+            jax.tree.map(jnp.add, grads, TWO_LAYERS)
+        trainable, _ = fz.partition(TWO_LAYERS, spec)
+        tx.update(grads, tx.init(trainable), trainable)
+        frozen = fz.freeze(tx, spec)
+        frozen.update(grads, frozen.init(TWO_LAYERS), TWO_LAYERS)
+
+    @specs
+    def test_updates_of_the_trainable_part_added_by_others(self, spec):
+        tx = fz.freeze(optax.adam(0.1), spec, full_updates=False)
+        updates, _ = tx.update(TWO_LAYERS, tx.init(TWO_LAYERS), TWO_LAYERS)
+        says = r"unsupported operand type\(s\) for \+: 'ArrayImpl' and 'MaskedNode'|part of a leaf does not add"
+        says = says.replace("'ArrayImpl'", r"'[\w.]*ArrayImpl'")
+        with pytest.raises(TypeError, match=says):
+            optax.apply_updates(TWO_LAYERS, updates)
+        with pytest.raises(TypeError, match=says):
+            TrainState.create(apply_fn=None, params=TWO_LAYERS, tx=tx).apply_gradients(grads=TWO_LAYERS)
+        fz.apply_updates(TWO_LAYERS, updates)
+
+    def test_the_loss_of_the_trainable_part(self):
+        trainable, rest = fz.partition(TWO_LAYERS, "encoder")
+        with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for @: 'MaskedNode'"):
+            self.loss(trainable)
+        fz.restrict(self.loss, rest)(trainable)

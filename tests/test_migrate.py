@@ -338,6 +338,21 @@ class TestResume:
             fz.migrate(after.opt_state, optax.sgd(0.1, momentum=0.9), nnx.state(model, nnx.Param))
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(0.1),
+        fz.freeze(optax.adam(0.1), "encoder"),
+        fz.freeze_when(optax.sgd(0.1, momentum=0.9), {"head": True}),
+    ],
+)
+def test_the_parameters_first(params, tx):
+    with pytest.raises(
+        TypeError, match=r"state first and the parameters last(.|\n)*swap the first and the last argument"
+    ):
+        fz.migrate(params, tx, tx.init(params))
+
+
 class TestItDoesNotFit:
     @pytest.mark.parametrize(
         "model",

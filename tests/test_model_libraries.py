@@ -371,3 +371,12 @@ def test_equinox_gradients_for_a_state_of_any_filter(keep):
     new = eqx.apply_updates(layer, updates)
     assert bits([new.w[0], new.steps]) == bits([layer.w[0], layer.steps])
     assert (new.w[1:] != layer.w[1:]).all()
+
+
+@pytest.mark.parametrize("keep", [eqx.is_array, eqx.is_inexact_array])
+def test_a_filtered_module_in_init_and_the_whole_one_in_update(keep):
+    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
+    grads = eqx.filter_grad(lambda layer: jnp.sum(layer.w) + jnp.sum(layer.b))(layer)
+    for tx in (fz.freeze(optax.adam(0.5), "w"), fz.freeze_when(optax.adam(0.5), {"w": True})):
+        with pytest.raises(ValueError, match=r"an Equinox module whole in both places(.|\n)*is_inexact_array"):
+            tx.update(grads, tx.init(eqx.filter(layer, keep)), layer)

@@ -353,6 +353,16 @@ class TestWrongArguments:
         assert bits(updates[0]) == bits(updates[1])
         assert (updates[0]["a"] == 0).all()
 
+    @pytest.mark.parametrize("frozen", ["encoder", fz.rules({"encoder/layer_0/kernel": fz.rows(0)})], ids=repr)
+    def test_the_trainable_part_for_the_parameters(self, params, frozen):
+        tx = fz.freeze(optax.adam(0.1), frozen)
+        trainable, rest = fz.partition(params, fz.path("head"))
+        with pytest.raises(
+            ValueError, match=r"params: a leaf that trains is missing(.|\n)*fz\.combine\(trainable, rest\)"
+        ):
+            tx.update(params, tx.init(params), trainable)
+        tx.update(params, tx.init(params), fz.combine(trainable, rest))
+
     def test_a_frozen_gradient_of_another_shape_moves_nothing(self):
         params = {"a": jnp.ones(1), "b": jnp.ones(1)}
         tx = fz.freeze(optax.sgd(0.1), "a")
