@@ -9,6 +9,7 @@ from optax_freeze._select import path as path
 from optax_freeze._select import regex as regex
 from optax_freeze._select import rules as rules
 from optax_freeze._select import where as where
+from optax_freeze._resolve import FreezeWarning as FreezeWarning
 from optax_freeze._resolve import resolve as resolve
 from optax_freeze._labels import labels as labels
 from optax_freeze._labels import labels_by_path as labels_by_path

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze import _tree
-from optax_freeze._masks import Elements, Rows, elements
+from optax_freeze._masks import Elements, Rows, elements, rows
 from optax_freeze._mesh import explicit_sharding, laid_out
 from optax_freeze._parts import Dense, RowIndex, resolve_mask
 from optax_freeze._resolve import Masks, Resolved, Tied
@@ -143,8 +143,8 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
         a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
         return elements(a | b, mask.compact), elements(b & ~a, mask.compact)
     if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % _ndim(leaf) == mask.axis % _ndim(leaf):
-        a, b = (_numbers(rows, leaf) for rows in (before, mask))
-        both, new = (Rows(tuple(map(int, np.flatnonzero(named))), mask.axis) for named in (a | b, b & ~a))
+        a, b = (_numbers(each, leaf) for each in (before, mask))
+        both, new = (rows(np.flatnonzero(named).tolist(), mask.axis, allow_empty=True) for named in (a | b, b & ~a))
         return both, new
     raise ValueError(
         message(
@@ -161,11 +161,11 @@ def _ndim(leaf: Leaf) -> int:
     return len(leaf.shape or ()) or 1
 
 
-def _numbers(rows: Rows, leaf: Leaf) -> np.ndarray:
+def _numbers(mask: Rows, leaf: Leaf) -> np.ndarray:
     """Which rows are named, as booleans."""
     assert leaf.shape is not None
-    answer, _ = resolve_mask(rows, leaf)
-    named = np.full(leaf.shape[rows.axis], answer is True)
+    answer, _ = resolve_mask(mask, leaf)
+    named = np.full(leaf.shape[mask.axis], answer is True)
     if isinstance(answer, RowIndex):
         named[:] = answer.picked_train
         for progression in answer.picked:

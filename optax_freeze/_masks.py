@@ -34,6 +34,7 @@ class Rows:
     index: int | tuple[int, ...] | Slice
     axis: int = 0
     inverted: bool = False
+    allow_empty: bool = False
 
     def __invert__(self) -> "Rows":
         return dataclasses.replace(self, inverted=not self.inverted)
@@ -42,7 +43,8 @@ class Rows:
         index = self.index
         if isinstance(index, tuple):
             index = slice(*index) if isinstance(index, Slice) else list(index)
-        return f"{'~' * self.inverted}fz.rows({index}{f', axis={self.axis}' if self.axis else ''})"
+        options = f"{f', axis={self.axis}' if self.axis else ''}{', allow_empty=True' if self.allow_empty else ''}"
+        return f"{'~' * self.inverted}fz.rows({index}{options})"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
@@ -66,12 +68,13 @@ class Elements:
 ElementMask: TypeAlias = Rows | Elements
 
 
-def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
+def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool = False) -> Rows:
     """Freezes rows of a leaf along one axis.
 
     Args:
       index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end.
       axis: the axis along which rows are counted; negative numbers count from the last.
+      allow_empty: whether ``index`` may select no row of a leaf, as in a sweep over ``slice(0, n)``.
 
     Returns:
       An element mask, for a tree of bools or a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. It is
@@ -79,7 +82,8 @@ def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
 
     Raises:
       TypeError: if ``index`` or ``axis`` is none of these.
-      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range.
+      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if ``index`` selects
+        no row of a leaf that has rows.
 
     Example:
       >>> import optax_freeze as fz
@@ -99,15 +103,15 @@ def rows(index: slice | int | Sequence[int], axis: int = 0) -> Rows:
             if _is_bound(bound)
         ]
         if len(bounds) == 3 and index.step != 0:
-            return Rows(Slice(*bounds), int(axis))
+            return Rows(Slice(*bounds), int(axis), allow_empty=allow_empty)
     elif isinstance(index, (Sequence, np.ndarray)):
         if all(map(_tree.is_int, index)):
             numbers = tuple(map(int, index))
             if len(set(numbers)) < len(numbers):
                 raise ValueError(named_twice("fz.rows", numbers))
-            return Rows(numbers, int(axis))
+            return Rows(numbers, int(axis), allow_empty=allow_empty)
     elif _tree.is_int(index):
-        return Rows(int(index), int(axis))
+        return Rows(int(index), int(axis), allow_empty=allow_empty)
     raise TypeError(
         message(
             "fz.rows takes the numbers of rows",

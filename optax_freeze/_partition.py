@@ -14,7 +14,7 @@ import optax
 
 from optax_freeze import _tree
 from optax_freeze._parts import Answer, Dense, RowIndex
-from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf
+from optax_freeze._resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, warn_of_extent
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 Tree = TypeVar("Tree")
@@ -37,6 +37,9 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
       ValueError: if the spec does not fit, or leaves are tied as above.
       TypeError: if ``params`` holds Optax transformations (that is ``optax.partition``).
 
+    Warns:
+      FreezeWarning: if the spec freezes nothing or everything, and is neither True nor False.
+
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": jax.numpy.ones(2), "head": jax.numpy.zeros(2)}
@@ -57,7 +60,9 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
                 fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
             )
         )
-    return split(params, *Resolved.of(frozen, params, tied=tied))
+    spec, masks = Resolved.of(frozen, params, tied=tied)
+    warn_of_extent(frozen, params, spec, stacklevel=2)
+    return split(params, spec, masks)
 
 
 def split(params: PyTree, spec: Resolved, masks: Masks) -> tuple[PyTree, PyTree]:

@@ -360,6 +360,16 @@ def _resolve_rows(rows: Rows, leaf: Leaf) -> Answer:
     axis = rows.axis % ndim
     size = leaf.shape[axis]
     index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
+    if size and not index.picked and not rows.allow_empty:
+        raise ValueError(
+            message(
+                f"{rows!r}: the index selects no row",
+                at=leaf.path,
+                got=f"none of {size} rows along axis {rows.axis} of shape {leaf.shape}",
+                expected="at least one row",
+                fix="correct the numbers, or give False or True; in a sweep that may select none, allow_empty=True",
+            )
+        )
     if index.runs is not None:  # the same rows however they were named
         index = dataclasses.replace(index, picked=tuple((*run, 1) for run in index.runs), picked_train=True)
     return {0: True, size: False}.get(index.count, index) if size else True

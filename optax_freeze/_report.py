@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ class Summary:
         or where several differ.
       state_bytes: of the optimizer's state with freezing, dense masks included; None if no optimizer was given.
       full_state_bytes: of the optimizer's state if nothing is frozen; integers, which have no gradient, have no state.
+      extent: ``"nothing"`` or ``"everything"`` if that is what the spec freezes of what could train, else None.
 
     Example:
       >>> import optax_freeze as fz
@@ -53,6 +54,7 @@ class Summary:
     rows: tuple[Row, ...]
     state_bytes: int | None = None
     full_state_bytes: int | None = None
+    extent: Literal["nothing", "everything"] | None = None
 
     @property
     def elements(self) -> int:
@@ -124,6 +126,8 @@ class Summary:
         if self.state_bytes is not None and self.full_state_bytes is not None:
             full = _table.size(self.full_state_bytes)
             totals.append(f"optimizer state {_table.size(self.state_bytes)} instead of {full}")
+        if self.extent is not None:
+            totals.append(f"the spec freezes {self.extent}")
         return _table.table(self.rows, totals)
 
 
@@ -180,9 +184,8 @@ def summary(
     rows = tuple(map(_row, spec.leaves, spec.answers, masks))
     if depth is not None:
         rows = tuple(_table.summed(rows, depth))
-    if tx is None:
-        return Summary(rows)
-    return Summary(rows, *_state_bytes(tx, params, spec, masks))
+    sizes = (None, None) if tx is None else _state_bytes(tx, params, spec, masks)
+    return Summary(rows, *sizes, extent=spec.extent(params))
 
 
 def _row(leaf: Leaf, answer: Answer, mask: Any) -> Row:

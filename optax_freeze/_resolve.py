@@ -12,6 +12,7 @@ missing, of other dtypes and at other paths by then.
 import collections
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +24,7 @@ from optax_freeze import _tree
 from optax_freeze._masks import Elements
 from optax_freeze._parts import Answer, Dense, RowIndex, resolve_mask
 from optax_freeze._prefix import from_function, from_prefix
-from optax_freeze._selector import Choice, Selector, as_selector, is_selector
+from optax_freeze._selector import Choice, Known, Selector, as_selector, is_selector
 from optax_freeze._tree import Leaf, Part, PyTree, Rest, message
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
@@ -57,6 +58,24 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     """
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     return jax.tree.unflatten(spec.treedef, spec.choices(masks))
+
+
+class FreezeWarning(UserWarning):
+    """A spec freezes nothing, or everything, of the parameters that it is resolved for.
+
+    Given where training begins: by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and of
+    :func:`optax_freeze.masked_zero_updates`, and, where nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable``
+    of ``optax_freeze.nnx``. ``True`` and ``False`` are taken to be meant; parameters with holes are not judged.
+
+    Example:
+      >>> import warnings, optax_freeze as fz
+      >>> params = {"encoder": np.ones(2, np.float32), "head": np.ones(2, np.float32)}
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", fz.FreezeWarning)
+      ...     fz.partition(params, fz.where(lambda path, leaf: leaf.ndim == 2))
+      Traceback (most recent call last):
+      optax_freeze._resolve.FreezeWarning: the spec freezes nothing...
+    """
 
 
 Masks: TypeAlias = Sequence[Any]
@@ -112,6 +131,16 @@ class Resolved:
     def in_part(self) -> bool:
         """Whether some leaf is frozen in part."""
         return any(not isinstance(answer, bool) for answer in self.answers)
+
+    def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
+        """What is frozen of these parameters if it is nothing or everything; None where leaves are missing."""
+        answers = [answer for leaf, answer in zip(self.leaves, self.answers, strict=True) if leaf.inexact]
+        if answers and not any(map(_tree.is_leaf, _tree.flatten(params)[0])):
+            if all(answer is False for answer in answers):
+                return "nothing"
+            if all(answer is True for answer in answers):
+                return "everything"
+        return None
 
     def choices(self, masks: Masks) -> list[Choice]:
         """The answers as a spec says them."""
@@ -222,6 +251,21 @@ def _fits(shape: tuple[int, ...], leaf: Leaf, answer: Any, name: str) -> bool:
     """Whether an array has the leaf's shape; a gradient may have an axis of examples, over which a mask broadcasts."""
     broadcasts = name == "updates" and isinstance(answer, Dense) and not answer.compact
     return shape == leaf.shape or (broadcasts and shape[1:] == leaf.shape)
+
+
+def warn_of_extent(frozen: Spec, params: PyTree, spec: Resolved, *, stacklevel: int) -> None:
+    """Warns if a spec freezes nothing or everything, and does not say so by ``True`` or ``False``."""
+    extent = None if _tree.is_bool(frozen) or isinstance(frozen, Known) else spec.extent(params)
+    if extent is not None:
+        inexact = sum(leaf.inexact for leaf in spec.leaves)
+        text = message(
+            f"the spec freezes {extent}",
+            at="frozen",
+            got=f"{_tree.described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen",
+            expected="some frozen leaves and some that train",
+            fix=f"correct the spec, or give {extent == 'everything'} if it is meant",
+        )
+        warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)
 
 
 def register_with_flax(static: type = Resolved) -> None:

@@ -15,7 +15,7 @@ import optax
 from optax_freeze import _tree
 from optax_freeze._inner import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._parts import Answer, RowIndex
-from optax_freeze._resolve import Resolved, Spec, Tied, refuse_other_leaf, register_with_flax
+from optax_freeze._resolve import Resolved, Spec, Tied, refuse_other_leaf, register_with_flax, warn_of_extent
 from optax_freeze._tree import Leaf, Part, PyTree, message
 
 _Known: TypeAlias = collections.deque[Resolved]
@@ -259,6 +259,7 @@ def _resolve(frozen: Spec, params: PyTree, tied: Tied, known: _Known) -> tuple[R
     """The resolved spec and copies of its dense masks: a tree like the parameters, empty if there are none."""
     register_with_flax()
     spec, masks = Resolved.of(frozen, params, tied=tied)
+    warn_of_extent(frozen, params, spec, stacklevel=3)
     known.append(spec)
     values = _tree.flatten(params)[0]
     for value, leaf, answer in zip(values, spec.leaves, spec.answers, strict=True):

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from optax_freeze import _tree
-from optax_freeze._resolve import Resolved, Spec, register_with_flax
+from optax_freeze._resolve import Resolved, Spec, register_with_flax, warn_of_extent
 from optax_freeze._tree import message
 
 register_with_flax()
@@ -349,7 +349,10 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         variable = _thawed(at[own]) if _is_frozen(at[own]) else at[own]
         leaves[i] = _tree.VariableLeaf.of(leaf._replace(aliases=others), list(named.values()), variable)
     spec = nnx.to_pure_dict(frozen) if isinstance(frozen, nnx.State) else frozen
-    answers = Resolved.of(spec, tree, tied="ignore", leaves=leaves)[0].answers
+    resolved = Resolved.of(spec, tree, tied="ignore", leaves=leaves)[0]
+    answers = resolved.answers
+    if name != "thaw" and resolved.extent(tree) == "nothing":  # a module may be frozen as a whole
+        warn_of_extent(frozen, tree, resolved, stacklevel=3)
 
     params: dict[int, _Param] = {}
     for variable, leaf, answer in zip(found, leaves, answers, strict=True):

@@ -96,13 +96,41 @@ class TestRows:
         for rows, expected in [
             (fz.rows(slice(None)), True),
             (fz.rows([0, 1, 2]), True),
-            (~fz.rows(slice(3, None)), True),
-            (fz.rows(slice(0, 0)), False),
-            (fz.rows([]), False),
+            (~fz.rows(slice(3, None), allow_empty=True), True),
+            (fz.rows(slice(0, 0), allow_empty=True), False),
+            (fz.rows([], allow_empty=True), False),
             (~fz.rows(slice(None)), False),
         ]:
             assert fz.resolve({"w": rows}, params) == {"w": expected}
         assert fz.resolve({"w": fz.rows(slice(None))}, {"w": jnp.ones((0, 2))}) == {"w": True}
+
+    @pytest.mark.parametrize("axis", [0, -2])
+    @pytest.mark.parametrize("index", [slice(4, None), slice(2, 2), slice(3, 1), slice(-4, -4), []], ids=str)
+    def test_rows_that_select_no_row(self, index, axis):
+        params = {"w": jnp.ones((4, 2))}
+        for rows in (fz.rows(index, axis), ~fz.rows(index, axis)):
+            for use in (
+                lambda rows=rows: fz.resolve({"w": rows}, params),
+                lambda rows=rows: fz.freeze(optax.sgd(1.0), fz.rules({"w": rows})).init(params),
+                lambda rows=rows: fz.grad(lambda params: params["w"].sum(), {"w": rows})(params),
+            ):
+                with pytest.raises(
+                    ValueError, match=r"selects no row\n  at: w\n  got: none of 4 rows(.|\n)*allow_empty=True"
+                ):
+                    use()
+        rows = fz.rows(index, axis, allow_empty=True)
+        assert fz.resolve({"w": rows}, params) == {"w": False}
+        assert fz.resolve({"w": ~rows}, params) == {"w": True}
+        assert eval(repr(~rows), {"fz": fz}) == ~rows != ~fz.rows(index, axis)
+        assert fz.resolve({"w": ~~fz.rows(slice(4, None))}, {"w": jnp.ones((5, 2))})["w"] == fz.rows(slice(4, None))
+
+    def test_a_sweep_over_the_number_of_rows(self):
+        params = {"w": jnp.ones((4, 2))}
+        specs = [{"w": fz.rows(slice(0, n), allow_empty=True), "b": n > 0} for n in range(5)]
+        params["b"] = jnp.ones(1)
+        assert [fz.resolve(spec, params)["w"] for spec in (specs[0], specs[4])] == [False, True]
+        trained = [jax.tree.leaves(fz.partition(params, spec)[0]) for spec in specs[1:4]]
+        assert [[leaf.shape for leaf in leaves] for leaves in trained] == [[(3, 2)], [(2, 2)], [(1, 2)]]
 
     @pytest.mark.parametrize(
         ("rows", "error"),
@@ -275,7 +303,7 @@ class TestElements:
     @pytest.mark.parametrize("shape", [(2,), (1,), (), (2, 3), (2, 2, 1)])
     def test_another_shape(self, shape):
         with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
-            fz.resolve({"w": np.zeros(shape, bool) if shape else jnp.zeros((), bool)}, {"w": jnp.ones((2, 2))})
+            fz.resolve({"w": fz.elements(np.zeros(shape, bool))}, {"w": jnp.ones((2, 2))})
 
     @pytest.mark.parametrize("array", [np.ones((2, 2)), jnp.ones((2, 2), int), [[True, False]], "w", None], ids=str)
     def test_takes_boolean_arrays(self, array):
@@ -773,6 +801,7 @@ def leaves(draw):
 
 
 class TestTheContract:
+    @pytest.mark.filterwarnings("ignore::optax_freeze.FreezeWarning")
     @settings(max_examples=80, deadline=None, derandomize=True)
     @given(st.lists(leaves(), min_size=1, max_size=3), st.data(), st.integers(1, 3), st.booleans())
     def test_frozen_bits_stay_and_the_rest_trains_as_if_alone(self, drawn, data, steps, ours):

@@ -240,6 +240,7 @@ def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
     assert model.head.kernel is model.embed.kernel
 
 
+@pytest.mark.filterwarnings("ignore::optax_freeze.FreezeWarning")
 @pytest.mark.parametrize("name", ["embed", "head"])
 def test_a_shared_variable_trains_by_each_of_its_paths(rngs, name):
     model = Tied(rngs)
@@ -872,7 +873,6 @@ LORA = {"lora/lora_a", "lora/lora_b"}
 NORM = {"norm/scale", "norm/bias"}
 FILTERS = {
     "type": (lambda: nnx.LoRAParam, LORA),
-    "subtypes": (lambda: nnx.Param, LAYERS | LORA | NORM),
     "OfType": (lambda: nnx.OfType(nnx.LoRAParam), LORA),
     "PathContains": (lambda: nnx.PathContains("layers"), LAYERS),
     "PathContains an index": (lambda: nnx.PathContains(1), {"layers/1/kernel", "layers/1/bias"}),
@@ -906,9 +906,8 @@ def test_a_filter_is_a_spec_wherever_there_are_variables(rngs, name):
     assert bits(jax.tree.leaves(fz.combine(trainable, rest))) == bits(jax.tree.leaves(params))
     state = fz.freeze(optax.sgd(0.1, momentum=0.9), make()).init(params)
     assert len(jax.tree.leaves(state)) == len(everything - frozen)
-    if everything - frozen:
-        wrt = fnnx.trainable(make(), model)
-        assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))} == everything - frozen
+    wrt = fnnx.trainable(make(), model)
+    assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))} == everything - frozen
     for function in (fnnx.freeze, fnnx.Frozen):
         function(model, make())
         assert {path for path, kind in kinds(model).items() if kind == "FrozenParam"} == frozen
@@ -956,6 +955,18 @@ def test_the_state_of_a_filter_holds_no_variable(rngs):
     params = nnx.state(Adapted(rngs), nnx.Param)
     spec = fz.freeze(optax.sgd(0.1), nnx.LoRAParam).init(params).spec
     assert not any(hasattr(leaf, "variable") for leaf in spec.leaves)
+
+
+@pytest.mark.parametrize(
+    "spec", [nnx.BatchStat, nnx.PathContains("heads"), fz.where(lambda path, leaf: False)], ids=repr
+)
+def test_a_spec_that_freezes_nothing_is_warned_about(chain, spec):
+    for function in (fnnx.freeze, fnnx.Frozen, lambda module, spec: fnnx.trainable(spec, module)):
+        with pytest.warns(fz.FreezeWarning, match="freezes nothing"):
+            function(chain, spec)
+    fnnx.thaw(chain, spec)
+    fnnx.freeze(chain, False)
+    fnnx.freeze(chain, "layers")
 
 
 def test_a_filter_sees_no_values(rngs):

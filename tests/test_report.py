@@ -567,3 +567,26 @@ def test_without_matplotlib_the_error_says_how_to_get_it(params, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         fz.summary(params, "encoder").plot()
+
+
+@pytest.mark.parametrize(
+    ("spec", "extent"),
+    [("**", "everything"), (True, "everything"), (False, "nothing"), (fz.where(lambda path, leaf: False), "nothing")],
+    ids=str,
+)
+def test_a_spec_that_freezes_nothing_or_everything_is_said(spec, extent):
+    params = {"a": jnp.ones(2), "steps": jnp.int32(0)}
+    for summary in (fz.summary(params, spec), fz.summary(params, spec, optax.adam(1.0), depth=0)):
+        assert summary.extent == extent
+        assert str(summary).splitlines()[-1] == f"the spec freezes {extent}"
+        assert f"the spec freezes {extent}" in summary._repr_html_()
+        console = rich.console.Console(file=io.StringIO(), width=100)
+        console.print(summary)
+        assert f"the spec freezes {extent}" in console.file.getvalue()
+
+
+def test_a_spec_that_freezes_some_is_not():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    for tree, spec in ((params, "a"), (fz.partition(params, "a")[0], "a"), (params, fz.rules({"**": fz.rows(0)}))):
+        assert fz.summary(tree, spec).extent is None
+        assert "the spec freezes" not in str(fz.summary(tree, spec))

@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import re
+import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -378,6 +379,91 @@ class TestRefusals:
         assert what == "the pattern 'hed' matches no leaf"
         assert (at[:6], got[:7], expected[:12]) == ("  at: ", "  got: ", "  expected: ")
         assert fix == "  fix: nearest paths: head"
+
+
+def nothing_or_all(path, leaf):
+    return leaf.ndim == 7
+
+
+USES = {
+    "partition": lambda params, spec: fz.partition(params, spec),
+    "freeze": lambda params, spec: fz.freeze(optax.sgd(1.0), spec).init(params),
+    "masked_zero_updates": lambda params, spec: fz.masked_zero_updates(spec).init(params),
+    "under jit": lambda params, spec: jax.jit(fz.freeze(optax.sgd(1.0), spec).init)(params),
+}
+
+
+class TestFreezeWarning:
+    @pytest.mark.parametrize("use", USES)
+    @pytest.mark.parametrize(
+        ("spec", "extent"),
+        [
+            (fz.where(nothing_or_all), "nothing"),
+            (~fz.where(nothing_or_all), "everything"),
+            ("**", "everything"),
+            (fz.only("*"), "nothing"),
+            (["encoder", "head"], "everything"),
+            (fz.path("encoder") & "head", "nothing"),
+            ({"encoder": False, "head": False, "steps": True}, "nothing"),
+            ("steps", "nothing"),
+            (fz.rules({"encoder": np.True_}, default=True), "everything"),
+            (lambda params: jax.tree.map(lambda leaf: False, params), "nothing"),
+            (fz.rules({"encoder": fz.rows(slice(None)), "head": True}), "everything"),
+        ],
+    )
+    def test_a_spec_that_freezes_nothing_or_everything(self, other, use, spec, extent):
+        params = {**other, "steps": jnp.int32(0)}
+        frozen = 3 if extent == "everything" else 0
+        with pytest.warns(
+            fz.FreezeWarning, match=rf"freezes {extent}\n(.|\n)*{frozen} of 3 leaves are frozen"
+        ) as caught:
+            USES[use](params, spec)
+        assert len(caught) == 1
+        assert use == "under jit" or caught[0].filename == __file__
+
+    @pytest.mark.parametrize("use", USES)
+    @pytest.mark.parametrize(
+        "spec",
+        [True, False, np.True_, np.array(False), "encoder", fz.rules({"head": fz.rows(0)}), fz.only("encoder/bias")],
+    )
+    def test_what_is_meant(self, other, use, spec):
+        USES[use](other, spec)
+
+    def test_a_dense_mask_is_not_looked_at(self, other):
+        fz.partition(other, fz.rules({"head": np.ones(2, bool)}, default=True))
+
+    def test_a_tree_with_holes_is_not_judged(self, other):
+        trainable, rest = fz.partition(other, "encoder")
+        for spec in ("encoder", fz.where(nothing_or_all), fz.only("encoder")):
+            fz.freeze(optax.sgd(1.0), spec).init(trainable)
+            fz.partition(rest, spec)
+        fz.freeze(optax.sgd(1.0), "**").init(fz.partition(other, fz.rules({"head": fz.rows(0)}))[0])
+
+    def test_parameters_that_cannot_train_are_not_judged(self):
+        fz.partition({"a": jnp.arange(3)}, "a")
+        fz.freeze(optax.sgd(1.0), "a").init({})
+
+    def test_where_nothing_is_trained_there_is_none(self, other):
+        for spec in ("**", fz.where(nothing_or_all)):
+            fz.resolve(spec, other)
+            fz.labels(spec)(other)
+            fz.stop_gradient(other, spec)
+            fz.summary(other, spec, optax.adam(1.0))
+            fz.fingerprint(other, spec)
+            fz.assert_frozen(other, other, spec)
+
+    def test_the_spec_of_a_state_is_told_once(self, other):
+        tx = fz.freeze(optax.sgd(1.0), fz.where(nothing_or_all))
+        with pytest.warns(fz.FreezeWarning):
+            state = tx.init(other)
+        tx.update(other, state, other)
+        fz.partition(other, fz.spec_of(state))
+
+    def test_it_can_be_filtered(self, other):
+        assert issubclass(fz.FreezeWarning, UserWarning)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fz.FreezeWarning)
+            fz.partition(other, "**")
 
 
 class TestTied:
