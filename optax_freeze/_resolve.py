@@ -63,7 +63,7 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
 class FreezeWarning(UserWarning):
     """A spec freezes nothing, or everything, of the parameters that it is resolved for.
 
-    Given where training begins: by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and of
+    Given where training begins: by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
     :func:`optax_freeze.masked_zero_updates`, and, where nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable``
     of ``optax_freeze.nnx``. ``True`` and ``False`` are taken to be meant; parameters with holes are not judged.
 

@@ -75,7 +75,8 @@ def freeze(module: _Module, frozen: Spec) -> _Module:
 
     Raises:
       TypeError: if ``module`` is no NNX module.
-      ValueError: if the spec does not fit, or freezes elements of a parameter.
+      ValueError: if the spec does not fit, or freezes elements of a parameter, or one of a Linen module in an
+        ``nnx.bridge.ToNNX``, which could not be called any more.
 
     Example:
       >>> import optax
@@ -89,7 +90,9 @@ def freeze(module: _Module, frozen: Spec) -> _Module:
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     """
     params = _params(module, frozen, "freeze")
-    _retype(module, {id(p.variable): _frozen(p.variable) for p in params if p.frozen and not _is_frozen(p.variable)})
+    chosen = [p for p in params if p.frozen and not _is_frozen(p.variable)]
+    _refuse_bridge(module, chosen)
+    _retype(module, {id(p.variable): _frozen(p.variable) for p in chosen})
     return module
 
 
@@ -395,6 +398,23 @@ def _retype(module: nnx.Pytree, new: dict[int, nnx.Variable]) -> None:
                     node[name] = replaced  # pyright: ignore[reportIndexIssue]
                 else:
                     setattr(node, name, replaced)
+
+
+def _refuse_bridge(module: nnx.Pytree, params: list[_Param]) -> None:
+    """Refuses parameters of a Linen module: a bridge takes variables of one type for ``params``."""
+    wanted = {id(param.variable): param.paths[0] for param in params}
+    bridges = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.bridge.ToNNX)] if wanted else []
+    held = [wanted[id(variable)] for bridge in bridges for _, variable in _walk(bridge) if id(variable) in wanted]
+    if held:
+        raise ValueError(
+            message(
+                "a parameter of a Linen module cannot become a FrozenParam",
+                at=held[0],
+                got="an nnx.bridge.ToNNX, which gives Linen nothing but nnx.Params as its `params`",
+                expected="a module of NNX, or parameters that stay nnx.Params",
+                fix="nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(frozen, model)",
+            )
+        )
 
 
 def _is_node(value: Any) -> bool:

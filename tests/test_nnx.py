@@ -1028,6 +1028,58 @@ def test_a_linen_module_is_sent_to_the_other_room():
         fnnx.Frozen(nn.Dense(1))
 
 
+class Bridged(nnx.Module):
+    """A Linen backbone, called once, and a head of NNX."""
+
+    def __init__(self, rngs):
+        from flax import linen as nn
+
+        self.backbone = nnx.bridge.ToNNX(
+            nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)]), rngs=rngs
+        )
+        self.backbone.lazy_init(jnp.ones((1, 4)))
+        self.head = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.backbone(x))
+
+
+@pytest.mark.parametrize("frozen", [True, "backbone", "**/kernel", nnx.PathContains("layers_0")], ids=repr)
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.Frozen])
+def test_parameters_of_a_linen_module_are_refused_and_still_train(rngs, x, function, frozen):
+    model = Bridged(rngs)
+    before, output = kinds(model), bits(model(x))
+    with pytest.raises(ValueError, match=r"(?s)Linen module.*at: backbone/.*fz\.freeze\(tx, frozen\).*fnnx\.trainable"):
+        function(model, frozen)
+    with pytest.raises(ValueError, match="Linen module"):
+        function(model.backbone, True)
+    assert kinds(model) == before
+    assert bits(model(x)) == output
+
+
+def test_what_is_beside_a_linen_module_is_frozen(rngs, x):
+    model = fnnx.freeze(Bridged(rngs), "head")
+    assert kinds(model)["head/kernel"] == "FrozenParam"
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    before = values(model, fnnx.FrozenParam)
+    step(model, optimizer, x)
+    assert values(model, fnnx.FrozenParam) == before
+
+
+def test_a_linen_module_is_frozen_by_the_optimizer(rngs, x):
+    for make in (
+        lambda model: nnx.Optimizer(model, fz.freeze(optax.adamw(0.1), "backbone"), wrt=nnx.Param),
+        lambda model: nnx.Optimizer(model, optax.adamw(0.1), wrt=fnnx.trainable("backbone", model)),
+    ):
+        model = Bridged(rngs)
+        optimizer = make(model)
+        before, head = values(model.backbone, nnx.Param), values(model.head)
+        grads = nnx.grad(loss)(model, x)
+        optimizer.update(model, nnx.state(grads, optimizer.wrt))
+        assert values(model.backbone, nnx.Param) == before
+        assert values(model.head) != head
+
+
 def test_swapped_arguments(chain):
     with pytest.raises(TypeError, match="swap the arguments"):
         fnnx.freeze("layers/0", chain)
