@@ -27,8 +27,40 @@ class Mutant(NamedTuple):
     tests: str
 
 
+RULES = "tests/test_rules.py"
 RECORD = "tests/test_checkpoint.py -k Damaged"
 MUTANTS = [
+    # the gradient
+    Mutant(
+        "_evaluate.py",
+        "        closed = jax.make_jaxpr(traced)(*",
+        "        with jax.ensure_compile_time_eval():\n            closed = jax.make_jaxpr(traced)(*",
+        RULES,
+    ),
+    Mutant("_evaluate.py", "    except Exception:", "    except jax.errors.ConcretizationTypeError:", RULES),
+    Mutant("_control.py", " or closed.effects:", ":", RULES),
+    Mutant("_control.py", ' or any(params["donated_invars"]):', ":", RULES),
+    Mutant(
+        "_control.py",
+        "x.like(x.guarded(x.frozen), x.rows) if isinstance(x, Split) else x for x in",
+        "x for x in",
+        RULES,
+    ),
+    Mutant(
+        "_control.py",
+        "if any(m and isinstance(value, Tracer) for value, m in zip(values, moves, strict=True)):",
+        "if False:",
+        RULES,
+    ),
+    Mutant("_split.py", "operand, jax.lax.stop_gradient(operand))", "operand, operand)", RULES),
+    Mutant("_split.py", "        if self.in_rule:", "        if False:", RULES),
+    Mutant("_rules.py", "frozen.append(first.guarded(value))", "frozen.append(value)", RULES),
+    Mutant("_rules.py", "value.frozen if value.in_rule else first.guarded(value.frozen)", "value.frozen", RULES),
+    Mutant("_rules.py", " or len({x.axis for x in splits}) > 1:", ":", RULES),
+    Mutant("_read.py", "x.cleared(other, axis)) + rows", "other) + rows", RULES),
+    Mutant("_read.py", "number = jnp.clip(number, 0, x.size - 1)", "pass", RULES),
+    Mutant("_read.py", "broadcast(trains & (place == i))", "broadcast(place == i)", RULES),
+    Mutant("_explain.py", "    except _ASKED_FOR_A_VALUE:", "    except KeyError:", "tests/test_explain.py"),
     # checkpoint records
     Mutant("_record.py", '_check(_is_int(record["format"], 1)', '_check(_is_int(record["format"], 0)', RECORD),
     Mutant("_record.py", "_check(is_digest, ", "_check(True, ", RECORD),
