@@ -27,7 +27,7 @@ def without_frozen(
     """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
 
     def take(tree: PyTree) -> PyTree:
-        values, structure = _tree.flatten(tree)
+        values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
         lone = len(values) == 1 and jnp.shape(values[0]) != spec.leaves[0].shape  # a scalar beside a lone leaf
         if structure != treedef or lone:
             return tree

@@ -197,7 +197,7 @@ class Probe:
         extra_args = {name: extra_args[name] for name in self._given}
         given = self.extra_args(params, grads) if callable(self.extra_args) else self.extra_args
         updates, state = self.tx.update(grads, state, params, **{**extra_args, **(given or {})})
-        changes, treedef = _tree.flatten(updates)
+        changes, treedef = _tree.flatten_beside(self.treedef, updates)
         if treedef != self.treedef:
             _tree.refuse_other_structure(updates, params, "updates", "return updates of the gradients' structure")
         full = {i: self._full(i, changes[i], values.get(i, self.start[i]), masks[i]) for i in self.seen}

@@ -351,6 +351,22 @@ def test_a_number_that_is_moved_moves():
     assert (float(new["scale"]), new["flag"], new["zero"]) == (1.5, True, 2.0)
 
 
+def test_equinox_gradients_as_an_extra_argument():
+    """Of a line search, which is given them a second time."""
+    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
+
+    def loss(layer):
+        return jnp.sum(layer.w**2) + jnp.sum(layer.b**2)
+
+    tx = fz.freeze(optax.lbfgs(), "w")
+    extra = {"value": loss(layer), "value_fn": loss}
+    both = []
+    for grads in (eqx.filter_grad(loss)(layer), fz.grad(loss, "w")(layer)):
+        updates, _ = tx.update(grads, tx.init(layer), layer, grad=grads, **extra)
+        both.append(bits(updates))
+    assert both[0] == both[1]
+
+
 def test_none_where_an_array_trains_is_refused():
     layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
     tx = fz.freeze(optax.sgd(0.5), "w")
