@@ -299,6 +299,10 @@ class TestExplicitMesh:
         grads = jax.jit(fz.grad(squares, frozen))(params)
         chex.assert_trees_all_close(grads, fz.partition(jax.tree.map(lambda x: 2 * x, params), frozen)[0])
         stopped = jax.grad(lambda params: squares(fz.stop_gradient(params, frozen)))(params)
+        tx = fz.freeze(optax.sgd(1.0), frozen)
+        for given in (params, fz.partition(params, frozen)[0]):
+            full, _ = tx.update(given, tx.init(params), params)
+            assert jax.tree.map(jax.typeof, full) == jax.tree.map(jax.typeof, params)
         zeros = fz.masked_zero_updates(frozen)
         updates, _ = zeros.update(jax.tree.map(lambda x: 2 * x, params), zeros.init(params), params)
         chex.assert_trees_all_close(stopped, updates)
