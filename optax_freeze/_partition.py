@@ -38,7 +38,7 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
       TypeError: if ``params`` holds Optax transformations (that is ``optax.partition``).
 
     Warns:
-      FreezeWarning: if the spec freezes nothing or everything, and is neither True nor False.
+      FreezeWarning: if patterns, a selector or a function freeze nothing or everything.
 
     Example:
       >>> import optax_freeze as fz

@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -61,11 +61,12 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
 
 
 class FreezeWarning(UserWarning):
-    """A spec freezes nothing, or everything, of the parameters that it is resolved for.
+    """Patterns, a selector or a function freeze nothing, or everything, of the parameters.
 
     Given where training begins: by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
     :func:`optax_freeze.masked_zero_updates`, and, where nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable``
-    of ``optax_freeze.nnx``. ``True`` and ``False`` are taken to be meant; parameters with holes are not judged.
+    of ``optax_freeze.nnx``. ``True``, ``False`` and a tree of them are taken to be meant, and parameters with holes are
+    not judged.
 
     Example:
       >>> import warnings, optax_freeze as fz
@@ -254,8 +255,9 @@ def _fits(shape: tuple[int, ...], leaf: Leaf, answer: Any, name: str) -> bool:
 
 
 def warn_of_extent(frozen: Spec, params: PyTree, spec: Resolved, *, stacklevel: int) -> None:
-    """Warns if a spec freezes nothing or everything, and does not say so by ``True`` or ``False``."""
-    extent = None if _tree.is_bool(frozen) or isinstance(frozen, Known) else spec.extent(params)
+    """Warns if patterns, a selector or a function come to nothing or everything; bools and trees say what they mean."""
+    decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, Known)
+    extent = spec.extent(params) if decides else None
     if extent is not None:
         inexact = sum(leaf.inexact for leaf in spec.leaves)
         text = message(
@@ -297,10 +299,15 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
                 fix="for NNX variables give their type (nnx.LoRAParam); for each leaf fz.where(lambda path, leaf: ...)",
             )
         )
-    if callable(frozen) and not isinstance(frozen, type(params)):  # an Equinox module is a tree that can be called
+    if _is_function(frozen, params):
         answer = from_function(frozen, params, leaves)
         return from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)
     return from_prefix(frozen, params)
+
+
+def _is_function(frozen: Spec, params: PyTree) -> TypeGuard[Callable[[PyTree], PyTree]]:
+    """Whether a spec is a function of the tree; an Equinox module is a tree that can be called."""
+    return callable(frozen) and not isinstance(frozen, type(params))
 
 
 def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequence[tuple[Answer, Any]]) -> None:

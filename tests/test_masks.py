@@ -801,7 +801,6 @@ def leaves(draw):
 
 
 class TestTheContract:
-    @pytest.mark.filterwarnings("ignore::optax_freeze.FreezeWarning")
     @settings(max_examples=80, deadline=None, derandomize=True)
     @given(st.lists(leaves(), min_size=1, max_size=3), st.data(), st.integers(1, 3), st.booleans())
     def test_frozen_bits_stay_and_the_rest_trains_as_if_alone(self, drawn, data, steps, ours):

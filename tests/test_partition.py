@@ -65,7 +65,6 @@ class TestCombine:
                 assert jax.tree.structure(whole) == jax.tree.structure(tree)
                 assert bits(whole) == bits(tree)
 
-    @pytest.mark.filterwarnings("ignore::optax_freeze.FreezeWarning")
     @given(st.recursive(st.booleans(), lambda x: st.dictionaries(st.text("ab", min_size=1), x, min_size=1)))
     def test_is_the_inverse_on_any_tree(self, spec):
         params = jax.tree.map(lambda _: np.ones(2, np.float32), spec)
