@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import optax_freeze as fz
-from optax_freeze import _tree
+from optax_freeze import _tree, linen
+from optax_freeze import nnx as fnnx
 from optax_freeze._resolve import Resolved
 
 
@@ -309,6 +311,8 @@ class TestRefusals:
             lambda frozen, params: fz.grad(lambda params: params["head"].sum(), frozen)(params),
             lambda frozen, params: fz.stop_gradient(params, frozen),
             lambda frozen, params: fz.summary(params, frozen),
+            lambda frozen, params: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), frozen),
+            lambda frozen, params: linen.Frozen(nn.Dense(1), frozen).init(jax.random.key(0), jnp.ones((1, 1))),
         ],
     )
     def test_a_callable_that_returns_one_bool(self, other, answer, use):
