@@ -19,9 +19,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import optax_freeze as fz
-from optax_freeze import _tree
-from optax_freeze._record import is_dense, read_record, reading, spec_of_record
-from optax_freeze._tree import message
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.tree import message
+from optax_freeze.checkpoint._record import is_dense, read_record, reading, spec_of_record
 
 _EXAMPLES = """\
 examples:

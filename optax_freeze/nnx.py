@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from optax_freeze import _tree
-from optax_freeze._resolve import Resolved, Spec, register_with_flax, warn_of_extent
-from optax_freeze._tree import message
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.resolve import Resolved, Spec, register_with_flax, warn_of_extent
+from optax_freeze._spec.tree import message
 
 register_with_flax()
 

@@ -27,78 +27,98 @@ class Mutant(NamedTuple):
     tests: str
 
 
-RULES = "tests/test_rules.py"
+RULES = "tests/gradient/test_rules.py"
 RECORD = "tests/test_checkpoint.py -k Damaged"
 MUTANTS = [
     # the gradient
     Mutant(
-        "_evaluate.py",
+        "_gradient/interpreter.py",
         "        closed = jax.make_jaxpr(traced)(*",
         "        with jax.ensure_compile_time_eval():\n            closed = jax.make_jaxpr(traced)(*",
         RULES,
     ),
-    Mutant("_evaluate.py", "    except Exception:", "    except jax.errors.ConcretizationTypeError:", RULES),
-    Mutant("_control.py", " or closed.effects:", ":", RULES),
-    Mutant("_control.py", ' or any(params["donated_invars"]):', ":", RULES),
     Mutant(
-        "_control.py",
+        "_gradient/interpreter.py", "    except Exception:", "    except jax.errors.ConcretizationTypeError:", RULES
+    ),
+    Mutant("_gradient/rules_control_flow.py", " or closed.effects:", ":", RULES),
+    Mutant("_gradient/rules_control_flow.py", ' or any(params["donated_invars"]):', ":", RULES),
+    Mutant(
+        "_gradient/rules_control_flow.py",
         "x.like(x.guarded(x.frozen), x.rows) if isinstance(x, Split) else x for x in",
         "x for x in",
         RULES,
     ),
     Mutant(
-        "_control.py",
+        "_gradient/rules_control_flow.py",
         "if any(m and isinstance(value, Tracer) for value, m in zip(values, moves, strict=True)):",
         "if False:",
         RULES,
     ),
-    Mutant("_split.py", "operand, jax.lax.stop_gradient(operand))", "operand, operand)", RULES),
-    Mutant("_split.py", "        if self.in_rule:", "        if False:", RULES),
-    Mutant("_rules.py", "frozen.append(first.guarded(value))", "frozen.append(value)", RULES),
-    Mutant("_rules.py", "value.frozen if value.in_rule else first.guarded(value.frozen)", "value.frozen", RULES),
-    Mutant("_rules.py", " or len({x.axis for x in splits}) > 1:", ":", RULES),
-    Mutant("_read.py", "x.cleared(other, axis)) + rows", "other) + rows", RULES),
-    Mutant("_read.py", "number = jnp.clip(number, 0, x.size - 1)", "pass", RULES),
-    Mutant("_read.py", "broadcast(trains & (place == i))", "broadcast(place == i)", RULES),
-    Mutant("_explain.py", "    except _ASKED_FOR_A_VALUE:", "    except KeyError:", "tests/test_explain.py"),
-    # checkpoint records
-    Mutant("_record.py", '_check(_is_int(record["format"], 1)', '_check(_is_int(record["format"], 0)', RECORD),
-    Mutant("_record.py", "_check(is_digest, ", "_check(True, ", RECORD),
-    Mutant("_record.py", "_check(len(set(paths)) == len(paths), ", "_check(True, ", RECORD),
-    Mutant("_record.py", "sorted(digests) == frozen", "True", RECORD),
-    Mutant("_record.py", "all(before[1] <= after[0] for", "all(True for", RECORD),
+    Mutant("_gradient/split_array.py", "operand, jax.lax.stop_gradient(operand))", "operand, operand)", RULES),
+    Mutant("_gradient/split_array.py", "        if self.in_rule:", "        if False:", RULES),
+    Mutant("_gradient/rules_rowwise.py", "frozen.append(first.guarded(value))", "frozen.append(value)", RULES),
     Mutant(
-        "_record.py", "return _tree.is_int(value) and least", "return isinstance(value, (int, float)) and least", RECORD
+        "_gradient/rules_rowwise.py",
+        "value.frozen if value.in_rule else first.guarded(value.frozen)",
+        "value.frozen",
+        RULES,
+    ),
+    Mutant("_gradient/rules_rowwise.py", " or len({x.axis for x in splits}) > 1:", ":", RULES),
+    Mutant("_gradient/rules_indexing.py", "x.cleared(other, axis)) + rows", "other) + rows", RULES),
+    Mutant("_gradient/rules_indexing.py", "number = jnp.clip(number, 0, x.size - 1)", "pass", RULES),
+    Mutant("_gradient/rules_indexing.py", "broadcast(trains & (place == i))", "broadcast(place == i)", RULES),
+    Mutant(
+        "_gradient/explain.py",
+        "    except _ASKED_FOR_A_VALUE:",
+        "    except KeyError:",
+        "tests/gradient/test_explain.py",
+    ),
+    # checkpoint records
+    Mutant(
+        "checkpoint/_record.py", '_check(_is_int(record["format"], 1)', '_check(_is_int(record["format"], 0)', RECORD
+    ),
+    Mutant("checkpoint/_record.py", "_check(is_digest, ", "_check(True, ", RECORD),
+    Mutant("checkpoint/_record.py", "_check(len(set(paths)) == len(paths), ", "_check(True, ", RECORD),
+    Mutant("checkpoint/_record.py", "sorted(digests) == frozen", "True", RECORD),
+    Mutant("checkpoint/_record.py", "all(before[1] <= after[0] for", "all(True for", RECORD),
+    Mutant(
+        "checkpoint/_record.py",
+        "return _tree.is_int(value) and least",
+        "return isinstance(value, (int, float)) and least",
+        RECORD,
     ),
     Mutant(
         "__main__.py", "child.name.isascii() and child.name.isdigit()", "child.name.isdigit()", "tests/test_main.py"
     ),
     Mutant("__main__.py", ' and items <= {"trainable", "masks", "opt_state"}', "", "tests/test_main.py"),
-    Mutant("checkpoint.py", "if not is_number or step < 0:", "if not is_number:", "tests/test_checkpoint.py"),
+    Mutant("checkpoint/__init__.py", "if not is_number or step < 0:", "if not is_number:", "tests/test_checkpoint.py"),
     # names in a terminal
-    Mutant("_tree.py", "return text if text.isprintable() else repr(text)", "return text", "tests/test_errors.py"),
+    Mutant("_spec/tree.py", "return text if text.isprintable() else repr(text)", "return text", "tests/test_errors.py"),
     Mutant(
-        "_tree.py",
+        "_spec/tree.py",
         "map(printable, [at] if isinstance(at, str) else at)",
         "map(str, [at] if isinstance(at, str) else at)",
         "tests/test_errors.py",
     ),
     Mutant(
-        "_explain.py", 'return "\\n".join(map(printable, lines))', 'return "\\n".join(lines)', "tests/test_errors.py"
+        "_gradient/explain.py",
+        'return "\\n".join(map(printable, lines))',
+        'return "\\n".join(lines)',
+        "tests/test_errors.py",
     ),
-    Mutant("_migrate.py", "', '.join(map(_tree.printable, places))", "', '.join(places)", "tests/test_errors.py"),
+    Mutant("_state/migrate.py", "', '.join(map(_tree.printable, places))", "', '.join(places)", "tests/test_errors.py"),
     # the report
     Mutant(
-        "_report.py",
+        "_report/summary.py",
         "_state(tx.init, params, keep=_can_train)",
         "_state(tx.init, params, keep=_tree.is_array)",
-        "tests/test_report.py",
+        "tests/report/test_summary.py",
     ),
     Mutant(
-        "_report.py",
+        "_report/summary.py",
         "self.frozen_elements, self.frozen_bytes)",
         "self.frozen_elements, self.trainable_bytes)",
-        "tests/test_report.py",
+        "tests/report/test_summary.py",
     ),
 ]
 

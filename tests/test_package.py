@@ -16,17 +16,11 @@ import user_code
 import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
-ROOMS = [
-    *("_tree", "_masks", "_mesh", "_parts", "_glob", "_selector", "_select", "_prefix", "_resolve", "_labels"),
-    *("_partition", "_jaxpr", "_split", "_read", "_rules", "_control", "_evaluate", "_restrict", "_explain"),
-    *("_inner", "_transform", "_slots", "_state", "_shardings"),
-    *("_conditions", "_groups", "_schedule", "_switches", "_places", "_migrate"),
-    *("_table", "_treemap", "_report"),
-    *("_bits", "_verify", "_facts", "_probe", "_causes", "_leaks", "_audit"),
-    *("_depends", "_lift", "_record"),  # below the map: of the rooms that bring Flax or Orbax
-]
+PAGE = pathlib.Path("docs/architecture.md").read_text()
+SECTIONS = dict(re.findall(r"^## `(_\w+)`: (.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
+ROOMS = [f"{folder}.{file}" for folder, text in SECTIONS.items() for file in re.findall(r"^\| `(\w+)\.py`", text, re.M)]
 OUTER = ["linen", "nnx", "checkpoint"]  # you import these yourself: they bring Flax or Orbax with them
-MAIN = "__main__"
+MAP = (PACKAGE / "__init__.py").read_text()
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 
 
@@ -37,36 +31,51 @@ def test_importing_it_loads_neither_flax_nor_orbax_nor_what_draws():
 
 
 def test_the_map_is_re_exports_and_nothing_else():
-    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    body = ast.parse(MAP).body
     assert isinstance(body[0], ast.Expr)
     assert all(isinstance(node, ast.ImportFrom) for node in body[1:])
 
 
-def test_every_file_is_a_known_room():
-    assert sorted(path.stem for path in PACKAGE.glob("*.py")) == sorted(["__init__", *ROOMS, *OUTER, MAIN])
+def module_of(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-@pytest.mark.parametrize("room", [*ROOMS, *OUTER, MAIN])
-def test_a_room_imports_only_rooms_above_it(room):
-    text = (PACKAGE / f"{room}.py").read_text()
-    imported = re.findall(r"^ *from optax_freeze\.(\w+) import", text, re.MULTILINE)
-    for names in re.findall(r"^ *from optax_freeze import (.+)", text, re.MULTILINE):
-        imported += names.split(", ")
-    assert set(imported) <= set(ROOMS[: ROOMS.index(room)] if room in ROOMS else ROOMS)
+def is_listed(module):
+    """Whether a module is a file of a folder: ``linen``, ``nnx`` and ``checkpoint`` are imported by you alone."""
+    return module.startswith("_") and module.count(".") == 1
 
 
-def test_the_architecture_has_a_paragraph_on_each_room_and_a_reason_for_each_long_one():
-    page = pathlib.Path("docs/architecture.md").read_text()
-    assert re.findall(r"^\*\*`(\w+)\.py`\*\* ", page, re.MULTILINE) == [*ROOMS, *OUTER, MAIN]
-    reasons = page.partition("## What a file keeps to")[2].partition("\n\nEach room")[0]
-    long = {path.name for path in PACKAGE.glob("*.py") if len(path.read_text().splitlines()) > 300}
-    assert set(re.findall(r"`(\w+\.py)`", reasons)) == long
+def test_the_architecture_lists_the_folders_and_files_that_exist():
+    files = [module_of(path) for path in PACKAGE.glob("_*/*.py") if path.stem != "__init__"]
+    assert sorted(ROOMS) == sorted(files)
+    assert sorted(SECTIONS) == sorted(path.name for path in PACKAGE.glob("_*/") if path.name != "__pycache__")
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "nnx"}
+    assert list(SECTIONS) == list(dict.fromkeys(re.findall(r"^from optax_freeze\.(\w+)\.", MAP, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_of)
+def test_a_file_imports_only_files_above_it(path):
+    module, text = module_of(path), path.read_text()
+    imported = re.findall(r"^ *from optax_freeze\.([\w.]+) import", text, re.MULTILINE)
+    imported += map(".".join, re.findall(r"^ *from optax_freeze\.(_\w+) import (\w+) as", text, re.MULTILINE))
+    listed = {name for name in imported if is_listed(name)}
+    assert listed <= set(ROOMS[: ROOMS.index(module)] if module in ROOMS else ROOMS)
+    if module in ROOMS:
+        assert not {name.split(".")[0] for name in imported} & set(OUTER)
+
+
+def test_the_architecture_has_a_reason_for_each_long_file():
+    reasons = PAGE.partition("## How long a file is")[2]
+    long = {
+        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300
+    }
+    assert set(re.findall(r"`([\w/]+\.py)`", reasons)) == long
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name):
     function = getattr(fz, name)
-    room = function.__module__.rpartition("._")[2]
+    room = function.__module__.rpartition(".")[2]
     page = pathlib.Path("docs/api", f"{room}.md").read_text()
     assert re.search(rf"optax_freeze\.{name}$", page, re.MULTILINE)
     doc = inspect.getdoc(function)
@@ -98,7 +107,8 @@ def test_the_wheel_and_the_sdist_are_complete(tmp_path):
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info" not in name}
-    assert held == {f"optax_freeze/{path.name}" for path in PACKAGE.iterdir() if path.is_file()}
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")]
+    assert held == {f"optax_freeze/{path.relative_to(PACKAGE)}" for path in files}
     assert "optax_freeze/py.typed" in held
     with tarfile.open(sdist) as archive:
         names = archive.getnames()

@@ -1,0 +1,1 @@
+"""Where an optimizer does not freeze what it should."""

@@ -1,0 +1,148 @@
+"""What :func:`optax_freeze.restrict` makes of the leaves that are frozen by rows: which operations read them in parts.
+
+The function is traced as ``restrict`` traces it, with listeners at these leaves; nothing is executed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_freeze._gradient.restrict import fill, in_parts, refuse_no_function
+from optax_freeze._gradient.split_array import Origin
+from optax_freeze._spec.element_index import RowIndex
+from optax_freeze._spec.partition import split
+from optax_freeze._spec.resolve import Resolved, Spec
+from optax_freeze._spec.tree import PyTree, is_array, printable
+
+_ASKED_FOR_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises where Python asks a tracer for its value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of JAX, and the line of the user's program that it comes from."""
+
+    name: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.source}" if self.source else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafExplanation:
+    """One leaf: the operations that read it in parts, in order, and the first that forced a merge, if any did."""
+
+    path: str
+    rows: int
+    trainable_rows: int
+    in_parts: tuple[Operation, ...]
+    merged: Operation | None
+
+    def __str__(self) -> str:
+        verdict = "in parts throughout" if self.merged is None else f"merged by {self.merged}"
+        path = self.path or "(the root)"
+        lines = [f"{path}: {self.trainable_rows} of {self.rows} rows train; {verdict}"]
+        lines += [f"  in parts: {operation}" for operation in self.in_parts]
+        return "\n".join(map(printable, lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What :func:`optax_freeze.explain` found; prints one line for each operation.
+
+    Attributes:
+      rows: for each leaf that is frozen by rows its path, how many rows it has and how many train, the operations that
+        read it in parts (name and source line), and the first that forced a merge or None.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"embed": jax.numpy.ones((4, 2))}
+      >>> explanation = fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([0])})
+      >>> [(row.path, row.merged) for row in explanation.rows]
+      [('embed', None)]
+    """
+
+    rows: tuple[LeafExplanation, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows)) or "no leaf is frozen by rows"
+
+
+def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> Explanation:
+    """Says which operations read a leaf that is frozen by rows in two parts, and which forced a merge.
+
+    Frozen rows cost nothing as long as operations read them where they lie. An operation that cannot gets the merged
+    array: right, but its gradient has the size of the leaf. The function is traced and not executed: none of its
+    operations and callbacks runs.
+
+    Args:
+      fun: called as ``fun(params, *args, **kwargs)``.
+      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``).
+      frozen: what is frozen, in any form.
+      *args: the other arguments; arrays may be shapes here, too.
+      **kwargs: more of them.
+
+    Returns:
+      An :class:`optax_freeze.Explanation`: print it.
+
+    Raises:
+      TypeError: if ``fun`` is no function.
+      ValueError: if the spec does not fit.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> def loss(params, tokens):
+      ...   x = params["embed"][tokens]
+      ...   return jax.numpy.sum(jax.numpy.sort(params["head"], axis=0)) + x.sum()
+      >>> params = {"embed": jax.numpy.ones((4, 2)), "head": jax.numpy.ones((3, 2))}
+      >>> frozen = {"embed": fz.rows(slice(0, 3)), "head": fz.rows([0])}
+      >>> print(fz.explain(loss, params, frozen, jax.numpy.array([3])))
+      embed: 1 of 4 rows train; in parts throughout
+        in parts: gather at ...
+      head: 2 of 3 rows train; merged by sort at ...
+    """
+    refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
+    from optax_freeze._gradient.interpreter import call
+
+    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    indices = {
+        leaf.path: index for leaf, index in zip(spec.leaves, spec.answers, strict=True) if isinstance(index, RowIndex)
+    }
+    origins = {path: Origin() for path in indices}
+    everything, treedef = jax.tree.flatten((params, args, kwargs))
+    abstract = [is_array(leaf) for leaf in jax.tree.leaves(params)]
+    abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(abstract) :]]
+
+    def traced(arrays: Sequence[Any]) -> None:
+        left = iter(arrays)
+        leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
+        params, args, kwargs = jax.tree.unflatten(treedef, leaves)
+        parts, splits, constant = in_parts(*split(params, spec, masks), origins.get)
+        call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant)
+
+    try:
+        jax.eval_shape(traced, [leaf for leaf, here in zip(everything, abstract, strict=True) if here])
+    except _ASKED_FOR_A_VALUE:
+        if not any(origin.done("merged") for origin in origins.values()):
+            raise
+    return Explanation(tuple(_of_leaf(path, indices[path], origin) for path, origin in origins.items()))
+
+
+def _of_leaf(path: str, index: RowIndex, origin: Origin) -> LeafExplanation:
+    from jax.extend.source_info_util import summarize
+
+    def operations(events: Sequence[tuple[str, str, Any]]) -> tuple[Operation, ...]:
+        named = (Operation(name, "" if source is None else summarize(source)) for name, _, source in events)
+        return tuple(dict.fromkeys(named))
+
+    merged = operations(origin.done("merged")[:1])
+    in_parts = operations([event for event in origin.events if event[1] != "merged"])
+    return LeafExplanation(path, index.size, index.count, in_parts, merged[0] if merged else None)

@@ -1,0 +1,274 @@
+"""The loss as a function of what trains: nothing frozen is differentiated.
+
+``jax.grad`` of the whole tree computes a gradient for every leaf, and as soon as anything looks at all of them (a
+global norm, an accumulator, a finite check, a ``jit`` boundary) the compiler has to keep that work. A loss restricted
+to what trains has no other gradients: not of whole leaves, nor of rows, which lookups, scans and matmuls read where
+they lie.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_freeze._gradient.split_array import Origin, Split
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.element_index import RowIndex
+from optax_freeze._spec.partition import assemble, split
+from optax_freeze._spec.resolve import Masks, Resolved, Spec
+from optax_freeze._spec.selector_algebra import Selector
+from optax_freeze._spec.tree import PyTree, Rest, is_array, is_leaf, message
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
+    """Restricts a function of the parameters to what trains.
+
+    What is frozen is not differentiated. A leaf frozen by rows is read in two parts, and its gradient has the size of
+    the rows that train, as long as the operations of ``fun`` allow it (:func:`optax_freeze.explain`); others get the
+    merged array. For such leaves ``fun`` is traced first, which executes nothing: callbacks and other effects happen
+    once, as under ``jax.grad``. If it cannot be traced (Python branches on a value), it is called again, with merged
+    arrays.
+
+    Args:
+      fun: called as ``fun(params, *args, **kwargs)``.
+      rest: the second part of :func:`optax_freeze.partition`.
+
+    Returns:
+      ``g(trainable, *args, **kwargs)``, equal to ``fun(combine(trainable, rest), *args, **kwargs)``, up to rounding
+      where a sum over rows is split.
+
+    Raises:
+      TypeError: if the first is no function, or the second a spec.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> loss = lambda params, x: (params["encoder"] * params["head"] * x) ** 2
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> trainable, rest = fz.partition(params, "encoder")
+      >>> jax.grad(fz.restrict(loss, rest))(trainable, 1.0)
+      {'encoder': MaskedNode(), 'head': Array(24., dtype=float32)}
+    """
+    if isinstance(rest, (bool, str, Selector)) or not callable(fun):
+        raise TypeError(
+            message(
+                "fz.restrict takes a function, and the rest of the parameters",
+                at="its arguments",
+                got=f"{_tree.described(fun)} and {_tree.described(rest)}",
+                expected="fz.restrict(fun, rest), with rest from fz.partition(params, frozen)",
+                fix="trainable, rest = fz.partition(params, frozen); from the spec itself: fz.grad(fun, frozen)",
+            )
+        )
+
+    @functools.wraps(fun)
+    def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
+        params, leaves, frozen = in_parts(trainable, rest)
+        if not leaves:
+            return fun(params, *args, **kwargs)
+        from optax_freeze._gradient.interpreter import (
+            call,  # it brings jax.extend, which loads slower than all of this library
+        )
+
+        return call(lambda *arrays: fun(fill(params, arrays), *args, **kwargs), leaves, frozen)
+
+    return restricted
+
+
+def in_parts(
+    trainable: PyTree, rest: PyTree, origin_of: Callable[[str], Origin | None] = lambda path: None
+) -> tuple[PyTree, list[Split], list[Any]]:
+    """:func:`optax_freeze.combine` with a ``Split`` for each leaf frozen by rows; these, and the frozen arrays."""
+    splits: list[Split] = []
+
+    def place(path: str, of_rest: Rest, part: Any) -> Any:
+        if not isinstance(of_rest.answer, RowIndex):
+            return of_rest.answer.put(of_rest.array, part, of_rest.mask)
+        array = jnp.asarray(of_rest.array)
+        splits.append(Split.of(array, jnp.asarray(part.values, array.dtype), of_rest.answer, origin_of(path)))
+        return splits[-1]
+
+    params = assemble(trainable, rest, place)
+    return params, splits, [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
+
+
+def fill(params: PyTree, arrays: Sequence[Any]) -> PyTree:
+    """Arrays in the place of the leaves frozen by rows."""
+    left = iter(arrays)
+    return jax.tree.map(
+        lambda leaf: next(left) if isinstance(leaf, Split) else leaf, params, is_leaf=lambda x: isinstance(x, Split)
+    )
+
+
+def value_and_grad(
+    fun: Callable[P, T], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+) -> Callable[P, tuple[T, PyTree]]:
+    """``jax.value_and_grad`` with respect to what trains alone.
+
+    Args:
+      fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
+      frozen: what is frozen in the argument to differentiate with respect to, in any form.
+      argnums: the position of that argument.
+      has_aux: whether ``fun`` returns a pair.
+      holomorphic: as in JAX.
+
+    Returns:
+      A function with the arguments of ``fun``, called with the full tree. It returns the value (with the auxiliary
+      output, if any) and the gradient, which has the structure of ``partition(params, frozen)[0]``: holes at what is
+      frozen. :func:`optax_freeze.freeze` and every Optax transformation take it as it is.
+
+    Raises:
+      TypeError: if ``fun`` is no function.
+      ValueError: if ``argnums`` is no single int; when called, if there is no such argument, if the spec does not fit,
+        or if nothing trains.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> value, grads = fz.value_and_grad(lambda p: p["encoder"] * p["head"], "encoder")(params)
+      >>> float(value), grads
+      (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
+    """
+    refuse_no_function(fun, frozen, "fz.value_and_grad(fun, frozen)")
+    if not _tree.is_int(argnums):
+        raise ValueError(
+            message(
+                "one argument can be differentiated with respect to",
+                at="argnums",
+                got=_tree.described(argnums),
+                expected="one int: the position of the parameters",
+                fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
+            )
+        )
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(*args: P.args, **kwargs: P.kwargs) -> tuple[T, PyTree]:
+        if not -len(args) <= argnums < len(args):
+            raise ValueError(
+                message(
+                    "there is no such argument",
+                    at=f"argnums={argnums}",
+                    got=f"a call with {len(args)} positional arguments",
+                    expected="the parameters at that position",
+                    fix="pass the parameters by position, not by keyword",
+                )
+            )
+        place = argnums % len(args)
+        trainable, rest = split(args[place], *_something_trains(frozen, args[place]))
+
+        def of_params(params: PyTree) -> Any:
+            with_params: Any = (*args[:place], params, *args[place + 1 :])
+            return fun(*with_params, **kwargs)
+
+        return jax.value_and_grad(restrict(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)(trainable)
+
+    return value_and_grad_fn
+
+
+def grad(
+    fun: Callable[P, Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+) -> Callable[P, Any]:
+    """``jax.grad`` with respect to what trains alone: :func:`value_and_grad` without the value.
+
+    Args:
+      fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
+      frozen: what is frozen in the argument to differentiate with respect to, in any form.
+      argnums: the position of that argument.
+      has_aux: whether ``fun`` returns a pair.
+      holomorphic: as in JAX.
+
+    Returns:
+      A function with the arguments of ``fun`` that returns the gradient, or ``(gradient, aux)`` if ``has_aux``.
+
+    Raises:
+      TypeError, ValueError: as :func:`value_and_grad` does.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> fz.grad(lambda p: p["encoder"] * p["head"], "encoder")(params)
+      {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)}
+    """
+    both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic)
+
+    @functools.wraps(fun)
+    def grad_fn(*args: P.args, **kwargs: P.kwargs) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fn
+
+
+def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable[..., tuple[Any, PyTree]]:
+    """``optax.value_and_grad_from_state`` over what trains: a line search's last value and gradient are used again.
+
+    Args:
+      fun: called as ``fun(params, *args, **kwargs)``; returns a scalar.
+      frozen: what is frozen, in any form: the one given to :func:`optax_freeze.freeze`.
+
+    Returns:
+      A function called as ``(params, *args, state=state, **kwargs)`` with the full tree and the state of a
+      :func:`optax_freeze.freeze` around a line search. It returns the value and the gradient of the trainable part.
+
+    Raises:
+      TypeError: if ``fun`` is no function.
+      ValueError: if the spec does not fit, if nothing trains, or if the state holds no value and gradient.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> def loss(params):
+      ...   return (params["encoder"] * params["head"] - 1.0) ** 2
+      >>> params = {"encoder": jax.numpy.float32(2), "head": jax.numpy.float32(3)}
+      >>> tx = fz.freeze(optax.lbfgs(), "encoder")
+      >>> state = tx.init(params)
+      >>> value_and_grad = fz.value_and_grad_from_state(loss, "encoder")
+      >>> for _ in range(3):
+      ...   value, grads = value_and_grad(params, state=state)
+      ...   updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+      ...   params = optax.apply_updates(params, updates)
+      >>> print(f"{params['encoder']:.1f} {params['head']:.1f}")
+      2.0 0.5
+    """
+
+    refuse_no_function(fun, frozen, "fz.value_and_grad_from_state(fun, frozen)")
+
+    @functools.wraps(fun)
+    def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        trainable, rest = split(params, *_something_trains(frozen, params))
+        return optax.value_and_grad_from_state(restrict(fun, rest))(trainable, *args, state=state, **kwargs)
+
+    return value_and_grad_fn
+
+
+def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
+    """A ``TypeError`` for what is no function to differentiate."""
+    if not callable(fun):
+        raise TypeError(
+            message(
+                "a function is differentiated",
+                at="the first argument",
+                got=_tree.described(fun),
+                expected=call,
+                fix="swap the arguments" if callable(frozen) else "pass the loss function first",
+            )
+        )
+
+
+def _something_trains(frozen: Spec, params: PyTree) -> tuple[Resolved, Masks]:
+    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    if all(answer is True for answer in spec.answers):
+        inexact = sum(leaf.inexact for leaf in spec.leaves)
+        raise ValueError(
+            message(
+                "there is nothing to differentiate: every leaf is frozen",
+                at="frozen",
+                got=f"{_tree.described(frozen)}: all {len(spec.leaves)} leaves, of which {inexact} could train",
+                expected="at least one floating-point or complex array that trains",
+                fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
+            )
+        )
+    return spec, masks

@@ -1,0 +1,212 @@
+"""An array in two parts: the frozen rows where they lie, and the rows that train.
+
+A gradient with respect to ``Split.rows`` is all that differentiation can ask of a leaf that is frozen by rows, and has
+their size. What the primitives of JAX make of such a value is in the rooms below; here is what they need to know of it:
+which rows train, the dense values at those rows, and the two parts as one dense array.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._spec.element_index import RowIndex
+from optax_freeze._spec.tree import Part
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "origin"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
+
+    ``frozen`` has the full shape. What it holds at the trainable rows is stale, and may be NaN: it is selected away,
+    and never multiplied by zero, here or in a gradient. An operation on ``frozen`` may compute anything at these rows,
+    as long as its other operands are :meth:`guarded` or :meth:`cleared`.
+    """
+
+    frozen: Any
+    rows: Any
+    index: RowIndex
+    origin: "Origin | None" = None  # only while someone listens; static, so that no cached trace is deaf
+
+    @classmethod
+    def of(cls, frozen: Any, rows: Any, index: RowIndex, origin: "Origin | None") -> "Split":
+        """The two parts made to vary over the same axes of a mesh, inside of ``jax.shard_map``."""
+        if _varies(frozen) != _varies(rows):
+            rows = jnp.where(True, rows, take(index, frozen))
+            frozen = jnp.where(True, frozen, join(index, index.axis, frozen, rows))
+        return cls(frozen, rows, index, origin)
+
+    @property
+    def axis(self) -> int:
+        """The axis of the rows."""
+        return self.index.axis
+
+    @property
+    def size(self) -> int:
+        """The length of that axis."""
+        return self.index.size
+
+    @property
+    def in_rule(self) -> bool:
+        """Whether it is an array in the rule of a derivative, which may be transposed: nothing in it is a constant."""
+        return self.origin is not None and self.origin.in_rule
+
+    def like(self, frozen: Any, rows: Any, axis: int | None = None) -> "Split":
+        """Two new parts, of the same rows; along another axis, maybe."""
+        index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
+        return Split(frozen, rows, index, self.origin)
+
+    def note(self, operation: str, how: str, source: Any) -> None:
+        """Tells who listens that an operation ``"kept"`` the parts apart, ``"read"`` rows or ``"merged"`` them."""
+        if self.origin is not None:
+            self.origin.events.append((operation, how, source))
+
+    def heard(self, origin: "Origin") -> "Split":
+        """The same array, of which ``origin`` hears."""
+        return dataclasses.replace(self, origin=origin)
+
+    def widened(self, trains: np.ndarray) -> "Split":
+        """The same array with more rows, which these numbers name, among those that train."""
+        if len(trains) == self.index.count:
+            return self
+        index = of_numbers(self.index, trains, self.size)
+        places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
+        rows = take(index, self.frozen)
+        return Split(self.frozen, places.put(rows, Part(self.rows), None), index, self.origin)
+
+    def cleared(self, operand: Any = None, axis: int | None = None) -> jax.Array:
+        """``frozen`` (or another operand, of these rows along an axis) with zeros at the stale rows: it fuses."""
+        operand, axis = (self.frozen, self.axis) if operand is None else (operand, axis)
+        index = dataclasses.replace(self.index, axis=axis)
+        return jnp.where(index.frozen(jnp.ndim(operand)), operand, jnp.zeros((), operand.dtype))
+
+    def guarded(self, operand: Any) -> Any:
+        """An operand of an elementwise operation on these rows, with constants at the stale ones.
+
+        The derivative may be infinite there, and infinity times the zero that comes back from these rows is NaN.
+        """
+        if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
+            return operand
+        operand = jnp.broadcast_to(operand, jnp.shape(self.frozen))
+        if self.in_rule:
+            return self.cleared(operand, self.axis)
+        return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
+
+    def merged(self) -> jax.Array:
+        """The array itself, which copies ``frozen``."""
+        return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)), None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen:
+    """A leaf that is frozen whole, or row ``at`` of one: read as late as possible, so that nothing copies it."""
+
+    array: Any
+    at: Any = None
+
+    def read(self) -> Any:
+        """The array itself."""
+        return self.array if self.at is None else jax.lax.dynamic_index_in_dim(self.array, self.at, 0, keepdims=False)
+
+
+jax.tree_util.register_dataclass(Frozen, data_fields=["array", "at"], meta_fields=[])
+
+
+class Origin:
+    """Hears what is done to an array, and to whatever is made of it in parts: ``(operation, how, source)``."""
+
+    def __init__(self, *, trying: bool = False, in_rule: bool = False):
+        self.trying = trying  # a rule asks what would be done
+        self.in_rule = in_rule
+        self.events: list[tuple[str, str, Any]] = []
+
+    def of_rule(self) -> "Origin":
+        """One that hears for this one what is done in the rule of a derivative."""
+        origin = Origin(trying=self.trying, in_rule=True)
+        origin.events = self.events
+        return origin
+
+    def done(self, how: str) -> list[tuple[str, str, Any]]:
+        """What was done that way."""
+        return [event for event in self.events if event[1] == how]
+
+
+def dense(value: Any) -> Any:
+    """``value`` as one array."""
+    if isinstance(value, Split):
+        return value.merged()
+    return value.read() if isinstance(value, Frozen) else value
+
+
+@functools.lru_cache(maxsize=256)
+def numbers(index: RowIndex) -> np.ndarray:
+    """The numbers of the trainable rows, ascending."""
+    picked = np.concatenate([np.arange(*progression) for progression in index.picked])
+    return picked if index.picked_train else np.setdiff1d(np.arange(index.size), picked)
+
+
+def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
+    """An index like another, of ``size`` rows of which those numbered train."""
+    breaks = np.flatnonzero(np.diff(trains) != 1) + 1
+    runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
+    return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
+
+
+def take(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
+    """The trainable rows of a dense array along an axis (that of the index)."""
+    at = index if axis is None else dataclasses.replace(index, axis=axis)
+    return at.take(array, None).values
+
+
+def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
+    """Whether rows ``i`` train, and their places among the trainable rows: 0 for frozen rows, and out of range."""
+    runs = index.runs
+    if runs is not None and len(runs) <= 8:
+        trains, place, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
+        for start, stop in runs:
+            here = (i >= start) & (i < stop)
+            trains, place = trains | here, jnp.where(here, i - (start - before), place)
+            before += stop - start
+        return trains, place
+    places = jnp.full(index.size, -1, jnp.int32).at[index.indices()].set(jnp.arange(index.count, dtype=jnp.int32))
+    place = jnp.take(places, i, mode="clip")
+    return (i >= 0) & (i < index.size) & (place >= 0), jnp.maximum(place, 0).astype(jnp.result_type(i))
+
+
+def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
+    """A dense array from computed parts, by a selection that fuses with whatever computed them."""
+    i = jax.lax.broadcasted_iota(jnp.int32, [index.size if d == axis else 1 for d in range(jnp.ndim(frozen))], axis)
+    if index.runs is not None and len(index.runs) == 1:
+        [(start, stop)] = index.runs
+        edges = [(start, index.size - stop, 0) if d == axis else (0, 0, 0) for d in range(jnp.ndim(frozen))]
+        spread = jax.lax.pad(rows, jnp.zeros((), rows.dtype), edges)
+        return jnp.where((i >= start) & (i < stop), spread, frozen)
+    trains, place = locate(index, jnp.arange(index.size, dtype=jnp.int32))
+    spread = jnp.take(rows, place, axis=axis, mode="clip")
+    return jnp.where(trains.reshape(i.shape), spread, frozen)
+
+
+def segments(splits: Sequence[Split], length: int) -> list[tuple[int, int]]:
+    """The stretches of rows in which each of the arrays is all frozen or all trains."""
+    trains = np.zeros((len(splits), length), bool)
+    for row, split in zip(trains, splits, strict=True):
+        row[numbers(split.index)] = True
+    inner = (np.flatnonzero((trains[:, 1:] != trains[:, :-1]).any(0)) + 1).tolist()
+    return list(zip([0, *inner], [*inner, length], strict=True))
+
+
+def _varies(array: Any) -> Any:
+    """The axes of a mesh over which an array varies inside of ``jax.shard_map``."""
+    aval: Any = jax.typeof(array)
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+
+
+def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """A shape with another size at one axis."""
+    return (*sizes[:axis], size, *sizes[axis + 1 :])

@@ -1,0 +1,189 @@
+"""When a group is frozen: functions of the step, for :func:`optax_freeze.freeze_when`."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.selectors import distinct
+from optax_freeze._spec.tree import message
+
+Condition: TypeAlias = Callable[[jax.Array], Any]
+"""``step -> bool``: whether a group is frozen in the update that follows ``step`` updates."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _UnfreezeAt:
+    at: int
+
+    def __call__(self, step: Any) -> Any:
+        return step < self.at
+
+    def __repr__(self) -> str:
+        return f"fz.unfreeze_at({self.at})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _FreezeAt:
+    at: int
+
+    def __call__(self, step: Any) -> Any:
+        return step >= self.at
+
+    def __repr__(self) -> str:
+        return f"fz.freeze_at({self.at})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Alternate:
+    period: int
+    offset: int
+
+    def __call__(self, step: Any) -> Any:
+        return (step + self.offset) // self.period % 2 == 0
+
+    def __repr__(self) -> str:
+        return f"fz.alternate({self.period}{f', offset={self.offset}' if self.offset else ''})"
+
+
+def unfreeze_at(step: int) -> Condition:
+    """A condition of :func:`optax_freeze.freeze_when`: frozen before ``step``, training from then on.
+
+    Args:
+      step: the number of updates after which the group trains; 0 never freezes it.
+
+    Returns:
+      A function ``step -> bool``.
+
+    Raises:
+      TypeError, ValueError: if ``step`` is no int, or negative.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> [fz.unfreeze_at(2)(step) for step in range(4)]
+      [True, True, False, False]
+    """
+    return _UnfreezeAt(_whole("fz.unfreeze_at", "step", step))
+
+
+def freeze_at(step: int) -> Condition:
+    """A condition of :func:`optax_freeze.freeze_when`: training before ``step``, frozen from then on.
+
+    Args:
+      step: the number of updates after which the group is frozen.
+
+    Returns:
+      A function ``step -> bool``.
+
+    Raises:
+      TypeError, ValueError: if ``step`` is no int, or negative.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> [fz.freeze_at(2)(step) for step in range(4)]
+      [False, False, True, True]
+    """
+    return _FreezeAt(_whole("fz.freeze_at", "step", step))
+
+
+def alternate(period: int, offset: int = 0) -> Condition:
+    """A condition of :func:`optax_freeze.freeze_when`: frozen and training by turns.
+
+    Args:
+      period: the length of a turn, in updates.
+      offset: how many updates into the first turn it starts: ``alternate(period)`` and ``alternate(period, period)``
+        are never frozen together.
+
+    Returns:
+      A function ``step -> bool``: frozen while ``(step + offset) // period`` is even.
+
+    Raises:
+      TypeError, ValueError: if an argument is no int, ``period`` is less than 1 or ``offset`` negative.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> [fz.alternate(2)(step) for step in range(6)]
+      [True, True, False, False, True, True]
+    """
+    return _Alternate(_whole("fz.alternate", "period", period, 1), _whole("fz.alternate", "offset", offset))
+
+
+def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition]:
+    """The groups of gradual unfreezing (ULMFiT): one more trains every so many updates.
+
+    Args:
+      patterns: patterns or selectors, from the output end, which trains from step 0, to the input end.
+      every: the number of updates between one group and the next.
+
+    Returns:
+      The groups for :func:`optax_freeze.freeze_when`: group ``i`` is frozen until step ``i * every``.
+
+    Raises:
+      TypeError, ValueError: if ``patterns`` is no list of patterns, one is named twice, or ``every`` is less than 1.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
+      {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
+    """
+    every = _whole("fz.gradual_unfreeze", "every", every, 1)
+    return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
+
+
+def check(name: str, condition: Condition) -> None:
+    """Refuses, before the first step, a condition that returns no bool."""
+    jax.eval_shape(lambda step: jnp.asarray(ask(name, condition, step)), jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def ask(name: str, condition: Condition, step: jax.Array) -> Any:
+    """Whether a group is frozen at a step: a bool, or a scalar array of one."""
+    try:
+        answer = condition(step)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            message(
+                "a condition looks at the value of the step, which is traced",
+                at=name,
+                got=_tree.described(condition),
+                expected="a function step -> bool of arithmetic and comparisons",
+                fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
+            )
+        ) from error
+    refuse_no_bool(name, answer, _tree.described(condition))
+    return answer
+
+
+def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
+    """A ``TypeError`` for what is no bool, a ``ValueError`` for several."""
+    array: Any = value if _tree.is_array(value) else None
+    is_bool = isinstance(value, bool) or (array is not None and array.dtype == np.bool_)
+    if is_bool and np.shape(value) == ():
+        return
+    raise (ValueError if is_bool else TypeError)(
+        message(
+            f"{where}: no bool for a group",
+            at=name,
+            got=_tree.described(value),
+            expected=f"{also}True (frozen) or False, one for the whole group",
+            fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
+        )
+    )
+
+
+def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
+    if not _tree.is_int(value) or value < least:
+        error = ValueError if _tree.is_int(value) else TypeError
+        raise error(
+            message(
+                f"{function} counts updates",
+                at=name,
+                got=_tree.described(value),
+                expected=f"an int of at least {least}",
+                fix="give a number of updates, such as 100",
+            )
+        )
+    return min(int(value), np.iinfo(np.int32).max)  # where the step stays, too

@@ -1,0 +1,1 @@
+"""What is frozen, and what that saves."""

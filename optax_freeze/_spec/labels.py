@@ -1,0 +1,152 @@
+"""A word for each leaf: label functions for ``optax.multi_transform``, and learning rates to go with them.
+
+Optax calls a label function on the parameters and, in every ``update``, on the updates again. These go by paths, which
+holes and other dtypes leave as they are.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.resolve import Resolved, Spec
+from optax_freeze._spec.selector_algebra import as_selector, first_match
+from optax_freeze._spec.selectors import distinct
+from optax_freeze._spec.tree import PyTree, message
+
+
+def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
+    """A label function for ``optax.multi_transform`` (``optax.partition``).
+
+    Optax calls it on the updates again, in every ``update``: :func:`optax_freeze.freeze` resolves once and is the
+    better choice where there are no other labels.
+
+    Args:
+      frozen: the spec, in any form.
+
+    Returns:
+      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at each frozen leaf or hole
+      and ``"trainable"`` at any other: a leaf frozen in part trains.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"encoder": np.float32(1), "head": np.float32(1)}
+      >>> fz.labels("encoder")(params)
+      {'encoder': 'frozen', 'head': 'trainable'}
+      >>> transforms = {"trainable": optax.adam(1e-3), "frozen": optax.set_to_zero()}
+      >>> tx = optax.multi_transform(transforms, fz.labels("encoder"))
+      >>> state = tx.init(params)
+    """
+
+    def label_fn(params: PyTree) -> PyTree:
+        return Resolved.of(frozen, params, tied="ignore")[0].labels()
+
+    return label_fn
+
+
+def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None = None) -> Callable[[PyTree], PyTree]:
+    """A label function for ``optax.multi_transform`` with labels of your own.
+
+    Args:
+      labels: a mapping from patterns or selectors to labels; the first that matches a leaf counts.
+      default: the label of a leaf that no pattern matches; None is an error for such a leaf.
+
+    Returns:
+      A function of ``params`` that returns a tree of the same structure with a label at each leaf or hole. It raises
+      ``ValueError`` if a pattern matches nothing, earlier ones match all its leaves, or a leaf has no label.
+
+    Raises:
+      TypeError: if ``labels`` is no mapping, a key is neither a pattern nor a selector, or a label is None or a
+        container.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"embed": 0.0, "encoder": {"kernel": 0.0, "bias": 0.0}}
+      >>> label_fn = fz.labels_by_path({"**/bias": "no decay", "encoder": "decay"}, default="slow")
+      >>> label_fn(params)
+      {'embed': 'slow', 'encoder': {'bias': 'no decay', 'kernel': 'decay'}}
+      >>> transforms = {"no decay": optax.adam(1e-3), "decay": optax.adamw(1e-3), "slow": optax.adam(1e-4)}
+      >>> state = optax.multi_transform(transforms, label_fn).init(params)
+    """
+    if not isinstance(labels, Mapping):
+        raise TypeError(
+            message(
+                "fz.labels_by_path takes a mapping",
+                at="its first argument",
+                got=_tree.described(labels),
+                expected="{pattern or selector: label}",
+                fix='for "trainable" and "frozen" alone, use fz.labels(frozen)',
+            )
+        )
+    selectors = [as_selector(key, "fz.labels_by_path") for key in labels]
+    words = list(labels.values())
+    for word in words if default is None else [*words, default]:
+        if not jax.tree_util.all_leaves([word]):
+            raise TypeError(
+                message(
+                    "fz.labels_by_path: no label",
+                    at="its first argument" if word in words else "default",
+                    got=_tree.described(word),
+                    expected="a string, or another value that is no container",
+                    fix="give a key of the transformations of optax.multi_transform",
+                )
+            )
+
+    def label_fn(params: PyTree) -> PyTree:
+        leaves = _tree.leaves(params)
+        first = first_match(selectors, leaves) if leaves else []
+        found = [default if n is None else words[n] for n in first]
+        if None in found:
+            raise ValueError(
+                message(
+                    "a leaf has no label",
+                    at=leaves[found.index(None)].path,
+                    got=f"none of the patterns {list(labels)}",
+                    expected="a label for each leaf",
+                    fix="give a default: fz.labels_by_path({...}, default=label)",
+                )
+            )
+        return jax.tree.unflatten(_tree.flatten(params)[1], found)
+
+    return label_fn
+
+
+def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[Any, Any]:
+    """Learning rates that fall from the output end to the input end (discriminative fine-tuning of ULMFiT).
+
+    Args:
+      patterns: patterns or selectors, from the output end to the input end.
+      base: the learning rate of the first, or a schedule of it.
+      factor: what each next one is multiplied by; ULMFiT takes 1 / 2.6.
+
+    Returns:
+      ``{pattern: learning rate}``: ``base * factor**i`` for pattern ``i``, or schedules of that if ``base`` is one.
+
+    Raises:
+      TypeError, ValueError: if ``patterns`` is no list of patterns, one is named twice, or ``factor`` is not positive.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> rates = fz.layerwise_decay(["head", "encoder/layer_1", "encoder/layer_0"], base=1e-2, factor=0.5)
+      >>> rates
+      {'head': 0.01, 'encoder/layer_1': 0.005, 'encoder/layer_0': 0.0025}
+      >>> labels = fz.labels_by_path({pattern: pattern for pattern in rates})
+      >>> tx = optax.multi_transform({pattern: optax.adam(rate) for pattern, rate in rates.items()}, labels)
+    """
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, np.floating)) or not factor > 0:
+        raise (ValueError if isinstance(factor, (int, float, np.floating)) else TypeError)(
+            message(
+                "fz.layerwise_decay multiplies learning rates",
+                at="factor",
+                got=_tree.described(factor),
+                expected="a positive number, less than 1 for slower input layers",
+                fix="1 / 2.6 divides by 2.6",
+            )
+        )
+
+    def scaled(by: float) -> Any:
+        return (lambda count: base(count) * by) if callable(base) else base * by
+
+    return {pattern: scaled(factor**i) for i, pattern in enumerate(distinct("fz.layerwise_decay", patterns))}

@@ -1,0 +1,261 @@
+"""The parameters in two parts: what trains and the rest.
+
+The same idea as ``equinox.partition`` and ``equinox.combine``, with ``optax.MaskedNode()`` instead of ``None`` in the
+place of a leaf that is in the other part: Optax's transformations, accumulation, finite checks and line searches
+already skip it, and ``None`` keeps its own meaning.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.element_index import Answer, Dense, RowIndex
+from optax_freeze._spec.resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, warn_of_extent
+from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest, message
+
+Tree = TypeVar("Tree")
+
+
+def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[PyTree, PyTree]:
+    """Splits the parameters into what trains and the rest.
+
+    Args:
+      params: any pytree of arrays.
+      frozen: what is frozen, in any form.
+      tied: ``"error"`` refuses one array object that stands at two paths of which only one is frozen; ``"ignore"``
+        lets it pass. Tracers are never checked.
+
+    Returns:
+      ``(trainable, rest)``, both of the structure of ``params``, with a hole (``optax.MaskedNode()``) in the place of
+      each leaf that is in the other part. Whatever is no floating-point or complex array is in ``rest``.
+
+    Raises:
+      ValueError: if the spec does not fit, or leaves are tied as above.
+      TypeError: if ``params`` holds Optax transformations (that is ``optax.partition``).
+
+    Warns:
+      FreezeWarning: if patterns, a selector or a function freeze nothing or everything.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.ones(2), "head": jax.numpy.zeros(2)}
+      >>> trainable, rest = fz.partition(params, "encoder")
+      >>> trainable
+      {'encoder': MaskedNode(), 'head': Array([0., 0.], dtype=float32)}
+      >>> rest
+      {'encoder': Array([1., 1.], dtype=float32), 'head': MaskedNode()}
+      >>> state = optax.adam(1e-3).init(trainable)
+    """
+    if isinstance(params, Mapping) and any(isinstance(tx, optax.GradientTransformation) for tx in params.values()):
+        raise TypeError(
+            message(
+                "fz.partition splits parameters",
+                at="its first argument",
+                got="a dict of Optax transformations",
+                expected="a tree of parameters, as in equinox.partition",
+                fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
+            )
+        )
+    spec, masks = Resolved.of(frozen, params, tied=tied)
+    warn_of_extent(frozen, params, spec, stacklevel=2)
+    return split(params, spec, masks)
+
+
+def split(params: PyTree, spec: Resolved, masks: Masks) -> tuple[PyTree, PyTree]:
+    """:func:`partition` with a spec that is resolved already."""
+    values, treedef = spec.align(params, "params")
+    return tuple(jax.tree.unflatten(treedef, part(values, masks)) for part in (spec.take, spec.leave))
+
+
+def combine(trainable: PyTree, rest: PyTree) -> PyTree:
+    """Puts together again what :func:`partition` took apart.
+
+    Args:
+      trainable: the part that trains, with holes in the place of the rest.
+      rest: the rest, with holes in the place of what trains.
+
+    Returns:
+      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both stays a hole.
+
+    Raises:
+      ValueError: if the parts differ in structure, or both have a leaf at the same path.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
+      {'encoder': 2.0, 'head': 1.0}
+    """
+    return assemble(trainable, rest, lambda path, rest, part: rest.answer.put(rest.array, part, rest.mask))
+
+
+def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], Any]) -> PyTree:
+    """:func:`combine` with ``place(path, rest, part)`` for a leaf that is frozen in part."""
+    left, treedef = _tree.flatten(trainable)
+    right, other = _tree.flatten(rest)
+    if treedef != other:
+        _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two parts of one fz.partition")
+    whole = []
+    names = _tree.paths(rest) if any(isinstance(b, Rest) for b in right) else []
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        if isinstance(b, Rest) and not _tree.is_hole(a):
+            refuse_other_leaf(a, Leaf(names[i], tuple(b.array.shape)), b.answer, "trainable", whole=False)
+            whole.append(place(names[i], b, a))
+        elif _tree.is_hole(a) and not isinstance(b, Rest):
+            whole.append(b)
+        elif _tree.is_hole(b):
+            whole.append(a)
+        else:
+            raise ValueError(
+                message(
+                    "what trains of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
+                    at=_tree.paths(rest)[i],
+                    got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
+                    expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
+                    fix="pass the two parts of one fz.partition",
+                )
+            )
+    return jax.tree.unflatten(treedef, whole)
+
+
+def stop_gradient(params: Tree, frozen: Spec) -> Tree:
+    """Makes constants of the gradient out of what is frozen.
+
+    An optimizer still sees these leaves, with a gradient of zero, and decays them or moves them by momentum: train
+    with :func:`optax_freeze.freeze` or on the trainable part, and use this where only the gradient matters.
+
+    Args:
+      params: any pytree of arrays.
+      frozen: what is frozen, in any form.
+
+    Returns:
+      ``params`` with ``jax.lax.stop_gradient`` applied to each frozen array.
+
+    Raises:
+      ValueError: if the spec does not fit.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": 2.0, "head": 3.0}
+      >>> params = jax.tree.map(jax.numpy.asarray, params)
+      >>> grads = jax.grad(lambda p: (lambda q: q["encoder"] * q["head"])(fz.stop_gradient(p, "encoder")))(params)
+      >>> float(grads["encoder"]), float(grads["head"])
+      (0.0, 2.0)
+    """
+    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    values, treedef = _tree.flatten(params)
+    stopped = [_stop(*leaf) for leaf in zip(values, spec.leaves, spec.answers, masks, strict=True)]
+    return jax.tree.unflatten(treedef, stopped)
+
+
+def _stop(value: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
+    if answer is False or leaf.dtype is None or isinstance(value, Part):
+        return value
+    stopped = jax.lax.stop_gradient(value)
+    return stopped if answer is True else answer.choose(stopped, value, mask)
+
+
+def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> Tree:
+    """Adds updates to the parameters, as ``optax.apply_updates`` does, and keeps the bits of what is frozen.
+
+    Args:
+      params: the parameters, whole or the trainable part.
+      updates: a tree of the same structure; it may have holes.
+      frozen: what is frozen. Given, frozen leaves come back as they are whatever their updates, bit for bit, for every
+        bit pattern; without it, only leaves whose update is a hole do.
+
+    Returns:
+      The new parameters, of the structure, shapes and dtypes of ``params``. Leaves that are not arrays (Python bools,
+      strings, functions) are those of ``params``.
+
+    Raises:
+      ValueError: if the structures differ or the spec does not fit.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.float32(-0.0), "head": jax.numpy.float32(1)}
+      >>> fz.apply_updates(params, {"encoder": 5.0, "head": 0.5}, "encoder")
+      {'encoder': Array(-0., dtype=float32), 'head': Array(1.5, dtype=float32)}
+    """
+    values, treedef = _tree.flatten(params)
+    changes, other = _tree.flatten_beside(treedef, updates)
+    if treedef != other:
+        _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
+    if frozen is None:
+        answers, masks = [False] * len(values), [_tree.HOLE] * len(values)
+    else:
+        spec, masks = Resolved.of(frozen, params, tied="ignore")
+        answers = spec.answers
+    names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
+    for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
+        if answer is True or is_nothing(change) or _stays(value, change):
+            continue
+        if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
+            leaf = Leaf(names[i], tuple(value.shape))
+            refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
+        elif not _fits(value, change):
+            raise ValueError(
+                message(
+                    "updates: another leaf",
+                    at=_tree.paths(params)[i],
+                    got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
+                    expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
+                    fix="the parameters come first; pass the updates that belong to these parameters",
+                )
+            )
+    moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
+    return jax.tree.unflatten(treedef, moved)
+
+
+def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
+    if answer is True or _tree.is_hole(value) or is_nothing(change) or _stays(value, change):
+        return value
+    if isinstance(value, Part):
+        return jax.tree.map(optax.apply_updates, value, change)
+    if isinstance(change, Part):
+        if isinstance(change.index, RowIndex):
+            return change.index.add(value, change, mask)
+        if not isinstance(answer, Dense):
+            raise ValueError(
+                message(
+                    "a Part of single elements cannot be placed",
+                    at=f"a leaf of shape {value.shape}",
+                    got="a vector of elements, and no mask that says where they are",
+                    expected="`frozen` with the mask, as it is in the state",
+                    fix="fz.apply_updates(params, updates, fz.spec_of(state))",
+                )
+            )
+        return answer.add(value, change, mask)
+    moved = optax.apply_updates(value, change)
+    return moved if isinstance(answer, bool) else answer.choose(value, moved, mask)
+
+
+def _stays(value: Any, change: Any) -> bool:
+    """Whether an update leaves an object that is not an array as it is: a Python number may be added to."""
+    if isinstance(value, Part) or _tree.is_hole(value) or _tree.is_array(value):
+        return False
+    adds = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+    return not adds or (isinstance(change, (int, float, complex)) and change == 0)
+
+
+def _fits(value: Any, change: Any) -> bool:
+    """Whether an update can be added to a leaf, which keeps its shape, or to the same part of one."""
+    if isinstance(value, Part):
+        return isinstance(change, Part) and change.index == value.index and change.values.shape == value.values.shape
+    return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))
+
+
+def _shape(leaf: Any) -> str:
+    return f"part of shape {leaf.values.shape}" if isinstance(leaf, Part) else f"shape {jnp.shape(leaf)}"
+
+
+def is_nothing(change: Any) -> bool:
+    """Whether an update is none: a hole, None, or the float0 of an integer leaf."""
+    return change is None or _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
+
+
+def _kind(node: Any) -> str:
+    return "a hole" if _tree.is_hole(node) else "a Part" if isinstance(node, (Part, Rest)) else "a leaf"

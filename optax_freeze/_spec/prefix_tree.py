@@ -1,0 +1,155 @@
+"""A tree of bools and element masks, of the parameters' structure or a prefix of it, or a function that makes one.
+
+The shape of an Optax mask, with True for frozen. Optax takes a boolean array without axes for a bool, and so does this.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import Elements, Rows, elements
+from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
+from optax_freeze._spec.selectors import as_choice
+from optax_freeze._spec.tree import Leaf, PyTree, message
+
+
+def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
+    """One choice per leaf of ``params``, from a tree of its structure or a prefix of it."""
+    choices, treedef = _tree.flatten(prefix, _is_choice)
+    try:
+        subtrees = treedef.flatten_up_to(params)
+    except (ValueError, TypeError, KeyError) as error:
+        other = _in_mappings_of(params, prefix)
+        if _tree.flatten(other, _is_choice)[1] == treedef:
+            raise ValueError(_no_fit(prefix, params)) from error
+        return from_prefix(other, params)
+    answers: list[Choice] = []
+    for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
+        if _tree.is_hole(choice) and _tree.is_hole(subtree):
+            answers.append(True)
+        elif _tree.is_array(subtree) and subtree.shape == () and _tree.is_concrete(choice) and _tree.is_bool(choice):
+            answers.append(elements(choice))  # the mask of a scalar, which may be replaced like any other
+        else:
+            answers += [as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
+    return answers
+
+
+def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
+    """What a function of the tree of shapes returns: a spec, and not one bool for the whole tree.
+
+    Raises:
+      TypeError: if it is a function of paths or leaves, which belongs into ``fz.where``, or looks at values.
+    """
+    values, treedef = _tree.flatten(params)
+    structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
+    shapes = jax.tree.unflatten(treedef, structs)
+    name = _tree.described(function)
+    if not _takes_one(function):
+        raise TypeError(_of_each_leaf(name, "a function of other arguments"))
+    try:
+        answer = ask_without_values(lambda: function(shapes), name, "frozen")
+    except TypeError as error:
+        if _took_it_for_a_leaf(error.__cause__, shapes):
+            raise TypeError(
+                _of_each_leaf(name, f"a function of a path or a leaf: {error.__cause__}")
+            ) from error.__cause__
+        raise
+    if _tree.is_bool(answer) and not jax.tree_util.treedef_is_leaf(treedef):
+        raise TypeError(_of_each_leaf(name, f"{bool(answer)}, one bool for the whole tree"))
+    return answer
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument; True where Python does not know its signature."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # no signature: a class of C, such as bool
+        pass
+    return True
+
+
+def _took_it_for_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
+    """Whether a function failed since it was given a tree, and wanted a path or a ``jax.ShapeDtypeStruct``."""
+    if isinstance(error, AttributeError):
+        return error.obj is tree and error.name in {*dir(str), *dir(jax.ShapeDtypeStruct)}
+    return "expected str" in str(error)  # `re.match` and `fnmatch` on a dict
+
+
+def _of_each_leaf(name: str, got: str) -> str:
+    return message(
+        f"{name} is not a function of the tree of parameters",
+        at="frozen",
+        got=got,
+        expected="a function of the whole tree of shapes that returns a tree of bools, True for frozen",
+        fix="decide leaf by leaf: fz.where(lambda path, leaf: ...)",
+    )
+
+
+def _in_mappings_of(params: PyTree, prefix: PyTree) -> PyTree:
+    """A prefix with the mappings of ``params`` in the place of others with the same keys: a FrozenDict, a dict."""
+    if any(_is_choice(node) or jax.tree_util.all_leaves([node], _tree.is_leaf) for node in (params, prefix)):
+        return prefix
+    pairs, treedef = _children(params)
+    names = [_tree.name_of(*key) for key, _ in pairs]
+    others, other = _children(prefix)
+    if isinstance(params, Mapping) and isinstance(prefix, Mapping) and set(names) == set(prefix):
+        own = [prefix[name] for name in names]
+    elif treedef == other:
+        own = [child for _, child in others]
+    else:
+        return prefix
+    return jax.tree.unflatten(treedef, [_in_mappings_of(child, o) for (_, child), o in zip(pairs, own, strict=True)])
+
+
+def _children(node: PyTree) -> tuple[list[tuple[Any, PyTree]], Any]:
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+
+
+def _is_choice(node: Any) -> bool:
+    return isinstance(node, (Rows, Elements, Selector)) or _tree.is_hole(node)
+
+
+def _prefix_paths(prefix: PyTree) -> list[str]:
+    marked = jax.tree.map(lambda choice: True, prefix, is_leaf=_is_choice)
+    return _tree.paths(marked)
+
+
+def _no_fit(prefix: PyTree, params: PyTree) -> str:
+    covers, covered = _prefix_paths(prefix), _tree.paths(params)
+    bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
+    loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
+    if bare or loose:
+        at = (bare + loose)[0]
+        missing = [f"no entry for {bare[:3]}"] if bare else []
+        got = "; ".join(missing + ([f"an entry for {loose[:3]}, where the parameters have nothing"] if loose else []))
+    else:
+        at, got = "", f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
+    fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
+    if isinstance(params, (str, Selector)):
+        got = f"{params!r}, and no tree of parameters"
+        fix = f"swap the arguments: {params!r} is what is frozen, and came where the parameters belong"
+    elif isinstance(prefix, optax.GradientTransformation):
+        fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
+    elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
+        fix = "combine patterns and selectors by |: fz.path('a') | fz.where(fn)"
+    elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
+        fix = "to name some paths alone, with patterns too: fz.rules({'encoder/**': True}), or just 'encoder/**'"
+    elif not covers:
+        fix = "nothing is named: for nothing frozen give False"
+    return message(
+        "`frozen` does not fit the parameters",
+        at=at,
+        got=got,
+        expected=f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})",
+        fix=fix,
+    )
+
+
+def _is_above(prefix: str, path: str) -> bool:
+    return not prefix or path == prefix or path.startswith(prefix + "/")

@@ -1,0 +1,368 @@
+"""Selectors: values that say of each leaf whether it is frozen, and that combine by ``|``, ``&`` and ``~``.
+
+Like the filters of ``flax.nnx`` they are small frozen values with a repr, equality and a hash; unlike them they are
+strict: a pattern that matches no leaf is an error. They are pytrees, whose leaves are the arrays of dense masks, so
+that a spec can be an argument of a compiled function.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import numpy as np
+
+from optax_freeze._spec import patterns as _glob
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import ElementMask, Elements
+from optax_freeze._spec.tree import Leaf, VariableLeaf, message
+
+Choice: TypeAlias = bool | ElementMask
+"""What a spec says of one leaf: True is frozen, False trains, an element mask freezes a part."""
+
+
+class Selector:
+    """Chooses leaves by path, shape and dtype. Combine selectors with ``|``, ``&`` and ``~``."""
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        """For each leaf whether it is selected; rules may select a part of one."""
+        raise NotImplementedError
+
+    def __or__(self, other: "Selector | str") -> "Selector":
+        return Or(self, as_selector(other, "|"))
+
+    def __ror__(self, other: str) -> "Selector":
+        return Or(as_selector(other, "|"), self)
+
+    def __and__(self, other: "Selector | str") -> "Selector":
+        return And(self, as_selector(other, "&"))
+
+    def __rand__(self, other: str) -> "Selector":
+        return And(as_selector(other, "&"), self)
+
+    def __invert__(self) -> "Selector":
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            message(
+                "a selector is neither true nor false",
+                at=repr(self),
+                got="`not`, `and`, `or` or `if` on a selector",
+                expected="~a, a & b, a | b",
+                fix="use ~, & and |",
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Patterns(Selector):
+    patterns: tuple[str, ...]
+    _is_regex: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for pattern in self.patterns:
+            self._compile(pattern)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        hits: list[Choice] = [False] * len(leaves)
+        for pattern in self.patterns:
+            matches = self._compile(pattern).fullmatch
+            found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
+            if not found:
+                paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
+                raise ValueError(_glob.no_match(pattern, paths, is_regex=self._is_regex))
+            for i in found:
+                hits[i] = True
+        return hits
+
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        raise NotImplementedError
+
+
+@jax.tree_util.register_static
+class Path(Patterns):
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        return _glob.glob(pattern)
+
+    def __repr__(self) -> str:
+        return f"fz.path({', '.join(map(repr, self.patterns))})"
+
+
+@jax.tree_util.register_static
+class Regex(Patterns):
+    _is_regex = True
+
+    def _compile(self, pattern: str) -> re.Pattern[str]:
+        return _glob.regex(pattern)
+
+    def __repr__(self) -> str:
+        return f"fz.regex({', '.join(map(repr, self.patterns))})"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class Where(Selector):
+    fn: Callable[[str, jax.ShapeDtypeStruct], bool]
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return [
+            leaf.dtype is not None and any(self._ask(leaf, path) for path in (leaf.path, *leaf.aliases))
+            for leaf in leaves
+        ]
+
+    def _ask(self, leaf: Leaf, path: str) -> bool:
+        answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
+        if not isinstance(answer, (bool, np.bool_)):
+            raise TypeError(
+                message(
+                    f"{self!r} returned no bool",
+                    at=path,
+                    got=_tree.described(answer),
+                    expected="True (frozen) or False",
+                    fix="compare the path, the shape or the dtype",
+                )
+            )
+        return bool(answer)
+
+    def __repr__(self) -> str:
+        return f"fz.where({getattr(self.fn, '__qualname__', repr(self.fn))})"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class NnxFilter(Selector):
+    """A filter of ``flax.nnx`` for the variables that are selected; it sees shapes in the place of their values."""
+
+    filter: Callable[[tuple[Any, ...], Any], bool]
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        if leaves and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
+            raise ValueError(
+                message(
+                    "an NNX filter goes by NNX variables",
+                    at=leaves[0].path,
+                    got=f"{self!r} for {_tree.counted(len(leaves), 'leaf', 'leaves')} without a variable",
+                    expected="an NNX module, or an nnx.State of one",
+                    fix="for other trees fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
+                )
+            )
+        return [isinstance(leaf, VariableLeaf) and self._ask(leaf) for leaf in leaves]
+
+    def _ask(self, leaf: VariableLeaf) -> bool:
+        shapes = jax.tree.map(_tree.struct_of, leaf.variable, is_leaf=_tree.is_leaf)
+        ask = lambda: any(self.filter(names, shapes) for names in leaf.names)  # noqa: E731
+        return ask_without_values(ask, repr(self), leaf.path)
+
+    def __repr__(self) -> str:
+        return repr(self.filter)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, repr=False)
+class Or(Selector):
+    left: Selector
+    right: Selector
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return _combine(self, leaves, winner=True)
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, Or)} | {_operand(self.right)}"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, repr=False)
+class And(Selector):
+    left: Selector
+    right: Selector
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return _combine(self, leaves, winner=False)
+
+    def __repr__(self) -> str:
+        return f"{_operand(self.left, And)} & {_operand(self.right)}"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["spelled_only"])
+@dataclasses.dataclass(frozen=True, repr=False)
+class Not(Selector):
+    operand: Selector
+    spelled_only: bool = dataclasses.field(default=False, compare=False)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
+
+    def __invert__(self) -> Selector:
+        return self.operand
+
+    def __repr__(self) -> str:
+        if self.spelled_only:
+            return repr(self.operand).replace("fz.path", "fz.only", 1)
+        return f"~{_operand(self.operand)}"
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rules(Selector):
+    pairs: tuple[tuple[Selector, Choice], ...]
+    default: Choice
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        values, static = _dense_apart([*(value for _, value in self.pairs), self.default])
+        return (tuple(selector for selector, _ in self.pairs), values), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "Rules":
+        selectors, values = children
+        *choices, default = _dense_back(values, static)
+        return cls(tuple(zip(selectors, choices, strict=True)), default)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        first = first_match([selector for selector, _ in self.pairs], leaves)
+        return [self.default if n is None else self.pairs[n][1] for n in first]
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"{_key(selector)}: {value!r}" for selector, value in self.pairs)
+        return f"fz.rules({{{pairs}}}{'' if self.default is False else f', default={self.default!r}'})"
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Known(Selector):
+    """The choices of a spec that is resolved already, by path."""
+
+    paths: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        fix = "use the spec of the state that belongs to these parameters"
+        _tree.refuse_other_paths([leaf.path for leaf in leaves], self.paths, repr(self), fix)
+        return list(self.choices)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        values, static = _dense_apart(self.choices)
+        return values, (self.paths, static)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "Known":
+        return cls(static[0], tuple(_dense_back(children, static[1])))
+
+    def __repr__(self) -> str:
+        return f"fz.spec_of(<state of {len(self.paths)} leaves>)"
+
+
+def _dense_apart(choices: Sequence[Choice]) -> tuple[tuple[Elements, ...], tuple[Any, ...]]:
+    """Dense masks, whose arrays are leaves of a pytree, and everything else, which is static."""
+    values = tuple(choice for choice in choices if isinstance(choice, Elements))
+    return values, tuple(None if isinstance(choice, Elements) else choice for choice in choices)
+
+
+def _dense_back(values: Sequence[Elements], static: Sequence[Any]) -> list[Choice]:
+    remaining = iter(values)
+    return [next(remaining) if choice is None else choice for choice in static]
+
+
+def _operand(selector: Selector, same: type | None = None) -> str:
+    binary = isinstance(selector, (Or, And)) and type(selector) is not same
+    return f"({selector!r})" if binary else repr(selector)
+
+
+def _key(selector: Selector) -> str:
+    if isinstance(selector, Path) and len(selector.patterns) == 1:
+        return repr(selector.patterns[0])
+    return repr(selector)
+
+
+def as_selector(value: Any, name: str) -> Selector:
+    """A selector as it is; a pattern, or a list of them, as ``fz.path``; a filter of NNX."""
+    if isinstance(value, Selector):
+        return value
+    if (nnx_filter := _tree.nnx_filter(value)) is not None:
+        return NnxFilter(nnx_filter)
+    if isinstance(value, str):
+        return Path((value,))
+    if is_patterns(value):
+        return Path(tuple(value))
+    raise TypeError(
+        message(
+            f"{name}: neither a pattern nor a selector",
+            at=_tree.described(value),
+            got=type(value).__name__,
+            expected="a glob pattern or fz.path / only / regex / where",
+            fix="wrap a function in fz.where(...)",
+        )
+    )
+
+
+def is_selector(value: Any) -> bool:
+    """Whether :func:`as_selector` takes a value."""
+    return isinstance(value, (str, Selector)) or is_patterns(value) or _tree.nnx_filter(value) is not None
+
+
+def is_patterns(value: Any) -> bool:
+    """Whether ``value`` is a list of strings."""
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[int | None]:
+    """For each leaf the number of the first selector that selects it; one that is never the first is an error."""
+    first: list[int | None] = [None] * len(leaves)
+    for n, selector in enumerate(selectors):
+        selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
+        free = [i for i in selected if first[i] is None]
+        if selected and not free:
+            raise ValueError(
+                message(
+                    f"rule {selector!r} never applies: earlier rules match all its leaves",
+                    at=leaves[selected[0]].path,
+                    got=f"{len(selected)} leaves, each matched before",
+                    expected="at least one leaf that no earlier rule matches",
+                    fix="put the narrower rule first, or delete this one",
+                )
+            )
+        for i in free:
+            first[i] = n
+    return first
+
+
+def _combine(selector: "Or | And", leaves: Sequence[Leaf], *, winner: bool) -> list[Choice]:
+    """Or (True wins) and and (False wins) of two selectors; one of two element masks at a leaf cannot win."""
+    choices: list[Choice] = []
+    for a, b, leaf in zip(selector.left.select(leaves), selector.right.select(leaves), leaves, strict=True):
+        if a is winner or b is (not winner):
+            choices.append(a)
+        elif b is winner or a is (not winner):
+            choices.append(b)
+        else:
+            raise ValueError(
+                message(
+                    f"{selector!r}: two element masks at one leaf",
+                    at=leaf.path,
+                    got=f"{a!r} and {b!r}",
+                    expected="at most one element mask for a leaf",
+                    fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
+                )
+            )
+    return choices
+
+
+def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
+    """What a user's function says of shapes; a ``TypeError`` that explains it if the function looks at values."""
+    try:
+        return ask()
+    except (TypeError, AttributeError) as error:
+        misfit = "positional argument" in str(error)
+        raise TypeError(
+            message(
+                f"{name} failed on shapes: {_tree.in_one_line(error)}",
+                at=at,
+                got="a function of other arguments" if misfit else "a function that looks at values",
+                expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
+                fix="fz.where(lambda path, leaf: ...) for each leaf, or a function of the whole tree by itself"
+                if misfit
+                else "decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
+            )
+        ) from error

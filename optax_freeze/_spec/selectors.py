@@ -1,0 +1,245 @@
+"""What is frozen, as a user writes it: ``path``, ``only``, ``regex``, ``where`` and ``rules``.
+
+A selector sees the path, shape and dtype of each leaf and says which are frozen. ``True`` means frozen, everywhere: the
+opposite of ``optax.masked`` (True is transformed there) and of ``equinox.partition`` (True is kept).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import Elements, Rows, elements
+from optax_freeze._spec.selector_algebra import (
+    Choice,
+    Not,
+    Path,
+    Regex,
+    Rules,
+    Selector,
+    Where,
+    as_selector,
+    is_patterns,
+)
+from optax_freeze._spec.tree import message
+
+
+def path(*patterns: str) -> Selector:
+    """Selects leaves by glob patterns on their paths.
+
+    Paths read ``encoder/layer_0/kernel``. Within a segment ``*`` stands for any characters, ``?`` for one and ``[a-c]``
+    for one of these (``[[]`` for a bracket); the segment ``**`` stands for any number of segments. A pattern selects a
+    leaf when it matches the whole path or any part of it that ends before a ``/``: ``"encoder"`` is ``"encoder/**"``.
+
+    Args:
+      *patterns: one or more patterns; a leaf is selected if any of them matches.
+
+    Returns:
+      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError`` that names the nearest paths.
+
+    Raises:
+      TypeError: if a pattern is not a string.
+      ValueError: if there is no pattern, ``**`` shares its segment with something else, or brackets hold numbers of
+        several digits (``layer_[0-11]``), which they cannot match.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": {"kernel": 0.0, "bias": 0.0}, "head": {"kernel": 0.0}}
+      >>> params = jax.tree.map(np.float32, params)
+      >>> fz.resolve(fz.path("encoder"), params)
+      {'encoder': {'bias': True, 'kernel': True}, 'head': {'kernel': False}}
+      >>> fz.resolve(fz.path("**/kernel"), params)
+      {'encoder': {'bias': False, 'kernel': True}, 'head': {'kernel': True}}
+    """
+    return Path(_checked("path", patterns))
+
+
+def only(*patterns: str) -> Selector:
+    """Everything is frozen but the leaves that these glob patterns match: ``~fz.path(*patterns)``.
+
+    Args:
+      *patterns: one or more patterns, as in :func:`path`.
+
+    Returns:
+      A selector, equal to ``~fz.path(*patterns)``.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> fz.resolve(fz.only("head"), {"encoder": np.float32(0), "head": np.float32(0)})
+      {'encoder': True, 'head': False}
+    """
+    return Not(Path(_checked("only", patterns)), spelled_only=True)
+
+
+def regex(*patterns: str) -> Selector:
+    """Selects leaves whose whole path matches a regular expression (``re.fullmatch``).
+
+    Args:
+      *patterns: one or more regular expressions; a leaf is selected if any of them matches.
+
+    Returns:
+      A selector. Used on a tree, an expression that matches no leaf is a ``ValueError``.
+
+    Raises:
+      TypeError: if a pattern is not a string.
+      ValueError: if there is no pattern, or one is no regular expression.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> fz.resolve(fz.regex(r"layer_[0-9]+"), {"layer_10": np.float32(0), "head": np.float32(0)})
+      {'head': False, 'layer_10': True}
+    """
+    return Regex(_checked("regex", patterns))
+
+
+def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
+    """Selects leaves by a function of their path, shape and dtype.
+
+    Args:
+      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``, never with values; returns a bool. It is not
+        asked about leaves that are no arrays: they are frozen anyway.
+
+    Returns:
+      A selector; it may select nothing.
+
+    Raises:
+      TypeError: if ``fn`` is not callable; when used, if ``fn`` looks at values or returns no bool.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
+      >>> fz.resolve(fz.where(lambda path, leaf: leaf.ndim == 1), params)
+      {'bias': True, 'kernel': False}
+    """
+    if not callable(fn):
+        raise TypeError(
+            message(
+                "fz.where takes a function",
+                at="its first argument",
+                got=_tree.described(fn),
+                expected="fn(path, leaf) -> bool",
+                fix="for patterns, use fz.path(...) or fz.regex(...)",
+            )
+        )
+    return Where(fn)
+
+
+def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
+    """Ordered rules: the first that matches a leaf says whether it is frozen.
+
+    Args:
+      rules: a mapping from glob patterns or selectors to True (frozen), False or an element mask
+        (:func:`optax_freeze.rows`, :func:`optax_freeze.elements` or a boolean array).
+      default: what holds for a leaf that no rule matches.
+
+    Returns:
+      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError``, and so is a rule that earlier ones
+      shadow wholly.
+
+    Raises:
+      TypeError: if ``rules`` is no mapping, or a key is neither a pattern nor a selector.
+      ValueError: if a value is neither a bool nor an element mask.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": {"kernel": np.float32(0), "norm": np.float32(0)}, "head": np.float32(0)}
+      >>> fz.resolve(fz.rules({"**/norm": False, "encoder": True}), params)
+      {'encoder': {'kernel': True, 'norm': False}, 'head': False}
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            message(
+                "fz.rules takes a mapping",
+                at="its first argument",
+                got=_tree.described(rules),
+                expected="{pattern or selector: True, False or an element mask}",
+                fix="for a list of patterns, use fz.path(*patterns)",
+            )
+        )
+    pairs = tuple((as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items())
+    return Rules(pairs, as_choice(default, "default"))
+
+
+def distinct(name: str, patterns: Any) -> list[Any]:
+    """A list of patterns and selectors, each of which stands there once."""
+    if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
+        raise TypeError(
+            message(
+                f"{name} takes a list of patterns",
+                at=name,
+                got=_tree.described(patterns),
+                expected="patterns or selectors, from the output end to the input end",
+                fix="[pattern, ...]",
+            )
+        )
+    for i, pattern in enumerate(patterns):
+        as_selector(pattern, name)
+        if pattern in patterns[:i]:
+            raise ValueError(
+                message(
+                    "a pattern is named twice",
+                    at=name,
+                    got=_tree.described(pattern),
+                    expected="each pattern once",
+                    fix="delete one of them",
+                )
+            )
+    return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
+
+
+def as_choice(value: Any, at: str) -> Choice:
+    """A bool or an element mask as it is, a boolean array as one; a ``ValueError`` for anything else."""
+    if _tree.is_bool(value):
+        return bool(value)
+    if isinstance(value, (Rows, Elements)):
+        return value
+    kind = f"an array of {value.dtype}" if _tree.is_array(value) else _tree.a(type(value).__name__)
+    if _tree.is_array(value) and value.dtype == np.bool_:
+        return elements(value)
+    fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
+    if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
+        kind = "a selector" if isinstance(value, Selector) else kind
+        fix = "a tree holds neither labels nor patterns: fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
+    elif isinstance(value, (set, frozenset)):
+        fix = "unpack it: fz.path(*patterns)"
+    elif callable(value):
+        fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
+    raise ValueError(
+        message(
+            f"{kind} where a bool belongs",
+            at=at,
+            got=_tree.described(value),
+            expected="True (frozen), False, an element mask or a boolean array",
+            fix=fix,
+        )
+    )
+
+
+def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
+    if not patterns:
+        raise ValueError(
+            message(
+                f"fz.{name} was given no pattern",
+                at=f"fz.{name}()",
+                got="nothing",
+                expected="at least one pattern",
+                fix="for everything use True, for nothing False",
+            )
+        )
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"
+            if isinstance(pattern, Selector):
+                fix = f"a selector stands by itself: {~pattern if name == 'only' else pattern!r}"
+            raise TypeError(
+                message(
+                    f"fz.{name} takes strings",
+                    at=f"fz.{name}",
+                    got=_tree.described(pattern),
+                    expected="a pattern such as 'encoder/**'",
+                    fix=fix,
+                )
+            )
+    return tuple(patterns)

@@ -1,0 +1,340 @@
+"""An optimizer state from one spec to another, in mid-training.
+
+A new spec is another state: made anew, it has no moments and counts from 0. Here every array of the new state is looked
+up in the old one by its *place*, its path without what freezing put around it, so that plain optimizers,
+:func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and ``optax.multi_transform`` can follow one another.
+Parts of leaves give what they have, element by element.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.element_index import Dense, RowIndex
+from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
+from optax_freeze._spec.tree import Part, PyTree, message
+from optax_freeze._state.entries import Entry, Owner, entries_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """What became of a state: the places of its arrays; one that survives in part stands in two lists.
+
+    Attributes:
+      carried: arrays of the new state that come from the old one.
+      created: arrays of the new state that are new.
+      dropped: arrays of the old state that are in the new one no more.
+    """
+
+    carried: tuple[str, ...]
+    created: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lists = dataclasses.asdict(self).items()
+        return "\n".join(f"{name}: {', '.join(map(_tree.printable, places)) or 'nothing'}" for name, places in lists)
+
+
+@overload
+def migrate(
+    state: optax.OptState, tx: optax.GradientTransformation, params: PyTree, report: Literal[False] = False
+) -> optax.OptState: ...
+@overload
+def migrate(
+    state: optax.OptState, tx: optax.GradientTransformation, params: PyTree, report: Literal[True]
+) -> tuple[optax.OptState, Migration]: ...
+def migrate(
+    state: optax.OptState, tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree, report: bool = False
+) -> Any:
+    """Makes the state for an optimizer with another spec, in mid-training: what survives is kept.
+
+    Moments of what goes on training, counts and steps of schedules are carried over, rows of a leaf by their numbers;
+    what thaws gets the state of a new optimizer, and what freezes loses its own. The optimizer itself must be the
+    same: one with other transformations is an error. Groups (of :func:`optax_freeze.freeze_when`, labels of
+    ``optax.multi_transform``) take the counts of the groups that their leaves come from, and a group of leaves that all
+    thaw now counts from 0. Under one count for all, a leaf with fresh moments starts with Adam's correction of its bias
+    long gone: its first step is up to 3.2 times the usual one.
+
+    Args:
+      state: the old state, outside of jit.
+      tx: the new optimizer.
+      params: the parameters, as for ``tx.init``: whole, or the trainable part of the new spec.
+      report: whether to return what was carried, created and dropped, too.
+
+    Returns:
+      The state for ``tx``; with ``report``, a pair of it and a :class:`Migration` of three tuples of places.
+
+    Raises:
+      ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.
+      TypeError: if ``tx`` is no optimizer, or the state and the parameters are swapped.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+      >>> tx = fz.freeze(optax.adam(0.1), "encoder")
+      >>> _, state = tx.update(params, tx.init(params), params)
+      >>> tx = fz.freeze(optax.adam(0.1), False)
+      >>> state, report = fz.migrate(state, tx, params, report=True)
+      >>> print(report)
+      carried: 0/count, 0/mu/head, 0/nu/head
+      created: 0/mu/encoder, 0/nu/encoder
+      dropped: nothing
+    """
+    if not hasattr(tx, "init"):
+        raise TypeError(
+            message(
+                "fz.migrate takes the new optimizer second",
+                at="its second argument",
+                got=_tree.described(tx),
+                expected="fz.migrate(state, tx, params)",
+                fix="swap the first two arguments" if hasattr(state, "init") else "pass an Optax optimizer",
+            )
+        )
+    try:
+        fresh = tx.init(params)
+        shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
+        old, new = entries_of(state, shapes), entries_of(fresh, shapes)
+        _refuse_other_state(old, new, by_type=_tree.has_variables(params))
+    except (ValueError, TypeError) as error:
+        _refuse_swapped(state, tx, params, error)
+        raise
+    sources: dict[str, list[Entry]] = {}
+    for entry in old:
+        if entry.holds and entry.place is not None:
+            sources.setdefault(entry.place, []).append(entry)
+    owners, carry = _Owners(old, new), _Carry()
+    values = []
+    for entry in new:
+        found = sources.get(entry.place, []) if entry.holds and entry.place is not None else []
+        if entry.leaf is None and not entry.optional:
+            found = owners.sources(entry, found)
+        values.append(carry(entry, found))
+    migrated = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(values))
+    if not report:
+        return migrated
+    dropped = tuple(entry.name for entry in old if entry.holds and carry.is_left_of(entry))
+    return migrated, Migration(tuple(carry.carried), tuple(carry.created), dropped)
+
+
+def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) -> None:
+    """A ``TypeError`` if the parameters were given for the state, and a state of ``tx`` for the parameters."""
+    try:
+        swapped = jax.tree.structure(jax.eval_shape(tx.init, state)) == jax.tree.structure(params)
+    except Exception:  # any optimizer may raise anything on a tree that is not parameters
+        return
+    if swapped and jax.tree.leaves(params):
+        raise TypeError(
+            message(
+                "fz.migrate takes the state first and the parameters last",
+                at="its first argument",
+                got=f"the parameters ({_tree.described(state)}), and a state of `tx` as the third argument",
+                expected="fz.migrate(state, tx, params)",
+                fix="swap the first and the last argument",
+            )
+        ) from error
+
+
+class _Owners:
+    """Which group gives its counts, and whatever else belongs to no parameter, to which."""
+
+    def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
+        self.old, self.new = _trained(old), _trained(new)
+        self.updates: dict[Owner, int] = {}
+        for entry in old:
+            dtype = getattr(entry.value, "dtype", np.dtype(object))
+            if (
+                entry.leaf is None
+                and not entry.optional
+                and _shape(entry.value) == ()
+                and jnp.issubdtype(dtype, jnp.integer)
+            ):
+                self.updates[entry.owner] = max(self.updates.get(entry.owner, 0), int(entry.value))
+        at = {(entry.place, entry.owner) for entry in new if entry.leaf is None and entry.holds}
+        self.owners_at = collections.Counter(place for place, _ in at)
+
+    def sources(self, entry: Entry, found: list[Entry]) -> list[Entry]:
+        """Of the entries at a place the one that has trained most of those with leaves in common."""
+        mine = self.new[entry.owner]
+        common = [
+            other for other in found if mine is None or (theirs := self.old.get(other.owner)) is None or mine & theirs
+        ]
+        if not common and self.owners_at[entry.place] == 1:
+            common = found
+        return sorted(common, key=lambda e: (e.owner.names == entry.owner.names, self.updates.get(e.owner, 0)))[-1:]
+
+
+def _trained(entries: Sequence[Entry]) -> dict[Owner, frozenset[str] | None]:
+    """The parameters of each owner, as far as a spec around it or its state says."""
+    known: dict[Owner, set[str]] = {}
+    for entry in entries:
+        if entry.leaf is not None or not entry.holds:
+            known.setdefault(entry.owner, set()).update({entry.leaf} if entry.leaf is not None and entry.holds else ())
+    return {owner: frozenset(known[owner]) if owner in known else owner.trains for owner in {e.owner for e in entries}}
+
+
+class _Carry:
+    """Carries values over, and keeps account."""
+
+    def __init__(self) -> None:
+        self.carried: list[str] = []
+        self.created: list[str] = []
+        self._taken: dict[int, np.ndarray] = {}  # by the id of an old entry: the elements taken
+        self._given: set[int] = set()
+
+    def __call__(self, entry: Entry, found: Sequence[Entry]) -> Any:
+        """The value of a new entry, out of the old ones found at its place."""
+        if not entry.holds or entry.place is None:
+            return entry.value
+        value, covered = entry.value, np.zeros((), bool)
+        for old in found:
+            if entry.leaf is None or not (entry.elementwise and old.elementwise):
+                if not _alike(entry, old):
+                    continue
+                value, taken = old.value, entry.held
+            else:
+                taken = entry.held & old.held
+                value = _merge(entry, value, old, taken)
+            if taken.any():
+                covered = covered | taken
+                self._taken[id(old)] = self._taken.get(id(old), np.zeros((), bool)) | taken
+        if covered.any():
+            self.carried.append(entry.name)
+        if (entry.held & ~covered).any():
+            self.created.append(entry.name)
+        return self._once(value)
+
+    def is_left_of(self, old: Entry) -> bool:
+        """Whether there is something in an old entry that nobody took."""
+        return old.place is not None and bool((old.held & ~self._taken.get(id(old), np.zeros((), bool))).any())
+
+    def _once(self, value: Any) -> Any:
+        """A copy of a value that stands in the new state already: a buffer can be donated once."""
+        if any(id(array) in self._given for array in jax.tree.leaves(value)):
+            return jax.tree.map(jnp.copy, value)
+        self._given.update(id(array) for array in jax.tree.leaves(value))
+        return value
+
+
+def _alike(new: Entry, old: Entry) -> bool:
+    """Whether a value that is no array of elements of its parameter can be taken as it is.
+
+    Raises:
+      ValueError: if both belong to no part of a leaf, and have other shapes; if which part cannot be known.
+    """
+    same_shape = jax.tree.structure(new.value) == jax.tree.structure(old.value) and all(
+        np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
+    )
+    if any(isinstance(e.value, Part) and isinstance(e.value.index, int) and e.frozen is None for e in (new, old)):
+        raise ValueError(
+            message(
+                "fz.migrate: a state does not say which elements of a leaf it is about",
+                at=old.name,
+                got="compact elements of the trainable part",
+                expected="fz.freeze around the optimizer, whose state has the mask",
+                fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
+            )
+        )
+    in_part = isinstance(new.value, Part) or isinstance(old.value, Part)
+    if not same_shape and not in_part:
+        raise ValueError(_no_fit(old, f"shape {_shape(old.value)}", f"shape {_shape(new.value)}"))
+    return same_shape and np.array_equal(new.held, old.held)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
+    """``value`` of a new entry with the elements that an old one has of it."""
+    a, b = getattr(old.value, "index", None), getattr(value, "index", None)
+    if isinstance(a, RowIndex) and isinstance(b, RowIndex) and a.axis == b.axis:
+        _, source, target = np.intersect1d(a.indices(), b.indices(), return_indices=True)
+
+        def moved(new: Any, old: Any) -> jax.Array:
+            rows = jnp.take(old, source, axis=a.axis)
+            here = (slice(None),) * a.axis + (target,)
+            return rows if len(source) == b.count else new.astype(rows.dtype).at[here].set(rows)
+
+        values = laid_out(explicit_sharding(value.values), moved, value.values, old.value.values)
+        return dataclasses.replace(value, values=values)
+    whole = _spread(old, old.value)
+    if not taken.all():
+        before = _spread(entry, value).astype(whole.dtype)
+        whole = laid_out(explicit_sharding(whole), jnp.where, taken, whole, before)
+    if not isinstance(value, Part):
+        return whole
+    index: Any = b if isinstance(b, RowIndex) else Dense(True, value.index)
+    return index.take(whole, entry.frozen)
+
+
+def _spread(entry: Entry, value: Any) -> Any:
+    """A value in the shape of its parameter."""
+    if not isinstance(value, Part):
+        return value
+    index: Any = value.index if isinstance(value.index, RowIndex) else Dense(True, value.index)
+    return index.spread(value, np.zeros((), value.dtype), entry.frozen)
+
+
+def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
+    """A ``ValueError`` if an array of a state has no place in the other for another reason than freezing.
+
+    ``by_type``: parameters that NNX froze or thawed by their type are not in one of the two states at all.
+    """
+    for entry in old:
+        if entry.leaf is not None and isinstance(entry.value, Part) and _whole_shape(entry.value) != entry.shape:
+            raise ValueError(
+                _no_fit(entry, f"part of shape {_whole_shape(entry.value)}", f"part of shape {entry.shape}")
+            )
+    trains = {entry.leaf for entry in new if entry.holds}
+    owners = {entry.owner.names for entry in new}
+    stateless = all(entry.optional for entry in new)
+    for entry in _homeless(old, new):
+        gone = entry.leaf not in trains if entry.leaf is not None else entry.owner.names not in owners
+        if stateless or not (gone or (by_type and _is_within(entry, new))):
+            raise ValueError(_no_fit(entry, "an array in the old state alone"))
+    for entry in _homeless(new, old):
+        if entry.leaf is not None and _is_within(entry, old) and not by_type:
+            raise ValueError(_no_fit(entry, "an array in the new state alone"))
+
+
+def _whole_shape(part: Part) -> tuple[int, ...]:
+    """The shape of the leaf that a part was taken from."""
+    shape = tuple(part.shape or ())
+    if not isinstance(part.index, RowIndex):
+        return shape
+    return (*shape[: part.index.axis], part.index.size, *shape[part.index.axis + 1 :])
+
+
+def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
+    """Whether a state has a tree like the parameters at the place where an entry of another stands in one."""
+    slots = {other.slot for other in others if other.leaf is not None}
+    return any(str(entry.place).startswith(f"{slot}/" if slot else "") for slot in slots)
+
+
+def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
+    """Arrays at whose place there is nothing in the other state, not even the hole of a frozen leaf or subtree."""
+    places = {entry.place for entry in others}
+    holes = {entry.place for entry in others if not entry.holds}
+
+    def has_home(place: str) -> bool:
+        segments = place.split("/")
+        return place in places or any("/".join(segments[:n]) in holes for n in range(len(segments)))
+
+    return [entry for entry in entries if entry.holds and not entry.optional and not has_home(str(entry.place))]
+
+
+def _no_fit(entry: Entry, got: str, expected: str = "the same places in the old state and in that of `tx`") -> str:
+    return message(
+        "fz.migrate: the state does not belong to these parameters, or to another optimizer",
+        at=entry.name,
+        got=got,
+        expected=expected,
+        fix="give the state of the same optimizer for the same model; only what is frozen, and the groups, may differ",
+    )

@@ -1,0 +1,197 @@
+"""Which groups of :func:`optax_freeze.freeze_when` are frozen now, and how to change that between steps."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.core import Tracer
+
+from optax_freeze._optimizer.conditions import Condition, ask, refuse_no_bool
+from optax_freeze._optimizer.freeze import copy_like
+from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.groups import group_name
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.tree import PyTree, message
+
+
+def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
+    """Freezes or thaws groups that have no schedule, between steps and without recompiling.
+
+    Args:
+      state: from :func:`optax_freeze.freeze_when`, alone or anywhere within another (a chain, ``MultiSteps``, a train
+        state).
+      frozen: for each group, by the pattern that names it, whether it is frozen from now on.
+
+    Returns:
+      The state with the groups set.
+
+    Raises:
+      KeyError: if there is no such group; the groups are listed.
+      ValueError: if a schedule says when the group is frozen, or there is no such state.
+      TypeError, ValueError: if a value is no bool, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_freeze as fz
+      >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+      >>> state = fz.freeze_when(optax.adam(0.5), {"encoder": True}).init(params)
+      >>> state = fz.set_frozen(state, {"encoder": False})
+      >>> fz.currently_frozen(state)
+      {'encoder': False}
+    """
+    if not isinstance(frozen, Mapping):
+        raise TypeError(
+            message(
+                "fz.set_frozen takes a mapping",
+                at="its second argument",
+                got=_tree.described(frozen),
+                expected="{pattern: bool}",
+                fix="name each group by its pattern: fz.set_frozen(state, {'encoder': True})",
+            )
+        )
+    known: dict[str, Condition | None] = {}
+    for node in _states(state):
+        for name, condition in _conditions(node):
+            known[name] = known.get(name) or condition
+    new = {}
+    for key, value in frozen.items():
+        name = group_name(key)
+        if name not in known:
+            raise KeyError(
+                _Text(
+                    message(
+                        "no such group",
+                        at=name,
+                        got=_tree.described(key),
+                        expected=f"one of {sorted(known)}",
+                        fix="use the pattern that names the group in fz.freeze_when",
+                    )
+                )
+            )
+        if known[name] is not None:
+            raise ValueError(
+                message(
+                    "a schedule says when this group is frozen",
+                    at=name,
+                    got=f"{value!r}, for a group with the condition {known[name]!r}",
+                    expected="a group that was given a bool in fz.freeze_when",
+                    fix="give it True or False there, and toggle it by fz.set_frozen alone",
+                )
+            )
+        refuse_no_bool(name, value, "fz.set_frozen")
+        new[name] = value
+
+    def visit(node: Any) -> Any:
+        groups = {
+            name: group._replace(frozen=_like(group.frozen, new[name])) if name in new else group
+            for name, group in node.groups.items()
+        }
+        return node._replace(groups=groups)
+
+    return _map_states(visit, state)
+
+
+def currently_frozen(state: optax.OptState) -> dict[str, Any]:
+    """Says which groups the next update leaves as they are.
+
+    Args:
+      state: from :func:`optax_freeze.freeze_when`, alone or anywhere within another.
+
+    Returns:
+      A bool for each group, by the pattern that names it; traced within a jitted function.
+
+    Raises:
+      ValueError: if there is no such state, or one without values, or if two have a group of one name, of which one is
+        frozen.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_freeze as fz
+      >>> tx = fz.freeze_when(optax.sgd(0.5), fz.gradual_unfreeze(["head", "encoder"], every=10))
+      >>> fz.currently_frozen(tx.init({"encoder": jnp.ones(2), "head": jnp.ones(2)}))
+      {'head': False, 'encoder': True}
+    """
+    answers = {}
+    for node in _states(state):
+        [step] = jax.tree.leaves(node.step)
+        _refuse_no_values(step)
+        for name, condition in _conditions(node):
+            if condition is None:
+                [frozen] = jax.tree.leaves(node.groups[name].frozen)
+            else:
+                frozen = ask(name, condition, step)
+            if not isinstance(frozen, Tracer):
+                frozen = bool(frozen)
+                if answers.get(name, frozen) is not frozen:
+                    raise ValueError(
+                        message(
+                            "two groups of one name, of which one is frozen",
+                            at=name,
+                            got="a state with two of fz.freeze_when in it",
+                            expected="one, or groups of other names",
+                            fix="ask each of their states by itself",
+                        )
+                    )
+            answers[name] = frozen
+    return answers
+
+
+def _refuse_no_values(step: Any) -> None:
+    if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
+        raise ValueError(
+            message(
+                "a state that does not say what is frozen",
+                at="step",
+                got=_tree.described(step),
+                expected="the state of one optimizer, with values",
+                fix="not of jax.eval_shape; of a state under vmap ask one: jax.tree.map(lambda x: x[0], state)",
+            )
+        )
+
+
+class _Text(str):
+    """A text that a ``KeyError``, which shows the ``repr`` of its key, shows as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _like(old: Any, value: Any) -> Any:
+    """A switch in the place of another: placed like it, and in what it is wrapped in (an NNX variable)."""
+    [placed], treedef = jax.tree.flatten(old)
+    return jax.tree.unflatten(treedef, [copy_like(value, placed)])
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, FreezeWhenState)
+
+
+def _map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
+    """``visit`` at each state of :func:`optax_freeze.freeze_when` in a tree, those within others too."""
+
+    def below(node: Any) -> Any:
+        if not _is_state(node):
+            return node
+        node = visit(node)
+        return jax.tree.map(below, node, is_leaf=lambda x: _is_state(x) and x is not node)
+
+    return jax.tree.map(below, tree, is_leaf=_is_state)
+
+
+def _states(tree: PyTree) -> list[FreezeWhenState]:
+    found: list[FreezeWhenState] = []
+    _map_states(lambda node: found.append(node) or node, tree)
+    if not found:
+        raise ValueError(
+            message(
+                "no state of fz.freeze_when to be found",
+                at="state",
+                got=type(tree).__name__,
+                expected="the state of an optimizer with fz.freeze_when in it",
+                fix="pass the optimizer's state, and make the optimizer by fz.freeze_when(inner, {pattern: condition})",
+            )
+        )
+    return found
+
+
+def _conditions(state: FreezeWhenState) -> zip:
+    return zip(state.spec.names, state.spec.conditions, strict=True)

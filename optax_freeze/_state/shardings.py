@@ -1,0 +1,132 @@
+"""Where an optimizer's state lies on a mesh: with the parameters that it is about.
+
+``tx.init`` reads no value of the parameters, so that a jitted ``init`` says nothing about where its zeros belong, and
+XLA gives each device all of them. Here the state is laid out by paths: a moment, a row of it or a mask goes where its
+parameter is.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.explicit_mesh import fitting
+from optax_freeze._spec.tree import PyTree, message
+from optax_freeze._state.parameter_of import parameter_of
+
+
+class Placed(NamedTuple):
+    """A parameter's shape, and where it lies."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+
+
+def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree) -> PyTree:
+    """Gives the shardings of an optimizer's state, from the parameters' own.
+
+    Args:
+      tx: any optimizer, frozen or not.
+      params: what ``tx.init`` takes: sharded arrays, or ``jax.ShapeDtypeStruct`` with a ``sharding``.
+
+    Returns:
+      A tree of the structure of ``tx.init(params)`` with a sharding for each array. Moments, accumulators and dense
+      masks take the sharding of their parameter; trainable rows take it, too, but along an axis that the mesh does not
+      divide, where they are replicated; a history of a parameter takes it behind its own axes. Whatever has another
+      shape (counts, factored moments, compact elements) is replicated.
+
+    Raises:
+      TypeError: if ``tx`` is no optimizer.
+      ValueError: if an array of the parameters has no sharding, or one that is neither a ``NamedSharding`` nor that of
+        a single device; if the parameters lie on different meshes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> kernel = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+      >>> params = {"encoder": kernel, "head": kernel}
+      >>> tx = fz.freeze(optax.adam(1e-3), "encoder")
+      >>> shardings = fz.state_shardings(tx, params)
+      >>> [tuple(sharding.spec) for sharding in jax.tree.leaves(shardings)]  # a count, two moments of the head
+      [(), ('data',), ('data',)]
+      >>> init = jax.jit(tx.init, out_shardings=shardings)
+    """
+    if not hasattr(tx, "init"):
+        raise TypeError(
+            message(
+                "fz.state_shardings takes the optimizer first",
+                at="its first argument",
+                got=_tree.described(tx),
+                expected="fz.state_shardings(tx, params)",
+                fix="swap the two arguments" if hasattr(params, "init") else "pass an Optax optimizer",
+            )
+        )
+    leaves, structure = _tree.flatten(params)
+    arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if _tree.is_array(leaf)}
+    placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in arrays.items()}
+    default = _replicated(placed)
+
+    def init(arrays: Mapping[str, Any]) -> PyTree:
+        whole = (arrays.get(path, leaf) for path, leaf in zip(_tree.paths(params), leaves, strict=True))
+        return tx.init(jax.tree.unflatten(structure, whole))
+
+    nodes, treedef = _tree.flatten(jax.eval_shape(init, arrays))
+    paths = _tree.paths(jax.tree.unflatten(treedef, nodes))
+    owner_of = parameter_of(paths, placed)
+    shardings = []
+    for path, node in zip(paths, nodes, strict=True):
+        owner = owner_of(path)
+        place = None if owner is None else placed[owner]
+        shardings.append(jax.tree.map(lambda x, p=place: beside(x, p, default) if _tree.is_array(x) else x, node))
+    return jax.tree.unflatten(treedef, shardings)
+
+
+def _placed(path: str, leaf: Any) -> Placed:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+        raise ValueError(
+            message(
+                "a parameter without a sharding that its state could take",
+                at=path,
+                got=_tree.described(leaf) if sharding is None else repr(sharding),
+                expected="a jax.sharding.NamedSharding, or an array on a single device",
+                fix="jax.device_put(params, shardings), or jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
+            )
+        )
+    return Placed(tuple(leaf.shape), sharding)
+
+
+def _replicated(placed: Mapping[str, Placed]) -> Sharding:
+    """The sharding of what belongs to no parameter: replicated over the mesh of the parameters."""
+    named = {path: sharding for path, (_, sharding) in placed.items() if isinstance(sharding, NamedSharding)}
+    if not named:
+        return next((sharding for _, sharding in placed.values()), SingleDeviceSharding(jax.devices()[0]))
+    first, mesh = next((path, sharding.mesh) for path, sharding in named.items())
+    for path, sharding in named.items():
+        if sharding.mesh != mesh:
+            raise ValueError(
+                message(
+                    "parameters on different meshes",
+                    at=path,
+                    got=f"{sharding.mesh}, and {mesh} at {first}",
+                    expected="one mesh",
+                    fix="give all parameters shardings over one mesh; jax.sharding.PartitionSpec() replicates",
+                )
+            )
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def beside(array: Any, owner: Placed | None, default: Sharding) -> Sharding:
+    """The sharding of an array of the state beside its parameter."""
+    if owner is None or not isinstance(owner.sharding, NamedSharding):
+        return default
+    if array.shape == owner.shape:
+        return owner.sharding
+    ahead = len(array.shape) - len(owner.shape)
+    sizes = array.shape[max(ahead, 0) :]
+    if ahead < 0 or sum(size != whole for size, whole in zip(sizes, owner.shape, strict=True)) > 1:
+        return default
+    return fitting(owner.sharding, len(owner.shape), array.shape)

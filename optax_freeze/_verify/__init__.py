@@ -1,0 +1,1 @@
+"""Whether frozen bits moved."""

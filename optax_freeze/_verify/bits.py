@@ -1,0 +1,149 @@
+"""The bits of one leaf, where it lies: how many frozen elements differ from another leaf's, how far, and their digest.
+
+Every dtype comes down to words of 32 bits, so that comparing and hashing know nothing of floats: XLA's own comparison
+takes -0.0 for 0.0 and no NaN for itself, and its float sums depend on their order. All arithmetic here is that of
+``uint32`` modulo 2**32, which is the same on every device and in any order.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.element_index import Answer
+
+LANES = 4
+
+
+@functools.partial(jax.jit, static_argnames="answer")
+def digest(value: Any, key: Any, mask: Any, answer: Answer) -> tuple[jax.Array, ...]:
+    """The sum, in each lane, of a word for every frozen element.
+
+    The place of an element is added to its bits axis by axis: a linear index would overflow. All lanes stand in one
+    reduction, so that the leaf is read once. They are not stacked: a scalar is whole on every device.
+    """
+    words = _words(value)
+    places = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
+    lanes = []
+    for lane in range(LANES):
+        at = key[lane]
+        for axis, place in enumerate(places):
+            at = at + place * hashed("axis", axis)[lane]
+        mixed = [_mix(word + (at + hashed("word", i)[lane])) for i, word in enumerate(words)]
+        lanes.append(_keep(functools.reduce(jnp.add, mixed), mask, answer))
+    return _sum(tuple(lanes), lambda a, b: tuple(map(jnp.add, a, b)))
+
+
+@functools.partial(jax.jit, static_argnames="answer")
+def count(old: Any, new: Any, mask: Any, answer: Answer) -> tuple[jax.Array, jax.Array]:
+    """How many frozen elements differ, in two words: the sum carries from the first into the second."""
+    ones = differ(old, new, mask, answer).astype(np.uint32)
+    return _sum((ones, jnp.zeros_like(ones)), _carry)
+
+
+@functools.partial(jax.jit, static_argnames="answer")
+def differ(old: Any, new: Any, mask: Any, answer: Answer) -> jax.Array:
+    """True at the frozen elements whose bits differ."""
+    pairs = zip(_words(old), _words(new), strict=True)
+    return _keep(functools.reduce(jnp.logical_or, (a != b for a, b in pairs)), mask, answer)
+
+
+def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
+    """The largest distance of two numbers where they differ, and whether one of them is NaN; by NumPy or JAX."""
+    if xp.issubdtype(old.dtype, np.integer):
+        wide = xp.uint64 if old.dtype.itemsize == 8 else xp.uint32
+        up, down = (a.astype(wide) - b.astype(wide) for a, b in ((new, old), (old, new)))  # exact: no overflow
+        far = xp.where(new > old, up, down)
+    else:
+        wide = old.dtype if old.dtype.itemsize >= 4 else np.float32
+        far = abs(new.astype(wide) - old.astype(wide))
+    nan = xp.isnan(far)
+    return xp.max(xp.where(differ & ~nan, far, xp.zeros_like(far))), xp.any(differ & nan)
+
+
+def hashed(*what: Any) -> np.ndarray:
+    """A word for each lane, odd, for a path, an axis and the like: the same in every process."""
+    found = hashlib.blake2b(repr(what).encode(), digest_size=4 * LANES).digest()
+    return np.frombuffer(found, "<u4").astype(np.uint32) | np.uint32(1)
+
+
+def placed(*arrays: Any) -> list[Any]:
+    """The arrays of one leaf on the same devices: in the smallest shards that one of them has.
+
+    Without 64-bit mode JAX would cut NumPy's 64-bit numbers: they come as their words.
+    """
+    if any(isinstance(array, Tracer) for array in arrays):
+        return list(arrays)
+    shardings = [array.sharding for array in arrays if isinstance(array, jax.Array)]
+    if not shardings:
+        return [_words_on_host(array) if _is_too_wide(array) else array for array in arrays]
+    sharding = min(shardings, key=lambda sharding: math.prod(sharding.shard_shape(arrays[0].shape)))
+    if sharding.memory_kind == "pinned_host":
+        sharding = sharding.with_memory_kind("device")
+    return [_onto(sharding, array) for array in arrays]
+
+
+def _onto(sharding: jax.sharding.Sharding, array: Any) -> Any:
+    if _tree.is_hole(array):
+        return array
+    if not isinstance(array, jax.Array):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    is_there = array.sharding.is_equivalent_to(sharding, array.ndim)
+    return array if is_there else jax.device_put(array, sharding)
+
+
+def _is_too_wide(array: Any) -> bool:
+    return _tree.is_array(array) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+
+
+def _words_on_host(array: Any) -> tuple[np.ndarray, ...]:
+    words = np.ascontiguousarray(array).reshape(-1).view(np.uint32).reshape(*array.shape, -1)
+    return tuple(words[..., i] for i in range(words.shape[-1]))
+
+
+def _words(value: Any) -> tuple[jax.Array, ...]:
+    """The bits of each element, in one or more words."""
+    if isinstance(value, tuple):
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(value)
+        return tuple(data[..., i] for i in range(data.shape[-1]))
+    if jnp.issubdtype(value.dtype, np.complexfloating):
+        return _words(jnp.real(value)) + _words(jnp.imag(value))
+    if value.dtype.itemsize == 8:
+        pair = lax.bitcast_convert_type(value, np.uint32)
+        return pair[..., 0], pair[..., 1]
+    if jnp.issubdtype(value.dtype, np.floating):
+        value = lax.bitcast_convert_type(value, getattr(jnp, f"uint{jnp.finfo(value.dtype).bits}"))
+    elif jnp.issubdtype(value.dtype, np.signedinteger):
+        value = lax.bitcast_convert_type(value.astype(np.int32), np.uint32)
+    return (value.astype(np.uint32),)
+
+
+def _mix(x: Any) -> Any:
+    """A permutation of the words of 32 bits in which every bit decides on every other (Wellons' lowbias32)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _keep(array: jax.Array, mask: Any, answer: Answer) -> jax.Array:
+    """An array with zero, or False, at what trains."""
+    return array if isinstance(answer, bool) else answer.choose(array, jnp.zeros_like(array), mask)
+
+
+def _carry(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    low = a[0] + b[0]
+    return low, a[1] + b[1] + (low < b[0]).astype(np.uint32)
+
+
+def _sum(arrays: tuple[jax.Array, ...], add: Callable[..., Any]) -> Any:
+    return lax.reduce(arrays, (np.uint32(0),) * len(arrays), add, tuple(range(arrays[0].ndim)))

@@ -1,0 +1,594 @@
+"""The report: rows, totals, the optimizer's state, and how they are shown."""
+
+import io
+import math
+import re
+import subprocess
+import sys
+
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+import pytest
+import rich.console
+from flax import nnx
+
+import optax_freeze as fz
+from optax_freeze._report import table as _table
+from optax_freeze._report import treemap as _treemap
+from optax_freeze._spec import tree as _tree
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def shown(summary):
+    """The cells of the lines of the printed table, and the lines below it."""
+    table, _, totals = str(summary).partition("\n\n")
+    return [re.split(r"  +", line) for line in table.splitlines()[2:]], totals.splitlines()
+
+
+def paths(summary):
+    return [cells[0] for cells in shown(summary)[0]]
+
+
+MASK = np.arange(12).reshape(3, 4) % 3 == 0
+SPECS = {
+    "nothing": False,
+    "everything": True,
+    "a_pattern": "encoder/layer_0",
+    "rows": fz.rules({"**/kernel": fz.rows([0, 1])}),
+    "stepped_columns": fz.rules({"**/kernel": fz.rows(slice(0, None, 2), axis=1), "head": True}),
+    "dense": fz.rules({"encoder/layer_0/kernel": MASK}),
+    "compact": fz.rules({"encoder/layer_0/kernel": fz.elements(MASK, compact=True)}, default=True),
+}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adamw": lambda: optax.adamw(1e-3),
+    "clip_and_lion": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2),
+    "lbfgs": lambda: optax.lbfgs(),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-3), 4),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-3)),
+}
+
+
+# Rows and totals.
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_what_trains_is_what_partition_puts_into_its_trainable_part(params, spec):
+    summary = fz.summary(params, spec)
+    names = jax.tree_util.tree_leaves_with_path(params)
+    assert [row.path for row in summary.rows] == [_tree.keystr(path) for path, _ in names]
+    for row, (_, leaf) in zip(summary.rows, names, strict=True):
+        assert (row.shape, row.dtype, row.elements, row.bytes) == (leaf.shape, leaf.dtype, leaf.size, leaf.nbytes)
+        assert row.frozen_bytes == row.frozen_elements * leaf.dtype.itemsize
+    moved = fz.apply_updates(params, jax.tree.map(lambda leaf: jnp.full(leaf.shape, 9.0), params), spec)
+    for row, old, new in zip(summary.rows, jax.tree.leaves(params), jax.tree.leaves(moved), strict=True):
+        assert row.frozen_elements == int((old == new).sum())
+
+
+def test_totals_are_sums_of_rows(params):
+    summary = fz.summary(params, "encoder")
+    rows = summary.rows
+    assert summary.elements == sum(row.elements for row in rows) == summary.frozen_elements + summary.trainable_elements
+    assert summary.bytes == nbytes(params) == summary.frozen_bytes + summary.trainable_bytes
+    assert summary.frozen_elements == 3 * 4 + 4 + 4 * 4 + 4
+    assert summary.frozen_bytes == 4 * summary.frozen_elements
+    assert summary.state_bytes is None
+    assert summary.full_state_bytes is None
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_shapes_and_tracers_give_what_arrays_give(params, spec):
+    tx = optax.adamw(1e-3)
+    expected = fz.summary(params, spec, tx)
+    assert fz.summary(jax.eval_shape(lambda: params), spec, tx) == expected
+    traced = []
+    jax.eval_shape(lambda params: traced.append(fz.summary(params, spec, tx)), params)
+    assert traced == [expected]
+
+
+def test_awkward_leaves_have_rows(awkward):
+    more = {"fn": jax.nn.relu, "hole": optax.MaskedNode(), "int4": jnp.ones(3, jnp.int4)}
+    summary = fz.summary(awkward | more, "frozen")
+    rows = {row.path: row for row in summary.rows}
+    assert (rows["frozen/key"].elements, rows["frozen/key"].frozen_elements, rows["frozen/key"].bytes) == (1, 1, 8)
+    assert rows["frozen/empty"].shape == (0, 3)
+    assert rows["int4"].frozen_elements == 3
+    for path in ("fn", "hole"):
+        assert rows[path][1:] == (None, None, 0, 0, 0, 0, 1)
+    assert summary.trainable_elements == 2
+    assert "frozen/none" not in rows
+
+
+def test_parts_count_what_is_there(params):
+    spec = fz.rules({"encoder/layer_0/kernel": fz.rows([0, 1]), "encoder/layer_1": True})
+    trainable, rest = fz.partition(params, spec)
+    row = next(row for row in fz.summary(trainable, spec).rows if row.path == "encoder/layer_0/kernel")
+    assert (row.shape, row.elements, row.frozen_elements) == ((1, 4), 4, 0)
+    assert fz.summary(trainable, spec).bytes == nbytes(trainable)
+    assert fz.summary(trainable, True).frozen_bytes == nbytes(trainable)
+    compact = fz.rules({"encoder/layer_0/kernel": fz.elements(MASK, compact=True)}, default=True)
+    trainable, rest = fz.partition(params, compact)
+    assert fz.summary(trainable, compact).elements == (~MASK).sum()
+    assert fz.summary(rest, compact).elements == fz.summary(params, compact).elements
+
+
+def test_linen_and_nnx_have_rows_of_their_own_paths():
+    params = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+    assert [row.path for row in fz.summary(params, "kernel").rows] == ["bias", "kernel"]
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    for tree in (model, nnx.state(model)):
+        summary = fz.summary(tree, "layers/0/bias", optax.adam(1e-3))
+        assert {row.path for row in summary.rows} >= {"layers/0/bias", "layers/0/kernel", "layers/1/rngs/key"}
+        assert summary.trainable_elements == 6
+        assert summary.state_bytes == 4 + 2 * 4 * 6
+
+
+def test_a_dense_mask_without_values_cannot_be_counted(params):
+    def step(mask):
+        fz.summary(params["head"], {"kernel": mask, "bias": True})
+
+    with pytest.raises(ValueError, match=r"(?s)cannot be counted.*at: kernel.*outside of jit"):
+        jax.jit(step)(jnp.ones((4, 2), bool))
+    with pytest.raises(ValueError, match="cannot be counted"):
+        fz.summary(params["head"], {"kernel": shape(4, 2, dtype=bool), "bias": True})
+
+
+def test_a_concrete_mask_is_counted_inside_jit(params):
+    mask, counts = jnp.eye(4, 2, dtype=bool), []
+
+    @jax.jit
+    def step(kernel):
+        counts.append(fz.summary({"kernel": kernel}, {"kernel": mask}, optax.adam(1e-3)).frozen_elements)
+        return kernel
+
+    step(params["head"]["kernel"])
+    assert counts == [2]
+
+
+def test_tied_leaves_are_refused_unless_ignored():
+    kernel = jnp.ones((2, 2))
+    with pytest.raises(ValueError, match=r"(?s)two paths.*at: a"):
+        fz.summary({"a": kernel, "b": kernel}, "a")
+    assert fz.summary({"a": kernel, "b": kernel}, "a", tied="ignore").frozen_elements == 4
+    assert fz.summary({"a": kernel, "b": kernel}, True).elements == 8
+
+
+def test_a_spec_that_does_not_fit_is_refused(params):
+    with pytest.raises(ValueError, match="matches no leaf"):
+        fz.summary(params, "encodr")
+
+
+def test_a_tree_without_leaves_has_no_rows():
+    summary = fz.summary({}, True, optax.adam(1e-3))
+    assert summary.rows == ()
+    assert summary.state_bytes == summary.full_state_bytes == 4
+    assert "trainable 0 of 0 elements" in str(summary)
+
+
+# The optimizer's state.
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("spec", [SPECS[name] for name in ("a_pattern", "rows", "dense")], ids=str)
+def test_state_bytes_are_those_of_the_states(params, tx, spec):
+    summary = fz.summary(params, spec, tx())
+    assert summary.full_state_bytes == nbytes(tx().init(params))
+    assert summary.state_bytes == nbytes(fz.freeze(tx(), spec).init(params))
+
+
+def test_the_dense_mask_in_the_state_is_counted_and_rows_hold_nothing(params):
+    kernel = {"kernel": params["encoder"]["layer_0"]["kernel"]}
+    assert fz.summary(kernel, {"kernel": MASK}, optax.adam(1e-3)).state_bytes == 4 + 2 * 48 + 12
+    assert fz.summary(kernel, {"kernel": fz.rows([0, 1])}, optax.adam(1e-3)).state_bytes == 4 + 2 * 16
+
+
+@pytest.mark.parametrize("spec", [False, "int8", True], ids=str)
+def test_no_state_is_held_for_what_cannot_train(spec):
+    params = {"w": jnp.ones(3), "key": jax.random.key(0), "fn": jax.nn.relu, "int": np.int32(3), "none": None}
+    params |= {
+        "int8": jnp.ones((64, 64), jnp.int8),
+        "bool": jnp.ones(5, bool),
+        "float8": shape(8, dtype=jnp.float8_e4m3fn),
+    }
+    summary = fz.summary(params, spec, optax.adam(1e-3))
+    assert summary.full_state_bytes == 4 + 2 * (12 + 8)
+    assert summary.state_bytes == 4 + 2 * (12 + 8) * (spec is not True)
+
+
+@pytest.mark.parametrize("place", ["alone", "in a chain", "in MultiSteps", "on a schedule"])
+def test_an_optimizer_that_freezes_already_is_refused(params, place):
+    inner = optax.adam(1e-3)
+    tx = {
+        "alone": fz.freeze(inner, "encoder"),
+        "in a chain": optax.chain(optax.clip(1.0), fz.freeze(inner, "encoder")),
+        "in MultiSteps": optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
+        "on a schedule": fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)}),
+    }[place]
+    with pytest.raises(ValueError, match=r"(?s)freezes already.*unwrap it"):
+        fz.summary(params, "encoder", tx)
+
+
+@pytest.mark.parametrize(
+    ("tx", "cure"),
+    [(optax.adam, "call the factory"), (3e-4, "pass the optimizer itself"), (optax.EmptyState(), "pass the optimizer")],
+    ids=["a factory", "a number", "a state"],
+)
+def test_what_is_no_optimizer_is_refused(params, tx, cure):
+    with pytest.raises(TypeError, match=cure):
+        fz.summary(params, "encoder", tx)
+
+
+# Depth.
+
+
+@pytest.mark.parametrize(
+    ("depth", "paths"),
+    [
+        (0, [""]),
+        (1, ["encoder", "head"]),
+        (2, ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]),
+    ],
+    ids=str,
+)
+def test_depth_sums_up_what_is_below(params, depth, paths):
+    spec, tx = fz.rules({"encoder/layer_0": True, "head/kernel": fz.rows([0])}), optax.adam(1e-3)
+    whole, summary = fz.summary(params, spec, tx), fz.summary(params, spec, tx, depth=depth)
+    assert [row.path for row in summary.rows] == paths
+    for total in ("elements", "frozen_elements", "bytes", "frozen_bytes", "state_bytes", "full_state_bytes"):
+        assert getattr(summary, total) == getattr(whole, total)
+    assert summary.rows[0][1:3] == (None, jnp.float32)
+    assert sum(row.leaves for row in summary.rows) == 6
+    if depth == 2:
+        assert summary.rows[2:] == whole.rows[4:]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_a_depth_of_numpy(params, kind):
+    assert fz.summary(params, True, depth=kind(1)) == fz.summary(params, True, depth=1)
+
+
+def test_a_depth_below_all_leaves_changes_nothing(params):
+    assert fz.summary(params, True, depth=9) == fz.summary(params, True)
+
+
+def test_a_sum_over_dtypes_has_none():
+    [row] = fz.summary({"a": {"b": jnp.ones(2), "c": jnp.ones(2, jnp.bfloat16)}}, True, depth=1).rows
+    assert row == ("a", None, None, 4, 4, 12, 12, 2)
+
+
+@pytest.mark.parametrize(
+    ("depth", "error"),
+    [
+        (-1, ValueError),
+        (np.int8(-1), ValueError),
+        (True, TypeError),
+        (np.True_, TypeError),
+        ("encoder", TypeError),
+        (1.0, TypeError),
+    ],
+    ids=repr,
+)
+def test_a_depth_is_a_number_of_segments(params, depth, error):
+    with pytest.raises(error, match="a depth counts segments"):
+        fz.summary(params, True, depth=depth)
+
+
+# Folding.
+
+
+def block(names=("attention", "mlp"), size=4):
+    return {name: {"kernel": shape(size, size)} for name in names}
+
+
+def test_a_model_of_seventy_billion_parameters_reads_on_one_screen():
+    d, kv, ff, vocabulary = 8192, 1024, 28672, 128256
+    sizes = {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d), "gate": (d, ff), "up": (d, ff), "down": (ff, d)}
+    norms = {"attention_norm": shape(d), "mlp_norm": shape(d)}
+    layer = {name: {"kernel": shape(*size, dtype=jnp.bfloat16)} for name, size in sizes.items()} | norms
+    params = {"embed": shape(vocabulary, d), "head": shape(d, vocabulary), "norm": shape(d)}
+    params |= {f"layer_{i}": layer for i in range(80)}
+    summary = fz.summary(params, fz.only("layer_78", "layer_79", "norm"), optax.adamw(1e-3))
+    assert len(summary.rows) == 80 * 9 + 3
+    lines = str(summary).splitlines()
+    assert len(lines) == 2 + 3 + 2 * 9 + 5
+    assert max(map(len, lines)) < 120
+    cells, totals = shown(summary)
+    assert ["layer_0 … layer_77/down/kernel", "78 × (28672, 8192)", "bfloat16"] in [line[:3] for line in cells]
+    assert sum(int(line[3].replace(",", "")) for line in cells) == summary.elements == 70_553_706_496
+    assert totals[0].startswith(f"trainable {summary.trainable_elements:,} of 70,553,706,496 elements (2.")
+    assert totals[1].startswith(f"frozen {summary.frozen_elements:,} of 70,553,706,496 elements (97.")
+    assert totals[2:] == ["all 70,553,706,496 elements, 135.3 GiB", "optimizer state 6.4 GiB instead of 270.7 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        ([f"layer_{i}" for i in range(32)], "layer_0 … layer_31"),
+        ([f"h.{i}" for i in range(12)], "h.0 … h.11"),
+        ([f"block{i:02d}" for i in range(12)], "block00 … block11"),
+        (["Dense_3", "Dense_4"], "Dense_3 … Dense_4"),
+        ([f"{i}" for i in range(3)], "0 … 2"),
+        (["0", "2", "4"], "0, 2, 4"),
+        (["a1", "a2", "a3", "a7", "a8"], "a1 … a3, a7 … a8"),
+        ([f"a{i}" for i in range(0, 40, 2)], "a0, a2, a4, …, a38"),
+        ([f"model.{i}.kernel" for i in range(8)], "model.{0 … 7}.kernel"),
+        ([f"layer_{i}_conv2" for i in range(8)], "layer_{0 … 7}_conv2"),
+        ([f"v2_block_{i}" for i in range(8)], "v2_block_0 … v2_block_7"),
+        (["only_1"], "only_1"),
+        ([f"a{10**30 + i}" for i in range(1)], f"a{10**30}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_names_that_differ_in_one_number_are_one(names, label):
+    [cells] = shown(fz.summary({name: {"kernel": shape(3)} for name in names}, True))[0]
+    assert cells[0] == f"{label}/kernel"
+    assert cells[1] == (f"{len(names)} × (3,)" if len(names) > 1 else "(3,)")
+
+
+def test_layers_fold_only_if_they_hold_the_same():
+    layers = {f"layer_{i}": block() for i in range(6)}
+    assert paths(fz.summary(layers, "layer_[0-3]", depth=1)) == ["layer_0 … layer_3", "layer_4 … layer_5"]
+    other = layers | {"layer_2": block(size=5)}
+    assert paths(fz.summary(other, True, depth=None))[2:] == ["layer_2/attention/kernel", "layer_2/mlp/kernel"]
+    renamed = layers | {"layer_2": block(("attention", "moe"))}
+    assert "layer_2/moe/kernel" in paths(fz.summary(renamed, True))
+    partly = fz.rules({"layer_[01]/mlp": fz.rows([0]), "layer_2/mlp": fz.rows([1, 2])})
+    assert paths(fz.summary(layers, partly))[1::2] == [
+        "layer_0 … layer_1/mlp/kernel",
+        "layer_2/mlp/kernel",
+        "layer_3 … layer_5/mlp/kernel",
+    ]
+
+
+def test_experts_fold_within_layers():
+    layers = {f"{i}": {"experts": {f"{j}": block() for j in range(8)}, "norm": shape(4)} for i in range(12)}
+    cells, _ = shown(fz.summary({"layers": layers}, "**/experts/[0-3]"))
+    assert [line[:2] for line in cells] == [
+        ["layers/0 … 11/experts/0 … 3/attention/kernel", "48 × (4, 4)"],
+        ["layers/0 … 11/experts/0 … 3/mlp/kernel", "48 × (4, 4)"],
+        ["layers/0 … 11/experts/4 … 7/attention/kernel", "48 × (4, 4)"],
+        ["layers/0 … 11/experts/4 … 7/mlp/kernel", "48 × (4, 4)"],
+        ["layers/0 … 11/norm", "12 × (4,)"],
+    ]
+
+
+trees = st.recursive(
+    st.sampled_from([(), (2,), (2, 3)]),
+    lambda children: st.dictionaries(st.sampled_from(["a", "b1", "b2", "b3", "3_c4", "3_c5", "4_c4", ""]), children),
+    max_leaves=24,
+)
+
+
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
+@hypothesis.given(trees, st.data())
+def test_the_lines_of_any_tree_add_up_to_its_rows(tree, data):
+    params = jax.tree.map(lambda sizes: shape(*sizes), tree, is_leaf=lambda node: isinstance(node, tuple))
+    leaves = jax.tree.leaves(params)
+    bools = data.draw(st.lists(st.booleans(), min_size=len(leaves), max_size=len(leaves)))
+    frozen = jax.tree.unflatten(jax.tree.structure(params), bools)
+    try:
+        summary = fz.summary(params, frozen)
+    except ValueError:  # the empty key: two leaves with one path
+        hypothesis.reject()
+    lines = _table.fold(summary.rows)
+    assert sum(line.times for line in lines) == len(leaves)
+    for name in ("elements", "frozen_elements", "bytes", "frozen_bytes"):
+        assert sum(line.times * getattr(line.row, name) for line in lines) == getattr(summary, name)
+    assert summary.frozen_elements == sum(
+        math.prod(leaf.shape) for leaf, is_frozen in zip(leaves, bools, strict=True) if is_frozen
+    )
+    sizes = sorted((row.elements for row in summary.rows), reverse=True)
+    boxes = list(_treemap.squarify(sizes, _treemap.Box(0, 0, 8, 6)))
+    assert math.isclose(sum(box.width * box.height for box in boxes), 48 if boxes else 0, rel_tol=1e-9)
+
+
+# Text, the terminal, notebooks.
+
+
+def test_text_is_plain_and_knows_no_terminal(params, monkeypatch):
+    expected = str(fz.summary(params, "encoder"))
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(fz.summary(params, "encoder")) == repr(fz.summary(params, "encoder")) == expected
+    assert "\x1b" not in expected
+    long = "/".join(["segment"] * 60)
+    assert paths(fz.summary({long: shape(3)}, True)) == [long]
+
+
+def test_whatever_a_key_holds_is_one_line_of_text():
+    params = {"a\nb": shape(3), "\x1b[31mred": shape(2), "[bold]c[/bold]": shape(4)}
+    assert paths(fz.summary(params, True)) == ["'\\x1b[31mred'", "[bold]c[/bold]", "'a\\nb'"]
+
+
+def rendered(summary, width):
+    file = io.StringIO()
+    rich.console.Console(file=file, width=width).print(summary)
+    return file.getvalue()
+
+
+def test_a_terminal_shows_paths_as_they_are(params):
+    output = rendered(fz.summary({"[red]a[/red]": shape(3), "[/]": shape(2)}, True), 100)
+    assert "[red]a[/red]" in output
+    assert "[/]" in output
+    path = "a_rather_long_name/" * 5 + "kernel"
+    narrow = rendered(fz.summary({path: shape(3)}, True), 60)
+    assert path in "".join(line.split("  ")[0].strip() for line in narrow.splitlines())
+
+
+def test_html_is_escaped(params):
+    html = fz.summary({"<script>alert(1)</script>": shape(3), "a&b": shape(2)}, True, optax.sgd(0.1))._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "a&amp;b" in html
+    assert html.count("<tr>") == 3
+    assert "optimizer state 0 B instead of 0 B" in html
+
+
+def test_shares_are_nothing_or_everything_only_if_exactly_so():
+    assert [_table.share(part, 10**9) for part in (0, 1, 10**7, 10**9 - 1, 10**9)] == [
+        "0 %",
+        "< 0.01 %",
+        "1 %",
+        "> 99.99 %",
+        "100 %",
+    ]
+    assert [_table.size(count) for count in (0, 1023, 1024, 3 * 2**29, 2**80)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "1,048,576.0 EiB",
+    ]
+
+
+def test_leaves_say_what_they_are():
+    params = {"hole": optax.MaskedNode(), "empty": shape(0, 3), "part": shape(100, 10), "whole": shape(2)}
+    cells, totals = shown(fz.summary(params, fz.rules({"part": fz.rows(slice(0, 99))})))
+    assert [(line[1], line[-1]) for line in cells] == [
+        ("(0, 3)", "0 B"),
+        ("no array", "0 B"),
+        ("(100, 10)", "10 train (1 %)"),
+        ("(2,)", "trains"),
+    ]
+    assert totals == [
+        "trainable 12 of 1,002 elements (1.198 %), 48 B of 3.9 KiB",
+        "frozen 990 of 1,002 elements (98.8 %), 3.9 KiB of 3.9 KiB",
+        "all 1,002 elements, 3.9 KiB",
+    ]
+
+
+@pytest.mark.parametrize("spec", [True, False, "encoder", {"encoder": False, "head": fz.rows([0])}], ids=str)
+def test_totals_name_what_trains_what_is_frozen_and_all(spec):
+    params = {"encoder": shape(3, 2), "head": shape(4, dtype=jnp.bfloat16)}
+    summary = fz.summary(params, spec, optax.sgd(0.1))
+    _, totals = shown(summary)
+    parts = [
+        ("trainable", summary.trainable_elements, summary.trainable_bytes),
+        ("frozen", summary.frozen_elements, summary.frozen_bytes),
+    ]
+    assert sum(elements for _, elements, _ in parts) == 10
+    assert sum(size for *_, size in parts) == 32
+    for total, (name, elements, size) in zip(totals, parts, strict=False):
+        assert re.fullmatch(rf"{name} {elements} of 10 elements \([\d.]+ %\), {size} B of 32 B", total)
+    assert totals[2] == "all 10 elements, 32 B"
+    text, html = rendered(summary, 100), summary._repr_html_()
+    for total in totals:
+        assert total in text
+        assert total in html
+
+
+def test_text_and_html_need_neither_rich_nor_matplotlib():
+    code = """
+import sys, numpy as np, optax_freeze as fz
+summary = fz.summary({"a": np.ones(3, np.float32)}, True)
+str(summary), summary._repr_html_()
+sys.exit(bool({"rich", "matplotlib"} & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# The picture.
+
+
+@pytest.fixture
+def ax():
+    plt.switch_backend("agg")
+    figure, ax = plt.subplots()
+    yield ax
+    plt.close(figure)
+
+
+def area(collection):
+    corners = [path.vertices[:4] for path in collection.get_paths()]
+    return sum(float(np.prod(np.ptp(corner, axis=0))) for corner in corners)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_areas_are_elements(params, ax, spec):
+    summary = fz.summary(params, spec)
+    assert summary.plot(ax) is ax
+    frozen, trainable = map(area, ax.collections[:2])
+    whole = math.prod(ax.get_window_extent().size) * (72 / ax.figure.dpi) ** 2
+    assert math.isclose(frozen + trainable, whole, rel_tol=1e-6)
+    assert math.isclose(frozen, whole * summary.frozen_elements / summary.elements, rel_tol=1e-6, abs_tol=1e-6)
+    ax.figure.canvas.draw()
+
+
+def test_the_picture_says_what_trains_in_words_and_in_two_colors(params, ax):
+    fz.summary(params, "encoder").plot(ax)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "frozen: 36 elements (78.26 %)",
+        "trainable: 10 elements (21.74 %)",
+    ]
+    frozen, trainable = (collection.get_facecolor()[0, :3] for collection in ax.collections[:2])
+    lightness = np.array([0.2126, 0.7152, 0.0722])
+    assert abs(frozen @ lightness - trainable @ lightness) > 0.2
+    assert {"encoder", "head"} <= {text.get_text() for text in ax.texts}
+
+
+def test_names_stay_within_their_boxes(ax):
+    params = {f"block_{i}": {f"w_{j}": shape(1 + 50 * i * j) for j in range(9)} for i in range(30)}
+    fz.summary(params, "block_1*").plot(ax)
+    ax.figure.canvas.draw()
+    whole = ax.get_window_extent()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) > 20
+    assert all(whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1 for box in boxes)
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_a_picture_without_axes_makes_its_own(params):
+    plt.switch_backend("agg")
+    ax = fz.summary({"a$b$": shape(3), "x\ny": shape(3)}, "a*").plot()
+    ax.figure.canvas.draw()
+    assert sorted(text.get_text() for text in ax.texts) == ["'x\\ny'", "a$b$"]
+    plt.close(ax.figure)
+
+
+def test_a_picture_needs_elements(ax):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        fz.summary({"hole": optax.MaskedNode()}, True).plot(ax)
+
+
+def test_without_matplotlib_the_error_says_how_to_get_it(params, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        fz.summary(params, "encoder").plot()
+
+
+@pytest.mark.parametrize(
+    ("spec", "extent"),
+    [("**", "everything"), (True, "everything"), (False, "nothing"), (fz.where(lambda path, leaf: False), "nothing")],
+    ids=str,
+)
+def test_a_spec_that_freezes_nothing_or_everything_is_said(spec, extent):
+    params = {"a": jnp.ones(2), "steps": jnp.int32(0)}
+    for summary in (fz.summary(params, spec), fz.summary(params, spec, optax.adam(1.0), depth=0)):
+        assert summary.extent == extent
+        assert str(summary).splitlines()[-1] == f"the spec freezes {extent}"
+        assert f"the spec freezes {extent}" in summary._repr_html_()
+        console = rich.console.Console(file=io.StringIO(), width=100)
+        console.print(summary)
+        assert f"the spec freezes {extent}" in console.file.getvalue()
+
+
+def test_a_spec_that_freezes_some_is_not():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    for tree, spec in ((params, "a"), (fz.partition(params, "a")[0], "a"), (params, fz.rules({"**": fz.rows(0)}))):
+        assert fz.summary(tree, spec).extent is None
+        assert "the spec freezes" not in str(fz.summary(tree, spec))

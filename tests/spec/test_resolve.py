@@ -1,0 +1,580 @@
+"""Resolution: every form of a spec on every kind of tree, and what it refuses."""
+
+import collections
+import dataclasses
+import fnmatch
+import functools
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.core
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import optax_freeze as fz
+from optax_freeze import linen
+from optax_freeze import nnx as fnnx
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.resolve import Resolved
+
+
+class Pair(NamedTuple):
+    kernel: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    kernel: Any
+    value: Any
+
+
+@pytest.fixture
+def other():
+    return {"encoder": {"kernel": jnp.ones(2), "bias": jnp.zeros(2)}, "head": jnp.ones(2)}
+
+
+class TestForms:
+    def test_bools(self, other):
+        assert fz.resolve(True, other) == {"encoder": {"kernel": True, "bias": True}, "head": True}
+        assert fz.resolve(np.False_, other) == {"encoder": {"kernel": False, "bias": False}, "head": False}
+
+    def test_prefix_tree(self, other):
+        expected = {"encoder": {"kernel": True, "bias": True}, "head": False}
+        assert fz.resolve({"encoder": True, "head": False}, other) == expected
+        assert fz.resolve(expected, other) == expected
+        assert fz.resolve({"encoder": {"kernel": np.True_, "bias": False}, "head": False}, other)["encoder"] == {
+            "kernel": True,
+            "bias": False,
+        }
+
+    @pytest.mark.parametrize("of", [np.array, jnp.array, np.bool_])
+    def test_boolean_scalars_are_bools(self, other, of):
+        expected = fz.resolve({"encoder": True, "head": False}, other)
+        assert fz.resolve({"encoder": of(True), "head": of(False)}, other) == expected
+        assert fz.resolve(fz.rules({"encoder": of(True)}, default=of(False)), other) == expected
+        assert fz.resolve(lambda shapes: {"encoder": of(True), "head": of(False)}, other) == expected
+        assert fz.resolve(of(True), other) == fz.resolve(True, other)
+        jax.jit(functools.partial(fz.partition, frozen={"encoder": of(True), "head": False}))(other)
+
+    def test_a_traced_boolean_scalar_is_refused_where_it_is_no_mask(self, other):
+        with pytest.raises(ValueError, match=r"a bool that is traced\n  at: encoder/bias\n(.|\n)*outside jit"):
+            jax.jit(lambda frozen: fz.partition(other, {"encoder": frozen, "head": False}))(True)
+
+    @pytest.mark.parametrize("of", [np.array, jnp.array])
+    def test_the_boolean_scalar_of_a_scalar_leaf_is_a_mask_that_may_change(self, of):
+        params = {"scale": jnp.float32(1), "w": jnp.ones(2)}
+        tx = fz.freeze(optax.sgd(1.0), {"scale": of(True), "w": of(False)})
+        state = tx.init(params)
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        assert (float(updates["scale"]), updates["w"].tolist()) == (0, [-1, -1])
+        state = jax.jit(lambda frozen: fz.replace_masks(state, {"scale": frozen}))(False)
+        assert float(tx.update(jax.tree.map(jnp.ones_like, params), state, params)[0]["scale"]) == -1
+
+    @pytest.mark.parametrize("a", [dict, flax.core.FrozenDict, collections.OrderedDict])
+    @pytest.mark.parametrize("b", [dict, flax.core.FrozenDict, collections.OrderedDict])
+    def test_mappings_of_the_same_keys_are_the_same_structure(self, a, b):
+        params = a(z=a(kernel=jnp.ones(2), bias=jnp.ones(1)), layers=[a(k=jnp.ones(3)), a()])
+        answers = fz.resolve(b(layers=[b(k=True), b()], z=b(bias=False, kernel=True)), params)
+        assert jax.tree.structure(answers) == jax.tree.structure(params)
+        assert answers["z"]["kernel"] is answers["layers"][0]["k"] is True
+        assert answers["z"]["bias"] is False
+        assert jax.tree.leaves(fz.resolve(b(z=True, layers=[False, True]), params)["z"]) == [True, True]
+        with pytest.raises(ValueError, match=r"does not fit(.|\n)*at: layers"):
+            fz.resolve(b(z=True), params)
+
+    def test_callable_sees_shapes_alone(self, other):
+        def spec(shapes):
+            assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
+            return jax.tree.map(lambda leaf: leaf.shape == (2,), shapes)
+
+        assert fz.resolve(spec, other) == fz.resolve(True, other)
+        assert fz.resolve(lambda shapes: {"encoder": True, "head": False}, other)["encoder"]["bias"] is True
+        assert fz.resolve(lambda shapes: jax.tree.map(lambda leaf: leaf.ndim == 1, shapes), jnp.ones(2)) is True
+        assert fz.resolve(lambda shapes: fz.path("encoder"), other) == fz.resolve("encoder", other)
+
+    def test_shape_structs_are_enough(self, other):
+        shapes = jax.eval_shape(lambda: other)
+        assert fz.resolve("encoder", shapes) == fz.resolve("encoder", other)
+
+    def test_under_jit(self, other):
+        @jax.jit
+        def f(params):
+            return jnp.array(jax.tree.leaves(fz.resolve("encoder", params)))
+
+        assert f(other).tolist() == [True, True, False]
+
+    def test_resolving_twice_changes_nothing(self, other):
+        once = fz.resolve(fz.only("head"), other)
+        assert fz.resolve(once, other) == once
+
+
+class TestTrees:
+    """The paths of each library's containers."""
+
+    def check(self, tree, pattern, expected):
+        answers = fz.resolve(pattern, tree)
+        assert jax.tree.structure(answers) == jax.tree.structure(tree)
+        assert jax.tree.leaves(answers) == expected
+
+    def test_list_and_tuple(self):
+        self.check([jnp.ones(1), (jnp.ones(1), jnp.ones(1))], "1/0", [False, True, False])
+        self.check([jnp.ones(1), jnp.ones(1)], [True, False], [True, False])
+
+    def test_named_tuple(self):
+        self.check(Pair(jnp.ones(1), jnp.ones(1)), "bias", [False, True])
+
+    def test_dataclass_keeps_a_field_called_value(self):
+        self.check(Layer(jnp.ones(1), jnp.ones(1)), "value", [False, True])
+
+    def test_ordered_and_frozen_dict(self):
+        self.check(collections.OrderedDict(b=jnp.ones(1), a=jnp.ones(1)), "b", [True, False])
+        self.check(flax.core.freeze({"a": {"b": jnp.ones(1)}, "c": jnp.ones(1)}), "a/b", [True, False])
+
+    def test_haiku_keys_read_as_segments(self):
+        params = hk.transform(lambda x: hk.nets.MLP([2, 2])(x)).init(jax.random.key(0), jnp.ones((1, 2)))
+        self.check(params, "mlp/~/linear_0", [True, True, False, False])
+
+    def test_equinox_module(self):
+        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+        answers = fz.resolve("layers/0", model)
+        assert (answers.layers[0].weight, answers.layers[1].weight) == (True, False)
+        assert answers.activation is True
+        mask = jax.tree.map(lambda _: False, model)
+        assert fz.resolve(mask, model).layers[1].weight is False
+
+    def test_equinox_module_given_to_a_callable(self):
+        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+        spec = lambda shapes: jax.tree.map(lambda leaf: getattr(leaf, "ndim", 0) == 1, shapes)  # noqa: E731
+        answers = fz.resolve(spec, model)
+        assert (answers.layers[0].bias, answers.layers[0].weight) == (True, False)
+
+    def test_nnx_state_drops_the_trailing_value(self):
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.encoder = nnx.Linear(2, 2, rngs=rngs)
+                self.value = nnx.Linear(2, 2, rngs=rngs)
+
+        model = Model(nnx.Rngs(0))
+        state = nnx.state(model, nnx.Param)
+        assert nnx.to_pure_dict(fz.resolve("encoder/kernel", state)) == {
+            "encoder": {"kernel": True, "bias": False},
+            "value": {"kernel": False, "bias": False},
+        }
+        assert nnx.to_pure_dict(fz.resolve(fz.regex("value/.*"), state))["value"] == {"kernel": True, "bias": True}
+        assert fz.resolve("encoder/kernel", nnx.to_pure_dict(state))["encoder"]["kernel"] is True
+
+    def test_two_leaves_with_one_path(self):
+        with pytest.raises(ValueError, match=r"same path\n  at: a/b"):
+            fz.resolve(True, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+        with pytest.raises(ValueError, match=r"same path\n  at: 1\n  got: \[1\] and \['1'\]\n"):
+            fz.resolve(True, collections.OrderedDict([(1, jnp.ones(1)), ("1", jnp.ones(1)), ("a/b", jnp.ones(1))]))
+
+    def test_keys_that_do_not_sort(self):
+        params = {"a": [{1: jnp.ones(1), "b": jnp.ones(1)}], "c": jnp.ones(1)}
+        for use in (fz.resolve, lambda frozen, params: fz.partition(params, frozen), lambda f, p: fz.summary(p, f)):
+            with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n  got: \[1, 'b'\]\n"):
+                use("c", params)
+        with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n"):
+            _tree.flatten(params)
+        with pytest.raises(TypeError, match=r"got: a dict whose keys do not sort\n"):
+            fz.path(params)
+
+    def test_an_error_of_a_container_of_the_user_s_is_passed_on(self):
+        class Broken:
+            """Cannot be taken apart."""
+
+        def flatten(_):
+            raise ValueError("it is broken")
+
+        jax.tree_util.register_pytree_node(Broken, flatten, lambda *_: Broken())
+        with pytest.raises(ValueError, match="it is broken"):
+            fz.resolve("a", {"a": [Broken()]})
+
+    def test_an_object_that_holds_an_array_is_refused(self):
+        class Variable:
+            shape, dtype = (2,), "float32"
+
+        params = {"a": Variable(), "b": jnp.ones(2)}
+        for use in (
+            lambda: fz.resolve("b", params),
+            lambda: fz.partition(params, "a"),
+            lambda: fz.freeze(optax.sgd(1.0), "a").init(params),
+            lambda: fz.grad(lambda p: p["b"].sum(), "a")(params),
+            lambda: fz.stop_gradient(params, "b"),
+        ):
+            with pytest.raises(TypeError, match=r"an object that holds one\n  at: a\n  got: a Variable of float32"):
+                use()
+
+    def test_none_is_no_leaf(self):
+        assert fz.resolve("a", {"a": jnp.ones(1), "b": None}) == {"a": True, "b": None}
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve("b", {"a": jnp.ones(1), "b": None})
+
+    def test_a_tree_without_leaves_is_let_through(self):
+        assert fz.resolve("encoder", {}) == {}
+        assert fz.resolve(fz.rules({"encoder": True}), {"a": None}) == {"a": None}
+
+    def test_a_hole_is_a_frozen_leaf_with_its_path(self):
+        tree = {"a": optax.MaskedNode(), "b": jnp.ones(1), "c": jnp.ones(1)}
+        assert fz.resolve(["a", "c"], tree) == {"a": True, "b": False, "c": True}
+        assert fz.resolve(False, tree) == {"a": True, "b": False, "c": False}
+        assert fz.resolve(fz.where(lambda path, leaf: path == "b"), tree) == {"a": True, "b": True, "c": False}
+        assert fz.resolve(lambda shapes: jax.tree.map(lambda leaf: False, shapes), tree)["a"] is True
+
+
+class TestWhatCannotTrain:
+    @pytest.mark.parametrize(
+        "leaf",
+        [
+            jnp.arange(2),
+            np.int8(1),
+            jnp.array(True),
+            jax.random.key(0),
+            jnp.tanh,
+            "name",
+            3,
+            0.5,
+            jax.ShapeDtypeStruct((2,), jnp.uint32),
+            np.array([None, "x"]),
+            np.array(["x"]),
+            np.zeros(2, [("a", np.float32)]),
+        ],
+        ids=lambda leaf: type(leaf).__name__,
+    )
+    def test_is_frozen_whatever_the_spec(self, leaf):
+        assert fz.resolve(False, {"a": leaf, "b": jnp.ones(1)}) == {"a": True, "b": False}
+
+    @pytest.mark.parametrize(
+        "dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "float4_e2m1fn"]
+    )
+    def test_floating_and_complex_train(self, dtype):
+        assert fz.resolve(False, {"a": jnp.ones(1, dtype)}) == {"a": False}
+        assert fz.resolve(False, {"a": np.ones(1, jnp.dtype(dtype))}) == {"a": False}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("spec", "error"),
+        [
+            ({"encoder": True}, "at: head"),
+            ({"encoder": True, "head": False, "tail": True}, "at: tail"),
+            ({"encoder": {"kernel": True}, "head": True}, "at: encoder/bias"),
+            ([True, False], "does not fit"),
+            (Pair(True, False), "does not fit"),
+            (None, "does not fit"),
+            ({"encoder": None, "head": True}, "at: encoder/"),
+            ({"encoder": {"kernel": True, "bias": {"deep": True}}, "head": True}, "at: encoder/bias"),
+        ],
+        ids=repr,
+    )
+    def test_a_tree_of_the_wrong_structure(self, other, spec, error):
+        with pytest.raises(ValueError, match=error):
+            fz.resolve(spec, other)
+
+    @pytest.mark.parametrize(
+        "leaf", ["frozen", 1, 0.5, fz.path("encoder"), lambda p: True, {1, 2}, b"x"], ids=lambda x: type(x).__name__
+    )
+    def test_a_leaf_of_the_wrong_type(self, other, leaf):
+        with pytest.raises(ValueError, match=r"where a bool belongs\n  at: head"):
+            fz.resolve({"encoder": True, "head": leaf}, other)
+
+    def test_a_number_is_no_spec(self, other):
+        with pytest.raises(ValueError, match="an int where a bool belongs"):
+            fz.resolve(1, other)
+
+    def test_a_hole_in_the_spec_where_there_is_a_leaf(self, other):
+        with pytest.raises(ValueError, match="where a bool belongs"):
+            fz.resolve({"encoder": True, "head": optax.MaskedNode()}, other)
+
+    def test_a_callable_that_looks_at_values(self, other):
+        with pytest.raises(TypeError, match="looks at values"):
+            fz.resolve(lambda params: jax.tree.map(lambda leaf: bool((leaf > 0).all()), params), other)
+
+    @pytest.mark.parametrize("answer", [True, np.False_, jnp.array(True), np.array(False)], ids=repr)
+    @pytest.mark.parametrize(
+        "use",
+        [
+            fz.resolve,
+            lambda frozen, params: fz.partition(params, frozen),
+            lambda frozen, params: fz.freeze(optax.sgd(1.0), frozen).init(params),
+            lambda frozen, params: fz.masked_zero_updates(frozen).init(params),
+            lambda frozen, params: fz.labels(frozen)(params),
+            lambda frozen, params: fz.grad(lambda params: params["head"].sum(), frozen)(params),
+            lambda frozen, params: fz.stop_gradient(params, frozen),
+            lambda frozen, params: fz.summary(params, frozen),
+            lambda frozen, params: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), frozen),
+            lambda frozen, params: linen.Frozen(nn.Dense(1), frozen).init(jax.random.key(0), jnp.ones((1, 1))),
+        ],
+    )
+    def test_a_callable_that_returns_one_bool(self, other, answer, use):
+        with pytest.raises(TypeError, match=r"got: (True|False), one bool for the whole tree\n(.|\n)*fz\.where\("):
+            use(lambda params: answer, other)
+
+    @pytest.mark.parametrize(
+        ("function", "got"),
+        [
+            (lambda path: "encoder" in path, "one bool"),
+            (lambda path: path == "head", "one bool"),
+            (lambda path: path.startswith("encoder"), "'startswith'"),
+            (lambda path: path.split("/")[-1] == "bias", "'split'"),
+            (lambda path: bool(re.match("encoder", path)), "expected string"),
+            (lambda path: fnmatch.fnmatch(path, "encoder*"), "expected str"),
+            (lambda leaf: leaf.ndim == 1, "'ndim'"),
+            (lambda path, leaf: True, "other arguments"),
+            (lambda path, leaf, more=1: leaf.ndim == 1, "other arguments"),
+            (lambda: True, "other arguments"),
+            (functools.partial(lambda prefix, path: path.startswith(prefix), "encoder"), "'startswith'"),
+        ],
+    )
+    def test_a_callable_of_paths_or_leaves(self, other, function, got):
+        with pytest.raises(TypeError, match=rf"not a function of the tree(.|\n)*{got}(.|\n)*fz\.where\("):
+            fz.resolve(function, other)
+
+    def test_a_callable_that_mistypes_a_name_is_not_taken_for_one_of_leaves(self):
+        with pytest.raises(TypeError, match=r"failed on shapes: .*'encodr'"):
+            fz.resolve(lambda module: module.encodr, Layer(jnp.ones(1), jnp.ones(1)))
+
+    def test_a_callable_whose_signature_python_does_not_know(self, other):
+        with pytest.raises(TypeError, match="one bool"):
+            fz.resolve(functools.partial(bool), other)
+
+    def test_a_callable_in_a_tree(self, other):
+        for leaf in (lambda path: True, lambda path, leaf: True):
+            with pytest.raises(ValueError, match=r"where a bool belongs\n  at: head(.|\n)*fz\.where\("):
+                fz.resolve({"encoder": True, "head": leaf}, other)
+
+    def test_a_callable_that_returns_labels(self, other):
+        with pytest.raises(ValueError, match="a str where a bool belongs"):
+            fz.resolve(lambda params: jax.tree.map(lambda leaf: "frozen", params), other)
+
+    @pytest.mark.parametrize(
+        ("spec", "fix"),
+        [
+            (["encoder", fz.path("head")], r"combine patterns and selectors by \|"),
+            ([fz.path("encoder")], r"combine patterns and selectors by \|"),
+            ([], "nothing is named"),
+            (None, "nothing is named"),
+            (optax.sgd(1.0), "an optimizer says nothing"),
+            ({"encoder"}, r"unpack it: fz\.path"),
+        ],
+        ids=["strings and selectors", "selectors", "empty list", "none", "optimizer", "set"],
+    )
+    def test_the_error_says_what_was_meant(self, other, spec, fix):
+        with pytest.raises(ValueError, match=fix):
+            fz.resolve(spec, other)
+
+    def test_swapped_arguments(self, other):
+        with pytest.raises(ValueError, match="swap the arguments"):
+            fz.partition("encoder", other)
+
+    def test_errors_have_four_parts(self, other):
+        with pytest.raises(ValueError, match="matches no leaf") as error:
+            fz.resolve("hed", other)
+        what, at, got, expected, fix = str(error.value).split("\n")
+        assert what == "the pattern 'hed' matches no leaf"
+        assert (at[:6], got[:7], expected[:12]) == ("  at: ", "  got: ", "  expected: ")
+        assert fix == "  fix: nearest paths: head"
+
+
+def nothing_or_all(path, leaf):
+    return leaf.ndim == 7
+
+
+USES = {
+    "partition": lambda params, spec: fz.partition(params, spec),
+    "freeze": lambda params, spec: fz.freeze(optax.sgd(1.0), spec).init(params),
+    "masked_zero_updates": lambda params, spec: fz.masked_zero_updates(spec).init(params),
+    "under jit": lambda params, spec: jax.jit(fz.freeze(optax.sgd(1.0), spec).init)(params),
+}
+
+
+class TestFreezeWarning:
+    @pytest.mark.parametrize("use", USES)
+    @pytest.mark.parametrize(
+        ("spec", "extent"),
+        [
+            (fz.where(nothing_or_all), "nothing"),
+            (~fz.where(nothing_or_all), "everything"),
+            ("**", "everything"),
+            (fz.only("*"), "nothing"),
+            (["encoder", "head"], "everything"),
+            (fz.path("encoder") & "head", "nothing"),
+            ("steps", "nothing"),
+            (fz.rules({"encoder": np.True_}, default=True), "everything"),
+            (lambda params: jax.tree.map(lambda leaf: False, params), "nothing"),
+            (fz.rules({"encoder": fz.rows(slice(None)), "head": True}), "everything"),
+        ],
+    )
+    def test_a_spec_that_freezes_nothing_or_everything(self, other, use, spec, extent):
+        params = {**other, "steps": jnp.int32(0)}
+        frozen = 3 if extent == "everything" else 0
+        with pytest.warns(
+            fz.FreezeWarning, match=rf"freezes {extent}\n(.|\n)*{frozen} of 3 leaves are frozen"
+        ) as caught:
+            USES[use](params, spec)
+        assert len(caught) == 1
+        assert use == "under jit" or caught[0].filename == __file__
+
+    @pytest.mark.parametrize("use", USES)
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            True,
+            False,
+            np.True_,
+            np.array(False),
+            {"encoder": False, "head": False},
+            {"encoder": True, "head": np.True_},
+            {"encoder": True, "head": fz.rows(slice(None))},
+            "encoder",
+            fz.rules({"head": fz.rows(0)}),
+            fz.only("encoder/bias"),
+        ],
+    )
+    def test_what_is_meant(self, other, use, spec):
+        USES[use](other, spec)
+
+    def test_a_dense_mask_is_not_looked_at(self, other):
+        fz.partition(other, fz.rules({"head": np.ones(2, bool)}, default=True))
+
+    def test_a_tree_with_holes_is_not_judged(self, other):
+        trainable, rest = fz.partition(other, "encoder")
+        for spec in ("encoder", fz.where(nothing_or_all), fz.only("encoder")):
+            fz.freeze(optax.sgd(1.0), spec).init(trainable)
+            fz.partition(rest, spec)
+        fz.freeze(optax.sgd(1.0), "**").init(fz.partition(other, fz.rules({"head": fz.rows(0)}))[0])
+
+    def test_parameters_that_cannot_train_are_not_judged(self):
+        fz.partition({"a": jnp.arange(3)}, "a")
+        fz.freeze(optax.sgd(1.0), "a").init({})
+
+    def test_where_nothing_is_trained_there_is_none(self, other):
+        for spec in ("**", fz.where(nothing_or_all)):
+            fz.resolve(spec, other)
+            fz.labels(spec)(other)
+            fz.stop_gradient(other, spec)
+            fz.summary(other, spec, optax.adam(1.0))
+            fz.fingerprint(other, spec)
+            fz.assert_frozen(other, other, spec)
+
+    def test_the_spec_of_a_state_is_told_once(self, other):
+        tx = fz.freeze(optax.sgd(1.0), fz.where(nothing_or_all))
+        with pytest.warns(fz.FreezeWarning):
+            state = tx.init(other)
+        tx.update(other, state, other)
+        fz.partition(other, fz.spec_of(state))
+
+    def test_it_can_be_filtered(self, other):
+        assert issubclass(fz.FreezeWarning, UserWarning)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fz.FreezeWarning)
+            fz.partition(other, "**")
+
+
+class TestTied:
+    def test_conflict(self):
+        shared = jnp.ones(2)
+        params = {"embed": shared, "head": shared, "other": jnp.ones(2)}
+        for make in (
+            lambda frozen, **kw: fz.partition(params, frozen, **kw),
+            lambda frozen, **kw: fz.freeze(optax.sgd(1.0), frozen, **kw).init(params),
+            lambda frozen, **kw: fz.masked_zero_updates(frozen, **kw).init(params),
+        ):
+            with pytest.raises(ValueError, match=r"at: embed\n  got: frozen there, trained at head"):
+                make("embed")
+            make("embed", tied="ignore")
+            make(["embed", "head"])
+            make("other")
+            with pytest.raises(ValueError, match="unknown choice"):
+                make("other", tied="no")
+
+    def test_not_on_tracers_or_shapes(self):
+        shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+        fz.partition({"a": shape, "b": shape}, "a")
+        jax.jit(lambda x: fz.partition({"a": x, "b": x}, "a"))(jnp.ones(2))
+
+    def test_numpy_arrays(self):
+        shared = np.ones(2, np.float32)
+        with pytest.raises(ValueError, match="two paths"):
+            fz.partition({"a": shared, "b": shared}, "a")
+
+    def test_integers_are_frozen_at_both(self):
+        shared = jnp.arange(2)
+        fz.partition({"a": shared, "b": shared}, "a")
+
+
+class TestResolved:
+    def test_is_a_static_node_compared_by_value(self, other):
+        a, b = (Resolved.of(spec, other, tied="error")[0] for spec in ("encoder", {"encoder": True, "head": False}))
+        assert jax.tree.leaves(a) == []
+        assert a == b
+        assert hash(a) == hash(b)
+        assert a != Resolved.of("head", other, tied="error")[0]
+        assert a != Resolved.of("encoder", {**other, "head": jnp.ones(3)}, tied="error")[0]
+        assert a != "encoder"
+
+    def test_one_compilation_for_equal_specs(self, other):
+        traces = []
+
+        @jax.jit
+        def f(state):
+            traces.append(1)
+            return state
+
+        tx = fz.freeze(optax.adam(1.0), "encoder")
+        state = f(tx.init(other))
+        f(state)
+        f(tx.init(other))
+        f(fz.freeze(optax.adam(1.0), fz.only("head")).init(other))
+        assert len(traces) == 1
+        f(fz.freeze(optax.adam(1.0), "encoder/bias").init(other))
+        assert len(traces) == 2
+
+
+class Keyed:
+    """A node whose keys are of no type that JAX knows."""
+
+    def __init__(self, child):
+        self.child = child
+
+
+jax.tree_util.register_pytree_with_keys(Keyed, lambda node: ([(("odd", 1), node.child)], None), lambda _, c: Keyed(*c))
+
+
+@jax.tree_util.register_pytree_node_class
+class Unkeyed(Keyed):
+    def tree_flatten(self):
+        return (self.child,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        np.zeros(1),
+        {"a": [np.zeros(1), (np.zeros(1), Keyed(np.zeros(1)))], "b/c": {}},
+        {3: Pair(Unkeyed(np.zeros(1)), np.zeros(1)), 10: Keyed({"x": np.zeros(1)})},
+    ],
+    ids=["a leaf", "strings", "numbers"],
+)
+def test_paths_are_those_of_jax(tree):
+    keys = [key for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert _tree.paths(tree) == [jax.tree_util.keystr(key, simple=True, separator="/") for key in keys]
+
+
+def test_a_spec_whose_keys_do_not_sort():
+    with pytest.raises(ValueError, match=r"the keys of a dict do not sort(.|\n)*got: \[1, 'a'\]"):
+        fz.resolve({1: True, "a": False}, {"a": jnp.ones(2)})

@@ -1,0 +1,391 @@
+"""Selectors: patterns, functions, rules and their algebra."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_freeze as fz
+from optax_freeze._spec import patterns as _glob
+
+
+def chosen(selector, params):
+    """The paths that a selector freezes."""
+    tree = fz.resolve(selector, params)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, answer in jax.tree_util.tree_leaves_with_path(tree)
+        if answer
+    ]
+
+
+ENCODER = ["encoder/layer_0/bias", "encoder/layer_0/kernel", "encoder/layer_1/bias", "encoder/layer_1/kernel"]
+HEAD = ["head/bias", "head/kernel"]
+
+
+class TestPath:
+    @pytest.mark.parametrize(
+        ("pattern", "expected"),
+        [
+            ("encoder", ENCODER),
+            ("encoder/**", ENCODER),
+            ("encoder/**/**", ENCODER),
+            ("encoder/*", ENCODER),
+            ("encoder/*/*", ENCODER),
+            ("encoder/**/kernel", ["encoder/layer_0/kernel", "encoder/layer_1/kernel"]),
+            ("**/kernel", ["encoder/layer_0/kernel", "encoder/layer_1/kernel", "head/kernel"]),
+            ("**/layer_0/**", ENCODER[:2]),
+            ("*/kernel", ["head/kernel"]),
+            ("encoder/layer_?", ENCODER),
+            ("encoder/layer_[1-9]", ENCODER[2:]),
+            ("encoder/layer_[!0]", ENCODER[2:]),
+            ("**", ENCODER + HEAD),
+            ("*", ENCODER + HEAD),
+            ("*er", ENCODER),
+            ("head/kernel", ["head/kernel"]),
+            ("encoder/layer_0/kernel/**", ["encoder/layer_0/kernel"]),
+        ],
+    )
+    def test_glob(self, params, pattern, expected):
+        assert chosen(fz.path(pattern), params) == expected
+        assert chosen(pattern, params) == expected
+
+    @pytest.mark.parametrize("pattern", ["enc", "layer_0", "kernel", "encoder/kernel", "/encoder", "encoder/", "HEAD"])
+    def test_part_of_a_segment_does_not_match(self, params, pattern):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve(pattern, params)
+
+    @pytest.mark.parametrize(
+        ("pattern", "path", "matches"),
+        [
+            ("a[[]0]", "a[0]", True),
+            ("a[", "a[", True),
+            ("a.b", "a.b", True),
+            ("a.b", "axb", False),
+            ("a[]]", "a]", True),
+            ("a[!]]", "a]", False),
+            ("a[/]b", "a/b", False),
+            ("a?b", "a/b", False),
+            ("a[!x]b", "a/b", False),
+            ("[a-c]", "b", True),
+            ("[a-c]", "d", False),
+            ("[-^&~|]", "^", True),
+            ("line*", "line\nbreak", True),
+            ("a/**/b", "a/b", True),
+            ("a/**/b", "a/x/y/b", True),
+            ("a/**/b", "ab", False),
+            ("**/a", "a", True),
+            ("", "", True),
+            ("**", "", True),
+            ("", "a", False),
+            ("mlp/~/linear_0", "mlp/~/linear_0/w", True),
+        ],
+    )
+    def test_glob_translation(self, pattern, path, matches):
+        assert bool(_glob.glob(pattern).fullmatch(path)) is matches
+
+    def test_several_patterns_are_a_union(self, params):
+        assert chosen(fz.path("encoder/layer_0", "head/bias"), params) == [*ENCODER[:2], "head/bias"]
+        assert chosen(["encoder/layer_0", "head/bias"], params) == [*ENCODER[:2], "head/bias"]
+        assert chosen(("encoder/layer_0", "head/bias"), params) == [*ENCODER[:2], "head/bias"]
+
+    def test_every_pattern_must_match(self, params):
+        with pytest.raises(ValueError, match="'decoder' matches no leaf"):
+            fz.resolve(fz.path("encoder", "decoder"), params)
+
+    def test_the_error_names_the_nearest_paths(self, params):
+        with pytest.raises(ValueError, match=r"nearest paths: .*encoder/layer_0"):
+            fz.resolve("encoder/layr_0/**", params)
+
+    def test_double_star_shares_no_segment(self):
+        with pytest.raises(ValueError, match=r"whole segments(.|\n)*'encoder\*'"):
+            fz.path("encoder**")
+
+    @pytest.mark.parametrize("pattern", ["layer_[7-0]", "[a--b]"])
+    def test_a_range_the_wrong_way_round(self, pattern):
+        with pytest.raises(ValueError, match=r"no pattern\n  at: fz\.path"):
+            fz.path(pattern)
+
+    @pytest.mark.parametrize(
+        ("pattern", "globs"),
+        [
+            ("layer_[0-11]", ["layer_[0-9]", "layer_1[01]"]),
+            ("layer_[10-15]/kernel", ["layer_1[0-5]/kernel"]),
+            ("layer_[8-12]", ["layer_[89]", "layer_1[0-2]"]),
+            ("layer_[00-31]", ["layer_[0-2][0-9]", "layer_3[01]"]),
+            ("layer_[5-123]", ["layer_[5-9]", "layer_[1-9][0-9]", "layer_1[01][0-9]", "layer_12[0-3]"]),
+            ("layer_[0-3,10, 12]", ["layer_[0-3]", "layer_10", "layer_12"]),
+            ("s[9-10]/l[1-12]", ["s9/l[1-9]", "s9/l1[0-2]", "s10/l[1-9]", "s10/l1[0-2]"]),
+        ],
+    )
+    def test_a_range_of_numbers_in_brackets(self, pattern, globs):
+        with pytest.raises(ValueError, match="not for a number") as error:
+            fz.path("encoder", pattern)
+        assert f"for these numbers {globs}, or fz.regex" in str(error.value)
+
+    @pytest.mark.parametrize("low", range(0, 120, 9))
+    def test_the_globs_for_a_range_of_numbers_match_these_alone(self, low):
+        for high in [*range(low + 1, 130, 10), 999, 1000]:
+            globs = [_glob.glob(glob) for glob in _glob._spelled(f"[{low}-{high}]")]
+            matched = [n for n in range(1100) if any(glob.fullmatch(str(n)) for glob in globs)]
+            assert matched == list(range(low, high + 1)) or high < 10
+
+    def test_numbers_to_exclude(self):
+        with pytest.raises(ValueError, match=r"not for a number(.|\n)*fz\.where"):
+            fz.path("layer_[!0-11]")
+
+    @pytest.mark.parametrize(
+        "pattern", ["[0-7]", "[01]", "[012]", "[0-7,9]", "[a-f0-29]", "[90-7]", "a[[]0-11]", "[10]"]
+    )
+    def test_brackets_that_hold_characters(self, pattern):
+        fz.path(pattern)
+
+    def test_a_key_in_brackets(self, params):
+        params = {"a[0]": params, "b": {"c[1]": {"d": jnp.ones(1)}}}
+        for pattern, literal in [("a[0]", "a[[]0]"), ("b/c[1]/d", "b/c[[]1]/d"), ("**/c[1]", "**/c[[]1]")]:
+            with pytest.raises(ValueError, match="matches no leaf") as error:
+                fz.resolve(pattern, params)
+            assert (
+                f"fix: brackets stand for one of the characters in them; for a bracket itself write {literal!r}"
+                in str(error.value)
+            )
+            assert chosen(literal, params)
+
+    @pytest.mark.parametrize(
+        ("pattern", "expression"),
+        [
+            ("encoder.*", "encoder.*"),
+            (r"encoder/layer_\d+", r"encoder/layer_\d+/.*"),
+            ("(encoder|head)/.*", "(encoder|head)/.*"),
+            ("^encoder", "^encoder/.*"),
+            ("encoder/layer_[0-9]+/bias", "encoder/layer_[0-9]+/bias"),
+        ],
+    )
+    def test_a_regular_expression_for_a_glob(self, params, pattern, expression):
+        with pytest.raises(ValueError, match="matches no leaf") as error:
+            fz.resolve(pattern, params)
+        assert str(error.value).endswith(f"fix: for a regular expression write fz.regex({expression!r})")
+        assert chosen(fz.regex(expression), params)
+
+    @pytest.mark.parametrize("pattern", ["encoder.layer_0", "encoder(", "tail.*", "*kernel+"])
+    def test_what_is_no_regular_expression_that_matches(self, params, pattern):
+        with pytest.raises(ValueError, match="fix: nearest paths"):
+            fz.resolve(pattern, params)
+
+    def test_takes_strings(self):
+        with pytest.raises(TypeError, match="takes strings"):
+            fz.path(["encoder"])
+        for wrong, fix in [
+            (lambda: fz.only(fz.regex("a")), r"~fz\.regex\('a'\)"),
+            (lambda: fz.only(fz.path("a") | "b"), r"~\(fz\.path\('a'\) \| fz\.path\('b'\)\)"),
+            (lambda: fz.only(fz.only("a")), r"fz\.path\('a'\)"),
+            (lambda: fz.path(fz.regex("a")), r"fz\.regex\('a'\)"),
+            (lambda: fz.regex(fz.where(is_bias)), r"fz\.where\(is_bias\)"),
+        ]:
+            with pytest.raises(TypeError, match=rf"takes strings(.|\n)*fix: a selector stands by itself: {fix}$"):
+                wrong()
+        with pytest.raises(TypeError, match=r"wrap a function in ~fz\.where"):
+            fz.only(is_bias)  # pyright: ignore
+        with pytest.raises(ValueError, match="no pattern"):
+            fz.path()
+
+    def test_a_lone_leaf_has_the_empty_path(self):
+        assert fz.resolve("", jnp.ones(2)) is True
+        assert fz.resolve("**", jnp.ones(2)) is True
+        assert fz.resolve(False, jnp.ones(2)) is False
+
+
+class TestOnly:
+    def test_everything_else(self, params):
+        assert chosen(fz.only("head"), params) == ENCODER
+
+    def test_is_the_inverse_of_path(self):
+        assert fz.only("head") == ~fz.path("head")
+        assert hash(fz.only("head")) == hash(~fz.path("head"))
+
+    def test_is_strict(self, params):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve(fz.only("tail"), params)
+
+
+class TestRegex:
+    def test_matches_the_whole_path(self, params):
+        assert chosen(fz.regex(r"encoder/layer_\d+/bias"), params) == ["encoder/layer_0/bias", "encoder/layer_1/bias"]
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve(fz.regex("encoder"), params)
+
+    def test_every_expression_must_match(self, params):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve(fz.regex("head/.*", "tail/.*"), params)
+
+    @pytest.mark.parametrize("make", [lambda: fz.regex("a/.*"), lambda: fz.path("a/*"), lambda: fz.path("**")])
+    def test_a_key_may_hold_a_line_break(self, make):
+        assert fz.resolve(make(), {"a": {"b\nc": jnp.ones(2)}}) == {"a": {"b\nc": True}}
+
+    def test_no_regular_expression(self):
+        with pytest.raises(ValueError, match="no regular expression"):
+            fz.regex("*")
+
+
+class TestWhere:
+    def test_sees_path_shape_and_dtype(self, params):
+        seen = []
+
+        def is_bias(path, leaf):
+            assert isinstance(leaf, jax.ShapeDtypeStruct)
+            seen.append((path, leaf.shape, leaf.dtype))
+            return leaf.ndim == 1
+
+        assert chosen(fz.where(is_bias), params) == ["encoder/layer_0/bias", "encoder/layer_1/bias", "head/bias"]
+        assert seen[1] == ("encoder/layer_0/kernel", (3, 4), jnp.float32)
+
+    def test_may_match_nothing(self, params):
+        assert chosen(fz.where(lambda path, leaf: False), params) == []
+        assert chosen(fz.where(lambda path, leaf: np.bool_(True)), params) == ENCODER + HEAD
+
+    def test_is_not_asked_about_objects(self):
+        assert fz.resolve(fz.where(lambda path, leaf: leaf.ndim == 0), {"f": jnp.tanh, "w": jnp.ones(2)}) == {
+            "f": True,
+            "w": False,
+        }
+
+    def test_looking_at_values_is_refused(self, params):
+        with pytest.raises(TypeError, match=r"looks at values(.|\n)*ShapeDtypeStruct"):
+            fz.resolve(fz.where(lambda path, leaf: leaf.sum() > 0), params)
+
+    @pytest.mark.parametrize(
+        "look",
+        [bool, lambda leaf: bool(np.any(leaf)), lambda leaf: leaf == 0, lambda leaf: leaf != 0, float, jnp.sum],
+        ids=["bool", "np.any", "==", "!=", "float", "jnp.sum"],
+    )
+    def test_no_value_is_made_up(self, params, look):
+        with pytest.raises(TypeError, match="looks at values"):
+            fz.resolve(fz.where(lambda path, leaf: bool(look(leaf))), params)
+        with pytest.raises(TypeError, match="looks at values"):
+            fz.resolve(lambda shapes: jax.tree.map(lambda leaf: bool(look(leaf)), shapes), params)
+
+    def test_returning_no_bool_is_refused(self, params):
+        with pytest.raises(TypeError, match="returned no bool"):
+            fz.resolve(fz.where(lambda path, leaf: re.search("bias", path)), params)
+
+    def test_takes_a_function(self):
+        with pytest.raises(TypeError, match=r"fz\.path"):
+            fz.where("encoder")  # pyright: ignore
+
+
+class TestAlgebra:
+    def test_or_and_not(self, params):
+        kernels = fz.path("**/kernel")
+        assert chosen(fz.path("head") | kernels, params) == [ENCODER[1], ENCODER[3], *HEAD]
+        assert chosen(fz.path("head") & kernels, params) == ["head/kernel"]
+        assert chosen(~kernels, params) == [ENCODER[0], ENCODER[2], HEAD[0]]
+        assert chosen(fz.path("encoder") & ~fz.path("**/bias") | "head/bias", params) == [*ENCODER[1::2], "head/bias"]
+
+    def test_strings_and_lists_on_either_side(self, params):
+        assert "head" | fz.path("encoder") == fz.path("head") | fz.path("encoder")
+        assert "head" & fz.path("**/bias") == fz.path("head") & fz.path("**/bias")
+        assert fz.path("head") | ["a", "b"] == fz.path("head") | fz.path("a", "b")
+        with pytest.raises(TypeError, match="neither a pattern nor a selector"):
+            fz.path("head") | 3  # pyright: ignore
+
+    def test_python_operators_are_refused(self, params):
+        for use in (
+            lambda: not fz.path("head"),
+            lambda: fz.path("head") and fz.path("encoder"),
+            lambda: fz.path("head") or fz.path("encoder"),
+        ):
+            with pytest.raises(TypeError, match=r"neither true nor false(.|\n)*use ~, & and \|"):
+                use()
+
+    def test_an_empty_intersection_is_no_error(self, params):
+        assert chosen(fz.path("head") & "encoder", params) == []
+
+    def test_operands_are_strict(self, params):
+        for selector in (fz.path("head") | "x", fz.path("head") & "x", ~fz.path("x")):
+            with pytest.raises(ValueError, match="matches no leaf"):
+                fz.resolve(selector, params)
+
+
+class TestRules:
+    def test_first_match_wins(self, params):
+        rules = fz.rules({"**/layer_1/bias": False, "encoder": True})
+        assert chosen(rules, params) == ["encoder/layer_0/bias", "encoder/layer_0/kernel", "encoder/layer_1/kernel"]
+
+    def test_default(self, params):
+        assert chosen(fz.rules({"head": False}, default=True), params) == ENCODER
+
+    def test_selectors_as_keys(self, params):
+        rules = fz.rules({fz.where(lambda path, leaf: leaf.ndim == 1): False, ("encoder", "head"): True})
+        assert chosen(rules, params) == [ENCODER[1], ENCODER[3], HEAD[1]]
+
+    def test_a_shadowed_rule_is_refused(self, params):
+        with pytest.raises(ValueError, match=r"fz\.path\('encoder/layer_0'\) never applies"):
+            fz.resolve(fz.rules({"encoder": True, "encoder/layer_0": False}), params)
+
+    def test_a_rule_that_may_match_nothing_is_not_shadowed(self, params):
+        nothing = fz.where(lambda path, leaf: False)
+        assert chosen(fz.rules({"encoder": True, nothing: False}), params) == ENCODER
+
+    def test_a_pattern_that_matches_nothing_is_refused(self, params):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.resolve(fz.rules({"encoder": True, "decoder": True}), params)
+
+    def test_is_a_selector(self, params):
+        assert chosen(~fz.rules({"encoder": True}), params) == HEAD
+        assert chosen(fz.rules({"encoder": True}) | "head/bias", params) == [*ENCODER, "head/bias"]
+
+    @pytest.mark.parametrize("value", ["frozen", 1, None])
+    def test_values_are_bools(self, value):
+        with pytest.raises(ValueError, match="where a bool belongs"):
+            fz.rules({"encoder": value})
+        with pytest.raises(ValueError, match=r"where a bool belongs(.|\n)*at: default"):
+            fz.rules({"encoder": True}, default=value)
+
+    def test_takes_a_mapping(self):
+        with pytest.raises(TypeError, match="takes a mapping"):
+            fz.rules(["encoder"])  # pyright: ignore
+        with pytest.raises(TypeError, match="neither a pattern nor a selector"):
+            fz.rules({3: True})
+
+
+def is_bias(path, leaf):
+    return leaf.ndim == 1
+
+
+SELECTORS = {
+    "fz.path('encoder/**')": lambda: fz.path("encoder/**"),
+    "fz.path('a', 'b')": lambda: fz.path("a", "b"),
+    "fz.only('head')": lambda: fz.only("head"),
+    "fz.regex('a.*')": lambda: fz.regex("a.*"),
+    "fz.where(is_bias)": lambda: fz.where(is_bias),
+    "~fz.path('a')": lambda: ~fz.path("a"),
+    "fz.path('a') | fz.path('b') | fz.path('c')": lambda: fz.path("a") | "b" | "c",
+    "fz.path('a') | (fz.path('b') & fz.path('c'))": lambda: fz.path("a") | (fz.path("b") & "c"),
+    "~(fz.path('a') | fz.path('b'))": lambda: ~(fz.path("a") | "b"),
+    "fz.path('a') | (fz.path('b') | fz.path('c'))": lambda: fz.path("a") | (fz.path("b") | "c"),
+    "fz.rules({'a': True, fz.regex('b'): False})": lambda: fz.rules({"a": True, fz.regex("b"): False}),
+    "fz.rules({'a': False}, default=True)": lambda: fz.rules({"a": False}, default=True),
+    "fz.rules({'a': True}, default=fz.rows([0]))": lambda: fz.rules({"a": True}, default=fz.rows([0])),
+}
+
+
+@pytest.mark.parametrize("text", SELECTORS)
+def test_repr_reads_like_the_call(text):
+    selector = SELECTORS[text]()
+    assert repr(selector) == text
+    assert eval(text, {"fz": fz, "is_bias": is_bias}) == selector
+
+
+@pytest.mark.parametrize("text", SELECTORS)
+def test_selectors_are_values(text):
+    a, b = SELECTORS[text](), SELECTORS[text]()
+    assert a == b
+    assert hash(a) == hash(b)
+    others = [make() for other, make in SELECTORS.items() if other != text]
+    assert a not in others
+
+
+def test_path_and_regex_of_one_pattern_differ():
+    assert fz.path("a") != fz.regex("a")

@@ -1,0 +1,576 @@
+"""Comparing what is frozen bit by bit, and its digest."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_freeze as fz
+from optax_freeze._verify import bits as _bits
+
+HOLE = optax.MaskedNode()
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+DTYPES = [
+    *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"),
+    *("int32", "int8", "uint8", "uint32", "int4", "bool"),
+]
+
+
+def same(a, b):
+    """Whether two digests agree, or a stack of digests and one."""
+    return (np.asarray(a) == np.asarray(b)).all(axis=-1)
+
+
+def leaf_of(dtype, shape=(3, 2)):
+    """A leaf of awkward numbers: zeros of both signs, NaNs, infinities."""
+    numbers = np.resize(np.array([0.0, -0.0, np.nan, 1.5, -2.0, np.inf], np.float32), shape)
+    if dtype == "bool" or "int" in dtype:
+        numbers = np.resize(np.array([0, 1, 5, 7, 2, 3]), shape)
+    return np.asarray(numbers.astype(jnp.dtype(dtype)))
+
+
+def flips(leaf):
+    """The leaf with each single bit of each element flipped, and the number of that element."""
+    size = leaf.dtype.itemsize * 8
+    width = {"int4": 4, "bool": 1}.get(str(leaf.dtype), size)
+    raw = np.tile(leaf.reshape(-1, 1).view(np.uint8), (leaf.size * width, 1, 1))
+    at = np.repeat(np.arange(leaf.size), width)
+    bit = np.tile(np.arange(width), leaf.size)
+    raw[np.arange(len(at)), at, bit // 8] ^= (1 << (bit % 8)).astype(np.uint8)
+    if str(leaf.dtype) == "int4":  # NumPy keeps it in a byte with the sign spread out
+        raw = ((raw ^ 8) & 15) - np.uint8(8)
+    return raw.view(leaf.dtype).reshape(-1, *leaf.shape), at
+
+
+MASK = np.array([[True, False], [False, False], [True, True]])
+MASKS = {
+    "all": (True, np.ones((3, 2), bool)),
+    "rows": (fz.rows([0, 2]), np.array([[True, True], [False, False], [True, True]])),
+    "columns": (fz.rows(slice(1, None), axis=1), np.array([[False, True]] * 3)),
+    "elements": (fz.elements(MASK), MASK),
+    "compact": (fz.elements(MASK, compact=True), MASK),
+}
+
+
+class TestFingerprint:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_flipped_bit_changes_every_lane(self, dtype):
+        leaf = leaf_of(dtype)
+        changed, _ = flips(leaf)
+        assert len({row.tobytes() for row in changed} | {leaf.tobytes()}) == len(changed) + 1
+        digests = jax.jit(jax.vmap(lambda w: fz.fingerprint({"w": w}, True)))(changed)
+        assert (digests != fz.fingerprint({"w": leaf}, True)).all()
+
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+    def test_a_flipped_bit_changes_it_if_and_only_if_it_is_frozen(self, dtype, mask):
+        leaf, (frozen, where) = leaf_of(dtype), MASKS[mask]
+        changed, at = flips(leaf)
+        digests = jax.jit(jax.vmap(lambda w: fz.fingerprint({"w": w}, {"w": frozen})))(changed)
+        unchanged = np.asarray(digests == fz.fingerprint({"w": leaf}, {"w": frozen}))
+        assert (unchanged == ~where.reshape(-1)[at][:, None]).all()
+
+    def test_every_flipped_bit_of_a_key(self):
+        data = np.array(jax.random.key_data(jax.random.split(jax.random.key(3), 2)))
+        changed, _ = flips(data)
+        digests = jax.jit(jax.vmap(lambda d: fz.fingerprint(jax.random.wrap_key_data(d), False)))(changed)
+        assert (digests != fz.fingerprint(jax.random.wrap_key_data(data), False)).all()
+
+    @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64, np.complex128])
+    def test_64_bits_of_numpy_with_and_without_64_bit_mode(self, dtype):
+        leaf = np.array([0.0, 1.5, 2.0**40]).astype(dtype)
+        changed, _ = flips(leaf)
+        digests = np.stack([fz.fingerprint({"w": w}, True) for w in changed])
+        digest = fz.fingerprint({"w": leaf}, True)
+        assert (digests != digest).all()
+        with enable_x64(True):
+            assert same(fz.fingerprint({"w": jnp.asarray(leaf)}, True), digest)
+            assert same(jax.jit(lambda p: fz.fingerprint(p, True))({"w": jnp.asarray(leaf)}), digest)
+
+    def test_64_bit_mode_changes_nothing(self, awkward, odd_bits):
+        for tree in (awkward, odd_bits):
+            digest = fz.fingerprint(tree, "frozen")
+            with enable_x64(True):
+                assert same(fz.fingerprint(tree, "frozen"), digest)
+
+    def test_eager_and_jitted(self, awkward, odd_bits):
+        for tree in (awkward, odd_bits):
+            for frozen in (True, False, "frozen", "trains"):
+                jitted = jax.jit(lambda p, frozen=frozen: fz.fingerprint(p, frozen))
+                assert same(jitted(tree), fz.fingerprint(tree, frozen))
+
+    def test_is_four_words_that_never_change(self):
+        params = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [jnp.bfloat16(1.5), None, 2.0]}
+        digest = fz.fingerprint(params, True)
+        assert (digest.shape, digest.dtype) == ((4,), jnp.uint32)
+        assert [f"{word:08x}" for word in digest.tolist()] == GOLDEN  # checkpoints hold such digests
+
+    def test_what_trains_does_not_count(self, params, frozen, compiled):
+        digest = compiled(lambda p: fz.fingerprint(p, frozen))
+        trained = {**params, "head": jax.tree.map(lambda p: p * jnp.nan, params["head"])}
+        assert same(digest(trained), digest(params))
+        moved = {**params, "encoder": jax.tree.map(lambda p: p + 1, params["encoder"])}
+        assert not same(digest(moved), digest(params))
+
+    def test_negative_zero_and_nan_payloads_count(self, odd_bits):
+        assert not same(fz.fingerprint(jnp.float32(0.0), True), fz.fingerprint(jnp.float32(-0.0), True))
+        plain = jax.tree.map(lambda x: jnp.where(jnp.isnan(x), jnp.nan, 0.0), odd_bits)
+        for name in ("nan_payload", "denormal"):
+            assert not same(fz.fingerprint(odd_bits, f"frozen/{name}"), fz.fingerprint(plain, f"frozen/{name}"))
+
+    def test_places_paths_dtypes_and_shapes_count(self):
+        w = np.arange(6, dtype=np.float32).reshape(2, 3)
+        zeros = np.zeros(4, np.float32)
+        trees = [
+            {"a": w, "b": w + 1},
+            {"a": w + 1, "b": w},
+            {"a": w, "c": w + 1},
+            {"a": w[::-1], "b": w + 1},
+            {"a": w[:, ::-1], "b": w + 1},
+            {"a": w.reshape(3, 2), "b": w + 1},
+            {"a": w.reshape(6), "b": w + 1},
+            {"a": w[:, :, None], "b": w + 1},
+            {"a": w.view(np.int32), "b": w + 1},
+            {"a": w.view(np.uint32), "b": w + 1},
+            {"a": w, "b": w + 1, "z": zeros},
+            {"a": w, "b": w + 1, "z": zeros[:3]},
+            {"a": w, "b": w + 1, "z": zeros.view(np.uint32)},
+            {"a": w, "b": w + 1, "z": zeros.view(jnp.bfloat16)},
+        ]
+        digests = [tuple(fz.fingerprint(tree, True).tolist()) for tree in trees]
+        assert all(len(set(lane)) == len(trees) for lane in zip(*digests, strict=True))
+
+    def test_random_changes_of_many_elements_are_seen_in_every_lane(self):
+        rng = np.random.default_rng(0)
+        words = np.tile(rng.integers(0, 4, (4, 5), np.uint32), (20_000, 1, 1))  # many equal ones, and small
+        for row in words[1:]:
+            row[...] = rng.permuted(row)
+        unique = len({row.tobytes() for row in words})
+        digests = np.asarray(jax.jit(jax.vmap(lambda w: fz.fingerprint(w, True)))(words))
+        assert all(abs(len(set(lane.tolist())) - unique) <= 1 for lane in digests.T)
+        assert len({row.tobytes() for row in digests}) == unique
+
+    def test_containers_do_not_count(self):
+        state = nnx.State({"a": nnx.Param(jnp.ones(2))})
+        assert same(fz.fingerprint(state, True), fz.fingerprint({"a": np.ones(2, np.float32)}, True))
+        assert same(fz.fingerprint([jnp.ones(2), 1.0], True), fz.fingerprint({"0": jnp.ones(2), "1": 1.0}, True))
+
+    def test_one_set_of_elements_however_it_is_said(self):
+        w = {"w": leaf_of("float32")}
+        _, where = MASKS["rows"]
+        said = [
+            fz.rows([0, 2]),
+            ~fz.rows(1),
+            fz.rows(slice(None, None, 2)),
+            fz.elements(where),
+            fz.elements(where, compact=True),
+            jnp.asarray(where),
+        ]
+        assert same([fz.fingerprint(w, {"w": mask}) for mask in said], fz.fingerprint(w, {"w": said[0]})).all()
+        assert same(fz.fingerprint(w, {"w": np.ones((3, 2), bool)}), fz.fingerprint(w, True))
+        others = [fz.fingerprint(w, {"w": fz.rows(i)}).tolist() for i in range(3)]
+        assert len({*map(tuple, others), tuple(fz.fingerprint(w, {"w": said[0]}).tolist())}) == 4
+
+    def test_masks_as_arguments_of_a_jitted_function(self):
+        w = {"w": leaf_of("float32")}
+        jitted = jax.jit(lambda p, mask: fz.fingerprint(p, {"w": fz.elements(mask)}))
+        assert same(jitted(w, MASK), fz.fingerprint(w, {"w": MASK}))
+        assert not same(jitted(w, ~MASK), fz.fingerprint(w, {"w": MASK}))
+
+    def test_nothing_frozen(self, params, compiled):
+        assert compiled(lambda p: fz.fingerprint(p, False))(params).tolist() == [0, 0, 0, 0]
+        assert fz.fingerprint({}, True).tolist() == [0, 0, 0, 0]
+        assert fz.fingerprint({"empty": jnp.zeros((0, 3)), "hole": HOLE}, True).tolist() == [0, 0, 0, 0]
+
+    @pytest.mark.parametrize("frozen", ["encoder", {"encoder": fz.rows(slice(1, 3)), "head": True}])
+    def test_rest_has_the_fingerprint_of_the_whole(self, frozen, compiled):
+        params = {"encoder": jnp.arange(8.0).reshape(4, 2), "head": jnp.ones(3)}
+        _, rest = fz.partition(params, frozen)
+        digest = fz.fingerprint(params, frozen)
+        assert same(compiled(lambda p: fz.fingerprint(p, True))(rest), digest)
+        assert same(compiled(lambda p: fz.fingerprint(p, frozen))(rest), digest)
+
+    def test_objects(self):
+        def digest(value, path="f"):
+            return tuple(fz.fingerprint({path: value}, False).tolist())
+
+        model = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
+        assert same(fz.fingerprint(model, False), fz.fingerprint(eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(1)), False))
+        assert digest(jnp.tanh) == digest(jnp.tanh) != digest(jnp.sin)
+        assert digest(jnp.tanh) != digest(jnp.tanh, "g")
+        assert digest(object()) == digest(object())
+        numbers = [1.0, 1, True, 2.0, 0.0, -0.0, float("nan"), "1.0", b"1.0", 1.0 + 0j]
+        assert len({digest(number) for number in numbers}) == len(numbers)
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_the_same_under_any_sharding(self, axis_type):
+        params = {"w": jax.random.normal(jax.random.key(0), (16, 8, 6)), "b": jnp.arange(24, dtype=jnp.bfloat16)}
+        frozen = {"w": fz.rows(slice(3, 9)), "b": np.arange(24) % 3 == 0}
+        expected, in_part = fz.fingerprint(params, True), fz.fingerprint(params, frozen)
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+        for w, b in [((), ("y",)), (("y", "x"), (("x", "y"),)), ((None, "x", "y"), ())]:
+            placed = {
+                "w": jax.device_put(params["w"], NamedSharding(mesh, P(*w))),
+                "b": jax.device_put(params["b"], NamedSharding(mesh, P(*b))),
+            }
+            assert same(fz.fingerprint(placed, frozen), in_part)
+            assert same(jax.jit(lambda p: fz.fingerprint(p, True))(placed), expected)
+
+    def test_leaves_on_different_devices(self):
+        devices = jax.devices()
+        params = {"a": jnp.ones(4), "b": jnp.arange(8.0)}
+        placed = {
+            "a": jax.device_put(params["a"], devices[1]),
+            "b": jax.device_put(params["b"], NamedSharding(Mesh(devices[4:][::-1], "x"), P("x"))),
+        }
+        assert same(fz.fingerprint(placed, True), fz.fingerprint(params, True))
+
+    def test_a_mask_that_lies_elsewhere(self):
+        params = {"w": jnp.arange(16.0)}
+        placed = jax.device_put(params, NamedSharding(Mesh(jax.devices(), "x"), P("x")))
+        mask = jax.device_put(jnp.arange(16) % 3 == 0, jax.devices()[3])
+        assert same(fz.fingerprint(placed, {"w": mask}), fz.fingerprint(params, {"w": np.asarray(mask)}))
+
+    def test_arrays_in_host_memory(self):
+        params = {"w": jnp.arange(16.0)}
+        sharding = NamedSharding(Mesh(jax.devices(), "x"), P("x"), memory_kind="pinned_host")
+        assert same(fz.fingerprint(jax.device_put(params, sharding), True), fz.fingerprint(params, True))
+
+    @pytest.mark.parametrize("mask", ["all", "rows", "elements"])
+    def test_only_digests_are_communicated(self, mask):
+        sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
+        w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+        masks = {"all": True, "rows": fz.rows(slice(3, 50)), "elements": fz.elements(np.zeros((64, 32), bool))}
+        text = jax.jit(lambda w: fz.fingerprint(w, masks[mask])).lower(w).compile().as_text()
+        lines = re.findall(r"= (.*?) (?:all-|collective-|reduce-scatter|ragged-all)[\w-]*\(", text)
+        sizes = [
+            np.prod([int(n) for n in shape.split(",") if n])
+            for line in lines
+            for shape in re.findall(r"\[([\d,]*)\]", line)
+        ]
+        assert sizes
+        assert max(sizes) <= 8  # one word from each device
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "complex64"])
+    @pytest.mark.parametrize("mask", ["all", "rows"])
+    def test_reads_the_data_once(self, dtype, mask):
+        w = jax.ShapeDtypeStruct((32, 256, 512), jnp.dtype(dtype))
+        frozen = True if mask == "all" or dtype == "int8" else fz.rows(slice(5, 200), axis=1)
+        compiled = jax.jit(lambda w: fz.fingerprint(w, frozen)).lower(w).compile()
+        nbytes = w.size * w.dtype.itemsize
+        assert compiled.cost_analysis()["bytes accessed"] <= 1.05 * nbytes
+        assert compiled.memory_analysis().temp_size_in_bytes <= 0.01 * nbytes
+
+    def test_leaves_of_one_kind_are_one_program(self):
+        before = _bits.digest._cache_size()
+        fz.fingerprint([jnp.full((5, 7), i) for i in range(20)], True)
+        assert _bits.digest._cache_size() == before + 1
+
+    def test_donated(self, params, frozen):
+        jax.tree.map(lambda p: p.delete(), params["encoder"]["layer_1"])
+        with pytest.raises(ValueError, match=r"params: the array has been deleted\n  at: encoder/layer_1/bias"):
+            fz.fingerprint(params, frozen)
+        assert fz.fingerprint(params, "head").any()
+
+    def test_no_values(self, params, frozen):
+        with pytest.raises(TypeError, match=r"an array without values\n  at: encoder/layer_0/bias(.|\n)*eval_shape"):
+            fz.fingerprint(jax.eval_shape(lambda: params), frozen)
+        assert jax.eval_shape(lambda p: fz.fingerprint(p, frozen), params).shape == (4,)
+
+    def test_a_part(self):
+        params = {"w": jnp.ones((4, 2))}
+        frozen = {"w": fz.rows(0)}
+        trainable, _ = fz.partition(params, frozen)
+        with pytest.raises(ValueError, match=r"in the place of a leaf(.|\n)*at: w"):
+            fz.fingerprint(trainable, frozen)
+
+
+GOLDEN = ["d13ad901", "b55d8921", "d7cb64b6", "0e638e66"]
+
+
+class TestAssertFrozen:
+    def test_passes_where_nothing_frozen_moved(self, awkward, odd_bits):
+        for tree in (awkward, odd_bits):
+            copy = jax.tree.map(jnp.copy, tree)
+            assert fz.assert_frozen(tree, copy, "frozen") is None
+            fz.assert_frozen(tree, {**copy, "trains": jnp.zeros(2)}, "frozen")
+            fz.assert_frozen(tree, tree, True)
+
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "complex64"])
+    def test_every_flipped_bit_fails_if_and_only_if_it_is_frozen(self, dtype, mask):
+        leaf, (frozen, where) = leaf_of(dtype), MASKS[mask]
+        changed, at = flips(leaf)
+        for new, i in zip(changed[::3], at[::3], strict=True):
+            if where.reshape(-1)[i]:
+                with pytest.raises(AssertionError, match="w: 1 of 6 elements"):
+                    fz.assert_frozen({"w": leaf}, {"w": new}, {"w": frozen})
+            else:
+                fz.assert_frozen({"w": leaf}, {"w": new}, {"w": frozen})
+
+    def test_names_every_path_and_says_how_far(self, params, frozen):
+        moved = jax.tree.map(lambda p: p.at[0].add(0.5), params)
+        with pytest.raises(AssertionError) as error:
+            fz.assert_frozen(params, moved, frozen)
+        text = str(error.value)
+        assert text.startswith(
+            "4 of 4 frozen leaves moved\n  at: encoder/layer_0/bias: 1 of 4 elements, by up to 0.5\n"
+        )
+        assert "encoder/layer_1/kernel: 4 of 16 elements, by up to 0.5" in text
+        assert "head" not in text
+        assert all(part in text for part in ("\n  got: ", "\n  expected: ", "\n  fix: "))
+
+    def test_many_paths(self):
+        before = {f"layer_{i:03}": jnp.zeros(()) for i in range(120)}
+        told = (
+            r"120 of 120(.|\n)*layer_099: 1 of 1 elements, by up to 1\n.*layer_100: 1 of 1 elements\n(.|\n)*layer_119"
+        )
+        with pytest.raises(AssertionError, match=told):
+            fz.assert_frozen(before, jax.tree.map(jnp.ones_like, before), True)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "told"),
+        [
+            ([0.0, 1.0], [-0.0, 1.0], "1 of 2 elements, in bits alone"),
+            ([1.0, 2.0], [np.nan, 2.5], "2 of 2 elements, by up to 0.5, to or from NaN"),
+            ([1.0, np.nan], [1.0, 2.0], "1 of 2 elements, to or from NaN"),
+            ([1.0, np.inf], [1.0, -np.inf], "1 of 2 elements, by up to inf"),
+            (
+                np.float32([65504, 0]).astype(np.float16),
+                np.float16([-65504, 0]),
+                r"1 of 2 elements, by up to 1.31e\+05",
+            ),
+            (np.int32([2**30, 0]), np.int32([2**30 + 1, 0]), "1 of 2 elements, by up to 1"),
+            (np.int32([-(2**31), 0]), np.int32([2**31 - 1, 0]), r"1 of 2 elements, by up to 4.29e\+09"),
+            (np.uint8([0, 255]), np.uint8([1, 255]), "1 of 2 elements, by up to 1"),
+            (np.array([-8, 7], jnp.int4), np.array([7, 7], jnp.int4), "1 of 2 elements, by up to 15"),
+            (np.array([True, False]), np.array([False, False]), "1 of 2 elements"),
+            (np.complex64([3j, 0]), np.complex64([4, 0]), "1 of 2 elements, by up to 5"),
+            (np.float64([1.0, 2.0]), np.float64([1.0, 2.0 + 1e-12]), "1 of 2 elements, by up to 1e-12"),
+            (np.int64([2**60, 0]), np.int64([2**60, 2]), "1 of 2 elements, by up to 2"),
+            (np.complex128([1, np.nan]), np.complex128([1, 0]), "1 of 2 elements, to or from NaN"),
+            (np.float32([1.0]), np.float32(1.0), r"float32\[1\] became float32\[\]"),
+            (np.float32([1.0]), jnp.ones(1, jnp.bfloat16), r"float32\[1\] became bfloat16\[1\]"),
+            (1.0, np.float32(1.0), r"float became float32\[\]"),
+            (1.0, 2.0, "another object: 1.0 became 2.0"),
+            (0.0, -0.0, "another object: 0.0 became -0.0"),
+            (jnp.tanh, jax.nn.relu, "another object: .* became .*"),
+        ],
+        ids=lambda value: None if isinstance(value, str) else "",
+    )
+    def test_tells(self, old, new, told):
+        old, new = (np.asarray(x, np.float32) if isinstance(x, list) else x for x in (old, new))
+        with pytest.raises(AssertionError, match=rf"1 of 1 frozen leaves moved\n  at: w: {told}\n"):
+            fz.assert_frozen({"w": old}, {"w": new}, True)
+        fz.assert_frozen({"w": old}, {"w": old}, True)
+
+    def test_keys(self):
+        fz.assert_frozen(jax.random.key(0), jax.random.key(0), False)
+        with pytest.raises(AssertionError, match=r"at: \(the root\): 1 of 1 elements\n"):
+            fz.assert_frozen(jax.random.key(0), jax.random.key(1), False)
+
+    def test_integers_are_frozen_whatever_the_spec(self):
+        with pytest.raises(AssertionError, match="step: 1 of 1 elements, by up to 1"):
+            fz.assert_frozen({"step": jnp.int32(1)}, {"step": jnp.int32(2)}, False)
+
+    def test_equinox_modules(self):
+        model = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
+        moved = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w + 1)
+        fz.assert_frozen(model, moved, "layers/1")
+        with pytest.raises(AssertionError, match="layers/0/weight: 6 of 6 elements"):
+            fz.assert_frozen(model, moved, "layers/0")
+        other = eqx.tree_at(lambda m: m.activation, model, jax.nn.gelu)
+        with pytest.raises(AssertionError, match="activation: another object"):
+            fz.assert_frozen(model, other, False)
+
+    def test_nnx_states(self):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+        model.kernel[...] += 1.0
+        after = nnx.state(model, nnx.Param)
+        fz.assert_frozen(before, after, "bias")
+        fz.assert_frozen(before, nnx.to_pure_dict(after), "bias")
+        with pytest.raises(AssertionError, match="kernel: 6 of 6 elements, by up to 1"):
+            fz.assert_frozen(before, after, "kernel")
+
+    def test_an_nnx_module_changes_in_place(self):
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        before, values = nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        model.kernel[...] += 1.0
+        for old, new in ((before, nnx.state(model, nnx.Param)), (model, model), (before, before)):
+            with pytest.raises(ValueError, match=r"the same NNX variables(.|\n)*nnx\.to_pure_dict"):
+                fz.assert_frozen(old, new, "bias")
+        fz.assert_frozen(values, before, "bias")
+        with pytest.raises(AssertionError, match="kernel: 6 of 6"):
+            fz.assert_frozen(values, before, "kernel")
+
+    def test_shardings_of_all_kinds(self):
+        w = jax.random.normal(jax.random.key(0), (16, 8))
+        moved = w.at[3, 5].add(1.0)
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        turned = Mesh(mesh.devices[::-1], ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        places = [
+            NamedSharding(mesh, P("x", "y")),
+            NamedSharding(mesh, P()),
+            NamedSharding(turned, P("y")),
+            NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
+            jax.devices()[3],
+            None,
+        ]
+        mask = np.zeros((16, 8), bool)
+        mask[3, 5] = True
+        for a in places:
+            for b in places:
+                old, new, copy = (
+                    np.asarray(x) if place is None else jax.device_put(x, place)
+                    for x, place in ((w, a), (moved, b), (w, b))
+                )
+                fz.assert_frozen({"w": old}, {"w": copy}, True)
+                fz.assert_frozen({"w": old}, {"w": new}, {"w": ~mask})
+                with pytest.raises(AssertionError, match="w: 1 of 128 elements, by up to 1"):
+                    fz.assert_frozen({"w": old}, {"w": new}, {"w": mask})
+
+    def test_counts_carry_into_a_second_word(self):
+        words = (jnp.full(9, 2**30, jnp.uint32), jnp.zeros(9, jnp.uint32))
+        low, high = jax.jit(lambda words: _bits._sum(words, _bits._carry))(words)
+        assert int(low) + (int(high) << 32) == 9 * 2**30
+
+    def test_the_larger_shards_go_to_the_smaller_ones(self):
+        mesh = Mesh(jax.devices(), "x")
+        sharded = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("x")))
+        for other in (np.ones((8, 2)), jnp.ones((8, 2)), jax.device_put(sharded, NamedSharding(mesh, P()))):
+            for arrays in ((sharded, other), (other, sharded)):
+                assert all(array.sharding == sharded.sharding for array in _bits.placed(*arrays))
+
+    def test_nothing_is_gathered(self):
+        sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
+        w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+        text = _bits.count.lower(w, w, HOLE, answer=True).compile().as_text()
+        lines = re.findall(r"= (.*?) (?:all-|collective-|reduce-scatter|ragged-all)[\w-]*\(", text)
+        sizes = [
+            np.prod([int(n) for n in shape.split(",") if n])
+            for line in lines
+            for shape in re.findall(r"\[([\d,]*)\]", line)
+        ]
+        assert sizes
+        assert max(sizes) <= 8
+
+    def test_a_rest_is_compared_with_the_whole(self):
+        params = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(2), "head": jnp.ones(1)}
+        frozen = {"w": fz.rows(0), "b": True, "head": False}
+        _, rest = fz.partition(params, frozen)
+        moved = {**params, "w": params["w"].at[1:].add(1.0), "head": jnp.zeros(1)}
+        fz.assert_frozen(rest, moved, frozen)
+        fz.assert_frozen(moved, rest, frozen)
+        fz.assert_frozen(rest, jax.tree.map(jnp.copy, rest), True)
+        with pytest.raises(AssertionError, match="w: 2 of 8 elements"):
+            fz.assert_frozen(rest, {**params, "w": params["w"] + 1}, frozen)
+
+    def test_a_missing_leaf(self, params, frozen):
+        trainable, rest = fz.partition(params, frozen)
+        with pytest.raises(ValueError, match=r"missing\n  at: encoder/layer_0/bias\n  got: a hole in `after`"):
+            fz.assert_frozen(params, trainable, frozen)
+        with pytest.raises(ValueError, match=r"missing\n  at: head/bias\n  got: a hole in `before`"):
+            fz.assert_frozen(rest, params, True)
+
+    def test_a_part(self):
+        params = {"w": jnp.ones((4, 2))}
+        frozen = {"w": fz.rows(0)}
+        trainable, _ = fz.partition(params, frozen)
+        with pytest.raises(ValueError, match=r"after: what trains of a leaf(.|\n)*at: w"):
+            fz.assert_frozen(params, trainable, frozen)
+
+    def test_another_structure(self, params, frozen):
+        with pytest.raises(ValueError, match=r"after: another structure(.|\n)*at: encoder/layer_0/bias"):
+            fz.assert_frozen(params, {"head": params["head"]}, frozen)
+        with pytest.raises(ValueError, match="other containers"):
+            fz.assert_frozen([jnp.ones(1)], (jnp.ones(1),), True)
+
+    def test_strict(self, params):
+        with pytest.raises(ValueError, match="matches no leaf"):
+            fz.assert_frozen(params, params, "decoder")
+
+    def test_donated(self, params, frozen):
+        step = jax.jit(lambda p: jax.tree.map(lambda x: x + 0, p), donate_argnums=0)
+        kept = jax.tree.map(jnp.copy, params)
+        digest = fz.fingerprint(params, frozen)
+        after = step(params)
+        with pytest.raises(ValueError, match=r"before: the array has been deleted(.|\n)*donated(.|\n)*jnp\.copy"):
+            fz.assert_frozen(params, after, frozen)
+        fz.assert_frozen(kept, after, frozen)
+        assert same(fz.fingerprint(after, frozen), digest)
+
+    def test_under_jit(self, params, frozen):
+        leaf = {"w": np.ones(2, np.float32)}
+        with pytest.raises(TypeError, match=r"after: an array without values(.|\n)*fz\.fingerprint"):
+            jax.jit(lambda p: fz.assert_frozen(params, p, frozen))(params)
+        with pytest.raises(TypeError, match="mask of a leaf"):
+            jax.jit(lambda m: fz.assert_frozen(leaf, leaf, {"w": m}))(np.ones(2, bool))
+
+    def test_shapes(self, params, frozen):
+        with pytest.raises(TypeError, match=r"before: an array without values(.|\n)*eval_shape"):
+            fz.assert_frozen(jax.eval_shape(lambda: params), params, frozen)
+
+    def test_a_training_step(self, params, loss, batch, frozen):
+        tx = fz.freeze(optax.adamw(0.1), frozen)
+        updates, _ = tx.update(jax.grad(loss)(params, batch), tx.init(params), params)
+        fz.assert_frozen(params, optax.apply_updates(params, updates), frozen)
+        decayed = optax.apply_updates(params, optax.adamw(0.1).update(params, optax.adamw(0.1).init(params), params)[0])
+        with pytest.raises(AssertionError, match="of 4 frozen leaves moved"):
+            fz.assert_frozen(params, decayed, frozen)
+
+
+PROCESS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+import optax_freeze as fz
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+
+def put(array, *spec):
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(*spec)), lambda index: array[index])
+
+w = np.arange(128, dtype=np.float32).reshape(16, 8)
+host = {"w": w, "b": w}
+params = {"w": put(w, "x", "y"), "b": put(w)}
+frozen = {"w": fz.rows(slice(3, 9)), "b": w > 3}
+for spec in (True, frozen):
+    assert (fz.fingerprint(params, spec) == fz.fingerprint(host, spec)).all()
+    fz.assert_frozen(params, {"w": put(w, "y", "x"), "b": put(w, None, "x")}, spec)
+    fz.assert_frozen(host, params, spec)
+try:
+    fz.assert_frozen(params, {"w": put(w + 1, ("x", "y")), "b": w}, frozen)
+except AssertionError as error:
+    assert "at: w: 48 of 128 elements, by up to 1" in str(error)
+    print("moved")
+"""
+
+
+def test_two_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", PROCESS]
+    pair = [subprocess.Popen([*command, i, port], env=env, stdout=subprocess.PIPE, text=True) for i in "01"]
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in pair]
+        assert [process.returncode for process in pair] == [0, 0]
+        assert all(text.endswith("moved\n") for text in printed)
+    finally:
+        for process in pair:
+            process.kill()
