@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 import optax_freeze as fz
+from optax_freeze._errors import described, in_one_line, printable, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.tree import message
 from optax_freeze.checkpoint._record import is_dense, read_record, reading, spec_of_record
 
 _EXAMPLES = """\
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tx = _optimizer(args.optimizer) if args.optimizer else None
         found = fz.summary(shapes, frozen, tx, depth=args.depth)
     except (OSError, TypeError, ValueError) as error:
-        lines = map(_tree.printable, f"error: {error}".split("\n"))  # an error may be that of another library
+        lines = map(printable, f"error: {error}".split("\n"))  # an error may be that of another library
         print(*lines, sep="\n", file=sys.stderr)
         return 2
     if sys.stdout.isatty():
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
     """The leaves of a checkpoint by their paths, and what was frozen if it tells."""
     if not checkpoint.exists():
-        raise ValueError(_wrong(checkpoint, "no such directory", _what_is_there(checkpoint)))
+        raise _wrong(checkpoint, "no such directory", _what_is_there(checkpoint))
     if not checkpoint.is_dir():
-        raise ValueError(_wrong(checkpoint, "a file", f"give the directory that Orbax wrote: {checkpoint.parent}?"))
+        raise _wrong(checkpoint, "a file", f"give the directory that Orbax wrote: {checkpoint.parent}?")
     step = _latest(checkpoint.resolve())
     if _is_recorded(step):
         return _recorded(step)
@@ -101,14 +101,12 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
         below = {path.removeprefix(prefix): leaf for path, leaf in shapes.items() if path.startswith(prefix)}
         if not below:
             tops = ", ".join(dict.fromkeys(path.split("/")[0] for path in shapes))
-            raise ValueError(
-                message(
-                    "no such place in the checkpoint",
-                    at=str(checkpoint),
-                    got=f"--params {params}",
-                    expected=f"a path that begins with one of {tops}",
-                    fix="leave --params out to see every path",
-                )
+            raise value_error(
+                "no such place in the checkpoint",
+                at=str(checkpoint),
+                got=f"--params {params}",
+                expected=f"a path that begins with one of {tops}",
+                fix="leave --params out to see every path",
             )
         shapes = below
     return shapes, False
@@ -131,10 +129,10 @@ def _item(step: epath.Path) -> epath.Path:
         return named[0]
     if items:
         names = ", ".join(sorted(item.name for item in items))
-        raise ValueError(_wrong(step, f"the items {names}", f"name one: {_listed(items)}"))
+        raise _wrong(step, f"the items {names}", f"name one: {_listed(items)}")
     deeper = [below.parent for below in step.glob("*/*/_METADATA")]
     fix = f"name one: {_listed(deeper)}" if deeper else "give one that holds _METADATA, by itself or in an item"
-    raise ValueError(_wrong(step, "a directory that Orbax did not write", fix))
+    raise _wrong(step, "a directory that Orbax did not write", fix)
 
 
 def _shapes(item: epath.Path) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def _shapes(item: epath.Path) -> dict[str, Any]:
             tree = checkpointer.metadata(item).item_metadata.tree  # of some damaged files the metadata are None
     except Exception as error:
         fix = "give another step, or write it again"
-        raise ValueError(_wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix)) from error
+        raise _wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix) from error
     leaves = dict(zip(_tree.paths(tree), map(_leaf, _tree.flatten(tree)[0]), strict=True))
     if all(path.endswith("/value") for path in leaves):  # an nnx.State
         return {path.removesuffix("/value"): leaf for path, leaf in leaves.items()}
@@ -187,20 +185,20 @@ def _optimizer(name: str) -> optax.GradientTransformation:
     if not callable(factory):
         nearest = difflib.get_close_matches(name, [*vars(optax), *contrib, *(f"contrib.{n}" for n in contrib)], 3)
         fix = f"nearest names: {', '.join(nearest)}" if nearest else "for an optimizer of your own call fz.summary"
-        raise ValueError(_no_optimizer(name, "no such function", fix))
+        raise _no_optimizer(name, "no such function", fix)
     try:
         tx = factory(1e-3)
     except Exception as error:
-        got = f"{type(error).__name__}: {_tree.in_one_line(error)}"
-        raise ValueError(_no_optimizer(name, got, "call fz.summary with one that you have made")) from error
+        got = f"{type(error).__name__}: {in_one_line(error)}"
+        raise _no_optimizer(name, got, "call fz.summary with one that you have made") from error
     if not isinstance(tx, optax.GradientTransformation):
-        raise ValueError(_no_optimizer(name, _tree.described(tx), "give the name of an optimizer, as adamw"))
+        raise _no_optimizer(name, described(tx), "give the name of an optimizer, as adamw")
     return tx
 
 
-def _no_optimizer(name: str, got: str, fix: str) -> str:
+def _no_optimizer(name: str, got: str, fix: str) -> ValueError:
     expected = "a function of optax or optax.contrib that makes an optimizer of a learning rate"
-    return message("no optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
+    return value_error("no optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
 
 
 def _what_is_there(missing: epath.Path) -> str:
@@ -220,8 +218,8 @@ def _listed(paths: Sequence[epath.Path]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _wrong(checkpoint: epath.Path, got: str, fix: str) -> str:
-    return message(
+def _wrong(checkpoint: epath.Path, got: str, fix: str) -> ValueError:
+    return value_error(
         "not the checkpoint of one tree",
         at=str(checkpoint),
         got=got,

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Resolved, Spec, register_with_flax, warn_of_extent
-from optax_freeze._spec.tree import message
 
 register_with_flax()
 
@@ -172,14 +172,12 @@ def trainable(frozen: Spec, module: nnx.Pytree) -> Any:
     params = _params(module, frozen, "trainable")
     paths = [path for p in params if not p.frozen and not _is_frozen(p.variable) for path in p.paths]
     if not paths:
-        raise ValueError(
-            message(
-                "nothing trains",
-                at=f"trainable({frozen!r}, ...)",
-                got=f"{len(params)} parameters, all frozen",
-                expected="at least one parameter that trains",
-                fix="freeze less: fz.only('head'); or thaw(module) first",
-            )
+        raise value_error(
+            "nothing trains",
+            at=f"trainable({frozen!r}, ...)",
+            got=f"{len(params)} parameters, all frozen",
+            expected="at least one parameter that trains",
+            fix="freeze less: fz.only('head'); or thaw(module) first",
         )
     return _Trainable(frozenset(paths))
 
@@ -222,7 +220,7 @@ class Frozen(nnx.Module):
         _check_module(module, "Frozen")
         if stats not in get_args(Stats):
             what, fix = "unknown choice", "use one of them"
-            raise ValueError(message(what, at="stats", got=repr(stats), expected="'frozen' or 'live'", fix=fix))
+            raise value_error(what, at="stats", got=repr(stats), expected="'frozen' or 'live'", fix=fix)
         self.module = module
         self.stats: Stats = stats
         if frozen is not False:
@@ -361,14 +359,12 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     for variable, leaf, answer in zip(found, leaves, answers, strict=True):
         param = _Param(variable, list(paths[id(variable)]), answer is True, leaf.inexact)
         if not isinstance(answer, bool) or params.setdefault(id(variable), param).frozen is not answer:
-            raise ValueError(
-                message(
-                    "a part of a parameter: an NNX variable has one type",
-                    at=leaf.path,
-                    got="an element mask" if not isinstance(answer, bool) else f"{answer} here, but not for all of it",
-                    expected="True (frozen) or False for the whole parameter",
-                    fix="freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)",
-                )
+            raise value_error(
+                "a part of a parameter: an NNX variable has one type",
+                at=leaf.path,
+                got="an element mask" if not isinstance(answer, bool) else f"{answer} here, but not for all of it",
+                expected="True (frozen) or False for the whole parameter",
+                fix="freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)",
             )
     return list(params.values())
 
@@ -406,14 +402,12 @@ def _refuse_bridge(module: nnx.Pytree, params: list[_Param]) -> None:
     bridges = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.bridge.ToNNX)] if wanted else []
     held = [wanted[id(variable)] for bridge in bridges for _, variable in _walk(bridge) if id(variable) in wanted]
     if held:
-        raise ValueError(
-            message(
-                "a parameter of a Linen module cannot become a FrozenParam",
-                at=held[0],
-                got="an nnx.bridge.ToNNX, which gives Linen nothing but nnx.Params as its `params`",
-                expected="a module of NNX, or parameters that stay nnx.Params",
-                fix="nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(frozen, model)",
-            )
+        raise value_error(
+            "a parameter of a Linen module cannot become a FrozenParam",
+            at=held[0],
+            got="an nnx.bridge.ToNNX, which gives Linen nothing but nnx.Params as its `params`",
+            expected="a module of NNX, or parameters that stay nnx.Params",
+            fix="nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(frozen, model)",
         )
 
 
@@ -443,7 +437,7 @@ def _raw(variable: nnx.Variable) -> Any:
 def _check_module(module: Any, name: str, frozen: Any = None) -> None:
     if isinstance(module, nnx.Pytree):
         return
-    got, fix = _tree.described(module), "pass an instance of an nnx.Module"
+    got, fix = described(module), "pass an instance of an nnx.Module"
     if isinstance(module, type):
         fix = f"make an instance: {module.__name__}(..., rngs=nnx.Rngs(0))"
     elif isinstance(frozen, nnx.Pytree):
@@ -452,4 +446,4 @@ def _check_module(module: Any, name: str, frozen: Any = None) -> None:
         got, fix = "an nnx.State", "pass the module; for a tree of parameters use fz.partition or fz.freeze"
     elif type(module).__module__.startswith("flax.linen") or hasattr(module, "apply"):
         fix = "for a Linen module use optax_freeze.linen"
-    raise TypeError(message(f"{name}: no NNX module", at=name, got=got, expected="an nnx.Module", fix=fix))
+    raise type_error(f"{name}: no NNX module", at=name, got=got, expected="an nnx.Module", fix=fix)

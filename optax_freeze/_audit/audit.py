@@ -14,9 +14,10 @@ import optax
 
 from optax_freeze._audit.diagnosis import Leak, leaks_of, reaches, runs_of
 from optax_freeze._audit.runs import ExtraArgs, Probe, Run, made_up
+from optax_freeze._errors import counted, described, is_int, message, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Resolved, Spec
-from optax_freeze._spec.tree import Part, PyTree, message
+from optax_freeze._spec.tree import Part, PyTree
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -57,8 +58,8 @@ class Audit:
         for leak in sorted(self.leaks, key=lambda leak: _KINDS.index(leak.kind)):
             rows.setdefault((leak.kind, leak.cause, leak.fix), []).append(leak)
         groups = list(rows.values())
-        found = _tree.counted(len(groups), "leak", "leaks") if groups else "no leak"
-        steps = _tree.counted(self.steps, "step", "steps")
+        found = counted(len(groups), "leak", "leaks") if groups else "no leak"
+        steps = counted(self.steps, "step", "steps")
         text = f"audit: {found} ({self.frozen} of {self.leaves} leaves frozen, {steps} a run)"
         text += f"\nnote: {self.note}" * bool(self.note)
         return "\n\n".join([text, *map(_text, groups)])
@@ -125,12 +126,10 @@ def audit(
       >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
     """
     tx = _as_transformation(tx)
-    is_number = _tree.is_int(steps)
+    is_number = is_int(steps)
     if not is_number or steps < 1:
-        raise (ValueError if is_number else TypeError)(
-            message(
-                "no steps to take", at="steps", got=_tree.described(steps), expected="an int, at least 1", fix="steps=3"
-            )
+        raise (value_error if is_number else type_error)(
+            "no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3"
         )
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     values, treedef = _tree.flatten(params)
@@ -160,38 +159,32 @@ def _as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
         tx = tx.gradient_transformation()
     if isinstance(tx, optax.GradientTransformation):
         return optax.with_extra_args_support(tx)
-    raise TypeError(
-        message(
-            "fz.audit takes the optimizer first",
-            at="its first argument",
-            got=_tree.described(tx),
-            expected="fz.audit(tx, params, frozen)",
-            fix="call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass the optimizer",
-        )
+    raise type_error(
+        "fz.audit takes the optimizer first",
+        at="its first argument",
+        got=described(tx),
+        expected="fz.audit(tx, params, frozen)",
+        fix="call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass the optimizer",
     )
 
 
 def _refuse_nothing_to_audit(values: Sequence[Any], spec: Resolved, frozen: Spec) -> None:
     for value, leaf in zip(values, spec.leaves, strict=True):
         if isinstance(value, Part):
-            raise ValueError(
-                message(
-                    "fz.audit takes the whole parameters",
-                    at=leaf.path,
-                    got="a Part, from fz.partition",
-                    expected="the full leaf",
-                    fix="pass the parameters as they were before fz.partition",
-                )
+            raise value_error(
+                "fz.audit takes the whole parameters",
+                at=leaf.path,
+                got="a Part, from fz.partition",
+                expected="the full leaf",
+                fix="pass the parameters as they were before fz.partition",
             )
     if all(answer is True for answer in spec.answers):
-        raise ValueError(
-            message(
-                "there is nothing to audit: every leaf is frozen",
-                at="frozen",
-                got=f"{_tree.described(frozen)}, for {len(values)} leaves",
-                expected="at least one floating-point or complex array that trains",
-                fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
-            )
+        raise value_error(
+            "there is nothing to audit: every leaf is frozen",
+            at="frozen",
+            got=f"{described(frozen)}, for {len(values)} leaves",
+            expected="at least one floating-point or complex array that trains",
+            fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
         )
 
 

@@ -16,6 +16,7 @@ from optax_freeze._audit import causes as _causes
 from optax_freeze._audit.causes import Cause
 from optax_freeze._audit.measurements import Facts
 from optax_freeze._audit.runs import Probe, Run
+from optax_freeze._errors import is_array
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Dense
@@ -256,7 +257,7 @@ def _of_frozen(probe: Probe, state: optax.OptState) -> Iterator[tuple[int, int |
     total = sum(map(sum, probe.counts)) if len(probe.seen) > 1 and any(frozen for frozen, _ in probe.counts) else -1
     for place, (path, entry) in enumerate(zip(_tree.paths(state), _entries(probe, state), strict=True)):
         value = entry.value
-        if entry.place is None or isinstance(value, Part) or not _tree.is_array(value) or path.startswith(groups):
+        if entry.place is None or isinstance(value, Part) or not is_array(value) or path.startswith(groups):
             continue
         if entry.leaf is None:
             if value.shape[-1:] == (total,):

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from optax_freeze._audit.measurements import Facts, facts_of
+from optax_freeze._errors import is_array
 from optax_freeze._optimizer.freeze import copy_like
 from optax_freeze._optimizer.inner_update import zero
 from optax_freeze._spec import tree as _tree
@@ -109,7 +110,7 @@ class Probe:
           state: the optimizer's state to begin with, instead of a new one.
           keep: whether to keep the updates.
         """
-        start = {i: self.start[i] for i in self.seen if _tree.is_array(self.start[i])}
+        start = {i: self.start[i] for i in self.seen if is_array(self.start[i])}
         if other:
             start = {i: self._other(i, value) for i, value in start.items()}
         if state is None:
@@ -281,7 +282,7 @@ def made_up(struct: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if _tree.is_array(value):
+    if is_array(value):
         return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
     return isinstance(value, (bool, int, float, complex))
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
+from optax_freeze._errors import is_array, printable
 from optax_freeze._gradient.restrict import fill, in_parts, refuse_no_function
 from optax_freeze._gradient.split_array import Origin
 from optax_freeze._spec.element_index import RowIndex
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Resolved, Spec
-from optax_freeze._spec.tree import PyTree, is_array, printable
+from optax_freeze._spec.tree import PyTree
 
 _ASKED_FOR_A_VALUE = (
     jax.errors.ConcretizationTypeError,

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_freeze._errors import described, is_array, is_int, type_error, value_error
 from optax_freeze._gradient.split_array import Origin, Split
-from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import RowIndex
 from optax_freeze._spec.partition import assemble, split
 from optax_freeze._spec.resolve import Masks, Resolved, Spec
 from optax_freeze._spec.selector_algebra import Selector
-from optax_freeze._spec.tree import PyTree, Rest, is_array, is_leaf, message
+from optax_freeze._spec.tree import PyTree, Rest, is_leaf
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,14 +55,12 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
       {'encoder': MaskedNode(), 'head': Array(24., dtype=float32)}
     """
     if isinstance(rest, (bool, str, Selector)) or not callable(fun):
-        raise TypeError(
-            message(
-                "fz.restrict takes a function, and the rest of the parameters",
-                at="its arguments",
-                got=f"{_tree.described(fun)} and {_tree.described(rest)}",
-                expected="fz.restrict(fun, rest), with rest from fz.partition(params, frozen)",
-                fix="trainable, rest = fz.partition(params, frozen); from the spec itself: fz.grad(fun, frozen)",
-            )
+        raise type_error(
+            "fz.restrict takes a function, and the rest of the parameters",
+            at="its arguments",
+            got=f"{described(fun)} and {described(rest)}",
+            expected="fz.restrict(fun, rest), with rest from fz.partition(params, frozen)",
+            fix="trainable, rest = fz.partition(params, frozen); from the spec itself: fz.grad(fun, frozen)",
         )
 
     @functools.wraps(fun)
@@ -134,28 +132,24 @@ def value_and_grad(
       (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
     """
     refuse_no_function(fun, frozen, "fz.value_and_grad(fun, frozen)")
-    if not _tree.is_int(argnums):
-        raise ValueError(
-            message(
-                "one argument can be differentiated with respect to",
-                at="argnums",
-                got=_tree.described(argnums),
-                expected="one int: the position of the parameters",
-                fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
-            )
+    if not is_int(argnums):
+        raise value_error(
+            "one argument can be differentiated with respect to",
+            at="argnums",
+            got=described(argnums),
+            expected="one int: the position of the parameters",
+            fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
         )
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args: P.args, **kwargs: P.kwargs) -> tuple[T, PyTree]:
         if not -len(args) <= argnums < len(args):
-            raise ValueError(
-                message(
-                    "there is no such argument",
-                    at=f"argnums={argnums}",
-                    got=f"a call with {len(args)} positional arguments",
-                    expected="the parameters at that position",
-                    fix="pass the parameters by position, not by keyword",
-                )
+            raise value_error(
+                "there is no such argument",
+                at=f"argnums={argnums}",
+                got=f"a call with {len(args)} positional arguments",
+                expected="the parameters at that position",
+                fix="pass the parameters by position, not by keyword",
             )
         place = argnums % len(args)
         trainable, rest = split(args[place], *_something_trains(frozen, args[place]))
@@ -247,14 +241,12 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
     """A ``TypeError`` for what is no function to differentiate."""
     if not callable(fun):
-        raise TypeError(
-            message(
-                "a function is differentiated",
-                at="the first argument",
-                got=_tree.described(fun),
-                expected=call,
-                fix="swap the arguments" if callable(frozen) else "pass the loss function first",
-            )
+        raise type_error(
+            "a function is differentiated",
+            at="the first argument",
+            got=described(fun),
+            expected=call,
+            fix="swap the arguments" if callable(frozen) else "pass the loss function first",
         )
 
 
@@ -262,13 +254,11 @@ def _something_trains(frozen: Spec, params: PyTree) -> tuple[Resolved, Masks]:
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     if all(answer is True for answer in spec.answers):
         inexact = sum(leaf.inexact for leaf in spec.leaves)
-        raise ValueError(
-            message(
-                "there is nothing to differentiate: every leaf is frozen",
-                at="frozen",
-                got=f"{_tree.described(frozen)}: all {len(spec.leaves)} leaves, of which {inexact} could train",
-                expected="at least one floating-point or complex array that trains",
-                fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
-            )
+        raise value_error(
+            "there is nothing to differentiate: every leaf is frozen",
+            at="frozen",
+            got=f"{described(frozen)}: all {len(spec.leaves)} leaves, of which {inexact} could train",
+            expected="at least one floating-point or complex array that trains",
+            fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
         )
     return spec, masks

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._spec import tree as _tree
+from optax_freeze._errors import described, is_array, type_error, value_error, whole_number
 from optax_freeze._spec.selectors import distinct
-from optax_freeze._spec.tree import message
 
 Condition: TypeAlias = Callable[[jax.Array], Any]
 """``step -> bool``: whether a group is frozen in the update that follows ``step`` updates."""
@@ -144,46 +143,34 @@ def ask(name: str, condition: Condition, step: jax.Array) -> Any:
     try:
         answer = condition(step)
     except jax.errors.JAXTypeError as error:
-        raise TypeError(
-            message(
-                "a condition looks at the value of the step, which is traced",
-                at=name,
-                got=_tree.described(condition),
-                expected="a function step -> bool of arithmetic and comparisons",
-                fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
-            )
+        raise type_error(
+            "a condition looks at the value of the step, which is traced",
+            at=name,
+            got=described(condition),
+            expected="a function step -> bool of arithmetic and comparisons",
+            fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
         ) from error
-    refuse_no_bool(name, answer, _tree.described(condition))
+    refuse_no_bool(name, answer, described(condition))
     return answer
 
 
 def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
     """A ``TypeError`` for what is no bool, a ``ValueError`` for several."""
-    array: Any = value if _tree.is_array(value) else None
+    array: Any = value if is_array(value) else None
     is_bool = isinstance(value, bool) or (array is not None and array.dtype == np.bool_)
     if is_bool and np.shape(value) == ():
         return
-    raise (ValueError if is_bool else TypeError)(
-        message(
-            f"{where}: no bool for a group",
-            at=name,
-            got=_tree.described(value),
-            expected=f"{also}True (frozen) or False, one for the whole group",
-            fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
-        )
+    raise (value_error if is_bool else type_error)(
+        f"{where}: no bool for a group",
+        at=name,
+        got=described(value),
+        expected=f"{also}True (frozen) or False, one for the whole group",
+        fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
     )
 
 
 def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
-    if not _tree.is_int(value) or value < least:
-        error = ValueError if _tree.is_int(value) else TypeError
-        raise error(
-            message(
-                f"{function} counts updates",
-                at=name,
-                got=_tree.described(value),
-                expected=f"an int of at least {least}",
-                fix="give a number of updates, such as 100",
-            )
-        )
-    return min(int(value), np.iinfo(np.int32).max)  # where the step stays, too
+    number = whole_number(
+        f"{function} counts updates", value, at=name, least=least, fix="give a number of updates, such as 100"
+    )
+    return min(number, np.iinfo(np.int32).max)  # where the step stays, too

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_freeze._errors import described, in_one_line, is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer, RowIndex
 from optax_freeze._spec.resolve import Resolved, Spec, Tied, refuse_other_leaf, register_with_flax, warn_of_extent
-from optax_freeze._spec.tree import Leaf, Part, PyTree, message
+from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 _Known: TypeAlias = collections.deque[Resolved]
 """The latest specs of states that one transformation made, or took for its own."""
@@ -168,14 +169,12 @@ def freeze(
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
                 raise
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(
-                message(
-                    f"the optimizer inside fz.freeze failed, and was given no parameters: {_tree.in_one_line(error)}",
-                    at="update",
-                    got="params=None",
-                    expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
-                    fix="if so, tx.update(grads, state, params)",
-                )
+            raise (type_error if isinstance(error, TypeError) else value_error)(
+                f"the optimizer inside fz.freeze failed, and was given no parameters: {in_one_line(error)}",
+                at="update",
+                got="params=None",
+                expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
+                fix="if so, tx.update(grads, state, params)",
             ) from error
         new = [
             _finish(full_updates, *leaf)
@@ -189,14 +188,12 @@ def freeze(
 def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree, known: _Known) -> Any:
     """The state with its spec, resolved again after ``optax.tree_map_params``, which drops what is static."""
     if not isinstance(state, kind):
-        raise TypeError(
-            message(
-                "the state of another transformation",
-                at="the second argument of update",
-                got=type(state).__name__,
-                expected=f"{kind.__name__}, from the init of this transformation",
-                fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
-            )
+        raise type_error(
+            "the state of another transformation",
+            at="the second argument of update",
+            got=type(state).__name__,
+            expected=f"{kind.__name__}, from the init of this transformation",
+            fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
         )
     tree = updates if params is None else params
     if not state.spec.leaves:
@@ -214,25 +211,21 @@ def _refuse_other_spec(spec: Resolved, frozen: Spec, tree: PyTree) -> None:
     except (ValueError, TypeError) as error:
         if spec.treedef is None:
             return  # unpickled, and the tree at hand may have other containers
-        raise ValueError(
-            message(
-                "the state of another spec, or of other parameters",
-                at="the second argument of update",
-                got=f"the state for {[leaf.path for leaf in spec.leaves[:3]]}: {str(error).splitlines()[0]}",
-                expected="the state of this transformation",
-                fix="state = tx.init(params)",
-            )
+        raise value_error(
+            "the state of another spec, or of other parameters",
+            at="the second argument of update",
+            got=f"the state for {[leaf.path for leaf in spec.leaves[:3]]}: {str(error).splitlines()[0]}",
+            expected="the state of this transformation",
+            fix="state = tx.init(params)",
         ) from error
     for leaf, mine, its in zip(own.leaves, own.answers, spec.answers, strict=True):
         if mine != its:
-            raise ValueError(
-                message(
-                    "the state of another spec",
-                    at=leaf.path,
-                    got=f"a state in which it {_said(its)}",
-                    expected=f"the state of this transformation, in which it {_said(mine)}",
-                    fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
-                )
+            raise value_error(
+                "the state of another spec",
+                at=leaf.path,
+                got=f"a state in which it {_said(its)}",
+                expected=f"the state of this transformation, in which it {_said(mine)}",
+                fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
             )
 
 
@@ -265,18 +258,16 @@ def _resolve(frozen: Spec, params: PyTree, tied: Tied, known: _Known) -> tuple[R
     for value, leaf, answer in zip(values, spec.leaves, spec.answers, strict=True):
         if isinstance(value, Part) and not isinstance(answer, bool):
             refuse_other_leaf(value, leaf, answer, "params")
-    copies = [
-        copy_like(mask, value) if _tree.is_array(mask) else mask for mask, value in zip(masks, values, strict=True)
-    ]
+    copies = [copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
-    dense = any(map(_tree.is_array, copies if copies else jax.tree.leaves(frozen)))
+    dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
     return spec, jax.tree.unflatten(spec.treedef, copies) if dense else ()
 
 
 def copy_like(mask: Any, placed: Any) -> jax.Array:
     """A copy of a mask, placed like another array: its parameter, or the mask before it."""
     copy = jnp.array(mask)
-    if _tree.is_concrete(copy) and isinstance(placed, jax.Array) and _tree.is_concrete(placed) and placed.committed:
+    if is_concrete(copy) and isinstance(placed, jax.Array) and is_concrete(placed) and placed.committed:
         return jax.device_put(copy, placed.sharding)
     return copy
 
@@ -294,14 +285,14 @@ def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
             "fz.freeze(optimizer, 'encoder')",
         )
     elif isinstance(frozen, (optax.GradientTransformation, optax.MultiSteps)):
-        what, got, fix = "fz.freeze takes the optimizer first", _tree.described(inner), "swap the two arguments"
+        what, got, fix = "fz.freeze takes the optimizer first", described(inner), "swap the two arguments"
     elif frozen is None:
-        what, got = "fz.freeze goes around an optimizer", _tree.described(inner)
+        what, got = "fz.freeze goes around an optimizer", described(inner)
         fix = f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which is what optax.freeze does"
     else:
-        what, got = "the first argument of fz.freeze is no optimizer", _tree.described(inner)
+        what, got = "the first argument of fz.freeze is no optimizer", described(inner)
         fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(inner) else "pass an Optax optimizer"
-    raise TypeError(message(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix))
+    raise type_error(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix)
 
 
 def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:

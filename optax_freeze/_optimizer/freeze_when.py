@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, ask, check, refuse_no_bool
 from optax_freeze._optimizer.freeze import copy_like, parameters_of
 from optax_freeze._optimizer.groups import Claim, Division, all_masks, group_name
@@ -27,7 +28,7 @@ from optax_freeze._spec.masks import Elements
 from optax_freeze._spec.resolve import Masks, Resolved, Tied, register_with_flax
 from optax_freeze._spec.selector_algebra import as_selector
 from optax_freeze._spec.selectors import as_choice
-from optax_freeze._spec.tree import Leaf, PyTree, message
+from optax_freeze._spec.tree import Leaf, PyTree
 
 
 @jax.tree_util.register_static
@@ -125,10 +126,7 @@ def freeze_when(
         division, own = Division.of(claims, params, tied=tied)
         known.append(division)
         own = [
-            [
-                copy_like(mask, value) if _tree.is_array(mask) else mask
-                for mask, value in zip(masks, values, strict=True)
-            ]
+            [copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
             for masks in own
         ]
         every = all_masks(division, own)
@@ -269,14 +267,12 @@ def _zeroed(values: Sequence[Any], division: Division, masks: Sequence[Masks], f
 def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
     """The groups as claims, and for each its condition or whether it is frozen at first."""
     if not isinstance(groups, Mapping):
-        raise TypeError(
-            message(
-                "fz.freeze_when takes a mapping",
-                at="its second argument",
-                got=_tree.described(groups),
-                expected="{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}",
-                fix="for what stays frozen all along, use fz.freeze(inner, frozen)",
-            )
+        raise type_error(
+            "fz.freeze_when takes a mapping",
+            at="its second argument",
+            got=described(groups),
+            expected="{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}",
+            fix="for what stays frozen all along, use fz.freeze(inner, frozen)",
         )
     claims, conditions = [], []
     for key, value in groups.items():
@@ -285,14 +281,12 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
         if isinstance(value, tuple) and len(value) == 2:
             mask, value = as_choice(value[0], name), value[1]
         if any(claim.name == name for claim in claims) or isinstance(mask, bool):
-            raise ValueError(
-                message(
-                    "a bool where an element mask belongs" if isinstance(mask, bool) else "two groups of one name",
-                    at=name,
-                    got=repr(groups[key]) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
-                    expected="(element mask, condition), and each group once",
-                    fix="for whole leaves give the condition alone: {pattern: condition}",
-                )
+            raise value_error(
+                "a bool where an element mask belongs" if isinstance(mask, bool) else "two groups of one name",
+                at=name,
+                got=repr(groups[key]) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
+                expected="(element mask, condition), and each group once",
+                fix="for whole leaves give the condition alone: {pattern: condition}",
             )
         if not callable(value):
             refuse_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or ")
@@ -310,14 +304,12 @@ def _as_transformation(tx: Any, name: str, groups: Any = None) -> optax.Gradient
     fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass an Optax optimizer"
     if isinstance(groups, (optax.GradientTransformation, optax.MultiSteps)):
         fix = "swap the two arguments"
-    raise TypeError(
-        message(
-            f"`{name}` is no optimizer",
-            at="fz.freeze_when",
-            got=_tree.described(tx),
-            expected="fz.freeze_when(optimizer, {pattern: condition})",
-            fix=fix,
-        )
+    raise type_error(
+        f"`{name}` is no optimizer",
+        at="fz.freeze_when",
+        got=described(tx),
+        expected="fz.freeze_when(optimizer, {pattern: condition})",
+        fix=fix,
     )
 
 
@@ -326,14 +318,12 @@ def _with_division(
 ) -> FreezeWhenState:
     """The state with its groups resolved, again after ``optax.tree_map_params``, which drops what is static."""
     if not isinstance(state, FreezeWhenState) or state.spec.names != tuple(claim.name for claim in claims):
-        raise TypeError(
-            message(
-                "the state of another transformation",
-                at="the second argument of update",
-                got=f"groups {list(state.spec.names)}" if isinstance(state, FreezeWhenState) else type(state).__name__,
-                expected=f"FreezeWhenState of the groups {[claim.name for claim in claims]}",
-                fix="state = tx.init(params), or fz.migrate(state, tx, params) for other groups than before",
-            )
+        raise type_error(
+            "the state of another transformation",
+            at="the second argument of update",
+            got=f"groups {list(state.spec.names)}" if isinstance(state, FreezeWhenState) else type(state).__name__,
+            expected=f"FreezeWhenState of the groups {[claim.name for claim in claims]}",
+            fix="state = tx.init(params), or fz.migrate(state, tx, params) for other groups than before",
         )
     its = state.spec.division
     if not its.whole.leaves:
@@ -358,14 +348,12 @@ def _refuse_other_groups(names: Sequence[str], its: Division, mine: Division) ->
     for name, a, b in zip(names, its.specs, mine.specs, strict=False):
         for leaf, in_state, here in zip(its.whole.leaves, a.answers, b.answers, strict=True):
             if in_state != here:
-                raise ValueError(
-                    message(
-                        "the state of other groups",
-                        at=leaf.path,
-                        got=f"a state in which the group {name!r} has {has(in_state)}",
-                        expected=f"the state of this transformation, in which it has {has(here)}",
-                        fix="state = fz.migrate(state, tx, params), whenever the groups change",
-                    )
+                raise value_error(
+                    "the state of other groups",
+                    at=leaf.path,
+                    got=f"a state in which the group {name!r} has {has(in_state)}",
+                    expected=f"the state of this transformation, in which it has {has(here)}",
+                    fix="state = fz.migrate(state, tx, params), whenever the groups change",
                 )
 
 
@@ -374,12 +362,10 @@ def _refuse_other_schedule(spec: Groups, scheduled: Sequence[Condition | None]) 
     for name, mine, its in zip(spec.names, scheduled, spec.conditions, strict=True):
         both = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(its)
         if (mine is None) != (its is None) or (both and mine != its):
-            raise ValueError(
-                message(
-                    "the state of another schedule",
-                    at=name,
-                    got=f"a state in which {its!r} decides" if its else "a state in which fz.set_frozen decides",
-                    expected=repr(mine) if mine else "a switch for fz.set_frozen",
-                    fix="state = fz.migrate(state, tx, params), which keeps the step and the moments",
-                )
+            raise value_error(
+                "the state of another schedule",
+                at=name,
+                got=f"a state in which {its!r} decides" if its else "a state in which fz.set_frozen decides",
+                expected=repr(mine) if mine else "a switch for fz.set_frozen",
+                fix="state = fz.migrate(state, tx, params), which keeps the step and the moments",
             )

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._errors import value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Dense, RowIndex, resolve_mask
 from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
 from optax_freeze._spec.masks import Elements, Rows, elements, rows
 from optax_freeze._spec.resolve import Masks, Resolved, Tied
 from optax_freeze._spec.selector_algebra import Choice, Known, Selector, as_selector
-from optax_freeze._spec.tree import Leaf, Part, PyTree, message
+from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
 def group_name(key: Any) -> str:
@@ -59,7 +60,7 @@ class Division:
             others, hits = _claim(claim, leaves, values, taken)
             found.append(Resolved.of(Known(paths, tuple(others)), params, tied=tied))
             if all(leaves[i].inexact and found[-1][0].answers[i] is True for i in hits):
-                raise ValueError(_nothing_left(claim, leaves, hits))
+                raise _nothing_left(claim, leaves, hits)
         found.append(Resolved.of(Known(paths, tuple(taken)), params, tied=tied))
         # Without leaves (`optax.tree_map_params` gives a placeholder) every spec is that of no leaves.
         specs = [spec for spec, _ in found] + [whole] * (len(claims) + 1 - len(found))
@@ -104,14 +105,12 @@ def _claim(
     hits = []
     for i, hit in enumerate(claim.selector.select(leaves)):
         if not isinstance(hit, bool):
-            raise ValueError(
-                message(
-                    "a group is named by a pattern or a selector of whole leaves",
-                    at=leaves[i].path,
-                    got=f"{claim.name!r}, which selects a part of the leaf",
-                    expected="the element mask beside the condition",
-                    fix="fz.freeze_when(inner, {pattern: (mask, condition)})",
-                )
+            raise value_error(
+                "a group is named by a pattern or a selector of whole leaves",
+                at=leaves[i].path,
+                got=f"{claim.name!r}, which selects a part of the leaf",
+                expected="the element mask beside the condition",
+                fix="fz.freeze_when(inner, {pattern: (mask, condition)})",
             )
         if not hit:
             continue
@@ -123,14 +122,12 @@ def _claim(
             taken[i], others[i] = True, before
             continue
         if isinstance(values[i], Part):
-            raise ValueError(
-                message(
-                    "an element mask for a leaf of which only a part is here",
-                    at=leaf.path,
-                    got=f"{claim.mask!r} in the group {claim.name!r}, and a Part from fz.freeze or fz.partition",
-                    expected="a full leaf",
-                    fix="give the group the whole Part: a condition without a mask",
-                )
+            raise value_error(
+                "an element mask for a leaf of which only a part is here",
+                at=leaf.path,
+                got=f"{claim.mask!r} in the group {claim.name!r}, and a Part from fz.freeze or fz.partition",
+                expected="a full leaf",
+                fix="give the group the whole Part: a condition without a mask",
             )
         taken[i], own = (claim.mask, claim.mask) if before is False else _join(before, claim.mask, leaf)
         others[i] = ~own
@@ -146,14 +143,12 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
         a, b = (_numbers(each, leaf) for each in (before, mask))
         both, new = (rows(np.flatnonzero(named).tolist(), mask.axis, allow_empty=True) for named in (a | b, b & ~a))
         return both, new
-    raise ValueError(
-        message(
-            "groups with element masks that do not go together",
-            at=leaf.path,
-            got=f"{before!r} and {mask!r}",
-            expected="rows along one axis, or elements that are all compact or all not",
-            fix="give the masks at one leaf as the same kind",
-        )
+    raise value_error(
+        "groups with element masks that do not go together",
+        at=leaf.path,
+        got=f"{before!r} and {mask!r}",
+        expected="rows along one axis, or elements that are all compact or all not",
+        fix="give the masks at one leaf as the same kind",
     )
 
 
@@ -173,13 +168,13 @@ def _numbers(mask: Rows, leaf: Leaf) -> np.ndarray:
     return named
 
 
-def _nothing_left(claim: Claim, leaves: Sequence[Leaf], hits: Sequence[int]) -> str:
+def _nothing_left(claim: Claim, leaves: Sequence[Leaf], hits: Sequence[int]) -> ValueError:
     if not hits:
         got, fix = "no leaf that it selects", "correct the pattern, or leave the group out"
     else:
         got = f"{len(hits)} leaves, of which earlier groups have everything"
         fix = "put the narrower group first, or leave this one out"
-    return message(
+    return value_error(
         f"the group {claim.name!r} has nothing of its own",
         at=leaves[hits[0]].path if hits else claim.name,
         got=got,

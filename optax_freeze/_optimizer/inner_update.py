@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._errors import is_array
 from optax_freeze._gradient.restrict import restrict
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer, Dense
@@ -109,13 +110,13 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
         if kind is bool:
             return _NoUpdate(-0.0)
         return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
-    like: Any = next((x for x in (param, update) if _tree.is_array(x)), leaf)
+    like: Any = next((x for x in (param, update) if is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None:
         return _tree.HOLE if _tree.is_hole(update if param is None else param) else None
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return _tree.HOLE
-    if _tree.is_array(update) and _adds_exactly(dtype, update.dtype):
+    if is_array(update) and _adds_exactly(dtype, update.dtype):
         dtype = update.dtype
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     value = negative_zero(dtype)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._report import table as _table
@@ -25,7 +26,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer, Dense, RowIndex
 from optax_freeze._spec.resolve import Masks, Resolved, Spec, Tied
 from optax_freeze._spec.selector_algebra import Known
-from optax_freeze._spec.tree import Leaf, PyTree, message
+from optax_freeze._spec.tree import Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -181,7 +182,8 @@ def summary(
       optimizer state 580 B instead of 6.8 KiB
     """
     if depth is not None:
-        depth = _checked_depth(depth)
+        fix = "depth=1 gives a row for each top-level name, and None one for each leaf"
+        depth = whole_number("a depth counts segments of a path", depth, at="depth", fix=fix)
     spec, masks = Resolved.of(frozen, params, tied=tied)
     rows = tuple(map(_row, spec.leaves, spec.answers, masks))
     if depth is not None:
@@ -197,15 +199,13 @@ def _row(leaf: Leaf, answer: Answer, mask: Any) -> Row:
     elements, each = math.prod(shape), _itemsize(leaf.dtype)
     frozen = elements if answer is True else 0
     if not isinstance(answer, bool) and leaf.index is None:
-        if isinstance(answer, Dense) and answer.count is None and not _tree.is_concrete(mask):
-            raise ValueError(
-                message(
-                    "the frozen elements of a dense mask cannot be counted",
-                    at=leaf.path,
-                    got=f"a mask without values: {type(mask).__name__}",
-                    expected="an array with values",
-                    fix="call fz.summary outside of jit, or build the mask there",
-                )
+        if isinstance(answer, Dense) and answer.count is None and not is_concrete(mask):
+            raise value_error(
+                "the frozen elements of a dense mask cannot be counted",
+                at=leaf.path,
+                got=f"a mask without values: {type(mask).__name__}",
+                expected="an array with values",
+                fix="call fz.summary outside of jit, or build the mask there",
             )
         frozen = elements - answer.elements(shape, mask)
     return Row(leaf.path, shape, leaf.dtype, elements, frozen, elements * each, frozen * each)
@@ -226,30 +226,26 @@ def _state_bytes(tx: Any, params: PyTree, spec: Resolved, masks: Masks) -> tuple
     """The bytes of the optimizer's state with freezing and without."""
     if not isinstance(tx, (optax.GradientTransformation, optax.MultiSteps)):
         factory = callable(tx) and not hasattr(tx, "init")
-        raise TypeError(
-            message(
-                "no optimizer",
-                at="the third argument of fz.summary",
-                got=_tree.described(tx),
-                expected="an optax.GradientTransformation",
-                fix="call the factory: optax.adam(1e-3), not optax.adam" if factory else "pass the optimizer itself",
-            )
+        raise type_error(
+            "no optimizer",
+            at="the third argument of fz.summary",
+            got=described(tx),
+            expected="an optax.GradientTransformation",
+            fix="call the factory: optax.adam(1e-3), not optax.adam" if factory else "pass the optimizer itself",
         )
     known = Known(tuple(leaf.path for leaf in spec.leaves), tuple(spec.choices(masks)))
     full = _state(tx.init, params, keep=_can_train)
     kinds = (FreezeState, FreezeWhenState)
     nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
     if any(isinstance(node, kinds) for node in nodes):
-        raise ValueError(
-            message(
-                "the optimizer freezes already",
-                at="the third argument of fz.summary",
-                got="fz.freeze or fz.freeze_when, alone or within another",
-                expected="the optimizer as it would be without freezing",
-                fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
-            )
+        raise value_error(
+            "the optimizer freezes already",
+            at="the third argument of fz.summary",
+            got="fz.freeze or fz.freeze_when, alone or within another",
+            expected="the optimizer as it would be without freezing",
+            fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
-    held = _state(freeze(tx, known, tied="ignore").init, params, keep=_tree.is_array)
+    held = _state(freeze(tx, known, tied="ignore").init, params, keep=is_array)
     return _nbytes(held), _nbytes(full)
 
 
@@ -266,23 +262,8 @@ def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any
 
 def _can_train(leaf: Any) -> bool:
     """Whether a leaf can have a gradient: integers, random keys and objects are frozen under any spec."""
-    return _tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _nbytes(shapes: PyTree) -> int:
     return sum(math.prod(leaf.shape) * _itemsize(leaf.dtype) for leaf in jax.tree.leaves(shapes))
-
-
-def _checked_depth(depth: Any) -> int:
-    is_number = _tree.is_int(depth)
-    if not is_number or depth < 0:
-        raise (ValueError if is_number else TypeError)(
-            message(
-                "a depth counts segments of a path",
-                at="fz.summary",
-                got=f"depth={depth!r}",
-                expected="an int of 0 or more, or None for every leaf",
-                fix="depth=1 gives a row for each top-level name",
-            )
-        )
-    return int(depth)

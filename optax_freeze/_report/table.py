@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from optax_freeze._spec.tree import printable
+from optax_freeze._errors import printable
 
 
 class Row(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optax_freeze._errors import message, printable, value_error
 from optax_freeze._report.table import Row, natural, nested, share
-from optax_freeze._spec.tree import message, printable
 
 FROZEN, TRAINABLE = "#0072B2", "#E69F00"
 
@@ -49,14 +49,12 @@ def draw(rows: Sequence[Row], ax: Any = None) -> Any:
         ) from error
     root = _node("", nested(row for row in rows if row.elements))
     if not root.elements:
-        raise ValueError(
-            message(
-                "there is nothing to draw",
-                at="Summary.plot",
-                got=f"{len(rows)} rows without elements",
-                expected="at least one array with elements",
-                fix="pass the parameters to fz.summary, not the holes in the place of them",
-            )
+        raise value_error(
+            "there is nothing to draw",
+            at="Summary.plot",
+            got=f"{len(rows)} rows without elements",
+            expected="at least one array with elements",
+            fix="pass the parameters to fz.summary, not the holes in the place of them",
         )
     if ax is None:
         margins = {"left": 0.01, "right": 0.99, "bottom": 0.07, "top": 0.99}

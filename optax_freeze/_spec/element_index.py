@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
 from optax_freeze._spec.masks import ElementMask, Rows, Slice, named_twice
-from optax_freeze._spec.tree import HOLE, Leaf, Part, is_concrete, message
+from optax_freeze._spec.tree import HOLE, Leaf, Part
 
 _FEW = 16
 """The numbers of up to so many runs of rows are iotas; those of more are a constant."""
@@ -303,38 +304,32 @@ def resolve_mask(choice: bool | ElementMask, leaf: Leaf) -> tuple[Answer, Any]:
     if isinstance(choice, bool):
         return _WHOLE[choice]
     if np.zeros((), leaf.dtype) != 0:
-        raise ValueError(
-            message(
-                "a leaf whose dtype has no zero cannot be frozen in part",
-                at=leaf.path,
-                got=f"{choice!r} for {leaf.dtype}",
-                expected="True or False",
-                fix="freeze the whole leaf, or train it",
-            )
+        raise value_error(
+            "a leaf whose dtype has no zero cannot be frozen in part",
+            at=leaf.path,
+            got=f"{choice!r} for {leaf.dtype}",
+            expected="True or False",
+            fix="freeze the whole leaf, or train it",
         )
     if isinstance(choice, Rows):
         return _resolve_rows(choice, leaf), HOLE
     if tuple(choice.array.shape) != leaf.shape:
         traced = choice.array.shape == () and not is_concrete(choice.array)
-        raise ValueError(
-            message(
-                "a bool that is traced" if traced else "an element mask of another shape than its leaf",
-                at=leaf.path,
-                got="a boolean without a value" if traced else f"a mask of shape {tuple(choice.array.shape)}",
-                expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
-                fix=f"{'give the bool outside jit, or' if traced else 'broadcast it:'} "
-                "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
-            )
+        raise value_error(
+            "a bool that is traced" if traced else "an element mask of another shape than its leaf",
+            at=leaf.path,
+            got="a boolean without a value" if traced else f"a mask of shape {tuple(choice.array.shape)}",
+            expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
+            fix=f"{'give the bool outside jit, or' if traced else 'broadcast it:'} "
+            "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
         )
     if choice.compact and choice.count is None:
-        raise ValueError(
-            message(
-                "the elements of a compact mask cannot be counted",
-                at=leaf.path,
-                got="an array that is traced, or a shape alone",
-                expected="an array with values: the number of trainable elements is static",
-                fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
-            )
+        raise value_error(
+            "the elements of a compact mask cannot be counted",
+            at=leaf.path,
+            got="an array that is traced, or a shape alone",
+            expected="an array with values: the number of trainable elements is static",
+            fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
         )
     if choice.count == 0:
         return True, HOLE
@@ -348,27 +343,23 @@ def _resolve_rows(rows: Rows, leaf: Leaf) -> Answer:
     assert leaf.shape is not None
     ndim = len(leaf.shape)
     if not -ndim <= rows.axis < ndim:
-        raise ValueError(
-            message(
-                f"{rows!r}: the leaf has no such axis",
-                at=leaf.path,
-                got=f"axis={rows.axis} for shape {leaf.shape}",
-                expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
-                fix="give the axis along which rows are counted, or narrow the pattern",
-            )
+        raise value_error(
+            f"{rows!r}: the leaf has no such axis",
+            at=leaf.path,
+            got=f"axis={rows.axis} for shape {leaf.shape}",
+            expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
+            fix="give the axis along which rows are counted, or narrow the pattern",
         )
     axis = rows.axis % ndim
     size = leaf.shape[axis]
     index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
     if size and not index.picked and not rows.allow_empty:
-        raise ValueError(
-            message(
-                f"{rows!r}: the index selects no row",
-                at=leaf.path,
-                got=f"none of {size} rows along axis {rows.axis} of shape {leaf.shape}",
-                expected="at least one row",
-                fix="correct the numbers, or give False or True; in a sweep that may select none, allow_empty=True",
-            )
+        raise value_error(
+            f"{rows!r}: the index selects no row",
+            at=leaf.path,
+            got=f"none of {size} rows along axis {rows.axis} of shape {leaf.shape}",
+            expected="at least one row",
+            fix="correct the numbers, or give False or True; in a sweep that may select none, allow_empty=True",
         )
     if index.runs is not None:  # the same rows however they were named
         index = dataclasses.replace(index, picked=tuple((*run, 1) for run in index.runs), picked_train=True)
@@ -380,24 +371,24 @@ def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, in
     if isinstance(index, Slice):
         outside = [b for b in (index.start, index.stop) if b is not None and not -size <= b <= size]
         if outside:
-            raise ValueError(_out_of_range(rows, outside[0], size, leaf))
+            raise _out_of_range(rows, outside[0], size, leaf)
         found = range(*slice(*index).indices(size))
         found = found[::-1] if found.step < 0 else found
         return ((found[0], found[-1] + 1, found.step if len(found) > 1 else 1),) if found else ()
     numbers = index if isinstance(index, tuple) else (index,)
     for number in numbers:
         if not -size <= number < size:
-            raise ValueError(_out_of_range(rows, number, size, leaf))
+            raise _out_of_range(rows, number, size, leaf)
     ordered = sorted(number % size for number in numbers)
     if len(set(ordered)) < len(ordered):
-        raise ValueError(named_twice(leaf.path, numbers))
+        raise named_twice(leaf.path, numbers)
     breaks = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
     starts, ends = [0, *breaks], [*breaks, len(ordered)]
     return tuple((ordered[a], ordered[b - 1] + 1, 1) for a, b in zip(starts, ends, strict=True)) if ordered else ()
 
 
-def _out_of_range(rows: Rows, number: int, size: int, leaf: Leaf) -> str:
-    return message(
+def _out_of_range(rows: Rows, number: int, size: int, leaf: Leaf) -> ValueError:
+    return value_error(
         f"{rows!r}: a row out of range",
         at=leaf.path,
         got=f"{number}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",

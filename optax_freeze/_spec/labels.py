@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Resolved, Spec
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.selectors import distinct
-from optax_freeze._spec.tree import PyTree, message
+from optax_freeze._spec.tree import PyTree
 
 
 def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
@@ -71,27 +72,23 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
       >>> state = optax.multi_transform(transforms, label_fn).init(params)
     """
     if not isinstance(labels, Mapping):
-        raise TypeError(
-            message(
-                "fz.labels_by_path takes a mapping",
-                at="its first argument",
-                got=_tree.described(labels),
-                expected="{pattern or selector: label}",
-                fix='for "trainable" and "frozen" alone, use fz.labels(frozen)',
-            )
+        raise type_error(
+            "fz.labels_by_path takes a mapping",
+            at="its first argument",
+            got=described(labels),
+            expected="{pattern or selector: label}",
+            fix='for "trainable" and "frozen" alone, use fz.labels(frozen)',
         )
     selectors = [as_selector(key, "fz.labels_by_path") for key in labels]
     words = list(labels.values())
     for word in words if default is None else [*words, default]:
         if not jax.tree_util.all_leaves([word]):
-            raise TypeError(
-                message(
-                    "fz.labels_by_path: no label",
-                    at="its first argument" if word in words else "default",
-                    got=_tree.described(word),
-                    expected="a string, or another value that is no container",
-                    fix="give a key of the transformations of optax.multi_transform",
-                )
+            raise type_error(
+                "fz.labels_by_path: no label",
+                at="its first argument" if word in words else "default",
+                got=described(word),
+                expected="a string, or another value that is no container",
+                fix="give a key of the transformations of optax.multi_transform",
             )
 
     def label_fn(params: PyTree) -> PyTree:
@@ -99,14 +96,12 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
         first = first_match(selectors, leaves) if leaves else []
         found = [default if n is None else words[n] for n in first]
         if None in found:
-            raise ValueError(
-                message(
-                    "a leaf has no label",
-                    at=leaves[found.index(None)].path,
-                    got=f"none of the patterns {list(labels)}",
-                    expected="a label for each leaf",
-                    fix="give a default: fz.labels_by_path({...}, default=label)",
-                )
+            raise value_error(
+                "a leaf has no label",
+                at=leaves[found.index(None)].path,
+                got=f"none of the patterns {list(labels)}",
+                expected="a label for each leaf",
+                fix="give a default: fz.labels_by_path({...}, default=label)",
             )
         return jax.tree.unflatten(_tree.flatten(params)[1], found)
 
@@ -136,14 +131,12 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
       >>> tx = optax.multi_transform({pattern: optax.adam(rate) for pattern, rate in rates.items()}, labels)
     """
     if isinstance(factor, bool) or not isinstance(factor, (int, float, np.floating)) or not factor > 0:
-        raise (ValueError if isinstance(factor, (int, float, np.floating)) else TypeError)(
-            message(
-                "fz.layerwise_decay multiplies learning rates",
-                at="factor",
-                got=_tree.described(factor),
-                expected="a positive number, less than 1 for slower input layers",
-                fix="1 / 2.6 divides by 2.6",
-            )
+        raise (value_error if isinstance(factor, (int, float, np.floating)) else type_error)(
+            "fz.layerwise_decay multiplies learning rates",
+            at="factor",
+            got=described(factor),
+            expected="a positive number, less than 1 for slower input layers",
+            fix="1 / 2.6 divides by 2.6",
         )
 
     def scaled(by: float) -> Any:

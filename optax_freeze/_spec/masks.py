@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.tree import message
+from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
 
 
 class Slice(NamedTuple):
@@ -94,7 +93,7 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
       >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
       ~fz.rows(slice(32000, None, None))
     """
-    if not _tree.is_int(axis):
+    if not is_int(axis):
         pass
     elif isinstance(index, slice):
         bounds = [
@@ -105,21 +104,19 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
         if len(bounds) == 3 and index.step != 0:
             return Rows(Slice(*bounds), int(axis), allow_empty=allow_empty)
     elif isinstance(index, (Sequence, np.ndarray)):
-        if all(map(_tree.is_int, index)):
+        if all(map(is_int, index)):
             numbers = tuple(map(int, index))
             if len(set(numbers)) < len(numbers):
-                raise ValueError(named_twice("fz.rows", numbers))
+                raise named_twice("fz.rows", numbers)
             return Rows(numbers, int(axis), allow_empty=allow_empty)
-    elif _tree.is_int(index):
+    elif is_int(index):
         return Rows(int(index), int(axis), allow_empty=allow_empty)
-    raise TypeError(
-        message(
-            "fz.rows takes the numbers of rows",
-            at="fz.rows",
-            got=f"index={_tree.described(index)}, axis={_tree.described(axis)}",
-            expected="a slice, an int or a list of ints, and an int for the axis",
-            fix="for a boolean array use fz.elements(array)",
-        )
+    raise type_error(
+        "fz.rows takes the numbers of rows",
+        at="fz.rows",
+        got=f"index={described(index)}, axis={described(axis)}",
+        expected="a slice, an int or a list of ints, and an int for the axis",
+        fix="for a boolean array use fz.elements(array)",
     )
 
 
@@ -151,25 +148,23 @@ def elements(array: Any, compact: bool = False) -> Elements:
       >>> trainable["w"].values
       Array([1., 1.], dtype=float32)
     """
-    if not _tree.is_array(array) or array.dtype != np.bool_:
-        raise TypeError(
-            message(
-                "fz.elements takes a boolean array",
-                at="fz.elements",
-                got=_tree.described(array),
-                expected="an array of bool, True where frozen",
-                fix="compare: fz.elements(scores < threshold); for rows use fz.rows(...)",
-            )
+    if not is_array(array) or array.dtype != np.bool_:
+        raise type_error(
+            "fz.elements takes a boolean array",
+            at="fz.elements",
+            got=described(array),
+            expected="an array of bool, True where frozen",
+            fix="compare: fz.elements(scores < threshold); for rows use fz.rows(...)",
         )
     count = None
-    if compact and _tree.is_concrete(array):
+    if compact and is_concrete(array):
         count = int(array.size - np.count_nonzero(np.asarray(array)))
     return Elements(array, compact, count)
 
 
-def named_twice(at: str, numbers: Sequence[int]) -> str:
-    """The text of the error for a list that names a row twice."""
-    return message(
+def named_twice(at: str, numbers: Sequence[int]) -> ValueError:
+    """The error for a list that names a row twice."""
+    return value_error(
         "a row is named twice",
         at=at,
         got=f"{list(numbers)[:8]}",
@@ -179,4 +174,4 @@ def named_twice(at: str, numbers: Sequence[int]) -> str:
 
 
 def _is_bound(value: Any) -> bool:
-    return value is None or _tree.is_int(value)
+    return value is None or is_int(value)

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_freeze._errors import is_array, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer, Dense, RowIndex
 from optax_freeze._spec.resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, warn_of_extent
-from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest, message
+from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
 
@@ -51,14 +52,12 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
       >>> state = optax.adam(1e-3).init(trainable)
     """
     if isinstance(params, Mapping) and any(isinstance(tx, optax.GradientTransformation) for tx in params.values()):
-        raise TypeError(
-            message(
-                "fz.partition splits parameters",
-                at="its first argument",
-                got="a dict of Optax transformations",
-                expected="a tree of parameters, as in equinox.partition",
-                fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
-            )
+        raise type_error(
+            "fz.partition splits parameters",
+            at="its first argument",
+            got="a dict of Optax transformations",
+            expected="a tree of parameters, as in equinox.partition",
+            fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
         )
     spec, masks = Resolved.of(frozen, params, tied=tied)
     warn_of_extent(frozen, params, spec, stacklevel=2)
@@ -109,14 +108,12 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], 
         elif _tree.is_hole(b):
             whole.append(a)
         else:
-            raise ValueError(
-                message(
-                    "what trains of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
-                    at=_tree.paths(rest)[i],
-                    got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
-                    expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
-                    fix="pass the two parts of one fz.partition",
-                )
+            raise value_error(
+                "what trains of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
+                at=_tree.paths(rest)[i],
+                got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
+                expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
+                fix="pass the two parts of one fz.partition",
             )
     return jax.tree.unflatten(treedef, whole)
 
@@ -197,14 +194,12 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
             leaf = Leaf(names[i], tuple(value.shape))
             refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
         elif not _fits(value, change):
-            raise ValueError(
-                message(
-                    "updates: another leaf",
-                    at=_tree.paths(params)[i],
-                    got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
-                    expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
-                    fix="the parameters come first; pass the updates that belong to these parameters",
-                )
+            raise value_error(
+                "updates: another leaf",
+                at=_tree.paths(params)[i],
+                got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
+                expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
+                fix="the parameters come first; pass the updates that belong to these parameters",
             )
     moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
     return jax.tree.unflatten(treedef, moved)
@@ -219,14 +214,12 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
         if isinstance(change.index, RowIndex):
             return change.index.add(value, change, mask)
         if not isinstance(answer, Dense):
-            raise ValueError(
-                message(
-                    "a Part of single elements cannot be placed",
-                    at=f"a leaf of shape {value.shape}",
-                    got="a vector of elements, and no mask that says where they are",
-                    expected="`frozen` with the mask, as it is in the state",
-                    fix="fz.apply_updates(params, updates, fz.spec_of(state))",
-                )
+            raise value_error(
+                "a Part of single elements cannot be placed",
+                at=f"a leaf of shape {value.shape}",
+                got="a vector of elements, and no mask that says where they are",
+                expected="`frozen` with the mask, as it is in the state",
+                fix="fz.apply_updates(params, updates, fz.spec_of(state))",
             )
         return answer.add(value, change, mask)
     moved = optax.apply_updates(value, change)
@@ -235,7 +228,7 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
 
 def _stays(value: Any, change: Any) -> bool:
     """Whether an update leaves an object that is not an array as it is: a Python number may be added to."""
-    if isinstance(value, Part) or _tree.is_hole(value) or _tree.is_array(value):
+    if isinstance(value, Part) or _tree.is_hole(value) or is_array(value):
         return False
     adds = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
     return not adds or (isinstance(change, (int, float, complex)) and change == 0)

@@ -5,7 +5,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from optax_freeze._spec.tree import message
+from optax_freeze._errors import value_error
 
 
 def regex(pattern: str) -> re.Pattern[str]:
@@ -32,19 +32,17 @@ def _compile(expression: str, what: str, at: str, expected: str, fix: str) -> re
     try:
         return re.compile(expression, re.DOTALL)
     except re.error as error:
-        raise ValueError(message(what, at=at, got=error.msg, expected=expected, fix=fix)) from error
+        raise value_error(what, at=at, got=error.msg, expected=expected, fix=fix) from error
 
 
 def _segment(segment: str, pattern: str) -> str:
     if "**" in re.sub(r"\[[^]]*\]", "", segment):
-        raise ValueError(
-            message(
-                "'**' stands for whole segments",
-                at=f"fz.path({pattern!r})",
-                got=repr(segment),
-                expected="'**' between slashes, or '*' within a segment",
-                fix=f"write {segment.replace('**', '*')!r}: a pattern matches everything below its match anyway",
-            )
+        raise value_error(
+            "'**' stands for whole segments",
+            at=f"fz.path({pattern!r})",
+            got=repr(segment),
+            expected="'**' between slashes, or '*' within a segment",
+            fix=f"write {segment.replace('**', '*')!r}: a pattern matches everything below its match anyway",
         )
     out, i = "", 0
     while i < len(segment):
@@ -73,14 +71,12 @@ def _refuse_numbers(pattern: str) -> None:
     if found is None:
         return
     fix = "fz.where(lambda path, leaf: ...), which can read the number off the path"
-    raise ValueError(
-        message(
-            "brackets stand for one character, and not for a number",
-            at=f"fz.path({pattern!r})",
-            got=f"{found[0]}, a class of characters",
-            expected="a class of single digits, such as [0-7]",
-            fix=fix if found[1] else f"for these numbers {_spelled(pattern)}, or fz.regex(...)",
-        )
+    raise value_error(
+        "brackets stand for one character, and not for a number",
+        at=f"fz.path({pattern!r})",
+        got=f"{found[0]}, a class of characters",
+        expected="a class of single digits, such as [0-7]",
+        fix=fix if found[1] else f"for these numbers {_spelled(pattern)}, or fz.regex(...)",
     )
 
 
@@ -128,12 +124,12 @@ def _same_length(low: str, high: str) -> list[str]:
     return [*head, *([digits + "[0-9]" * rest] if first <= last else []), *tail]
 
 
-def no_match(pattern: str, paths: Sequence[str], *, is_regex: bool) -> str:
-    """The text of the error for a pattern that matches none of ``paths``: it names the nearest."""
+def no_match(pattern: str, paths: Sequence[str], *, is_regex: bool) -> ValueError:
+    """The error for a pattern that matches none of ``paths``: it names the nearest."""
     above = {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)}
     near = difflib.get_close_matches(pattern.rstrip("/*"), sorted(above), n=3, cutoff=0.5)
     if paths == [""]:
-        return message(
+        return value_error(
             f"the pattern {pattern!r} matches no leaf",
             at=repr(pattern),
             got="one leaf without a path, and no tree",
@@ -142,7 +138,7 @@ def no_match(pattern: str, paths: Sequence[str], *, is_regex: bool) -> str:
         )
     hint = "; a regex has to match the whole path: '.*/kernel'" if is_regex else ""
     meant = None if is_regex else _meant(pattern, paths)
-    return message(
+    return value_error(
         f"the pattern {pattern!r} matches no leaf",
         at=repr(pattern),
         got=f"0 of {len(paths)} leaves",

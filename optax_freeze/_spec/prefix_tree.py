@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import optax
 
+from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, Rows, elements
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
 from optax_freeze._spec.selectors import as_choice
-from optax_freeze._spec.tree import Leaf, PyTree, message
+from optax_freeze._spec.tree import Leaf, PyTree
 
 
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
@@ -25,13 +26,13 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
     except (ValueError, TypeError, KeyError) as error:
         other = _in_mappings_of(params, prefix)
         if _tree.flatten(other, _is_choice)[1] == treedef:
-            raise ValueError(_no_fit(prefix, params)) from error
+            raise _no_fit(prefix, params) from error
         return from_prefix(other, params)
     answers: list[Choice] = []
     for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
         if _tree.is_hole(choice) and _tree.is_hole(subtree):
             answers.append(True)
-        elif _tree.is_array(subtree) and subtree.shape == () and _tree.is_concrete(choice) and _tree.is_bool(choice):
+        elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
             answers.append(elements(choice))  # the mask of a scalar, which may be replaced like any other
         else:
             answers += [as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
@@ -47,9 +48,9 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
     values, treedef = _tree.flatten(params)
     structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
     shapes = jax.tree.unflatten(treedef, structs)
-    name = _tree.described(function)
+    name = described(function)
     if not _takes_one(function):
-        raise TypeError(_of_each_leaf(name, "a function of other arguments"))
+        raise _of_each_leaf(name, "a function of other arguments")
     try:
         answer = ask_without_values(lambda: function(shapes), name, "frozen")
     except TypeError as error:
@@ -58,8 +59,8 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
                 _of_each_leaf(name, f"a function of a path or a leaf: {error.__cause__}")
             ) from error.__cause__
         raise
-    if _tree.is_bool(answer) and not jax.tree_util.treedef_is_leaf(treedef):
-        raise TypeError(_of_each_leaf(name, f"{bool(answer)}, one bool for the whole tree"))
+    if is_bool(answer) and not jax.tree_util.treedef_is_leaf(treedef):
+        raise _of_each_leaf(name, f"{bool(answer)}, one bool for the whole tree")
     return answer
 
 
@@ -81,8 +82,8 @@ def _took_it_for_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
     return "expected str" in str(error)  # `re.match` and `fnmatch` on a dict
 
 
-def _of_each_leaf(name: str, got: str) -> str:
-    return message(
+def _of_each_leaf(name: str, got: str) -> TypeError:
+    return type_error(
         f"{name} is not a function of the tree of parameters",
         at="frozen",
         got=got,
@@ -120,7 +121,7 @@ def _prefix_paths(prefix: PyTree) -> list[str]:
     return _tree.paths(marked)
 
 
-def _no_fit(prefix: PyTree, params: PyTree) -> str:
+def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     covers, covered = _prefix_paths(prefix), _tree.paths(params)
     bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
     loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
@@ -142,7 +143,7 @@ def _no_fit(prefix: PyTree, params: PyTree) -> str:
         fix = "to name some paths alone, with patterns too: fz.rules({'encoder/**': True}), or just 'encoder/**'"
     elif not covers:
         fix = "nothing is named: for nothing frozen give False"
-    return message(
+    return value_error(
         "`frozen` does not fit the parameters",
         at=at,
         got=got,

@@ -20,12 +20,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._errors import described, is_concrete, message, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer, Dense, RowIndex, resolve_mask
 from optax_freeze._spec.masks import Elements
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selector_algebra import Choice, Known, Selector, as_selector, is_selector
-from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest, message
+from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
 """Every form in which "what is frozen" may be said."""
@@ -107,14 +108,12 @@ class Resolved:
         ``leaves`` are those of ``params``, where more is known of them than the tree tells.
         """
         if tied not in ("error", "ignore"):
-            raise ValueError(
-                message(
-                    "unknown choice",
-                    at="tied",
-                    got=_tree.described(tied),
-                    expected="'error' or 'ignore'",
-                    fix="use one of them",
-                )
+            raise value_error(
+                "unknown choice",
+                at="tied",
+                got=described(tied),
+                expected="'error' or 'ignore'",
+                fix="use one of them",
             )
         walk = _tree.walk(params)
         leaves = walk.leaves() if leaves is None else leaves
@@ -245,7 +244,7 @@ def refuse_other_leaf(
             fix = "pass the full parameters: fz.combine(trainable, rest)"
         if fix is None or not (isinstance(value, Part) or _tree.is_hole(value)):
             fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
-        raise ValueError(message(what, at=leaf.path, got=got, expected=expected, fix=fix))
+        raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
 
 
 def _fits(shape: tuple[int, ...], leaf: Leaf, answer: Any, name: str) -> bool:
@@ -263,7 +262,7 @@ def warn_of_extent(frozen: Spec, params: PyTree, spec: Resolved, *, stacklevel: 
         text = message(
             f"the spec freezes {extent}",
             at="frozen",
-            got=f"{_tree.described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen",
+            got=f"{described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen",
             expected="some frozen leaves and some that train",
             fix=f"correct the spec, or give {extent == 'everything'} if it is meant",
         )
@@ -290,14 +289,12 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
     if is_selector(frozen):
         return as_selector(frozen, "frozen").select(leaves)
     if isinstance(frozen, type):
-        raise TypeError(
-            message(
-                "a class says nothing about what is frozen",
-                at="frozen",
-                got=_tree.described(frozen),
-                expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
-                fix="for NNX variables give their type (nnx.LoRAParam); for each leaf fz.where(lambda path, leaf: ...)",
-            )
+        raise type_error(
+            "a class says nothing about what is frozen",
+            at="frozen",
+            got=described(frozen),
+            expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
+            fix="for NNX variables give their type (nnx.LoRAParam); for each leaf fz.where(lambda path, leaf: ...)",
         )
     if _is_function(frozen, params):
         answer = from_function(frozen, params, leaves)
@@ -314,18 +311,16 @@ def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], answers: Sequenc
     first: dict[int, int] = {}
     times = collections.Counter(map(id, values))
     for i, value in enumerate(values):
-        if times[id(value)] > 1 and leaves[i].inexact and _tree.is_concrete(value):
+        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):
             j = first.setdefault(id(value), i)
             if not _same(answers[i], answers[j]):
                 frozen, trains = (j, i) if answers[j][0] is True or answers[i][0] is False else (i, j)
-                raise ValueError(
-                    message(
-                        "one array stands at two paths, and is not frozen alike at both",
-                        at=leaves[frozen].path,
-                        got=f"frozen there, trained at {leaves[trains].path}, in whole or in part",
-                        expected="tied leaves frozen together or trained together",
-                        fix='give both the same answer, copy the array, or pass tied="ignore"',
-                    )
+                raise value_error(
+                    "one array stands at two paths, and is not frozen alike at both",
+                    at=leaves[frozen].path,
+                    got=f"frozen there, trained at {leaves[trains].path}, in whole or in part",
+                    expected="tied leaves frozen together or trained together",
+                    fix='give both the same answer, copy the array, or pass tied="ignore"',
                 )
 
 

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 import numpy as np
 
+from optax_freeze._errors import counted, described, in_one_line, type_error, value_error
 from optax_freeze._spec import patterns as _glob
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, Elements
-from optax_freeze._spec.tree import Leaf, VariableLeaf, message
+from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 Choice: TypeAlias = bool | ElementMask
 """What a spec says of one leaf: True is frozen, False trains, an element mask freezes a part."""
@@ -46,14 +47,12 @@ class Selector:
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise TypeError(
-            message(
-                "a selector is neither true nor false",
-                at=repr(self),
-                got="`not`, `and`, `or` or `if` on a selector",
-                expected="~a, a & b, a | b",
-                fix="use ~, & and |",
-            )
+        raise type_error(
+            "a selector is neither true nor false",
+            at=repr(self),
+            got="`not`, `and`, `or` or `if` on a selector",
+            expected="~a, a & b, a | b",
+            fix="use ~, & and |",
         )
 
 
@@ -73,7 +72,7 @@ class Patterns(Selector):
             found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
             if not found:
                 paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
-                raise ValueError(_glob.no_match(pattern, paths, is_regex=self._is_regex))
+                raise _glob.no_match(pattern, paths, is_regex=self._is_regex)
             for i in found:
                 hits[i] = True
         return hits
@@ -116,14 +115,12 @@ class Where(Selector):
     def _ask(self, leaf: Leaf, path: str) -> bool:
         answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
         if not isinstance(answer, (bool, np.bool_)):
-            raise TypeError(
-                message(
-                    f"{self!r} returned no bool",
-                    at=path,
-                    got=_tree.described(answer),
-                    expected="True (frozen) or False",
-                    fix="compare the path, the shape or the dtype",
-                )
+            raise type_error(
+                f"{self!r} returned no bool",
+                at=path,
+                got=described(answer),
+                expected="True (frozen) or False",
+                fix="compare the path, the shape or the dtype",
             )
         return bool(answer)
 
@@ -140,14 +137,12 @@ class NnxFilter(Selector):
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         if leaves and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
-            raise ValueError(
-                message(
-                    "an NNX filter goes by NNX variables",
-                    at=leaves[0].path,
-                    got=f"{self!r} for {_tree.counted(len(leaves), 'leaf', 'leaves')} without a variable",
-                    expected="an NNX module, or an nnx.State of one",
-                    fix="for other trees fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
-                )
+            raise value_error(
+                "an NNX filter goes by NNX variables",
+                at=leaves[0].path,
+                got=f"{self!r} for {counted(len(leaves), 'leaf', 'leaves')} without a variable",
+                expected="an NNX module, or an nnx.State of one",
+                fix="for other trees fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
             )
         return [isinstance(leaf, VariableLeaf) and self._ask(leaf) for leaf in leaves]
 
@@ -286,14 +281,12 @@ def as_selector(value: Any, name: str) -> Selector:
         return Path((value,))
     if is_patterns(value):
         return Path(tuple(value))
-    raise TypeError(
-        message(
-            f"{name}: neither a pattern nor a selector",
-            at=_tree.described(value),
-            got=type(value).__name__,
-            expected="a glob pattern or fz.path / only / regex / where",
-            fix="wrap a function in fz.where(...)",
-        )
+    raise type_error(
+        f"{name}: neither a pattern nor a selector",
+        at=described(value),
+        got=type(value).__name__,
+        expected="a glob pattern or fz.path / only / regex / where",
+        fix="wrap a function in fz.where(...)",
     )
 
 
@@ -314,14 +307,12 @@ def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[i
         selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
         free = [i for i in selected if first[i] is None]
         if selected and not free:
-            raise ValueError(
-                message(
-                    f"rule {selector!r} never applies: earlier rules match all its leaves",
-                    at=leaves[selected[0]].path,
-                    got=f"{len(selected)} leaves, each matched before",
-                    expected="at least one leaf that no earlier rule matches",
-                    fix="put the narrower rule first, or delete this one",
-                )
+            raise value_error(
+                f"rule {selector!r} never applies: earlier rules match all its leaves",
+                at=leaves[selected[0]].path,
+                got=f"{len(selected)} leaves, each matched before",
+                expected="at least one leaf that no earlier rule matches",
+                fix="put the narrower rule first, or delete this one",
             )
         for i in free:
             first[i] = n
@@ -337,14 +328,12 @@ def _combine(selector: "Or | And", leaves: Sequence[Leaf], *, winner: bool) -> l
         elif b is winner or a is (not winner):
             choices.append(b)
         else:
-            raise ValueError(
-                message(
-                    f"{selector!r}: two element masks at one leaf",
-                    at=leaf.path,
-                    got=f"{a!r} and {b!r}",
-                    expected="at most one element mask for a leaf",
-                    fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
-                )
+            raise value_error(
+                f"{selector!r}: two element masks at one leaf",
+                at=leaf.path,
+                got=f"{a!r} and {b!r}",
+                expected="at most one element mask for a leaf",
+                fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
             )
     return choices
 
@@ -355,14 +344,12 @@ def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
         return ask()
     except (TypeError, AttributeError) as error:
         misfit = "positional argument" in str(error)
-        raise TypeError(
-            message(
-                f"{name} failed on shapes: {_tree.in_one_line(error)}",
-                at=at,
-                got="a function of other arguments" if misfit else "a function that looks at values",
-                expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
-                fix="fz.where(lambda path, leaf: ...) for each leaf, or a function of the whole tree by itself"
-                if misfit
-                else "decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
-            )
+        raise type_error(
+            f"{name} failed on shapes: {in_one_line(error)}",
+            at=at,
+            got="a function of other arguments" if misfit else "a function that looks at values",
+            expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
+            fix="fz.where(lambda path, leaf: ...) for each leaf, or a function of the whole tree by itself"
+            if misfit
+            else "decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
         ) from error

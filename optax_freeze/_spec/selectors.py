@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optax_freeze._errors import described, is_array, is_bool, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, Rows, elements
 from optax_freeze._spec.selector_algebra import (
@@ -23,7 +24,6 @@ from optax_freeze._spec.selector_algebra import (
     as_selector,
     is_patterns,
 )
-from optax_freeze._spec.tree import message
 
 
 def path(*patterns: str) -> Selector:
@@ -114,14 +114,12 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
       {'bias': True, 'kernel': False}
     """
     if not callable(fn):
-        raise TypeError(
-            message(
-                "fz.where takes a function",
-                at="its first argument",
-                got=_tree.described(fn),
-                expected="fn(path, leaf) -> bool",
-                fix="for patterns, use fz.path(...) or fz.regex(...)",
-            )
+        raise type_error(
+            "fz.where takes a function",
+            at="its first argument",
+            got=described(fn),
+            expected="fn(path, leaf) -> bool",
+            fix="for patterns, use fz.path(...) or fz.regex(...)",
         )
     return Where(fn)
 
@@ -149,14 +147,12 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
       {'encoder': {'kernel': True, 'norm': False}, 'head': False}
     """
     if not isinstance(rules, Mapping):
-        raise TypeError(
-            message(
-                "fz.rules takes a mapping",
-                at="its first argument",
-                got=_tree.described(rules),
-                expected="{pattern or selector: True, False or an element mask}",
-                fix="for a list of patterns, use fz.path(*patterns)",
-            )
+        raise type_error(
+            "fz.rules takes a mapping",
+            at="its first argument",
+            got=described(rules),
+            expected="{pattern or selector: True, False or an element mask}",
+            fix="for a list of patterns, use fz.path(*patterns)",
         )
     pairs = tuple((as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items())
     return Rules(pairs, as_choice(default, "default"))
@@ -165,38 +161,34 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
 def distinct(name: str, patterns: Any) -> list[Any]:
     """A list of patterns and selectors, each of which stands there once."""
     if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
-        raise TypeError(
-            message(
-                f"{name} takes a list of patterns",
-                at=name,
-                got=_tree.described(patterns),
-                expected="patterns or selectors, from the output end to the input end",
-                fix="[pattern, ...]",
-            )
+        raise type_error(
+            f"{name} takes a list of patterns",
+            at=name,
+            got=described(patterns),
+            expected="patterns or selectors, from the output end to the input end",
+            fix="[pattern, ...]",
         )
     for i, pattern in enumerate(patterns):
         as_selector(pattern, name)
         if pattern in patterns[:i]:
-            raise ValueError(
-                message(
-                    "a pattern is named twice",
-                    at=name,
-                    got=_tree.described(pattern),
-                    expected="each pattern once",
-                    fix="delete one of them",
-                )
+            raise value_error(
+                "a pattern is named twice",
+                at=name,
+                got=described(pattern),
+                expected="each pattern once",
+                fix="delete one of them",
             )
     return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
 
 
 def as_choice(value: Any, at: str) -> Choice:
     """A bool or an element mask as it is, a boolean array as one; a ``ValueError`` for anything else."""
-    if _tree.is_bool(value):
+    if is_bool(value):
         return bool(value)
     if isinstance(value, (Rows, Elements)):
         return value
-    kind = f"an array of {value.dtype}" if _tree.is_array(value) else _tree.a(type(value).__name__)
-    if _tree.is_array(value) and value.dtype == np.bool_:
+    kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
+    if is_array(value) and value.dtype == np.bool_:
         return elements(value)
     fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
@@ -206,40 +198,34 @@ def as_choice(value: Any, at: str) -> Choice:
         fix = "unpack it: fz.path(*patterns)"
     elif callable(value):
         fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
-    raise ValueError(
-        message(
-            f"{kind} where a bool belongs",
-            at=at,
-            got=_tree.described(value),
-            expected="True (frozen), False, an element mask or a boolean array",
-            fix=fix,
-        )
+    raise value_error(
+        f"{kind} where a bool belongs",
+        at=at,
+        got=described(value),
+        expected="True (frozen), False, an element mask or a boolean array",
+        fix=fix,
     )
 
 
 def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
     if not patterns:
-        raise ValueError(
-            message(
-                f"fz.{name} was given no pattern",
-                at=f"fz.{name}()",
-                got="nothing",
-                expected="at least one pattern",
-                fix="for everything use True, for nothing False",
-            )
+        raise value_error(
+            f"fz.{name} was given no pattern",
+            at=f"fz.{name}()",
+            got="nothing",
+            expected="at least one pattern",
+            fix="for everything use True, for nothing False",
         )
     for pattern in patterns:
         if not isinstance(pattern, str):
             fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"
             if isinstance(pattern, Selector):
                 fix = f"a selector stands by itself: {~pattern if name == 'only' else pattern!r}"
-            raise TypeError(
-                message(
-                    f"fz.{name} takes strings",
-                    at=f"fz.{name}",
-                    got=_tree.described(pattern),
-                    expected="a pattern such as 'encoder/**'",
-                    fix=fix,
-                )
+            raise type_error(
+                f"fz.{name} takes strings",
+                at=f"fz.{name}",
+                got=described(pattern),
+                expected="a pattern such as 'encoder/**'",
+                fix=fix,
             )
     return tuple(patterns)

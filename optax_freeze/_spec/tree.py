@@ -9,14 +9,14 @@ import collections
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
+
+from optax_freeze._errors import counted, is_array, type_error, value_error
 
 PyTree: TypeAlias = Any
 """Any nesting of containers known to JAX."""
@@ -55,14 +55,12 @@ class Part:
         return self.values.dtype
 
     def __radd__(self, full: Any) -> Any:
-        raise TypeError(
-            message(
-                "part of a leaf does not add to all of it",
-                at=f"a leaf of shape {self.shape}",
-                got="optax.apply_updates, or a sum, with updates of what trains alone",
-                expected="fz.apply_updates(params, updates)",
-                fix="use that, or fz.freeze(optimizer, frozen) with full updates",
-            )
+        raise type_error(
+            "part of a leaf does not add to all of it",
+            at=f"a leaf of shape {self.shape}",
+            got="optax.apply_updates, or a sum, with updates of what trains alone",
+            expected="fz.apply_updates(params, updates)",
+            fix="use that, or fz.freeze(optimizer, frozen) with full updates",
         )
 
 
@@ -161,37 +159,9 @@ def bare(node: Any) -> Any:
     return next(iter(jax.tree.leaves(node)), HOLE) if isinstance(node, Part) else node
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether ``leaf`` has a shape and a dtype of JAX: an array, a tracer, a NumPy scalar or a shape of one."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and _is_of_jax(leaf.dtype)
-
-
-@functools.cache
-def _is_of_jax(dtype: Any) -> bool:
-    kinds = (np.number, np.bool_, jax.dtypes.extended)
-    return dtype == jax.dtypes.float0 or any(jnp.issubdtype(dtype, kind) for kind in kinds)
-
-
 @functools.cache
 def _is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def is_int(value: Any) -> bool:
-    """Whether ``value`` is an int of Python or NumPy, and no bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def is_bool(value: Any) -> bool:
-    """Whether ``value`` is one bool: of Python, of NumPy, or a boolean array without axes and with a value."""
-    if is_concrete(value):
-        return value.dtype == np.bool_ and value.shape == ()
-    return isinstance(value, (bool, np.bool_))
-
-
-def is_concrete(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array with values of its own, and not a tracer, which JAX reuses freely."""
-    return isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> tuple[list[Any], Any]:
@@ -222,14 +192,12 @@ def _refuse_unsortable(tree: PyTree, path: tuple[Any, ...] = ()) -> None:
         children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     except ValueError as error:
         if isinstance(tree, dict):
-            raise ValueError(
-                message(
-                    "the keys of a dict do not sort",
-                    at=keystr(path),
-                    got=f"{[*tree][:3]}" + (f" and {len(tree) - 3} more" if len(tree) > 3 else ""),
-                    expected="keys that compare with one another: JAX takes the leaves of a dict in their order",
-                    fix="write every key as a string, or use a list",
-                )
+            raise value_error(
+                "the keys of a dict do not sort",
+                at=keystr(path),
+                got=f"{[*tree][:3]}" + (f" and {len(tree) - 3} more" if len(tree) > 3 else ""),
+                expected="keys that compare with one another: JAX takes the leaves of a dict in their order",
+                fix="write every key as a string, or use a list",
             ) from error
         raise
     for key, child in children:
@@ -257,14 +225,12 @@ class Walk(NamedTuple):
             twice = next(path for path, count in collections.Counter(self.paths).items() if count > 1)
             numbered = jax.tree.unflatten(self.treedef, range(len(self.paths)))
             keys = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
-            raise ValueError(
-                message(
-                    "two leaves have the same path",
-                    at=twice,
-                    got=" and ".join(key for key, path in zip(keys, self.paths, strict=True) if path == twice),
-                    expected="a path of its own for each leaf: str(key) of each key, joined by '/'",
-                    fix="rename one of the keys",
-                )
+            raise value_error(
+                "two leaves have the same path",
+                at=twice,
+                got=" and ".join(key for key, path in zip(keys, self.paths, strict=True) if path == twice),
+                expected="a path of its own for each leaf: str(key) of each key, joined by '/'",
+                fix="rename one of the keys",
             )
         if self.variables:
             pairs = zip(described, self.variables, strict=True)
@@ -327,14 +293,12 @@ def _describe(path: str, value: Any) -> Leaf:
     if not is_array(value):
         return Leaf(path)
     if isinstance(value.dtype, str):  # neither jit nor grad takes such an object, and nothing here can update it
-        raise TypeError(
-            message(
-                "no array, but an object that holds one",
-                at=path,
-                got=f"a {type(value).__name__} of {value.dtype}",
-                expected="a JAX or NumPy array",
-                fix="pass the arrays: for Keras {variable.path: variable.value for variable in variables}",
-            )
+        raise type_error(
+            "no array, but an object that holds one",
+            at=path,
+            got=f"a {type(value).__name__} of {value.dtype}",
+            expected="a JAX or NumPy array",
+            fix="pass the arrays: for Keras {variable.path: variable.value for variable in variables}",
         )
     return Leaf(path, tuple(value.shape), value.dtype, (), value.index if isinstance(value, Part) else None)
 
@@ -348,14 +312,12 @@ def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> N
     if got == expected and (has_variables(tree) or has_variables(like)):
         return
     refuse_other_paths(got, expected, name, fix)
-    raise ValueError(
-        message(
-            f"{name}: the same paths in other containers",
-            at=got[0] if got else "",
-            got=str(jax.tree.structure(tree))[:200],
-            expected=str(jax.tree.structure(like))[:200],
-            fix=fix,
-        )
+    raise value_error(
+        f"{name}: the same paths in other containers",
+        at=got[0] if got else "",
+        got=str(jax.tree.structure(tree))[:200],
+        expected=str(jax.tree.structure(like))[:200],
+        fix=fix,
     )
 
 
@@ -367,15 +329,13 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
     missing = [path for path in expected if path not in in_got]
     unknown = [path for path in got if path not in in_expected]
     also = f", among them {missing[:3]}" if missing else f": {list(expected[:3])}"
-    raise ValueError(
-        message(
-            f"{name}: another structure" if missing or unknown else f"{name}: the same paths in another order",
-            at=[*missing, *unknown, *got][0],
-            got=counted(len(got), "leaf", "leaves")
-            + (f", among them {unknown[:3]}, which do not belong" if unknown else ""),
-            expected=f"{counted(len(expected), 'leaf', 'leaves')}{also}",
-            fix=fix,
-        )
+    raise value_error(
+        f"{name}: another structure" if missing or unknown else f"{name}: the same paths in another order",
+        at=[*missing, *unknown, *got][0],
+        got=counted(len(got), "leaf", "leaves")
+        + (f", among them {unknown[:3]}, which do not belong" if unknown else ""),
+        expected=f"{counted(len(expected), 'leaf', 'leaves')}{also}",
+        fix=fix,
     )
 
 
@@ -406,64 +366,3 @@ def nnx_filter(value: Any) -> Any:
     if isinstance(value, type):
         return nnx.OfType(value) if issubclass(value, nnx.Variable) else None
     return value if type(value).__module__ == nnx.OfType.__module__ else None
-
-
-def described(value: Any) -> str:
-    """What was given, in a few words for an error: never an address, nor the values of an array.
-
-    >>> described(jnp.ones(3)), described({"head": jnp.ones(3)}), described(jnp.sum), described("head")
-    ('an array of float32 of shape (3,)', 'a dict of 1 leaf', 'the function sum', "'head'")
-    """
-    if is_array(value):
-        return f"an array of {value.dtype} of shape {tuple(value.shape)}"
-    if hasattr(value, "__qualname__"):
-        return f"the {'class' if isinstance(value, type) else 'function'} {value.__qualname__}"
-    try:
-        leaves = jax.tree.leaves(value) if isinstance(value, (Mapping, Sequence)) else []
-    except ValueError:
-        return f"{a(type(value).__name__)} whose keys do not sort"
-    if any(map(is_array, leaves)):
-        return f"{a(type(value).__name__)} of {counted(len(leaves), 'leaf', 'leaves')}"
-    text = repr(value)
-    return a(type(value).__name__) if " at 0x" in text else text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def counted(number: int, one: str, several: str) -> str:
-    """``1 leaf``, ``2 leaves``."""
-    return f"{number} {one if number == 1 else several}"
-
-
-def a(name: str) -> str:
-    """A name with its article."""
-    return f"a{'n' * (name[0] in 'aeiouAEIOU')} {name}"
-
-
-def printable(text: str) -> str:
-    """Text that may hold names, on one line: a key can hold a line break, or what a terminal takes for a command.
-
-    >>> print(printable("encoder/kernel"), printable("\\x1b[31mred"))
-    encoder/kernel '\\x1b[31mred'
-    """
-    return text if text.isprintable() else repr(text)
-
-
-def in_one_line(error: Exception) -> str:
-    """The text of another error, to stand within a message."""
-    return " ".join(str(error).split())
-
-
-def message(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str) -> str:
-    """The text of an error: what is wrong, at which path or paths, got against expected, the likely fix.
-
-    Every name in an error passes through here, so that each part is made :func:`printable`.
-
-    >>> print(message("a leaf is missing", at="encoder/kernel", got="nothing", expected="an array", fix="add it"))
-    a leaf is missing
-      at: encoder/kernel
-      got: nothing
-      expected: an array
-      fix: add it
-    """
-    places = "\n      ".join(map(printable, [at] if isinstance(at, str) else at))
-    what, got, expected, fix = (printable(str(part)) for part in (what, got, expected, fix))
-    return f"{what}\n  at: {places or '(the root)'}\n  got: {got}\n  expected: {expected}\n  fix: {fix}"

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze._errors import described, printable, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Dense, RowIndex
 from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
-from optax_freeze._spec.tree import Part, PyTree, message
+from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.entries import Entry, Owner, entries_of
 
 
@@ -39,7 +40,7 @@ class Migration:
 
     def __str__(self) -> str:
         lists = dataclasses.asdict(self).items()
-        return "\n".join(f"{name}: {', '.join(map(_tree.printable, places)) or 'nothing'}" for name, places in lists)
+        return "\n".join(f"{name}: {', '.join(map(printable, places)) or 'nothing'}" for name, places in lists)
 
 
 @overload
@@ -88,14 +89,12 @@ def migrate(
       dropped: nothing
     """
     if not hasattr(tx, "init"):
-        raise TypeError(
-            message(
-                "fz.migrate takes the new optimizer second",
-                at="its second argument",
-                got=_tree.described(tx),
-                expected="fz.migrate(state, tx, params)",
-                fix="swap the first two arguments" if hasattr(state, "init") else "pass an Optax optimizer",
-            )
+        raise type_error(
+            "fz.migrate takes the new optimizer second",
+            at="its second argument",
+            got=described(tx),
+            expected="fz.migrate(state, tx, params)",
+            fix="swap the first two arguments" if hasattr(state, "init") else "pass an Optax optimizer",
         )
     try:
         fresh = tx.init(params)
@@ -130,14 +129,12 @@ def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) ->
     except Exception:  # any optimizer may raise anything on a tree that is not parameters
         return
     if swapped and jax.tree.leaves(params):
-        raise TypeError(
-            message(
-                "fz.migrate takes the state first and the parameters last",
-                at="its first argument",
-                got=f"the parameters ({_tree.described(state)}), and a state of `tx` as the third argument",
-                expected="fz.migrate(state, tx, params)",
-                fix="swap the first and the last argument",
-            )
+        raise type_error(
+            "fz.migrate takes the state first and the parameters last",
+            at="its first argument",
+            got=f"the parameters ({described(state)}), and a state of `tx` as the third argument",
+            expected="fz.migrate(state, tx, params)",
+            fix="swap the first and the last argument",
         ) from error
 
 
@@ -232,18 +229,16 @@ def _alike(new: Entry, old: Entry) -> bool:
         np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
     )
     if any(isinstance(e.value, Part) and isinstance(e.value.index, int) and e.frozen is None for e in (new, old)):
-        raise ValueError(
-            message(
-                "fz.migrate: a state does not say which elements of a leaf it is about",
-                at=old.name,
-                got="compact elements of the trainable part",
-                expected="fz.freeze around the optimizer, whose state has the mask",
-                fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
-            )
+        raise value_error(
+            "fz.migrate: a state does not say which elements of a leaf it is about",
+            at=old.name,
+            got="compact elements of the trainable part",
+            expected="fz.freeze around the optimizer, whose state has the mask",
+            fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
         )
     in_part = isinstance(new.value, Part) or isinstance(old.value, Part)
     if not same_shape and not in_part:
-        raise ValueError(_no_fit(old, f"shape {_shape(old.value)}", f"shape {_shape(new.value)}"))
+        raise _no_fit(old, f"shape {_shape(old.value)}", f"shape {_shape(new.value)}")
     return same_shape and np.array_equal(new.held, old.held)
 
 
@@ -298,10 +293,10 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     for entry in _homeless(old, new):
         gone = entry.leaf not in trains if entry.leaf is not None else entry.owner.names not in owners
         if stateless or not (gone or (by_type and _is_within(entry, new))):
-            raise ValueError(_no_fit(entry, "an array in the old state alone"))
+            raise _no_fit(entry, "an array in the old state alone")
     for entry in _homeless(new, old):
         if entry.leaf is not None and _is_within(entry, old) and not by_type:
-            raise ValueError(_no_fit(entry, "an array in the new state alone"))
+            raise _no_fit(entry, "an array in the new state alone")
 
 
 def _whole_shape(part: Part) -> tuple[int, ...]:
@@ -330,8 +325,10 @@ def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.holds and not entry.optional and not has_home(str(entry.place))]
 
 
-def _no_fit(entry: Entry, got: str, expected: str = "the same places in the old state and in that of `tx`") -> str:
-    return message(
+def _no_fit(
+    entry: Entry, got: str, expected: str = "the same places in the old state and in that of `tx`"
+) -> ValueError:
+    return value_error(
         "fz.migrate: the state does not belong to these parameters, or to another optimizer",
         at=entry.name,
         got=got,

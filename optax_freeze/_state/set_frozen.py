@@ -7,12 +7,12 @@ import jax
 import optax
 from jax.core import Tracer
 
+from optax_freeze._errors import described, message, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, ask, refuse_no_bool
 from optax_freeze._optimizer.freeze import copy_like
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.groups import group_name
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.tree import PyTree, message
+from optax_freeze._spec.tree import PyTree
 
 
 def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
@@ -40,14 +40,12 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
       {'encoder': False}
     """
     if not isinstance(frozen, Mapping):
-        raise TypeError(
-            message(
-                "fz.set_frozen takes a mapping",
-                at="its second argument",
-                got=_tree.described(frozen),
-                expected="{pattern: bool}",
-                fix="name each group by its pattern: fz.set_frozen(state, {'encoder': True})",
-            )
+        raise type_error(
+            "fz.set_frozen takes a mapping",
+            at="its second argument",
+            got=described(frozen),
+            expected="{pattern: bool}",
+            fix="name each group by its pattern: fz.set_frozen(state, {'encoder': True})",
         )
     known: dict[str, Condition | None] = {}
     for node in _states(state):
@@ -62,21 +60,19 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
                     message(
                         "no such group",
                         at=name,
-                        got=_tree.described(key),
+                        got=described(key),
                         expected=f"one of {sorted(known)}",
                         fix="use the pattern that names the group in fz.freeze_when",
                     )
                 )
             )
         if known[name] is not None:
-            raise ValueError(
-                message(
-                    "a schedule says when this group is frozen",
-                    at=name,
-                    got=f"{value!r}, for a group with the condition {known[name]!r}",
-                    expected="a group that was given a bool in fz.freeze_when",
-                    fix="give it True or False there, and toggle it by fz.set_frozen alone",
-                )
+            raise value_error(
+                "a schedule says when this group is frozen",
+                at=name,
+                got=f"{value!r}, for a group with the condition {known[name]!r}",
+                expected="a group that was given a bool in fz.freeze_when",
+                fix="give it True or False there, and toggle it by fz.set_frozen alone",
             )
         refuse_no_bool(name, value, "fz.set_frozen")
         new[name] = value
@@ -122,14 +118,12 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
             if not isinstance(frozen, Tracer):
                 frozen = bool(frozen)
                 if answers.get(name, frozen) is not frozen:
-                    raise ValueError(
-                        message(
-                            "two groups of one name, of which one is frozen",
-                            at=name,
-                            got="a state with two of fz.freeze_when in it",
-                            expected="one, or groups of other names",
-                            fix="ask each of their states by itself",
-                        )
+                    raise value_error(
+                        "two groups of one name, of which one is frozen",
+                        at=name,
+                        got="a state with two of fz.freeze_when in it",
+                        expected="one, or groups of other names",
+                        fix="ask each of their states by itself",
                     )
             answers[name] = frozen
     return answers
@@ -137,14 +131,12 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
 
 def _refuse_no_values(step: Any) -> None:
     if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
-        raise ValueError(
-            message(
-                "a state that does not say what is frozen",
-                at="step",
-                got=_tree.described(step),
-                expected="the state of one optimizer, with values",
-                fix="not of jax.eval_shape; of a state under vmap ask one: jax.tree.map(lambda x: x[0], state)",
-            )
+        raise value_error(
+            "a state that does not say what is frozen",
+            at="step",
+            got=described(step),
+            expected="the state of one optimizer, with values",
+            fix="not of jax.eval_shape; of a state under vmap ask one: jax.tree.map(lambda x: x[0], state)",
         )
 
 
@@ -181,14 +173,12 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
     found: list[FreezeWhenState] = []
     _map_states(lambda node: found.append(node) or node, tree)
     if not found:
-        raise ValueError(
-            message(
-                "no state of fz.freeze_when to be found",
-                at="state",
-                got=type(tree).__name__,
-                expected="the state of an optimizer with fz.freeze_when in it",
-                fix="pass the optimizer's state, and make the optimizer by fz.freeze_when(inner, {pattern: condition})",
-            )
+        raise value_error(
+            "no state of fz.freeze_when to be found",
+            at="state",
+            got=type(tree).__name__,
+            expected="the state of an optimizer with fz.freeze_when in it",
+            fix="pass the optimizer's state, and make the optimizer by fz.freeze_when(inner, {pattern: condition})",
         )
     return found
 

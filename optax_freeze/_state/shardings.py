@@ -12,9 +12,10 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.explicit_mesh import fitting
-from optax_freeze._spec.tree import PyTree, message
+from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
 
@@ -55,17 +56,15 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
       >>> init = jax.jit(tx.init, out_shardings=shardings)
     """
     if not hasattr(tx, "init"):
-        raise TypeError(
-            message(
-                "fz.state_shardings takes the optimizer first",
-                at="its first argument",
-                got=_tree.described(tx),
-                expected="fz.state_shardings(tx, params)",
-                fix="swap the two arguments" if hasattr(params, "init") else "pass an Optax optimizer",
-            )
+        raise type_error(
+            "fz.state_shardings takes the optimizer first",
+            at="its first argument",
+            got=described(tx),
+            expected="fz.state_shardings(tx, params)",
+            fix="swap the two arguments" if hasattr(params, "init") else "pass an Optax optimizer",
         )
     leaves, structure = _tree.flatten(params)
-    arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if _tree.is_array(leaf)}
+    arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if is_array(leaf)}
     placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in arrays.items()}
     default = _replicated(placed)
 
@@ -80,21 +79,19 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     for path, node in zip(paths, nodes, strict=True):
         owner = owner_of(path)
         place = None if owner is None else placed[owner]
-        shardings.append(jax.tree.map(lambda x, p=place: beside(x, p, default) if _tree.is_array(x) else x, node))
+        shardings.append(jax.tree.map(lambda x, p=place: beside(x, p, default) if is_array(x) else x, node))
     return jax.tree.unflatten(treedef, shardings)
 
 
 def _placed(path: str, leaf: Any) -> Placed:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
-        raise ValueError(
-            message(
-                "a parameter without a sharding that its state could take",
-                at=path,
-                got=_tree.described(leaf) if sharding is None else repr(sharding),
-                expected="a jax.sharding.NamedSharding, or an array on a single device",
-                fix="jax.device_put(params, shardings), or jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
-            )
+        raise value_error(
+            "a parameter without a sharding that its state could take",
+            at=path,
+            got=described(leaf) if sharding is None else repr(sharding),
+            expected="a jax.sharding.NamedSharding, or an array on a single device",
+            fix="jax.device_put(params, shardings), or jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
         )
     return Placed(tuple(leaf.shape), sharding)
 
@@ -107,14 +104,12 @@ def _replicated(placed: Mapping[str, Placed]) -> Sharding:
     first, mesh = next((path, sharding.mesh) for path, sharding in named.items())
     for path, sharding in named.items():
         if sharding.mesh != mesh:
-            raise ValueError(
-                message(
-                    "parameters on different meshes",
-                    at=path,
-                    got=f"{sharding.mesh}, and {mesh} at {first}",
-                    expected="one mesh",
-                    fix="give all parameters shardings over one mesh; jax.sharding.PartitionSpec() replicates",
-                )
+            raise value_error(
+                "parameters on different meshes",
+                at=path,
+                got=f"{sharding.mesh}, and {mesh} at {first}",
+                expected="one mesh",
+                fix="give all parameters shardings over one mesh; jax.sharding.PartitionSpec() replicates",
             )
     return NamedSharding(mesh, PartitionSpec())
 

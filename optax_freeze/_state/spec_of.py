@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze._errors import is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, copy_like, masks_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Dense, resolve_mask
 from optax_freeze._spec.masks import Elements, elements
 from optax_freeze._spec.selector_algebra import Known, Selector
-from optax_freeze._spec.tree import Part, PyTree, message
+from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
 
@@ -41,14 +42,12 @@ def spec_of(state: optax.OptState) -> Selector:
     """
     states = [node for node in _states(state) if node.spec.leaves]
     if not states or any(_differ(states[0], other) for other in states[1:]):
-        raise ValueError(
-            message(
-                "no spec to be found" if not states else "several specs that differ",
-                at="state",
-                got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates",
-                expected="one, or several with the same spec",
-                fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
-            )
+        raise value_error(
+            "no spec to be found" if not states else "several specs that differ",
+            at="state",
+            got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates",
+            expected="one, or several with the same spec",
+            fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
         )
     spec = states[0].spec
     return Known(tuple(leaf.path for leaf in spec.leaves), tuple(spec.choices(masks_of(states[0]))))
@@ -83,14 +82,12 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
              [1., 0.]], dtype=float32)
     """
     if not isinstance(masks, Mapping):
-        raise TypeError(
-            message(
-                "fz.replace_masks takes a mapping",
-                at="its second argument",
-                got=type(masks).__name__,
-                expected="{path: boolean array}",
-                fix="name each mask by the path of its leaf",
-            )
+        raise type_error(
+            "fz.replace_masks takes a mapping",
+            at="its second argument",
+            got=type(masks).__name__,
+            expected="{path: boolean array}",
+            fix="name each mask by the path of its leaf",
         )
     known = {
         leaf.path
@@ -100,14 +97,12 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
     }
     for path in masks:
         if path not in known:
-            raise ValueError(
-                message(
-                    "no dense mask in the state",
-                    at=path,
-                    got=f"a mask for {path!r}",
-                    expected=f"a path among {sorted(known)}" if known else "a state with dense masks",
-                    fix="freeze the leaf by fz.elements(...) or a boolean array from the start",
-                )
+            raise value_error(
+                "no dense mask in the state",
+                at=path,
+                got=f"a mask for {path!r}",
+                expected=f"a path among {sorted(known)}" if known else "a state with dense masks",
+                fix="freeze the leaf by fz.elements(...) or a boolean array from the start",
             )
     return jax.tree.map(lambda node: _with_masks(node, masks) if _is_state(node) else node, state, is_leaf=_is_state)
 
@@ -115,9 +110,7 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
 def _differ(a: Any, b: Any) -> bool:
     """Whether two states have other specs or, as far as they have values, other masks."""
     pairs = zip(masks_of(a), masks_of(b), strict=False)
-    return a.spec != b.spec or any(
-        _tree.is_concrete(x) and _tree.is_concrete(y) and not np.array_equal(x, y) for x, y in pairs
-    )
+    return a.spec != b.spec or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
 
 
 def _is_state(node: Any) -> bool:
@@ -137,14 +130,12 @@ def _with_masks(state: Any, new: Mapping[str, Any]) -> Any:
             mask = elements(mask.array if isinstance(mask, Elements) else mask, answer.compact)
             resolve_mask(Elements(mask.array, answer.compact, answer.count), leaf)
             if answer.compact and mask.count != answer.count:
-                raise ValueError(
-                    message(
-                        "the number of trainable elements of a compact mask is fixed",
-                        at=leaf.path,
-                        got="a traced mask" if mask.count is None else f"{mask.count} trainable elements",
-                        expected=f"{answer.count}, as in the state",
-                        fix="keep their number and replace it outside jit, or use compact=False",
-                    )
+                raise value_error(
+                    "the number of trainable elements of a compact mask is fixed",
+                    at=leaf.path,
+                    got="a traced mask" if mask.count is None else f"{mask.count} trainable elements",
+                    expected=f"{answer.count}, as in the state",
+                    fix="keep their number and replace it outside jit, or use compact=False",
                 )
             masks[i] = copy_like(mask.array, old[i])
     if isinstance(state, FreezeState):
@@ -166,7 +157,7 @@ def _moved_parts(state: FreezeState, old: Sequence[Any], new: Sequence[Any]) -> 
         i = None if owner is None else owners[owner]
         part = nodes[place]
         values = _tree.bare(part)
-        if i in replaced and isinstance(part, Part) and _tree.is_array(values):
+        if i in replaced and isinstance(part, Part) and is_array(values):
             answer: Any = state.spec.answers[i]
             count = answer.part_index
             if part.index == count and values.shape == (count,):

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer
 
@@ -101,7 +102,7 @@ def _onto(sharding: jax.sharding.Sharding, array: Any) -> Any:
 
 
 def _is_too_wide(array: Any) -> bool:
-    return _tree.is_array(array) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+    return is_array(array) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
 
 
 def _words_on_host(array: Any) -> tuple[np.ndarray, ...]:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._errors import is_array, message, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer
 from optax_freeze._spec.resolve import Masks, Resolved, Spec
-from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest, message
+from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 from optax_freeze._verify import bits as _bits
 
 
@@ -66,14 +67,12 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     news = _frozen_leaves(*resolved, news, "after", traced=False)
     missing = sorted(olds.keys() ^ news.keys())
     if missing:
-        raise ValueError(
-            message(
-                "a frozen leaf is missing",
-                at=missing[0],
-                got=f"a hole in `{'after' if missing[0] in olds else 'before'}`",
-                expected="the leaf in both trees, or a hole in both",
-                fix="compare the full parameters: fz.combine(trainable, rest)",
-            )
+        raise value_error(
+            "a frozen leaf is missing",
+            at=missing[0],
+            got=f"a hole in `{'after' if missing[0] in olds else 'before'}`",
+            expected="the leaf in both trees, or a hole in both",
+            fix="compare the full parameters: fz.combine(trainable, rest)",
         )
     pairs = [(old.value, news[path].value, old.mask, old.answer) for path, old in olds.items()]
     differences = jax.device_get([_difference(*pair) for pair in pairs])
@@ -179,36 +178,30 @@ def _frozen_leaves(spec: Resolved, masks: Masks, values: list[Any], name: str, *
 
 def _refuse_what_cannot_be_read(value: Any, path: str, name: str, traced: bool) -> None:
     if isinstance(value, Part):
-        raise ValueError(
-            message(
-                f"{name}: what trains of a leaf, in the place of a leaf that is frozen in part",
-                at=path,
-                got=f"a Part of a leaf of shape {value.shape}",
-                expected="the full leaf",
-                fix="pass the full parameters, fz.combine(trainable, rest), or `rest` alone",
-            )
+        raise value_error(
+            f"{name}: what trains of a leaf, in the place of a leaf that is frozen in part",
+            at=path,
+            got=f"a Part of a leaf of shape {value.shape}",
+            expected="the full leaf",
+            fix="pass the full parameters, fz.combine(trainable, rest), or `rest` alone",
         )
     if isinstance(value, jax.ShapeDtypeStruct) or (isinstance(value, Tracer) and not traced):
-        raise TypeError(
-            message(
-                f"{name}: an array without values",
-                at=path,
-                got=f"a {type(value).__name__} of shape {value.shape}",
-                expected="an array with values",
-                fix="call it outside jit; inside, return fz.fingerprint(params, frozen) and compare that outside"
-                if isinstance(value, Tracer)
-                else "initialise the parameters: model.init, not jax.eval_shape of it",
-            )
+        raise type_error(
+            f"{name}: an array without values",
+            at=path,
+            got=f"a {type(value).__name__} of shape {value.shape}",
+            expected="an array with values",
+            fix="call it outside jit; inside, return fz.fingerprint(params, frozen) and compare that outside"
+            if isinstance(value, Tracer)
+            else "initialise the parameters: model.init, not jax.eval_shape of it",
         )
     if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
-        raise ValueError(
-            message(
-                f"{name}: the array has been deleted",
-                at=path,
-                got="an array that was donated to a jitted function, which wrote over it",
-                expected="an array that still has its values",
-                fix="keep a copy beforehand, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)",
-            )
+        raise value_error(
+            f"{name}: the array has been deleted",
+            at=path,
+            got="an array that was donated to a jitted function, which wrote over it",
+            expected="an array that still has its values",
+            fix="keep a copy beforehand, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)",
         )
 
 
@@ -220,14 +213,12 @@ def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
         return {id(node): node for node in nodes if isinstance(node, variable)}
 
     if variable and not variables(before).keys().isdisjoint(variables(after)):
-        raise ValueError(
-            message(
-                "`before` and `after` hold the same NNX variables, so that nothing can differ",
-                at="fz.assert_frozen",
-                got="a module, or nnx.state of it, twice: its variables change in place, and a state holds those",
-                expected="values from before the training, and values from after it",
-                fix="keep the values beforehand: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
-            )
+        raise value_error(
+            "`before` and `after` hold the same NNX variables, so that nothing can differ",
+            at="fz.assert_frozen",
+            got="a module, or nnx.state of it, twice: its variables change in place, and a state holds those",
+            expected="values from before the training, and values from after it",
+            fix="keep the values beforehand: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
         )
 
 
@@ -235,9 +226,9 @@ def _difference(old: Any, new: Any, mask: Any, answer: Answer) -> Any:
     """How many elements differ, in two words; for what has none to compare a text, empty where all is well."""
     if old is new:
         return ""
-    if not _tree.is_array(old) and not _tree.is_array(new):
+    if not is_array(old) and not is_array(new):
         return "" if _is_same(old, new) else f"another object: {old!r:.60} became {new!r:.60}"
-    kinds = [f"{x.dtype}{list(x.shape)}" if _tree.is_array(x) else type(x).__name__ for x in (old, new)]
+    kinds = [f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in (old, new)]
     return _bits.count(*_bits.placed(old, new, mask), answer) if kinds[0] == kinds[1] else " became ".join(kinds)
 
 

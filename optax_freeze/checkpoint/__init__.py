@@ -18,10 +18,11 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from optax_freeze._errors import described, message, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze_when import Groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Resolved, Spec, Tied, register_with_flax
-from optax_freeze._spec.tree import Part, PyTree, Rest, message
+from optax_freeze._spec.tree import Part, PyTree, Rest
 from optax_freeze._state.shardings import Placed, beside
 from optax_freeze._verify.fingerprint import digests
 from optax_freeze.checkpoint._record import (
@@ -122,21 +123,19 @@ def save(
       >>> restored["head"]
       Array([1., 1.], dtype=float32)
     """
-    _refuse_no_step(step)
+    step = _step_number(step)
     where = _absolute(directory)
     _refuse_no_state(opt_state)
     spec, masks = Resolved.of(frozen, params, tied=tied)
     values = _tree.flatten(params)[0]
     _refuse_half_a_tree(values, params)
     if all(answer is True for answer in spec.answers):
-        raise ValueError(
-            message(
-                "there is nothing to save: every leaf is frozen",
-                at="frozen",
-                got=_tree.described(frozen),
-                expected="a spec under which something trains",
-                fix="True means frozen; to write the whole tree use Orbax itself",
-            )
+        raise value_error(
+            "there is nothing to save: every leaf is frozen",
+            at="frozen",
+            got=described(frozen),
+            expected="a spec under which something trains",
+            fix="True means frozen; to write the whole tree use Orbax itself",
         )
     record = {
         "format": FORMAT,
@@ -155,16 +154,14 @@ def save(
     try:
         latest = manager.latest_step()
         if latest is not None and step <= latest:
-            raise ValueError(
-                message(
-                    "a checkpoint of this step is there already"
-                    if step in manager.all_steps()
-                    else "a later checkpoint is there already",
-                    at=where,
-                    got=f"step={step}",
-                    expected=f"a step after {latest}, the latest",
-                    fix="go on from the latest step, or save into another directory",
-                )
+            raise value_error(
+                "a checkpoint of this step is there already"
+                if step in manager.all_steps()
+                else "a later checkpoint is there already",
+                at=where,
+                got=f"step={step}",
+                expected=f"a step after {latest}, the latest",
+                fix="go on from the latest step, or save into another directory",
             )
         manager.save(int(step), args=ocp.args.Composite(**items), force=True)
     except BaseException:
@@ -221,17 +218,17 @@ def restore(
       ...
     """
     if step is not None:
-        _refuse_no_step(step)
+        step = _step_number(step)
     where = _absolute(directory)
     _refuse_no_state(opt_state)
     _finish(where)
     if not _exists(where):
-        raise FileNotFoundError(_nothing_there(where, "no such directory"))
+        raise _nothing_there(where, "no such directory")
     with _reading(where) as manager:
         steps = sorted(manager.all_steps())
         chosen = step if step is not None else manager.latest_step()
         if chosen is None or chosen not in steps:
-            raise FileNotFoundError(_nothing_there(where, f"steps {steps}" if steps else "no checkpoint", step))
+            raise _nothing_there(where, f"steps {steps}" if steps else "no checkpoint", step)
         at = os.path.join(where, str(chosen))
         record = read_record(at)
         values, treedef = _tree.flatten(params)
@@ -284,64 +281,52 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 def _absolute(directory: str | os.PathLike[str]) -> str:
     if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(
-            message(
-                "no directory",
-                at="the first argument",
-                got=_tree.described(directory),
-                expected="the path of a directory, then the parameters",
-                fix="checkpoint.save(directory, params, frozen, step=...), checkpoint.restore(directory, params)",
-            )
+        raise type_error(
+            "no directory",
+            at="the first argument",
+            got=described(directory),
+            expected="the path of a directory, then the parameters",
+            fix="checkpoint.save(directory, params, frozen, step=...), checkpoint.restore(directory, params)",
         )
     where = os.fspath(directory)
     if "://" in where:
         return where
     if os.path.isfile(where):
-        raise ValueError(
-            message(
-                "no directory",
-                at=where,
-                got="a file",
-                expected="a directory of checkpoints, or nothing there",
-                fix="name the directory: each checkpoint becomes a directory in it",
-            )
+        raise value_error(
+            "no directory",
+            at=where,
+            got="a file",
+            expected="a directory of checkpoints, or nothing there",
+            fix="name the directory: each checkpoint becomes a directory in it",
         )
     return os.path.abspath(where)
 
 
-def _refuse_no_step(step: Any) -> None:
-    is_number = _tree.is_int(step)
-    if not is_number or step < 0:
-        fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
-        raise (ValueError if is_number else TypeError)(
-            message("no number of a step", at="step", got=repr(step), expected="an int of at least 0", fix=fix)
-        )
+def _step_number(step: Any) -> int:
+    fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
+    return whole_number("the number of a step", step, at="step", fix=fix)
 
 
 def _refuse_no_state(opt_state: PyTree) -> None:
     if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
-        raise TypeError(
-            message(
-                "no optimizer state",
-                at="opt_state",
-                got=_tree.described(opt_state),
-                expected="the state",
-                fix="opt_state=tx.init(params) to restore, and what tx.update gave to save",
-            )
+        raise type_error(
+            "no optimizer state",
+            at="opt_state",
+            got=described(opt_state),
+            expected="the state",
+            fix="opt_state=tx.init(params) to restore, and what tx.update gave to save",
         )
 
 
 def _refuse_half_a_tree(values: Sequence[Any], params: PyTree) -> None:
     for path, value in zip(_tree.paths(params), values, strict=True):
         if _tree.is_hole(value) or isinstance(value, (Part, Rest)):
-            raise ValueError(
-                message(
-                    "a checkpoint is taken of the full parameters",
-                    at=path,
-                    got="a hole" if _tree.is_hole(value) else "part of a leaf",
-                    expected="every leaf whole: the checkpoint says on which base it goes",
-                    fix="fz.combine(trainable, rest)",
-                )
+            raise value_error(
+                "a checkpoint is taken of the full parameters",
+                at=path,
+                got="a hole" if _tree.is_hole(value) else "part of a leaf",
+                expected="every leaf whole: the checkpoint says on which base it goes",
+                fix="fz.combine(trainable, rest)",
             )
 
 
@@ -426,22 +411,21 @@ def _refuse_different_processes(what: str, digest: np.ndarray) -> None:
     digests = np.asarray(multihost_utils.process_allgather(digest))
     for process, other in enumerate(digests):
         if not np.array_equal(other, digests[0]):
-            raise ValueError(
-                message(
-                    f"processes differ in {what}",
-                    at=f"process {process}",
-                    got=f"the fingerprint {other.tobytes().hex()}",
-                    expected=f"{digests[0].tobytes().hex()}, that of process 0",
-                    fix="run the same program with the same spec and parameters in every process",
-                )
+            raise value_error(
+                f"processes differ in {what}",
+                at=f"process {process}",
+                got=f"the fingerprint {other.tobytes().hex()}",
+                expected=f"{digests[0].tobytes().hex()}, that of process 0",
+                fix="run the same program with the same spec and parameters in every process",
             )
 
 
-def _nothing_there(where: str, got: str, step: int | None = None) -> str:
-    return message(
+def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoundError:
+    text = message(
         "no checkpoint to restore",
         at=where,
         got=got,
         expected="a committed checkpoint" if step is None else f"that of step {step}",
         fix="give the directory that was given to checkpoint.save; where it is empty, latest_step is None",
     )
+    return FileNotFoundError(text)

@@ -16,12 +16,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from optax_freeze._errors import counted, described, in_one_line, is_array, is_int, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.element_index import Answer, Dense, RowIndex
 from optax_freeze._spec.masks import Rows, Slice, elements
 from optax_freeze._spec.resolve import Masks, Resolved
 from optax_freeze._spec.selector_algebra import Choice, Known
-from optax_freeze._spec.tree import Leaf, Part, PyTree, bare, message
+from optax_freeze._spec.tree import Leaf, Part, PyTree, bare
 from optax_freeze._verify.bits import LANES
 
 FORMAT = 1
@@ -72,14 +73,12 @@ def reading(step: str, item: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(
-            message(
-                "the checkpoint cannot be read",
-                at=step,
-                got=f"{type(error).__name__} at {item}: {_tree.in_one_line(error)[:300]}",
-                expected="all that checkpoint.save wrote",
-                fix="it is damaged, or was written by something else: restore another step",
-            )
+        raise value_error(
+            "the checkpoint cannot be read",
+            at=step,
+            got=f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}",
+            expected="all that checkpoint.save wrote",
+            fix="it is damaged, or was written by something else: restore another step",
         ) from error
 
 
@@ -103,23 +102,19 @@ def read_record(step: str) -> Mapping[str, Any]:
             return record
     except _Fault as fault:
         field, got, expected = fault.args
-        raise ValueError(
-            message(
-                "the record of the checkpoint is damaged",
-                at=f"{step}/spec: {field or 'the whole file'}",
-                got=got,
-                expected=expected,
-                fix="restore another step, or this file from a copy",
-            )
+        raise value_error(
+            "the record of the checkpoint is damaged",
+            at=f"{step}/spec: {field or 'the whole file'}",
+            got=got,
+            expected=expected,
+            fix="restore another step, or this file from a copy",
         ) from None
-    raise ValueError(
-        message(
-            "the checkpoint is of a newer optax_freeze",
-            at=step,
-            got=f"format {record['format']}",
-            expected=f"format {FORMAT} or older",
-            fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
-        )
+    raise value_error(
+        "the checkpoint is of a newer optax_freeze",
+        at=step,
+        got=f"format {record['format']}",
+        expected=f"format {FORMAT} or older",
+        fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
     )
 
 
@@ -129,7 +124,7 @@ class _Fault(Exception):  # noqa: N818
 
 def _check(ok: bool, field: str, got: Any, expected: str) -> None:
     if not ok:
-        raise _Fault(field, _tree.described(got), expected)
+        raise _Fault(field, described(got), expected)
 
 
 def _check_fields(at: str, record: Any, *names: str) -> None:
@@ -157,9 +152,7 @@ def _check_record(record: Mapping[str, Any]) -> None:
             _check(part is None or _is_int(part), f"opt_state[{i}].part", part, "rows, a number of elements, or null")
     frozen = sorted(leaf["path"] for leaf in leaves if leaf["frozen"] is not False and leaf["dtype"] != _FLOAT0)
     _check_fields("frozen", digests)
-    _check(
-        sorted(digests) == frozen, "frozen", sorted(digests), f"those of the frozen leaves: {_tree.described(frozen)}"
-    )
+    _check(sorted(digests) == frozen, "frozen", sorted(digests), f"those of the frozen leaves: {described(frozen)}")
     for path, lanes in digests.items():
         is_digest = _are_ints(lanes, 0, 2**32 - 1) and len(lanes) == LANES
         _check(is_digest, f"frozen[{path!r}]", lanes, f"{LANES} numbers of 32 bits")
@@ -214,7 +207,7 @@ def _are_ints(values: Any, least: int = 0, most: float = math.inf) -> bool:
 
 
 def _is_int(value: Any, least: int = 0, most: float = math.inf) -> bool:
-    return _tree.is_int(value) and least <= value <= most
+    return is_int(value) and least <= value <= most
 
 
 _FLOAT0 = str(jax.dtypes.float0)
@@ -227,7 +220,7 @@ def _is_dtype(name: Any) -> bool:
         dtype = np.dtype(name)
     except (TypeError, ValueError, SyntaxError, DeprecationWarning):
         return False
-    return str(dtype) == name and _tree.is_array(jax.ShapeDtypeStruct((), dtype))
+    return str(dtype) == name and is_array(jax.ShapeDtypeStruct((), dtype))
 
 
 def refuse_other_leaves(records: Sequence[Mapping[str, Any]], params: PyTree) -> None:
@@ -238,14 +231,12 @@ def refuse_other_leaves(records: Sequence[Mapping[str, Any]], params: PyTree) ->
     for leaf, record in zip(leaves, records, strict=True):
         got = _shape_of(leaf.path, leaf.shape, leaf.dtype)
         if any(got[name] != record[name] for name in got):
-            raise ValueError(
-                message(
-                    "params: another leaf than in the checkpoint",
-                    at=leaf.path,
-                    got=f"{got['dtype']} of shape {got['shape']}",
-                    expected=f"{record['dtype']} of shape {record['shape']}",
-                    fix=fix,
-                )
+            raise value_error(
+                "params: another leaf than in the checkpoint",
+                at=leaf.path,
+                got=f"{got['dtype']} of shape {got['shape']}",
+                expected=f"{record['dtype']} of shape {record['shape']}",
+                fix=fix,
             )
 
 
@@ -254,14 +245,12 @@ def refuse_other_spec(saved: tuple[Resolved, Masks], given: tuple[Resolved, Mask
     (spec, masks), (other, other_masks) = saved, given
     for leaf, was, now, old, new in zip(spec.leaves, spec.answers, other.answers, masks, other_masks, strict=True):
         if was != now or not (_tree.is_hole(old) or jax.numpy.array_equal(old, new)):
-            raise ValueError(
-                message(
-                    "another spec than that of the checkpoint",
-                    at=leaf.path,
-                    got=_frozen_text(now),
-                    expected=f"{_frozen_text(was)}, as it was saved",
-                    fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
-                )
+            raise value_error(
+                "another spec than that of the checkpoint",
+                at=leaf.path,
+                got=_frozen_text(now),
+                expected=f"{_frozen_text(was)}, as it was saved",
+                fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
             )
 
 
@@ -269,42 +258,36 @@ def refuse_other_base(saved: Mapping[str, Any], got: Mapping[str, Any]) -> None:
     """A ``ValueError`` for frozen leaves with other fingerprints."""
     differ = [path for path, digest in got.items() if np.asarray(digest).tolist() != saved[path]]
     if differ:
-        raise ValueError(
-            message(
-                "another base: its frozen bits differ from those of the checkpoint",
-                at=", ".join(path or "(the root)" for path in differ[:3]),
-                got=f"{_tree.counted(len(differ), 'leaf', 'leaves')} of {len(saved)} with another fingerprint",
-                expected="the parameters that the run began with",
-                fix="load the same base; if the frozen part moved in the run, fz.audit(tx, params, frozen) says why",
-            )
+        raise value_error(
+            "another base: its frozen bits differ from those of the checkpoint",
+            at=", ".join(path or "(the root)" for path in differ[:3]),
+            got=f"{counted(len(differ), 'leaf', 'leaves')} of {len(saved)} with another fingerprint",
+            expected="the parameters that the run began with",
+            fix="load the same base; if the frozen part moved in the run, fz.audit(tx, params, frozen) says why",
         )
 
 
 def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTree, at: str) -> None:
     """A ``ValueError`` for the state of another optimizer or spec."""
     if saved is None:
-        raise ValueError(
-            message(
-                "no optimizer state in the checkpoint",
-                at=at,
-                got="a template of one",
-                expected="opt_state=None, since none was given to checkpoint.save",
-                fix="begin with a new state: tx.init(params)",
-            )
+        raise value_error(
+            "no optimizer state in the checkpoint",
+            at=at,
+            got="a template of one",
+            expected="opt_state=None, since none was given to checkpoint.save",
+            fix="begin with a new state: tx.init(params)",
         )
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
     got = state_record(template)
     _tree.refuse_other_paths([new["path"] for new in got], [old["path"] for old in saved], "opt_state", fix)
     for new, old in zip(got, saved, strict=True):
         if new != old:
-            raise ValueError(
-                message(
-                    "opt_state: another array than in the checkpoint",
-                    at=str(new["path"]),
-                    got=f"{new['dtype']} of shape {new['shape']}" + f", rows {new['part']}" * bool(new["part"]),
-                    expected=f"{old['dtype']} of shape {old['shape']}" + f", rows {old['part']}" * bool(old["part"]),
-                    fix=fix,
-                )
+            raise value_error(
+                "opt_state: another array than in the checkpoint",
+                at=str(new["path"]),
+                got=f"{new['dtype']} of shape {new['shape']}" + f", rows {new['part']}" * bool(new["part"]),
+                expected=f"{old['dtype']} of shape {old['shape']}" + f", rows {old['part']}" * bool(old["part"]),
+                fix=fix,
             )
 
 

@@ -24,10 +24,10 @@ from flax.linen.module import TestScope as RehearsalScope
 from flax.linen.module import wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._gradient.jaxprs import depends_on
-from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, register_with_flax
-from optax_freeze._spec.tree import PyTree, message
+from optax_freeze._spec.tree import PyTree
 from optax_freeze.linen._lift import Freezing, Probe
 
 register_with_flax()
@@ -76,26 +76,22 @@ class Frozen(nn.Module):
     def __post_init__(self) -> None:
         _check_module(self.module, "Frozen")
         if self.stats not in ("frozen", "live"):
-            raise ValueError(
-                message(
-                    "unknown choice",
-                    at="stats",
-                    got=_tree.described(self.stats),
-                    expected="'frozen' or 'live'",
-                    fix="use one",
-                )
+            raise value_error(
+                "unknown choice",
+                at="stats",
+                got=described(self.stats),
+                expected="'frozen' or 'live'",
+                fix="use one",
             )
         _check_collection(self.collection, self.stats_collections)
         is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
         if is_new and self.name is not None:
-            raise ValueError(
-                message(
-                    "a Frozen has no name of its own",
-                    at="name",
-                    got=_tree.described(self.name),
-                    expected="a name on the module inside, since parameter paths are those of the bare module",
-                    fix=f"Frozen({type(self.module).__name__}(..., name={self.name!r}))",
-                )
+            raise value_error(
+                "a Frozen has no name of its own",
+                at="name",
+                got=described(self.name),
+                expected="a name on the module inside, since parameter paths are those of the bare module",
+                fix=f"Frozen({type(self.module).__name__}(..., name={self.name!r}))",
             )
         super().__post_init__()
         if self.module.scope is not None:
@@ -224,14 +220,12 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
         if inside or scope is None or isinstance(scope.root, RehearsalScope):
             return next_fun(*args, **kwargs)
         if any("jit(" in name for name in scope.debug_path[-1:]):
-            raise ValueError(
-                message(
-                    "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
-                    at=type(context.module).__name__,
-                    got="a program that nn.jit keeps, and runs outside the context too",
-                    expected="a module that nn.jit leaves alone, or that holds the transformed one",
-                    fix="nn.Sequential([module]), or Frozen(module)",
-                )
+            raise value_error(
+                "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
+                at=type(context.module).__name__,
+                got="a program that nn.jit keeps, and runs outside the context too",
+                expected="a module that nn.jit leaves alone, or that holds the transformed one",
+                fix="nn.Sequential([module]), or Frozen(module)",
             )
         if context.method_name == "setup":
             output = next_fun(*args, **kwargs)
@@ -248,14 +242,12 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
     with nn.intercept_methods(interceptor):
         yield
     if not applied:
-        raise ValueError(
-            message(
-                "no module was applied inside freeze_variables, and nothing is frozen",
-                at="freeze_variables",
-                got="a context without a call of a Linen module; a jitted function that is already compiled is none",
-                expected="at least one application",
-                fix="open the context inside the function that is jitted or differentiated",
-            )
+        raise value_error(
+            "no module was applied inside freeze_variables, and nothing is frozen",
+            at="freeze_variables",
+            got="a context without a call of a Linen module; a jitted function that is already compiled is none",
+            expected="at least one application",
+            fix="open the context inside the function that is jitted or differentiated",
         )
 
 
@@ -404,39 +396,33 @@ def _check_module(module: Any, name: str) -> None:
     if isinstance(module, nn.Module):
         return
     is_class = isinstance(module, type) and issubclass(module, nn.Module)
-    raise TypeError(
-        message(
-            f"{name} takes a Linen module",
-            at="its first argument",
-            got=_tree.described(module),
-            expected="an instance of flax.linen.Module",
-            fix=f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx",
-        )
+    raise type_error(
+        f"{name} takes a Linen module",
+        at="its first argument",
+        got=described(module),
+        expected="an instance of flax.linen.Module",
+        fix=f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx",
     )
 
 
 def _check_collection(collection: Any, stats_collections: Any) -> None:
     is_sequence = isinstance(stats_collections, Iterable) and not isinstance(stats_collections, str)
     if not is_sequence or not all(isinstance(name, str) for name in stats_collections):
-        raise ValueError(
-            message(
-                "collections are given by their names",
-                at="stats_collections",
-                got=_tree.described(stats_collections),
-                expected="a sequence of names",
-                fix='stats_collections=("batch_stats",)',
-            )
+        raise value_error(
+            "collections are given by their names",
+            at="stats_collections",
+            got=described(stats_collections),
+            expected="a sequence of names",
+            fix='stats_collections=("batch_stats",)',
         )
     is_usable = isinstance(collection, str) and collection not in ("", "params", *stats_collections)
     if (collection is not None and not is_usable) or "params" in stats_collections:
-        raise ValueError(
-            message(
-                "a collection that cannot be used",
-                at="stats_collections" if collection is None else "collection",
-                got=repr(stats_collections if collection is None else collection),
-                expected="a name of its own, neither that of the parameters nor that of the statistics",
-                fix='collection="frozen"; for constants within params, collection=None',
-            )
+        raise value_error(
+            "a collection that cannot be used",
+            at="stats_collections" if collection is None else "collection",
+            got=repr(stats_collections if collection is None else collection),
+            expected="a name of its own, neither that of the parameters nor that of the statistics",
+            fix='collection="frozen"; for constants within params, collection=None',
         )
 
 
@@ -455,12 +441,10 @@ def _refuse_params_of_setup(module: nn.Module) -> None:
     params = module.variables.get("params", {})
     own = [name for name, value in params.items() if not isinstance(value, Mapping)]
     if module.is_initializing() and own:
-        raise ValueError(
-            message(
-                "a parameter is made in `setup` of the outermost module, where it cannot be moved to a collection",
-                at=own[0],
-                got=f"self.param({own[0]!r}, ...) in {type(module).__name__}.setup",
-                expected="parameters made in a compact method or in submodules",
-                fix="wrap the module by Frozen(module, collection=...)",
-            )
+        raise value_error(
+            "a parameter is made in `setup` of the outermost module, where it cannot be moved to a collection",
+            at=own[0],
+            got=f"self.param({own[0]!r}, ...) in {type(module).__name__}.setup",
+            expected="parameters made in a compact method or in submodules",
+            fix="wrap the module by Frozen(module, collection=...)",
         )

@@ -20,11 +20,11 @@ from flax.core import Scope, unfreeze
 from flax.linen.transforms import get_module_scopes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from optax_freeze._errors import value_error
 from optax_freeze._spec.masks import Elements, Rows
 from optax_freeze._spec.partition import stop_gradient
 from optax_freeze._spec.resolve import Spec, resolve
 from optax_freeze._spec.selector_algebra import as_selector, is_selector
-from optax_freeze._spec.tree import message
 
 Path: TypeAlias = tuple[str, ...]
 Flat: TypeAlias = dict[Path, Any]
@@ -49,14 +49,12 @@ class Freezing:
         ``is_call`` says that it is the module's ``__call__``, by which ``init`` makes all its parameters.
         """
         if module.scope is None:
-            raise ValueError(
-                message(
-                    "a frozen module is used before it belongs to a model",
-                    at=type(module).__name__,
-                    got="a module without variables",
-                    expected="a module within a model under init or apply",
-                    fix="model.apply(variables, x), or build the module inside setup or a compact method",
-                )
+            raise value_error(
+                "a frozen module is used before it belongs to a model",
+                at=type(module).__name__,
+                got="a module without variables",
+                expected="a module within a model under init or apply",
+                fix="model.apply(variables, x), or build the module inside setup or a compact method",
             )
         initializing = module.is_initializing()
         stores = [_Store(scope, module.scope.path, self) for scope in _scopes(module)]
@@ -120,14 +118,12 @@ class Freezing:
         answers = {path: _in_one(answer) for path, answer in flatten_dict(tree).items()}
         parts = [path for path, answer in answers.items() if not isinstance(answer, bool)]
         if self.collection and parts:
-            raise ValueError(
-                message(
-                    "a part of a parameter cannot be moved to a collection",
-                    at="/".join(parts[0]),
-                    got=repr(answers[parts[0]]),
-                    expected="True or False, for whole parameters",
-                    fix="use collection=None",
-                )
+            raise value_error(
+                "a part of a parameter cannot be moved to a collection",
+                at="/".join(parts[0]),
+                got=repr(answers[parts[0]]),
+                expected="True or False, for whole parameters",
+                fix="use collection=None",
             )
         return answers
 
@@ -139,14 +135,12 @@ class Freezing:
             is_frozen = answers.get(path, True)
             if not moved if is_frozen else path in moved:  # some of "params" may be of a module that shares the scope
                 here = stores[-1].scope
-                raise ValueError(
-                    message(
-                        f"a parameter is not in the collection {self.collection if is_frozen else 'params'!r}",
-                        at="/".join((*here.path, *path)),
-                        got=f"variables in {sorted(here.root.variables())}",
-                        expected=f"what is frozen in {self.collection!r}, what trains in 'params', at the same paths",
-                        fix=fix,
-                    )
+                raise value_error(
+                    f"a parameter is not in the collection {self.collection if is_frozen else 'params'!r}",
+                    at="/".join((*here.path, *path)),
+                    got=f"variables in {sorted(here.root.variables())}",
+                    expected=f"what is frozen in {self.collection!r}, what trains in 'params', at the same paths",
+                    fix=fix,
                 )
 
     def _refuse_no_collection(self, stores: "Sequence[_Store]", fresh: Flat, answers: Flat, is_call: bool) -> None:
@@ -163,14 +157,12 @@ class Freezing:
             what, at, fix = "no parameter is frozen, and the collection would be empty", (), "freeze more, or drop it"
         else:
             return
-        raise ValueError(
-            message(
-                what,
-                at="/".join((*here.path, *at)),
-                got=f"collection={self.collection!r}",
-                expected="a collection for the frozen parameters alone",
-                fix=fix,
-            )
+        raise value_error(
+            what,
+            at="/".join((*here.path, *at)),
+            got=f"collection={self.collection!r}",
+            expected="a collection for the frozen parameters alone",
+            fix=fix,
         )
 
 
@@ -278,14 +270,12 @@ class Probe:
         parts = [given for given in self.answers[path] if given[0] is not True]
         (first, inner), others = parts[0], parts[1:]
         if inner != shape or not all(_same(first, other) for other, _ in others):
-            raise ValueError(
-                message(
-                    "no one element mask says what is frozen",
-                    at="/".join(path),
-                    got=f"{first!r} for a shape of {inner}" if inner != shape else f"{first!r} and {others[0][0]!r}",
-                    expected=f"one mask for all uses, of the parameter's shape {shape}",
-                    fix="give the optimizer the mask itself: fz.freeze(tx, fz.rules({path: mask}))",
-                )
+            raise value_error(
+                "no one element mask says what is frozen",
+                at="/".join(path),
+                got=f"{first!r} for a shape of {inner}" if inner != shape else f"{first!r} and {others[0][0]!r}",
+                expected=f"one mask for all uses, of the parameter's shape {shape}",
+                fix="give the optimizer the mask itself: fz.freeze(tx, fz.rules({path: mask}))",
             )
         return first
 

@@ -1,0 +1,125 @@
+"""Errors of four parts, and what the guards in front of them ask of a value.
+
+An error says what is wrong, at which path, what was got against what was expected, and the likely fix:
+``raise value_error("...", at=..., got=..., expected=..., fix=...)``.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether ``leaf`` has a shape and a dtype of JAX: an array, a tracer, a NumPy scalar or a shape of one."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and _is_of_jax(leaf.dtype)
+
+
+@functools.cache
+def _is_of_jax(dtype: Any) -> bool:
+    kinds = (np.number, np.bool_, jax.dtypes.extended)
+    return dtype == jax.dtypes.float0 or any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def is_int(value: Any) -> bool:
+    """Whether ``value`` is an int of Python or NumPy, and no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_bool(value: Any) -> bool:
+    """Whether ``value`` is one bool: of Python, of NumPy, or a boolean array without axes and with a value."""
+    if is_concrete(value):
+        return value.dtype == np.bool_ and value.shape == ()
+    return isinstance(value, (bool, np.bool_))
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array with values of its own, and not a tracer, which JAX reuses freely."""
+    return isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
+
+
+def described(value: Any) -> str:
+    """What was given, in a few words for an error: never an address, nor the values of an array.
+
+    >>> described(jnp.ones(3)), described({"head": jnp.ones(3)}), described(jnp.sum), described("head")
+    ('an array of float32 of shape (3,)', 'a dict of 1 leaf', 'the function sum', "'head'")
+    """
+    if is_array(value):
+        return f"an array of {value.dtype} of shape {tuple(value.shape)}"
+    if hasattr(value, "__qualname__"):
+        return f"the {'class' if isinstance(value, type) else 'function'} {value.__qualname__}"
+    try:
+        leaves = jax.tree.leaves(value) if isinstance(value, (Mapping, Sequence)) else []
+    except ValueError:
+        return f"{with_article(type(value).__name__)} whose keys do not sort"
+    if any(map(is_array, leaves)):
+        return f"{with_article(type(value).__name__)} of {counted(len(leaves), 'leaf', 'leaves')}"
+    text = repr(value)
+    return with_article(type(value).__name__) if " at 0x" in text else text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """``1 leaf``, ``2 leaves``."""
+    return f"{number} {one if number == 1 else several}"
+
+
+def with_article(name: str) -> str:
+    """A name with its article."""
+    return f"a{'n' * (name[0] in 'aeiouAEIOU')} {name}"
+
+
+def printable(text: str) -> str:
+    """Text that may hold names, on one line: a key can hold a line break, or what a terminal takes for a command.
+
+    >>> print(printable("encoder/kernel"), printable("\\x1b[31mred"))
+    encoder/kernel '\\x1b[31mred'
+    """
+    return text if text.isprintable() else repr(text)
+
+
+def in_one_line(error: Exception) -> str:
+    """The text of another error, to stand within a message."""
+    return " ".join(str(error).split())
+
+
+def message(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str) -> str:
+    """The text of an error: what is wrong, at which path or paths, got against expected, the likely fix.
+
+    Every name in an error passes through here, so that each part is made :func:`printable`.
+
+    >>> print(message("a leaf is missing", at="encoder/kernel", got="nothing", expected="an array", fix="add it"))
+    a leaf is missing
+      at: encoder/kernel
+      got: nothing
+      expected: an array
+      fix: add it
+    """
+    places = "\n      ".join(map(printable, [at] if isinstance(at, str) else at))
+    what, got, expected, fix = (printable(str(part)) for part in (what, got, expected, fix))
+    return f"{what}\n  at: {places or '(the root)'}\n  got: {got}\n  expected: {expected}\n  fix: {fix}"
+
+
+def whole_number(what: str, value: Any, *, at: str, least: int = 0, fix: str) -> int:
+    """``value`` as an int: a ``ValueError`` if it is less than ``least``, a ``TypeError`` if it is not an int.
+
+    >>> whole_number("a depth counts segments of a path", np.int32(2), at="depth", fix="give depth=1")
+    2
+    """
+    if is_int(value) and value >= least:
+        return int(value)
+    error = value_error if is_int(value) else type_error
+    raise error(what, at=at, got=described(value), expected=f"an int of at least {least}", fix=fix)
+
+
+def value_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> ValueError:
+    """A ``ValueError`` with the text of :func:`message`."""
+    return ValueError(message(what, at=at, got=got, expected=expected, fix=fix))
+
+
+def type_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> TypeError:
+    """A ``TypeError`` with the text of :func:`message`."""
+    return TypeError(message(what, at=at, got=got, expected=expected, fix=fix))
