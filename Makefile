@@ -1,28 +1,31 @@
-# make demo  runs the main job; make test  runs every check;
-# make bench  runs the benchmarks and writes their page;
-# make mutants  checks that the tests notice one-line changes of the package;
-# make compatibility  runs the whole optimizer matrix and writes its page;
-# make docs  builds the documentation, in .venv/html;
-# make test-oldest, test-newest  test the wheel with the oldest and newest versions of what it needs.
+# The environment is .venv; each command makes it, or what is missing of it.
 PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-oldest test-newest docs bench mutants compatibility format clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-oldest test-newest docs bench mutants compatibility format clean
 
-demo: .venv/demo
+help:  ## list the commands
+	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-24s %s\n' "make $$name" "$$what"; done
+
+demo: .venv/demo  ## run the main example: fine-tune a digit classifier
 	$(BIN)/python examples/finetune_digits.py
 
-test: .venv/test
+test: .venv/test  ## run every check; TESTS=... runs only these tests, with any arguments of pytest
+ifdef TESTS
+	$(BIN)/pytest $(TESTS)
+else
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/pytest -n 2
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
+endif
 
 # The tests of the sdist against the wheel, in an environment of their own.
 test-oldest: VERSIONS = $(shell sed -n 's/^dependencies = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",' | sed 's/>=/==/g')
-test-oldest test-newest: .venv/test
+test-oldest test-newest: .venv/test  ## test the wheel with the oldest or newest versions of what it needs
 	rm -rf .venv/of-$@
 	$(BIN)/python -m build --no-isolation --outdir .venv/of-$@ .
 	$(PYTHON) -m venv .venv/of-$@/env
@@ -30,23 +33,23 @@ test-oldest test-newest: .venv/test
 	cd .venv/of-$@ && tar -xf *.tar.gz && rm -r optax_freeze-*/optax_freeze
 	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n 2 tests docs README.md --pyargs optax_freeze
 
-docs: .venv/test
+docs: .venv/test  ## build the documentation, in .venv/html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
 
-bench: .venv/bench
+bench: .venv/bench  ## run the benchmarks and write their page
 	$(BIN)/python tests/benchmarks/write_page.py
 
-mutants: .venv/test
+mutants: .venv/test  ## check that the tests notice one-line changes of the package
 	$(BIN)/python tests/mutants.py
 
-compatibility: .venv/test
+compatibility: .venv/test  ## run the whole optimizer matrix and write its page
 	$(BIN)/python tests/write_compatibility.py
 
-format: .venv/test
+format: .venv/test  ## format, and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:
+clean:  ## remove the environment
 	rm -rf .venv
 
 # A stamp for each set of extras: made once, and again when pyproject.toml changes.

@@ -92,7 +92,7 @@ def main() -> None:
     for batch in few:
         params, state = step(params, state, *batch)
 
-    every, frozen = len(batches), [fz.only(*LAYERS[: i + 1]) for i in range(3)]
+    every, frozen = len(batches), [fz.only(*LAYERS[:1]), fz.only(*LAYERS[:2]), False]
     plans = {
         "one program": [(fz.freeze_when(ADAM, fz.gradual_unfreeze(LAYERS, every)), jax.grad(loss))] * 3,
         "static phases": [(fz.freeze(ADAM, spec), fz.grad(loss, spec)) for spec in frozen],

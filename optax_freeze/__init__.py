@@ -1,5 +1,7 @@
 """Declare once which parameters are frozen: gradients, the optimizer, reports and checkpoints all respect it."""
 
+from optax_freeze._version import __version__ as __version__
+
 # What is frozen: leaves, and elements of a leaf.
 from optax_freeze._spec.tree import Part as Part
 from optax_freeze._spec.masks import elements as elements

@@ -27,91 +27,135 @@ class Mutant(NamedTuple):
     tests: str
 
 
-RULES = "tests/gradient/test_rules.py"
-RECORD = "tests/test_checkpoint.py -k Damaged"
 MUTANTS = [
-    # the gradient
     Mutant(
         "_gradient/interpreter.py",
         "        closed = jax.make_jaxpr(traced)(*",
         "        with jax.ensure_compile_time_eval():\n            closed = jax.make_jaxpr(traced)(*",
-        RULES,
+        "tests/gradient/test_rules.py -k TestEffects",
     ),
     Mutant(
-        "_gradient/interpreter.py", "    except Exception:", "    except jax.errors.ConcretizationTypeError:", RULES
+        "_gradient/interpreter.py",
+        "    except Exception:",
+        "    except jax.errors.ConcretizationTypeError:",
+        "tests/gradient/test_rules.py -k TestEffects",
     ),
-    Mutant("_gradient/rules_control_flow.py", " or closed.effects:", ":", RULES),
-    Mutant("_gradient/rules_control_flow.py", ' or any(params["donated_invars"]):', ":", RULES),
+    Mutant(
+        "_gradient/rules_control_flow.py", " or closed.effects:", ":", "tests/gradient/test_rules.py -k TestEffects"
+    ),
+    Mutant(
+        "_gradient/rules_control_flow.py",
+        ' or any(params["donated_invars"]):',
+        ":",
+        "tests/gradient/test_rules.py -k donated",
+    ),
     Mutant(
         "_gradient/rules_control_flow.py",
         "x.like(x.guarded(x.frozen), x.rows) if isinstance(x, Split) else x for x in",
         "x for x in",
-        RULES,
+        "tests/gradient/test_rules.py -k TestNotFinite",
     ),
     Mutant(
         "_gradient/rules_control_flow.py",
         "if any(m and isinstance(value, Tracer) for value, m in zip(values, moves, strict=True)):",
         "if False:",
-        RULES,
+        "tests/gradient/test_rules.py",
     ),
-    Mutant("_gradient/split_array.py", "operand, jax.lax.stop_gradient(operand))", "operand, operand)", RULES),
-    Mutant("_gradient/split_array.py", "        if self.in_rule:", "        if False:", RULES),
-    Mutant("_gradient/rules_rowwise.py", "frozen.append(first.guarded(value))", "frozen.append(value)", RULES),
+    Mutant(
+        "_gradient/split_array.py",
+        "operand, jax.lax.stop_gradient(operand))",
+        "operand, operand)",
+        "tests/gradient/test_rules.py -k TestNotFinite",
+    ),
+    Mutant("_gradient/split_array.py", "        if self.in_rule:", "        if False:", "tests/gradient/test_rules.py"),
+    Mutant(
+        "_gradient/rules_rowwise.py",
+        "frozen.append(first.guarded(value))",
+        "frozen.append(value)",
+        "tests/gradient/test_rules.py -k TestNotFinite",
+    ),
     Mutant(
         "_gradient/rules_rowwise.py",
         "value.frozen if value.in_rule else first.guarded(value.frozen)",
         "value.frozen",
-        RULES,
+        "tests/gradient/test_rules.py -k TestNotFinite",
     ),
-    Mutant("_gradient/rules_rowwise.py", " or len({x.axis for x in splits}) > 1:", ":", RULES),
-    Mutant("_gradient/rules_indexing.py", "x.cleared(other, axis)) + rows", "other) + rows", RULES),
-    Mutant("_gradient/rules_indexing.py", "number = jnp.clip(number, 0, x.size - 1)", "pass", RULES),
-    Mutant("_gradient/rules_indexing.py", "broadcast(trains & (place == i))", "broadcast(place == i)", RULES),
+    Mutant(
+        "_gradient/rules_rowwise.py",
+        " or len({x.axis for x in splits}) > 1:",
+        ":",
+        "tests/gradient/test_rules.py -k two_axes_of_a_square",
+    ),
+    Mutant(
+        "_gradient/rules_indexing.py",
+        "x.cleared(other, axis)) + rows",
+        "other) + rows",
+        "tests/gradient/test_rules.py -k TestNotFinite",
+    ),
+    Mutant(
+        "_gradient/rules_indexing.py",
+        "number = jnp.clip(number, 0, x.size - 1)",
+        "pass",
+        "tests/gradient/test_rules.py -k clipped_lookup",
+    ),
+    Mutant(
+        "_gradient/rules_indexing.py",
+        "broadcast(trains & (place == i))",
+        "broadcast(place == i)",
+        "tests/gradient/test_rules.py -k lookup_on_tpu",
+    ),
     Mutant(
         "_gradient/explain.py",
         "    except _ASKED_FOR_A_VALUE:",
         "    except KeyError:",
         "tests/gradient/test_explain.py",
     ),
-    # checkpoint records
-    Mutant(
-        "checkpoint/_record.py", '_check(_is_int(record["format"], 1)', '_check(_is_int(record["format"], 0)', RECORD
-    ),
-    Mutant("checkpoint/_record.py", "_check(is_digest, ", "_check(True, ", RECORD),
-    Mutant("checkpoint/_record.py", "_check(len(set(paths)) == len(paths), ", "_check(True, ", RECORD),
-    Mutant("checkpoint/_record.py", "sorted(digests) == frozen", "True", RECORD),
-    Mutant("checkpoint/_record.py", "all(before[1] <= after[0] for", "all(True for", RECORD),
     Mutant(
         "checkpoint/_record.py",
-        "return _tree.is_int(value) and least",
+        '_check(_is_int(record["format"], 1)',
+        '_check(_is_int(record["format"], 0)',
+        "tests/test_checkpoint.py -k Damaged",
+    ),
+    Mutant("checkpoint/_record.py", "_check(is_digest, ", "_check(True, ", "tests/test_checkpoint.py -k Damaged"),
+    Mutant(
+        "checkpoint/_record.py",
+        "_check(len(set(paths)) == len(paths), ",
+        "_check(True, ",
+        "tests/test_checkpoint.py -k Damaged",
+    ),
+    Mutant("checkpoint/_record.py", "sorted(digests) == frozen", "True", "tests/test_checkpoint.py -k Damaged"),
+    Mutant(
+        "checkpoint/_record.py", "all(before[1] <= after[0] for", "all(True for", "tests/test_checkpoint.py -k Damaged"
+    ),
+    Mutant(
+        "checkpoint/_record.py",
+        "return is_int(value) and least",
         "return isinstance(value, (int, float)) and least",
-        RECORD,
+        "tests/test_checkpoint.py -k Damaged",
     ),
     Mutant(
         "__main__.py", "child.name.isascii() and child.name.isdigit()", "child.name.isdigit()", "tests/test_main.py"
     ),
     Mutant("__main__.py", ' and items <= {"trainable", "masks", "opt_state"}', "", "tests/test_main.py"),
-    Mutant("checkpoint/__init__.py", "if not is_number or step < 0:", "if not is_number:", "tests/test_checkpoint.py"),
-    # names in a terminal
-    Mutant("_spec/tree.py", "return text if text.isprintable() else repr(text)", "return text", "tests/test_errors.py"),
+    Mutant("_errors.py", "return text if text.isprintable() else repr(text)", "return text", "tests/test_errors.py"),
     Mutant(
-        "_spec/tree.py",
+        "_errors.py",
         "map(printable, [at] if isinstance(at, str) else at)",
         "map(str, [at] if isinstance(at, str) else at)",
         "tests/test_errors.py",
     ),
+    Mutant("_errors.py", "if is_int(value) and value >= least:", "if is_int(value):", "tests/test_errors.py"),
     Mutant(
         "_gradient/explain.py",
         'return "\\n".join(map(printable, lines))',
         'return "\\n".join(lines)',
         "tests/test_errors.py",
     ),
-    Mutant("_state/migrate.py", "', '.join(map(_tree.printable, places))", "', '.join(places)", "tests/test_errors.py"),
-    # the report
+    Mutant("_state/migrate.py", "', '.join(map(printable, places))", "', '.join(places)", "tests/test_errors.py"),
     Mutant(
         "_report/summary.py",
         "_state(tx.init, params, keep=_can_train)",
-        "_state(tx.init, params, keep=_tree.is_array)",
+        "_state(tx.init, params, keep=is_array)",
         "tests/report/test_summary.py",
     ),
     Mutant(
@@ -119,6 +163,106 @@ MUTANTS = [
         "self.frozen_elements, self.frozen_bytes)",
         "self.frozen_elements, self.trainable_bytes)",
         "tests/report/test_summary.py",
+    ),
+    Mutant(
+        "_optimizer/inner_update.py",
+        "values=variable.unflatten([value.values])) if swapped else node",
+        "values=value.values) if swapped else node",
+        "tests/test_nnx.py -k keeps_its_structure",
+    ),
+    Mutant(
+        "_optimizer/inner_update.py",
+        "return variable.unflatten([dataclasses.replace(node, values=value)])",
+        "return node",
+        "tests/test_nnx.py -k state_of_variables",
+    ),
+    Mutant(
+        "_optimizer/inner_update.py", "if kind is bool:", "if False:", "tests/test_model_libraries.py -k not_an_array"
+    ),
+    Mutant(
+        "_optimizer/freeze.py",
+        "        _refuse_other_spec(state.spec, frozen, tree)",
+        "        params is None or _refuse_other_spec(state.spec, frozen, tree)",
+        "tests/optimizer/test_freeze.py -k state_of_another_spec",
+    ),
+    Mutant(
+        "_optimizer/freeze_when.py",
+        "        _refuse_other_groups(state.spec.names, its, division)",
+        "        pass",
+        "tests/optimizer/test_freeze_when.py -k other_groups",
+    ),
+    Mutant(
+        "_optimizer/freeze_when.py",
+        'align(updates, "updates", _ALL_GRADIENTS)',
+        'align(updates, "updates")',
+        "tests/optimizer/test_freeze_when.py -k part_of_the_groups",
+    ),
+    Mutant(
+        "_optimizer/groups.py",
+        "if self.specs[owners[0]].answers[i] is False:",
+        "if len(owners) == 1:",
+        "tests/optimizer/test_freeze_when.py -k every_element",
+    ),
+    Mutant(
+        "_optimizer/groups.py",
+        "merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(leaf.shape or (), dtype))",
+        "merged = jnp.zeros(leaf.shape or (), dtype)",
+        "tests/state/test_shardings.py -k Explicit",
+    ),
+    Mutant(
+        "_spec/element_index.py",
+        "explicit_sharding(part.values if like is None else like, shape), spread, part.values)",
+        "explicit_sharding(part.values, shape), spread, part.values)",
+        "tests/state/test_shardings.py -k Explicit",
+    ),
+    Mutant(
+        "_spec/explicit_mesh.py",
+        "if size % math.prod(mesh.shape[name] for name in _names(axis)) == 0 else None",
+        "if True else None",
+        "tests/state/test_shardings.py -k Explicit",
+    ),
+    Mutant(
+        "_spec/partition.py",
+        "return not adds or (isinstance(change, (int, float, complex)) and change == 0)",
+        "return True",
+        "tests/test_model_libraries.py -k number_that_is_moved",
+    ),
+    Mutant(
+        "_spec/tree.py",
+        "return (beside, treedef) if flatten(full)[1] == treedef else (values, other)",
+        "return values, other",
+        "tests/test_model_libraries.py -k not_an_array",
+    ),
+    Mutant(
+        "_state/migrate.py",
+        "        _refuse_swapped(state, tx, params, error)",
+        "        pass",
+        "tests/state/test_migrate.py -k parameters_first",
+    ),
+    Mutant(
+        "_spec/prefix_tree.py",
+        "if is_bool(answer) and not jax.tree_util.treedef_is_leaf(treedef):",
+        "if False:",
+        "tests/spec/test_resolve.py",
+    ),
+    Mutant("_spec/prefix_tree.py", "    if not _takes_one(function):", "    if False:", "tests/spec/test_resolve.py"),
+    Mutant(
+        "_spec/prefix_tree.py",
+        "isinstance(prefix, Mapping) and set(names) == set(prefix):",
+        "isinstance(prefix, Mapping):",
+        "tests/spec/test_resolve.py",
+    ),
+    Mutant(
+        "_spec/resolve.py",
+        "            if all(answer is False for answer in answers):",
+        "            if any(answer is False for answer in answers):",
+        "tests/spec/test_resolve.py tests/report/test_summary.py",
+    ),
+    Mutant(
+        "_spec/element_index.py",
+        "if size and not index.picked and not rows.allow_empty:",
+        "if False:",
+        "tests/spec/test_masks.py -k select_no_row",
     ),
 ]
 

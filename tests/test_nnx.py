@@ -240,7 +240,6 @@ def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
     assert model.head.kernel is model.embed.kernel
 
 
-@pytest.mark.filterwarnings("ignore::optax_freeze.FreezeWarning")
 @pytest.mark.parametrize("name", ["embed", "head"])
 def test_a_shared_variable_trains_by_each_of_its_paths(rngs, name):
     model = Tied(rngs)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import inspect
 import pathlib
 import re
@@ -12,6 +13,7 @@ import zipfile
 
 import pytest
 import user_code
+import yaml
 
 import optax_freeze as fz
 
@@ -41,15 +43,15 @@ def module_of(path):
 
 
 def is_listed(module):
-    """Whether a module is a file of a folder: ``linen``, ``nnx`` and ``checkpoint`` are imported by you alone."""
-    return module.startswith("_") and module.count(".") == 1
+    """Whether a module is a file of one of the folders on the page."""
+    return module.split(".")[0] in SECTIONS and module.count(".") == 1
 
 
 def test_the_architecture_lists_the_folders_and_files_that_exist():
     files = [module_of(path) for path in PACKAGE.glob("_*/*.py") if path.stem != "__init__"]
     assert sorted(ROOMS) == sorted(files)
     assert sorted(SECTIONS) == sorted(path.name for path in PACKAGE.glob("_*/") if path.name != "__pycache__")
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "nnx"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "_errors", "_version", "nnx"}
     assert list(SECTIONS) == list(dict.fromkeys(re.findall(r"^from optax_freeze\.(\w+)\.", MAP, re.MULTILINE)))
 
 
@@ -119,3 +121,24 @@ def test_the_wheel_and_the_sdist_are_complete(tmp_path):
 def test_the_code_of_a_user_runs(capsys):
     user_code.main()
     assert "Params" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package():
+    assert fz.__version__ == importlib.metadata.version("optax-freeze")
+
+
+@pytest.mark.skipif(not pathlib.Path(".github").exists(), reason="tests of an installed wheel: no workflows")
+def test_workflows_and_hooks_call_commands_that_exist():
+    makefile = pathlib.Path("Makefile").read_text()
+    workflow = yaml.safe_load(pathlib.Path(".github/workflows/test.yml").read_text())
+    wheel = workflow["jobs"]["wheel"]["strategy"]["matrix"]["include"]
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands == ["make test PYTHON=python", "make ${{ matrix.target }} PYTHON=python"]
+    assert {entry["target"] for entry in wheel} == {"test-oldest", "test-newest"}
+    assert "\ntest: " in makefile
+    assert "\ntest-oldest test-newest: " in makefile
+    for template in pathlib.Path(".github/ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(template.read_text())
+    [repository] = yaml.safe_load(pathlib.Path(".pre-commit-config.yaml").read_text())["repos"]
+    for hook in repository["hooks"]:
+        assert hook["entry"].removesuffix(" --fix").replace(".venv/bin", "$(BIN)") in makefile

@@ -141,7 +141,6 @@ class TestParts:
     def params(self):
         return {"w": jax.random.normal(jax.random.key(0), (6, 3)), "v": jnp.ones(2)}
 
-    @pytest.mark.filterwarnings("ignore::optax_freeze.FreezeWarning")
     @pytest.mark.parametrize("before", MASKS)
     @pytest.mark.parametrize("after", MASKS)
     def test_surviving_elements_keep_their_moments(self, params, before, after):
