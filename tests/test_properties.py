@@ -159,7 +159,7 @@ def cases(draw, specs=None):
         masked,
         st.builds(lambda a, b: a & b, masked, selectors(host)),
         st.booleans(),
-        prefixes(host).map(lambda tree: lambda shapes: tree),
+        prefixes(host).filter(lambda tree: not isinstance(tree, bool)).map(lambda tree: lambda shapes: tree),
         st.just(lambda shapes: jax.tree.map(lambda leaf: leaf.ndim > 1, shapes)),
     )
     return params, draw(forms if specs is None else specs(host))

@@ -141,7 +141,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
         return elements(a | b, mask.compact), elements(b & ~a, mask.compact)
     if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % _ndim(leaf) == mask.axis % _ndim(leaf):
         a, b = (_numbers(each, leaf) for each in (before, mask))
-        both, new = (rows(np.flatnonzero(named).tolist(), mask.axis, allow_empty=True) for named in (a | b, b & ~a))
+        both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
         return both, new
     raise value_error(
         "groups with element masks that do not go together",

@@ -353,13 +353,13 @@ def _resolve_rows(rows: Rows, leaf: Leaf) -> Answer:
     axis = rows.axis % ndim
     size = leaf.shape[axis]
     index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
-    if size and not index.picked and not rows.allow_empty:
+    if size and not index.picked and isinstance(rows.index, Slice) and rows.index.stop is None and not rows.allow_empty:
         raise value_error(
-            f"{rows!r}: the index selects no row",
+            f"{rows!r}: there are no rows from {rows.index.start} on",
             at=leaf.path,
             got=f"none of {size} rows along axis {rows.axis} of shape {leaf.shape}",
             expected="at least one row",
-            fix="correct the numbers, or give False or True; in a sweep that may select none, allow_empty=True",
+            fix="grow the table first, or correct the number; if there may be none, allow_empty=True",
         )
     if index.runs is not None:  # the same rows however they were named
         index = dataclasses.replace(index, picked=tuple((*run, 1) for run in index.runs), picked_train=True)

@@ -73,7 +73,7 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
     Args:
       index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end.
       axis: the axis along which rows are counted; negative numbers count from the last.
-      allow_empty: whether ``index`` may select no row of a leaf, as in a sweep over ``slice(0, n)``.
+      allow_empty: whether an open slice (``slice(n, None)``) may select no row of a leaf, as in a sweep over ``n``.
 
     Returns:
       An element mask, for a tree of bools or a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. It is
@@ -81,8 +81,8 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
 
     Raises:
       TypeError: if ``index`` or ``axis`` is none of these.
-      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if ``index`` selects
-        no row of a leaf that has rows.
+      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
+        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows in silence.
 
     Example:
       >>> import optax_freeze as fz

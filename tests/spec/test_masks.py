@@ -97,16 +97,16 @@ class TestRows:
             (fz.rows(slice(None)), True),
             (fz.rows([0, 1, 2]), True),
             (~fz.rows(slice(3, None), allow_empty=True), True),
-            (fz.rows(slice(0, 0), allow_empty=True), False),
-            (fz.rows([], allow_empty=True), False),
+            (fz.rows(slice(0, 0)), False),
+            (fz.rows([]), False),
             (~fz.rows(slice(None)), False),
         ]:
             assert fz.resolve({"w": rows}, params) == {"w": expected}
         assert fz.resolve({"w": fz.rows(slice(None))}, {"w": jnp.ones((0, 2))}) == {"w": True}
 
     @pytest.mark.parametrize("axis", [0, -2])
-    @pytest.mark.parametrize("index", [slice(4, None), slice(2, 2), slice(3, 1), slice(-4, -4), []], ids=str)
-    def test_rows_that_select_no_row(self, index, axis):
+    @pytest.mark.parametrize("index", [slice(4, None), slice(4, None, 2), slice(4, None, None)], ids=str)
+    def test_an_open_slice_that_selects_no_row(self, index, axis):
         params = {"w": jnp.ones((4, 2))}
         for rows in (fz.rows(index, axis), ~fz.rows(index, axis)):
             for use in (
@@ -115,7 +115,8 @@ class TestRows:
                 lambda rows=rows: fz.grad(lambda params: params["w"].sum(), {"w": rows})(params),
             ):
                 with pytest.raises(
-                    ValueError, match=r"selects no row\n  at: w\n  got: none of 4 rows(.|\n)*allow_empty=True"
+                    ValueError,
+                    match=r"there are no rows from 4 on\n  at: w\n  got: none of 4 rows(.|\n)*allow_empty=True",
                 ):
                     use()
         rows = fz.rows(index, axis, allow_empty=True)
@@ -126,9 +127,13 @@ class TestRows:
 
     def test_a_sweep_over_the_number_of_rows(self):
         params = {"w": jnp.ones((4, 2))}
-        specs = [{"w": fz.rows(slice(0, n), allow_empty=True), "b": n > 0} for n in range(5)]
+        specs = [{"w": ~fz.rows(slice(n, None), allow_empty=True), "b": n > 0} for n in range(5)]
         params["b"] = jnp.ones(1)
         assert [fz.resolve(spec, params)["w"] for spec in (specs[0], specs[4])] == [False, True]
+        for n in range(5):
+            assert fz.resolve({"w": fz.rows(slice(0, n)), "b": True}, params) == fz.resolve(
+                {**specs[n], "b": True}, params
+            )
         trained = [jax.tree.leaves(fz.partition(params, spec)[0]) for spec in specs[1:4]]
         assert [[leaf.shape for leaf in leaves] for leaves in trained] == [[(3, 2)], [(2, 2)], [(1, 2)]]
 
