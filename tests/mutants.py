@@ -261,7 +261,7 @@ MUTANTS = [
     Mutant(
         "_spec/element_index.py",
         "rows.index.stop is None and not rows.allow_empty:",
-        "if False:",
+        "False:",
         "tests/spec/test_masks.py -k selects_no_row",
     ),
 ]
