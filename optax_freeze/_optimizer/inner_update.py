@@ -6,6 +6,7 @@ the one that changes no bit of any number.
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +79,7 @@ def parts_outside(state: PyTree) -> PyTree:
         swapped = isinstance(value, Part)
         return dataclasses.replace(value, values=variable.unflatten([value.values])) if swapped else node
 
-    return jax.tree.map(swap, state, is_leaf=_tree.is_variable)
+    return _swapped(swap, state, _tree.is_variable)
 
 
 def variables_outside(state: PyTree) -> PyTree:
@@ -90,7 +91,12 @@ def variables_outside(state: PyTree) -> PyTree:
         [value], variable = _opened(node.values)
         return variable.unflatten([dataclasses.replace(node, values=value)])
 
-    return jax.tree.map(swap, state, is_leaf=lambda node: isinstance(node, Part))
+    return _swapped(swap, state, lambda node: isinstance(node, Part))
+
+
+def _swapped(swap: Callable[[Any], Any], state: PyTree, is_leaf: Callable[[Any], bool]) -> PyTree:
+    """``swap`` at each node of a state that may hold NNX variables; without NNX there are none to look for."""
+    return jax.tree.map(swap, state, is_leaf=is_leaf) if "flax.nnx" in sys.modules else state
 
 
 def _opened(node: Any) -> tuple[list[Any], Any]:
