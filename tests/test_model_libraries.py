@@ -249,22 +249,22 @@ def test_an_equinox_module_trains_without_being_split():
 
 def test_what_is_no_array_in_an_equinox_module_is_frozen():
     model, _ = eqx.nn.make_with_state(EquinoxModel)(jax.random.key(0))
-    answers = fz.resolve(False, model)
+    answers = fz.resolve(model, False)
     assert (answers.body.activation, answers.body.norm.inference, answers.body.norm.axis_name) == (True, True, True)
     assert (answers.body.conv.weight, answers.body.norm.weight) == (False, False)
 
 
 def test_a_haiku_path_has_the_segments_of_its_key():
     params = haiku_model().params
-    frozen = fz.resolve("net/~/body", params)
+    frozen = fz.resolve(params, "net/~/body")
     assert [module for module, answers in frozen.items() if answers.popitem()[1]] == [
         "net/~/body/~/conv",
         "net/~/body/~/norm",
     ]
     for pattern in ("net/*/body", "**/body", "net/~/body/~/*"):
-        assert fz.resolve(pattern, params) == fz.resolve("net/~/body", params)
+        assert fz.resolve(params, pattern) == fz.resolve(params, "net/~/body")
     with pytest.raises(ValueError, match="nearest paths: net/~/body"):
-        fz.resolve("net/body", params)
+        fz.resolve(params, "net/body")
 
 
 @pytest.fixture
@@ -281,7 +281,7 @@ def test_keras_variables_are_refused_in_the_place_of_their_values(variables):
 
 
 def test_a_list_of_keras_values_takes_the_answers_of_their_paths(variables):
-    answers = fz.resolve("**/body", {variable.path: variable.value for variable in variables})
+    answers = fz.resolve({variable.path: variable.value for variable in variables}, "**/body")
     trainable, rest = fz.partition([variable.value for variable in variables], [answers[v.path] for v in variables])
     assert bits(trainable) == bits([*[optax.MaskedNode()] * 2, *[v.value for v in variables[2:]]])
     assert bits(rest) == bits([v.value for v in variables[:2]])

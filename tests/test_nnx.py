@@ -897,7 +897,7 @@ def test_a_filter_is_a_spec_wherever_there_are_variables(rngs, name):
     params = nnx.state(model, nnx.Param)
     everything = LAYERS | LORA | NORM
     assert {
-        "/".join(map(str, path)) for path, hit in nnx.to_flat_state(fz.resolve(make(), params)) if hit.get_value()
+        "/".join(map(str, path)) for path, hit in nnx.to_flat_state(fz.resolve(params, make())) if hit.get_value()
     } == frozen
     trainable, rest = fz.partition(params, make())
     assert len(jax.tree.leaves(trainable)) == len(everything - frozen)
@@ -915,7 +915,7 @@ def test_a_filter_is_a_spec_wherever_there_are_variables(rngs, name):
 
 
 def test_a_filter_of_a_module_as_a_pytree(rngs):
-    answers = fz.resolve(nnx.Any(nnx.BatchStat, nnx.PathContains("tied")), Adapted(rngs))
+    answers = fz.resolve(Adapted(rngs), nnx.Any(nnx.BatchStat, nnx.PathContains("tied")))
     assert answers.norm.mean.get_value() is answers.tied.kernel.get_value() is True
     assert answers.norm.scale.get_value() is answers.lora.lora_a.get_value() is False
 
@@ -970,7 +970,7 @@ def test_a_spec_that_freezes_nothing_is_warned_about(chain, spec):
 
 def test_a_filter_sees_no_values(rngs):
     with pytest.raises(TypeError, match="looks at values"):
-        fz.resolve(nnx.All(nnx.Param, lambda path, value: bool((value[...] > 0).all())), nnx.state(Adapted(rngs)))
+        fz.resolve(nnx.state(Adapted(rngs)), nnx.All(nnx.Param, lambda path, value: bool((value[...] > 0).all())))
 
 
 @pytest.mark.parametrize(
@@ -979,7 +979,7 @@ def test_a_filter_sees_no_values(rngs):
 def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
     params = nnx.to_pure_dict(nnx.state(Adapted(rngs), nnx.Param))
     for use in (
-        lambda: fz.resolve(spec, params),
+        lambda: fz.resolve(params, spec),
         lambda: fz.partition(params, spec),
         lambda: fz.freeze(optax.sgd(0.1), spec).init(params),
         lambda: fz.labels(spec)(params),
@@ -990,7 +990,7 @@ def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
 
 def test_a_filter_in_a_tree_is_refused(rngs):
     with pytest.raises(ValueError, match=r"(?s)where a bool belongs.*neither labels nor patterns"):
-        fz.resolve({"norm": nnx.OfType(nnx.Param)}, {"norm": jnp.ones(2)})
+        fz.resolve({"norm": jnp.ones(2)}, {"norm": nnx.OfType(nnx.Param)})
 
 
 def test_a_class_of_modules_is_no_filter(chain):

@@ -167,7 +167,7 @@ def cases(draw, specs=None):
 
 def frozen_elements(params, frozen):
     """For each leaf by its path, where it is frozen, as a NumPy array; read off ``fz.resolve``."""
-    answers = jax.tree.leaves(fz.resolve(frozen, params), is_leaf=lambda node: isinstance(node, MASKS))
+    answers = jax.tree.leaves(fz.resolve(params, frozen), is_leaf=lambda node: isinstance(node, MASKS))
     return {
         path: where(answer, np.shape(leaf))
         for path, answer, leaf in zip(paths(params), answers, jax.tree.leaves(params), strict=True)
@@ -246,7 +246,7 @@ class TestOneAnswer:
         is_leaf = lambda node: isinstance(node, (optax.MaskedNode, fz.Part))  # noqa: E731
         trainable = jax.tree.leaves(fz.partition(params, frozen)[0], is_leaf=is_leaf)
         labels = jax.tree.leaves(fz.labels(frozen)(params))
-        answers = jax.tree.leaves(fz.resolve(frozen, params), is_leaf=lambda node: isinstance(node, MASKS))
+        answers = jax.tree.leaves(fz.resolve(params, frozen), is_leaf=lambda node: isinstance(node, MASKS))
         leaves, masks = jax.tree.leaves(params), frozen_elements(params, frozen).values()
         for label, part, answer, leaf, mask in zip(labels, trainable, answers, leaves, masks, strict=True):
             assert (label == "frozen") == (answer is True) == isinstance(part, optax.MaskedNode)

@@ -47,4 +47,4 @@ def test_what_you_write(code, names, tmp_path):
     here = {**names, "nn": nn, "optax_freeze": optax_freeze, "model": model, "mask": mask, "directory": tmp_path}
     result = eval(code, here)
     if "fz.elements" in code or "fz.rows" in code or code.startswith(('"', "[", "fz.where", "fz.only")):
-        names["fz"].resolve(result, names["params"])
+        names["fz"].resolve(names["params"], result)

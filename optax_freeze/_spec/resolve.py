@@ -34,7 +34,7 @@ Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyT
 Tied: TypeAlias = Literal["error", "ignore"]
 
 
-def resolve(frozen: Spec, params: PyTree) -> PyTree:
+def resolve(params: PyTree, frozen: Spec) -> PyTree:
     """Says for each leaf of ``params`` whether it is frozen.
 
     Args:
@@ -54,7 +54,7 @@ def resolve(frozen: Spec, params: PyTree) -> PyTree:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32), "steps": np.int32(3)}
-      >>> fz.resolve("kernel", params)
+      >>> fz.resolve(params, "kernel")
       {'bias': False, 'kernel': True, 'steps': True}
     """
     spec, masks = Resolved.of(frozen, params, tied="ignore")

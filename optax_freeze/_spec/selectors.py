@@ -48,9 +48,9 @@ def path(*patterns: str) -> Selector:
       >>> import optax_freeze as fz
       >>> params = {"encoder": {"kernel": 0.0, "bias": 0.0}, "head": {"kernel": 0.0}}
       >>> params = jax.tree.map(np.float32, params)
-      >>> fz.resolve(fz.path("encoder"), params)
+      >>> fz.resolve(params, fz.path("encoder"))
       {'encoder': {'bias': True, 'kernel': True}, 'head': {'kernel': False}}
-      >>> fz.resolve(fz.path("**/kernel"), params)
+      >>> fz.resolve(params, fz.path("**/kernel"))
       {'encoder': {'bias': False, 'kernel': True}, 'head': {'kernel': True}}
     """
     return Path(_checked("path", patterns))
@@ -67,7 +67,7 @@ def only(*patterns: str) -> Selector:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.resolve(fz.only("head"), {"encoder": np.float32(0), "head": np.float32(0)})
+      >>> fz.resolve({"encoder": np.float32(0), "head": np.float32(0)}, fz.only("head"))
       {'encoder': True, 'head': False}
     """
     return Not(Path(_checked("only", patterns)), spelled_only=True)
@@ -88,7 +88,7 @@ def regex(*patterns: str) -> Selector:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.resolve(fz.regex(r"layer_[0-9]+"), {"layer_10": np.float32(0), "head": np.float32(0)})
+      >>> fz.resolve({"layer_10": np.float32(0), "head": np.float32(0)}, fz.regex(r"layer_[0-9]+"))
       {'head': False, 'layer_10': True}
     """
     return Regex(_checked("regex", patterns))
@@ -110,7 +110,7 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
-      >>> fz.resolve(fz.where(lambda path, leaf: leaf.ndim == 1), params)
+      >>> fz.resolve(params, fz.where(lambda path, leaf: leaf.ndim == 1))
       {'bias': True, 'kernel': False}
     """
     if not callable(fn):
@@ -143,7 +143,7 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": {"kernel": np.float32(0), "norm": np.float32(0)}, "head": np.float32(0)}
-      >>> fz.resolve(fz.rules({"**/norm": False, "encoder": True}), params)
+      >>> fz.resolve(params, fz.rules({"**/norm": False, "encoder": True}))
       {'encoder': {'kernel': True, 'norm': False}, 'head': False}
     """
     if not isinstance(rules, Mapping):

@@ -37,7 +37,7 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> import optax_freeze as fz
       >>> params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
       >>> state = fz.freeze(optax.sgd(0.1), {"w": jnp.eye(2, dtype=bool), "b": True}).init(params)
-      >>> fz.resolve(fz.spec_of(state), params)
+      >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
     states = [node for node in _states(state) if node.spec.leaves]

@@ -114,7 +114,7 @@ class Freezing:
         """For each parameter True, False or, where it is frozen in part, an element mask."""
         if not params and (is_selector(self.frozen)):
             as_selector(self.frozen, "frozen").select([])  # a pattern has nothing to match
-        tree = resolve(self.frozen, nn.meta.unbox(unflatten_dict(params))) if params else {}
+        tree = resolve(nn.meta.unbox(unflatten_dict(params)), self.frozen) if params else {}
         answers = {path: _in_one(answer) for path, answer in flatten_dict(tree).items()}
         parts = [path for path, answer in answers.items() if not isinstance(answer, bool)]
         if self.collection and parts:

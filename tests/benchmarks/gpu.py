@@ -141,7 +141,7 @@ def decoder_cases(size: Size) -> dict[str, Case]:
     leaves = fz.only("blocks/1", "norm", "head")
     rows = {"embed": True, "blocks": fz.rows(slice(0, size.decoder.layers - 1)), "norm": False, "head": False}
     partition = optax.partition({"trainable": ADAMW, "frozen": optax.set_to_zero()}, fz.labels(leaves))
-    mask = fz.resolve(leaves, jax.eval_shape(two_stacks, jax.random.key(0)))
+    mask = fz.resolve(jax.eval_shape(two_stacks, jax.random.key(0)), leaves)
     return {
         "by hand, two stacks": by_hand(two_stacks, lambda blocks: blocks, lambda blocks, last: [blocks[0], last]),
         "everything trains, two stacks": whole(BOTH),

@@ -127,7 +127,7 @@ def equinox(name: str, tx: Any) -> Case:
     """``equinox.partition`` with None in the holes."""
 
     def trains(params: Any) -> Any:
-        return jax.tree.map(lambda frozen: not frozen, fz.resolve(FROZEN, params))
+        return jax.tree.map(lambda frozen: not frozen, fz.resolve(params, FROZEN))
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         trainable, rest = eqx.partition(params, trains(params))
@@ -208,7 +208,7 @@ def cases(wrap: Callable[[Any], Any]) -> list[Case]:
     """All compositions, with ``wrap`` outside of them; the first two are the optima."""
     clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
     both = optax.chain(clip, adamw)
-    mask = fz.resolve(FROZEN, jax.eval_shape(init, jax.random.key(0)))
+    mask = fz.resolve(jax.eval_shape(init, jax.random.key(0)), FROZEN)
 
     def partition(tx: Any) -> Any:
         return optax.partition({"trainable": tx, "frozen": optax.set_to_zero()}, fz.labels(FROZEN))

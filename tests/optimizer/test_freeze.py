@@ -593,7 +593,7 @@ class TestStateTravels:
         expected, expected_after = tx.update(grads, state, params)
         assert bits(updates) == bits(expected)
         assert bits(after) == bits(expected_after)
-        assert fz.resolve(fz.spec_of(after), params) == fz.resolve("encoder", params)
+        assert fz.resolve(params, fz.spec_of(after)) == fz.resolve(params, "encoder")
         counted = optax.tree_map_params(tx, lambda leaf: leaf, state, transform_non_params=lambda leaf: leaf + 1)
         assert optax.tree.get(counted, "count") == optax.tree.get(state, "count") + 1
 

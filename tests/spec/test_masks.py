@@ -89,7 +89,7 @@ class TestRows:
         assert np.asarray(updates["w"])[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
         assert (np.asarray(updates["w"])[~mask] != 0).all()
         assert fz.labels(spec)(params) == {"w": "trainable", "b": "trainable"}
-        assert fz.resolve(spec, params) == spec
+        assert fz.resolve(params, spec) == spec
 
     def test_all_or_none_fold_to_the_whole_leaf(self):
         params = {"w": jnp.ones((3, 2))}
@@ -101,8 +101,8 @@ class TestRows:
             (fz.rows([]), False),
             (~fz.rows(slice(None)), False),
         ]:
-            assert fz.resolve({"w": rows}, params) == {"w": expected}
-        assert fz.resolve({"w": fz.rows(slice(None))}, {"w": jnp.ones((0, 2))}) == {"w": True}
+            assert fz.resolve(params, {"w": rows}) == {"w": expected}
+        assert fz.resolve({"w": jnp.ones((0, 2))}, {"w": fz.rows(slice(None))}) == {"w": True}
 
     @pytest.mark.parametrize("axis", [0, -2])
     @pytest.mark.parametrize("index", [slice(4, None), slice(4, None, 2), slice(4, None, None)], ids=str)
@@ -110,7 +110,7 @@ class TestRows:
         params = {"w": jnp.ones((4, 2))}
         for rows in (fz.rows(index, axis), ~fz.rows(index, axis)):
             for use in (
-                lambda rows=rows: fz.resolve({"w": rows}, params),
+                lambda rows=rows: fz.resolve(params, {"w": rows}),
                 lambda rows=rows: fz.freeze(optax.sgd(1.0), fz.rules({"w": rows})).init(params),
                 lambda rows=rows: fz.grad(lambda params: params["w"].sum(), {"w": rows})(params),
             ):
@@ -120,16 +120,16 @@ class TestRows:
                 ):
                     use()
         rows = fz.rows(index, axis, allow_empty=True)
-        assert fz.resolve({"w": rows}, params) == {"w": False}
-        assert fz.resolve({"w": ~rows}, params) == {"w": True}
+        assert fz.resolve(params, {"w": rows}) == {"w": False}
+        assert fz.resolve(params, {"w": ~rows}) == {"w": True}
         assert eval(repr(~rows), {"fz": fz}) == ~rows != ~fz.rows(index, axis)
-        assert fz.resolve({"w": ~~fz.rows(slice(4, None))}, {"w": jnp.ones((5, 2))})["w"] == fz.rows(slice(4, None))
+        assert fz.resolve({"w": jnp.ones((5, 2))}, {"w": ~~fz.rows(slice(4, None))})["w"] == fz.rows(slice(4, None))
 
     def test_a_sweep_over_the_number_of_rows(self):
         params = {"w": jnp.ones((4, 2))}
         specs = [{"w": ~fz.rows(slice(n, None), allow_empty=True), "b": n > 0} for n in range(5)]
         params["b"] = jnp.ones(1)
-        assert [fz.resolve(spec, params)["w"] for spec in (specs[0], specs[4])] == [False, True]
+        assert [fz.resolve(params, spec)["w"] for spec in (specs[0], specs[4])] == [False, True]
         trained = [jax.tree.leaves(fz.partition(params, spec)[0]) for spec in specs[1:4]]
         assert [[leaf.shape for leaf in leaves] for leaves in trained] == [[(3, 2)], [(2, 2)], [(1, 2)]]
 
@@ -148,11 +148,11 @@ class TestRows:
     )
     def test_what_does_not_fit_the_leaf(self, rows, error):
         with pytest.raises(ValueError, match=error):
-            fz.resolve({"w": rows}, {"w": jnp.ones((7, 2))})
+            fz.resolve({"w": jnp.ones((7, 2))}, {"w": rows})
 
     def test_rows_of_a_scalar(self):
         with pytest.raises(ValueError, match="at least one axis"):
-            fz.resolve(fz.rows(0), jnp.ones(()))
+            fz.resolve(jnp.ones(()), fz.rows(0))
 
     def test_wrong_arguments(self):
         for index, axis in [
@@ -193,12 +193,12 @@ class TestRows:
     def test_selectors_with_masks(self):
         params = {"a": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
         first = fz.rules({"a": fz.rows(0)})
-        assert fz.resolve(~first, params) == {"a": ~fz.rows(0), "b": True}
-        assert fz.resolve(first | "b", params) == {"a": fz.rows(0), "b": True}
-        assert fz.resolve(first & fz.path("a"), params) == {"a": fz.rows(0), "b": False}
-        assert fz.resolve(first | "a", params) == {"a": True, "b": False}
+        assert fz.resolve(params, ~first) == {"a": ~fz.rows(0), "b": True}
+        assert fz.resolve(params, first | "b") == {"a": fz.rows(0), "b": True}
+        assert fz.resolve(params, first & fz.path("a")) == {"a": fz.rows(0), "b": False}
+        assert fz.resolve(params, first | "a") == {"a": True, "b": False}
         with pytest.raises(ValueError, match=r"two element masks at one leaf\n  at: a"):
-            fz.resolve(first | fz.rules({"a": fz.rows(1)}), params)
+            fz.resolve(params, first | fz.rules({"a": fz.rows(1)}))
 
     def test_the_same_rows_however_they_are_named(self):
         w = jnp.ones((7, 2))
@@ -299,12 +299,12 @@ class TestElements:
     def test_dense_masks_never_fold(self):
         params = {"w": jnp.ones((2, 2))}
         for value in (True, False):
-            assert repr(fz.resolve({"w": np.full((2, 2), value)}, params)) == "{'w': fz.elements(<bool[2, 2]>)}"
+            assert repr(fz.resolve(params, {"w": np.full((2, 2), value)})) == "{'w': fz.elements(<bool[2, 2]>)}"
 
     @pytest.mark.parametrize("shape", [(2,), (1,), (), (2, 3), (2, 2, 1)])
     def test_another_shape(self, shape):
         with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
-            fz.resolve({"w": fz.elements(np.zeros(shape, bool))}, {"w": jnp.ones((2, 2))})
+            fz.resolve({"w": jnp.ones((2, 2))}, {"w": fz.elements(np.zeros(shape, bool))})
 
     @pytest.mark.parametrize("array", [np.ones((2, 2)), jnp.ones((2, 2), int), [[True, False]], "w", None], ids=str)
     def test_takes_boolean_arrays(self, array):
@@ -428,8 +428,8 @@ class TestEveryBitPattern:
     def test_a_dtype_without_a_zero(self):
         w = jnp.ones((2, 2), jnp.float8_e8m0fnu)
         with pytest.raises(ValueError, match=r"no zero cannot be frozen in part\n  at: w"):
-            fz.resolve({"w": fz.rows(0)}, {"w": w})
-        assert fz.resolve({"w": True}, {"w": w}) == {"w": True}
+            fz.resolve({"w": w}, {"w": fz.rows(0)})
+        assert fz.resolve({"w": w}, {"w": True}) == {"w": True}
 
 
 class TestPartsOfAnotherLeaf:
@@ -564,7 +564,7 @@ class TestStackedLayers:
         }
         spec = fz.rules({"decoder/layers": fz.rows(slice(0, 5), axis=1)}, default=True)
         assert self.check(params, spec, 1, 5, 6, lambda p: jax.tree.leaves(p["decoder"])) == 0
-        assert fz.resolve(spec, params)["token_embedder"]["embedding"] is True
+        assert fz.resolve(params, spec)["token_embedder"]["embedding"] is True
 
 
 class TestReplaceMasks:
@@ -685,7 +685,7 @@ class TestReplaceMasks:
         spec, params = {"w": fz.elements(DIAGONAL)}, {"w": jnp.ones((2, 2))}
         tx = optax.chain(fz.masked_zero_updates(spec), fz.freeze(optax.sgd(0.1), spec))
         state = fz.replace_masks(tx.init(params), {"w": ~DIAGONAL})
-        assert bits(fz.resolve(fz.spec_of(state), params)["w"].array) == bits(jnp.asarray(~DIAGONAL))
+        assert bits(fz.resolve(params, fz.spec_of(state))["w"].array) == bits(jnp.asarray(~DIAGONAL))
         updates, _ = tx.update(params, state)
         assert bits(optax.apply_updates(params, updates)["w"]) == bits(
             jnp.where(DIAGONAL, 0.9, 1.0).astype(jnp.float32)
@@ -721,9 +721,9 @@ class TestReplaceMasks:
     def test_spec_of_is_a_selector(self, params, frozen):
         state = fz.freeze(optax.sgd(0.1), frozen).init(params)
         spec = fz.spec_of(state)
-        assert fz.resolve(spec, params) == fz.resolve(frozen, params)
+        assert fz.resolve(params, spec) == fz.resolve(params, frozen)
         with pytest.raises(ValueError, match="another structure"):
-            fz.resolve(spec, {"head": params["head"]})
+            fz.resolve({"head": params["head"]}, spec)
 
 
 class TestPrograms:
@@ -837,14 +837,14 @@ class TestCompactElements:
     def test_of_which_none_train_are_a_frozen_leaf(self):
         params = {"w": jnp.ones(3)}
         frozen = {"w": fz.elements(np.ones(3, bool), compact=True)}
-        assert fz.resolve(frozen, params) == {"w": True}
+        assert fz.resolve(params, frozen) == {"w": True}
         with pytest.raises(ValueError, match="nothing"):
             fz.grad(lambda p: p["w"].sum(), frozen)(params)
 
     def test_are_counted_where_there_are_values(self):
         shape = jax.ShapeDtypeStruct((4,), bool)
         with pytest.raises(ValueError, match=r"cannot be counted(.|\n)*a shape alone"):
-            fz.resolve({"w": fz.elements(shape, compact=True)}, {"w": jnp.ones(4)})
+            fz.resolve({"w": jnp.ones(4)}, {"w": fz.elements(shape, compact=True)})
 
     def test_the_others_of_a_traced_mask_are_counted(self):
         params, mask = {"w": jnp.arange(4.0)}, np.array([True, False, False, False])

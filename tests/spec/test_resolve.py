@@ -45,25 +45,25 @@ def other():
 
 class TestForms:
     def test_bools(self, other):
-        assert fz.resolve(True, other) == {"encoder": {"kernel": True, "bias": True}, "head": True}
-        assert fz.resolve(np.False_, other) == {"encoder": {"kernel": False, "bias": False}, "head": False}
+        assert fz.resolve(other, True) == {"encoder": {"kernel": True, "bias": True}, "head": True}
+        assert fz.resolve(other, np.False_) == {"encoder": {"kernel": False, "bias": False}, "head": False}
 
     def test_prefix_tree(self, other):
         expected = {"encoder": {"kernel": True, "bias": True}, "head": False}
-        assert fz.resolve({"encoder": True, "head": False}, other) == expected
-        assert fz.resolve(expected, other) == expected
-        assert fz.resolve({"encoder": {"kernel": np.True_, "bias": False}, "head": False}, other)["encoder"] == {
+        assert fz.resolve(other, {"encoder": True, "head": False}) == expected
+        assert fz.resolve(other, expected) == expected
+        assert fz.resolve(other, {"encoder": {"kernel": np.True_, "bias": False}, "head": False})["encoder"] == {
             "kernel": True,
             "bias": False,
         }
 
     @pytest.mark.parametrize("of", [np.array, jnp.array, np.bool_])
     def test_boolean_scalars_are_bools(self, other, of):
-        expected = fz.resolve({"encoder": True, "head": False}, other)
-        assert fz.resolve({"encoder": of(True), "head": of(False)}, other) == expected
-        assert fz.resolve(fz.rules({"encoder": of(True)}, default=of(False)), other) == expected
-        assert fz.resolve(lambda shapes: {"encoder": of(True), "head": of(False)}, other) == expected
-        assert fz.resolve(of(True), other) == fz.resolve(True, other)
+        expected = fz.resolve(other, {"encoder": True, "head": False})
+        assert fz.resolve(other, {"encoder": of(True), "head": of(False)}) == expected
+        assert fz.resolve(other, fz.rules({"encoder": of(True)}, default=of(False))) == expected
+        assert fz.resolve(other, lambda shapes: {"encoder": of(True), "head": of(False)}) == expected
+        assert fz.resolve(other, of(True)) == fz.resolve(other, True)
         jax.jit(functools.partial(fz.partition, frozen={"encoder": of(True), "head": False}))(other)
 
     def test_a_traced_boolean_scalar_is_refused_where_it_is_no_mask(self, other):
@@ -84,45 +84,45 @@ class TestForms:
     @pytest.mark.parametrize("b", [dict, flax.core.FrozenDict, collections.OrderedDict])
     def test_mappings_of_the_same_keys_are_the_same_structure(self, a, b):
         params = a(z=a(kernel=jnp.ones(2), bias=jnp.ones(1)), layers=[a(k=jnp.ones(3)), a()])
-        answers = fz.resolve(b(layers=[b(k=True), b()], z=b(bias=False, kernel=True)), params)
+        answers = fz.resolve(params, b(layers=[b(k=True), b()], z=b(bias=False, kernel=True)))
         assert jax.tree.structure(answers) == jax.tree.structure(params)
         assert answers["z"]["kernel"] is answers["layers"][0]["k"] is True
         assert answers["z"]["bias"] is False
-        assert jax.tree.leaves(fz.resolve(b(z=True, layers=[False, True]), params)["z"]) == [True, True]
+        assert jax.tree.leaves(fz.resolve(params, b(z=True, layers=[False, True]))["z"]) == [True, True]
         with pytest.raises(ValueError, match=r"does not fit(.|\n)*at: layers"):
-            fz.resolve(b(z=True), params)
+            fz.resolve(params, b(z=True))
 
     def test_callable_sees_shapes_alone(self, other):
         def spec(shapes):
             assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
             return jax.tree.map(lambda leaf: leaf.shape == (2,), shapes)
 
-        assert fz.resolve(spec, other) == fz.resolve(True, other)
-        assert fz.resolve(lambda shapes: {"encoder": True, "head": False}, other)["encoder"]["bias"] is True
-        assert fz.resolve(lambda shapes: jax.tree.map(lambda leaf: leaf.ndim == 1, shapes), jnp.ones(2)) is True
-        assert fz.resolve(lambda shapes: fz.path("encoder"), other) == fz.resolve("encoder", other)
+        assert fz.resolve(other, spec) == fz.resolve(other, True)
+        assert fz.resolve(other, lambda shapes: {"encoder": True, "head": False})["encoder"]["bias"] is True
+        assert fz.resolve(jnp.ones(2), lambda shapes: jax.tree.map(lambda leaf: leaf.ndim == 1, shapes)) is True
+        assert fz.resolve(other, lambda shapes: fz.path("encoder")) == fz.resolve(other, "encoder")
 
     def test_shape_structs_are_enough(self, other):
         shapes = jax.eval_shape(lambda: other)
-        assert fz.resolve("encoder", shapes) == fz.resolve("encoder", other)
+        assert fz.resolve(shapes, "encoder") == fz.resolve(other, "encoder")
 
     def test_under_jit(self, other):
         @jax.jit
         def f(params):
-            return jnp.array(jax.tree.leaves(fz.resolve("encoder", params)))
+            return jnp.array(jax.tree.leaves(fz.resolve(params, "encoder")))
 
         assert f(other).tolist() == [True, True, False]
 
     def test_resolving_twice_changes_nothing(self, other):
-        once = fz.resolve(fz.only("head"), other)
-        assert fz.resolve(once, other) == once
+        once = fz.resolve(other, fz.only("head"))
+        assert fz.resolve(other, once) == once
 
 
 class TestTrees:
     """The paths of each library's containers."""
 
     def check(self, tree, pattern, expected):
-        answers = fz.resolve(pattern, tree)
+        answers = fz.resolve(tree, pattern)
         assert jax.tree.structure(answers) == jax.tree.structure(tree)
         assert jax.tree.leaves(answers) == expected
 
@@ -146,16 +146,16 @@ class TestTrees:
 
     def test_equinox_module(self):
         model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-        answers = fz.resolve("layers/0", model)
+        answers = fz.resolve(model, "layers/0")
         assert (answers.layers[0].weight, answers.layers[1].weight) == (True, False)
         assert answers.activation is True
         mask = jax.tree.map(lambda _: False, model)
-        assert fz.resolve(mask, model).layers[1].weight is False
+        assert fz.resolve(model, mask).layers[1].weight is False
 
     def test_equinox_module_given_to_a_callable(self):
         model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
         spec = lambda shapes: jax.tree.map(lambda leaf: getattr(leaf, "ndim", 0) == 1, shapes)  # noqa: E731
-        answers = fz.resolve(spec, model)
+        answers = fz.resolve(model, spec)
         assert (answers.layers[0].bias, answers.layers[0].weight) == (True, False)
 
     def test_nnx_state_drops_the_trailing_value(self):
@@ -166,24 +166,24 @@ class TestTrees:
 
         model = Model(nnx.Rngs(0))
         state = nnx.state(model, nnx.Param)
-        assert nnx.to_pure_dict(fz.resolve("encoder/kernel", state)) == {
+        assert nnx.to_pure_dict(fz.resolve(state, "encoder/kernel")) == {
             "encoder": {"kernel": True, "bias": False},
             "value": {"kernel": False, "bias": False},
         }
-        assert nnx.to_pure_dict(fz.resolve(fz.regex("value/.*"), state))["value"] == {"kernel": True, "bias": True}
-        assert fz.resolve("encoder/kernel", nnx.to_pure_dict(state))["encoder"]["kernel"] is True
+        assert nnx.to_pure_dict(fz.resolve(state, fz.regex("value/.*")))["value"] == {"kernel": True, "bias": True}
+        assert fz.resolve(nnx.to_pure_dict(state), "encoder/kernel")["encoder"]["kernel"] is True
 
     def test_two_leaves_with_one_path(self):
         with pytest.raises(ValueError, match=r"same path\n  at: a/b"):
-            fz.resolve(True, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+            fz.resolve({"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, True)
         with pytest.raises(ValueError, match=r"same path\n  at: 1\n  got: \[1\] and \['1'\]\n"):
-            fz.resolve(True, collections.OrderedDict([(1, jnp.ones(1)), ("1", jnp.ones(1)), ("a/b", jnp.ones(1))]))
+            fz.resolve(collections.OrderedDict([(1, jnp.ones(1)), ("1", jnp.ones(1)), ("a/b", jnp.ones(1))]), True)
 
     def test_keys_that_do_not_sort(self):
         params = {"a": [{1: jnp.ones(1), "b": jnp.ones(1)}], "c": jnp.ones(1)}
-        for use in (fz.resolve, lambda frozen, params: fz.partition(params, frozen), lambda f, p: fz.summary(p, f)):
+        for use in (fz.resolve, fz.partition, fz.summary):
             with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n  got: \[1, 'b'\]\n"):
-                use("c", params)
+                use(params, "c")
         with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n"):
             _tree.flatten(params)
         with pytest.raises(TypeError, match=r"got: a dict whose keys do not sort\n"):
@@ -198,7 +198,7 @@ class TestTrees:
 
         jax.tree_util.register_pytree_node(Broken, flatten, lambda *_: Broken())
         with pytest.raises(ValueError, match="it is broken"):
-            fz.resolve("a", {"a": [Broken()]})
+            fz.resolve({"a": [Broken()]}, "a")
 
     def test_an_object_that_holds_an_array_is_refused(self):
         class Variable:
@@ -206,7 +206,7 @@ class TestTrees:
 
         params = {"a": Variable(), "b": jnp.ones(2)}
         for use in (
-            lambda: fz.resolve("b", params),
+            lambda: fz.resolve(params, "b"),
             lambda: fz.partition(params, "a"),
             lambda: fz.freeze(optax.sgd(1.0), "a").init(params),
             lambda: fz.grad(lambda p: p["b"].sum(), "a")(params),
@@ -216,20 +216,20 @@ class TestTrees:
                 use()
 
     def test_none_is_no_leaf(self):
-        assert fz.resolve("a", {"a": jnp.ones(1), "b": None}) == {"a": True, "b": None}
+        assert fz.resolve({"a": jnp.ones(1), "b": None}, "a") == {"a": True, "b": None}
         with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve("b", {"a": jnp.ones(1), "b": None})
+            fz.resolve({"a": jnp.ones(1), "b": None}, "b")
 
     def test_a_tree_without_leaves_is_let_through(self):
-        assert fz.resolve("encoder", {}) == {}
-        assert fz.resolve(fz.rules({"encoder": True}), {"a": None}) == {"a": None}
+        assert fz.resolve({}, "encoder") == {}
+        assert fz.resolve({"a": None}, fz.rules({"encoder": True})) == {"a": None}
 
     def test_a_hole_is_a_frozen_leaf_with_its_path(self):
         tree = {"a": optax.MaskedNode(), "b": jnp.ones(1), "c": jnp.ones(1)}
-        assert fz.resolve(["a", "c"], tree) == {"a": True, "b": False, "c": True}
-        assert fz.resolve(False, tree) == {"a": True, "b": False, "c": False}
-        assert fz.resolve(fz.where(lambda path, leaf: path == "b"), tree) == {"a": True, "b": True, "c": False}
-        assert fz.resolve(lambda shapes: jax.tree.map(lambda leaf: False, shapes), tree)["a"] is True
+        assert fz.resolve(tree, ["a", "c"]) == {"a": True, "b": False, "c": True}
+        assert fz.resolve(tree, False) == {"a": True, "b": False, "c": False}
+        assert fz.resolve(tree, fz.where(lambda path, leaf: path == "b")) == {"a": True, "b": True, "c": False}
+        assert fz.resolve(tree, lambda shapes: jax.tree.map(lambda leaf: False, shapes))["a"] is True
 
 
 class TestWhatCannotTrain:
@@ -252,14 +252,14 @@ class TestWhatCannotTrain:
         ids=lambda leaf: type(leaf).__name__,
     )
     def test_is_frozen_whatever_the_spec(self, leaf):
-        assert fz.resolve(False, {"a": leaf, "b": jnp.ones(1)}) == {"a": True, "b": False}
+        assert fz.resolve({"a": leaf, "b": jnp.ones(1)}, False) == {"a": True, "b": False}
 
     @pytest.mark.parametrize(
         "dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "float4_e2m1fn"]
     )
     def test_floating_and_complex_train(self, dtype):
-        assert fz.resolve(False, {"a": jnp.ones(1, dtype)}) == {"a": False}
-        assert fz.resolve(False, {"a": np.ones(1, jnp.dtype(dtype))}) == {"a": False}
+        assert fz.resolve({"a": jnp.ones(1, dtype)}, False) == {"a": False}
+        assert fz.resolve({"a": np.ones(1, jnp.dtype(dtype))}, False) == {"a": False}
 
 
 class TestRefusals:
@@ -279,46 +279,46 @@ class TestRefusals:
     )
     def test_a_tree_of_the_wrong_structure(self, other, spec, error):
         with pytest.raises(ValueError, match=error):
-            fz.resolve(spec, other)
+            fz.resolve(other, spec)
 
     @pytest.mark.parametrize(
         "leaf", ["frozen", 1, 0.5, fz.path("encoder"), lambda p: True, {1, 2}, b"x"], ids=lambda x: type(x).__name__
     )
     def test_a_leaf_of_the_wrong_type(self, other, leaf):
         with pytest.raises(ValueError, match=r"where a bool belongs\n  at: head"):
-            fz.resolve({"encoder": True, "head": leaf}, other)
+            fz.resolve(other, {"encoder": True, "head": leaf})
 
     def test_a_number_is_no_spec(self, other):
         with pytest.raises(ValueError, match="an int where a bool belongs"):
-            fz.resolve(1, other)
+            fz.resolve(other, 1)
 
     def test_a_hole_in_the_spec_where_there_is_a_leaf(self, other):
         with pytest.raises(ValueError, match="where a bool belongs"):
-            fz.resolve({"encoder": True, "head": optax.MaskedNode()}, other)
+            fz.resolve(other, {"encoder": True, "head": optax.MaskedNode()})
 
     def test_a_callable_that_looks_at_values(self, other):
         with pytest.raises(TypeError, match="looks at values"):
-            fz.resolve(lambda params: jax.tree.map(lambda leaf: bool((leaf > 0).all()), params), other)
+            fz.resolve(other, lambda params: jax.tree.map(lambda leaf: bool((leaf > 0).all()), params))
 
     @pytest.mark.parametrize("answer", [True, np.False_, jnp.array(True), np.array(False)], ids=repr)
     @pytest.mark.parametrize(
         "use",
         [
             fz.resolve,
-            lambda frozen, params: fz.partition(params, frozen),
-            lambda frozen, params: fz.freeze(optax.sgd(1.0), frozen).init(params),
-            lambda frozen, params: fz.masked_zero_updates(frozen).init(params),
-            lambda frozen, params: fz.labels(frozen)(params),
-            lambda frozen, params: fz.grad(lambda params: params["head"].sum(), frozen)(params),
-            lambda frozen, params: fz.stop_gradient(params, frozen),
-            lambda frozen, params: fz.summary(params, frozen),
-            lambda frozen, params: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), frozen),
-            lambda frozen, params: linen.Frozen(nn.Dense(1), frozen).init(jax.random.key(0), jnp.ones((1, 1))),
+            fz.partition,
+            lambda params, frozen: fz.freeze(optax.sgd(1.0), frozen).init(params),
+            lambda params, frozen: fz.masked_zero_updates(frozen).init(params),
+            lambda params, frozen: fz.labels(frozen)(params),
+            lambda params, frozen: fz.grad(lambda params: params["head"].sum(), frozen)(params),
+            fz.stop_gradient,
+            fz.summary,
+            lambda _, frozen: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), frozen),
+            lambda _, frozen: linen.Frozen(nn.Dense(1), frozen).init(jax.random.key(0), jnp.ones((1, 1))),
         ],
     )
     def test_a_callable_that_returns_one_bool(self, other, answer, use):
         with pytest.raises(TypeError, match=r"got: (True|False), one bool for the whole tree\n(.|\n)*fz\.where\("):
-            use(lambda params: answer, other)
+            use(other, lambda params: answer)
 
     @pytest.mark.parametrize(
         ("function", "got"),
@@ -338,24 +338,24 @@ class TestRefusals:
     )
     def test_a_callable_of_paths_or_leaves(self, other, function, got):
         with pytest.raises(TypeError, match=rf"not a function of the tree(.|\n)*{got}(.|\n)*fz\.where\("):
-            fz.resolve(function, other)
+            fz.resolve(other, function)
 
     def test_a_callable_that_mistypes_a_name_is_not_taken_for_one_of_leaves(self):
         with pytest.raises(TypeError, match=r"failed on shapes: .*'encodr'"):
-            fz.resolve(lambda module: module.encodr, Layer(jnp.ones(1), jnp.ones(1)))
+            fz.resolve(Layer(jnp.ones(1), jnp.ones(1)), lambda module: module.encodr)
 
     def test_a_callable_whose_signature_python_does_not_know(self, other):
         with pytest.raises(TypeError, match="one bool"):
-            fz.resolve(functools.partial(bool), other)
+            fz.resolve(other, functools.partial(bool))
 
     def test_a_callable_in_a_tree(self, other):
         for leaf in (lambda path: True, lambda path, leaf: True):
             with pytest.raises(ValueError, match=r"where a bool belongs\n  at: head(.|\n)*fz\.where\("):
-                fz.resolve({"encoder": True, "head": leaf}, other)
+                fz.resolve(other, {"encoder": True, "head": leaf})
 
     def test_a_callable_that_returns_labels(self, other):
         with pytest.raises(ValueError, match="a str where a bool belongs"):
-            fz.resolve(lambda params: jax.tree.map(lambda leaf: "frozen", params), other)
+            fz.resolve(other, lambda params: jax.tree.map(lambda leaf: "frozen", params))
 
     @pytest.mark.parametrize(
         ("spec", "fix"),
@@ -371,7 +371,7 @@ class TestRefusals:
     )
     def test_the_error_says_what_was_meant(self, other, spec, fix):
         with pytest.raises(ValueError, match=fix):
-            fz.resolve(spec, other)
+            fz.resolve(other, spec)
 
     def test_swapped_arguments(self, other):
         with pytest.raises(ValueError, match="swap the arguments"):
@@ -379,7 +379,7 @@ class TestRefusals:
 
     def test_errors_have_four_parts(self, other):
         with pytest.raises(ValueError, match="matches no leaf") as error:
-            fz.resolve("hed", other)
+            fz.resolve(other, "hed")
         what, at, got, expected, fix = str(error.value).split("\n")
         assert what == "the pattern 'hed' matches no leaf"
         assert (at[:6], got[:7], expected[:12]) == ("  at: ", "  got: ", "  expected: ")
@@ -460,7 +460,7 @@ class TestFreezeWarning:
 
     def test_where_nothing_is_trained_there_is_none(self, other):
         for spec in ("**", fz.where(nothing_or_all)):
-            fz.resolve(spec, other)
+            fz.resolve(other, spec)
             fz.labels(spec)(other)
             fz.stop_gradient(other, spec)
             fz.summary(other, spec, optax.adam(1.0))
@@ -577,4 +577,4 @@ def test_paths_are_those_of_jax(tree):
 
 def test_a_spec_whose_keys_do_not_sort():
     with pytest.raises(ValueError, match=r"the keys of a dict do not sort(.|\n)*got: \[1, 'a'\]"):
-        fz.resolve({1: True, "a": False}, {"a": jnp.ones(2)})
+        fz.resolve({"a": jnp.ones(2)}, {1: True, "a": False})
