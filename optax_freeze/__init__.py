@@ -51,7 +51,7 @@ from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary
 
 # Whether frozen bits moved.
-from optax_freeze._verify.fingerprint import assert_frozen as assert_frozen
+from optax_freeze._verify.assert_frozen import assert_frozen as assert_frozen
 from optax_freeze._verify.fingerprint import fingerprint as fingerprint
 
 # Where an optimizer does not freeze what it should.

@@ -22,7 +22,8 @@ from flax import nnx
 
 from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Resolved, Spec, register_with_flax, warn_of_extent
+from optax_freeze._spec.resolve import Spec, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.selection import FROZEN
 
 register_with_flax()
 
@@ -350,19 +351,18 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         variable = _thawed(at[own]) if _is_frozen(at[own]) else at[own]
         leaves[i] = _tree.VariableLeaf.of(leaf._replace(aliases=others), list(named.values()), variable)
     spec = nnx.to_pure_dict(frozen) if isinstance(frozen, nnx.State) else frozen
-    resolved = Resolved.of(spec, tree, tied="ignore", leaves=leaves)[0]
-    answers = resolved.answers
-    if name != "thaw" and resolved.extent(tree) == "nothing":  # a module may be frozen as a whole
-        warn_of_extent(frozen, tree, resolved, stacklevel=3)
+    plan = make_plan(tree, spec, leaves=leaves)
+    if name != "thaw" and plan.extent(tree) == "nothing":  # a module may be frozen as a whole
+        warn_of_extent(plan, tree, frozen, stacklevel=3)
 
     params: dict[int, _Param] = {}
-    for variable, leaf, answer in zip(found, leaves, answers, strict=True):
-        param = _Param(variable, list(paths[id(variable)]), answer is True, leaf.inexact)
-        if not isinstance(answer, bool) or params.setdefault(id(variable), param).frozen is not answer:
+    for variable, leaf, selection in zip(found, leaves, plan.selections, strict=True):
+        param = _Param(variable, list(paths[id(variable)]), selection is FROZEN, leaf.inexact)
+        if selection.in_part or params.setdefault(id(variable), param).frozen is not param.frozen:
             raise value_error(
                 "a part of a parameter: an NNX variable has one type",
                 at=leaf.path,
-                got="an element mask" if not isinstance(answer, bool) else f"{answer} here, but not for all of it",
+                got="an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it",
                 expected="True (frozen) or False for the whole parameter",
                 fix="freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)",
             )

@@ -16,7 +16,9 @@ from optax_freeze._audit.diagnosis import Leak, leaks_of, reaches, runs_of
 from optax_freeze._audit.runs import ExtraArgs, Probe, Run, made_up
 from optax_freeze._errors import counted, described, is_int, message, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Resolved, Spec
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Part, PyTree
 
 
@@ -131,15 +133,15 @@ def audit(
         raise (value_error if is_number else type_error)(
             "no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3"
         )
-    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
-    _refuse_nothing_to_audit(values, spec, frozen)
+    _refuse_nothing_to_audit(values, plan, frozen)
     start = [made_up(value) for value in values]
-    probe = Probe(tx, spec, masks, start, treedef, int(steps), extra_args, full_grads)
+    probe = Probe(tx, plan, start, treedef, int(steps), extra_args, full_grads)
     with jax.debug_nans(False), jax.debug_infs(False):  # the gradients made up are NaN and infinite on purpose
         runs = runs_of(probe)
         leaks = leaks_of(probe, runs)
-    in_part_or_whole = sum(answer is not False for answer in spec.answers)
+    in_part_or_whole = sum(selection is not TRAINABLE for selection in plan.selections)
     return Audit(tuple(leaks), len(values), in_part_or_whole, probe.steps, _note(probe, runs, leaks))
 
 
@@ -168,8 +170,8 @@ def _as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def _refuse_nothing_to_audit(values: Sequence[Any], spec: Resolved, frozen: Spec) -> None:
-    for value, leaf in zip(values, spec.leaves, strict=True):
+def _refuse_nothing_to_audit(values: Sequence[Any], plan: Plan, frozen: Spec) -> None:
+    for value, leaf in zip(values, plan.leaves, strict=True):
         if isinstance(value, Part):
             raise value_error(
                 "fz.audit takes the whole parameters",
@@ -178,14 +180,7 @@ def _refuse_nothing_to_audit(values: Sequence[Any], spec: Resolved, frozen: Spec
                 expected="the full leaf",
                 fix="pass the parameters as they were before fz.partition",
             )
-    if all(answer is True for answer in spec.answers):
-        raise value_error(
-            "there is nothing to audit: every leaf is frozen",
-            at="frozen",
-            got=f"{described(frozen)}, for {len(values)} leaves",
-            expected="at least one floating-point or complex array that trains",
-            fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
-        )
+    plan.refuse_all_frozen("there is nothing to audit", frozen)
 
 
 _KINDS = ("moved", "changed", "state", "untrained")

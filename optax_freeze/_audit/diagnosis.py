@@ -19,7 +19,7 @@ from optax_freeze._audit.runs import Probe, Run
 from optax_freeze._errors import is_array
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Dense
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask
 from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry, entries_of
 from optax_freeze._state.set_frozen import currently_frozen
@@ -95,7 +95,7 @@ def _moved(probe: Probe, runs: Mapping[str, Run], i: int) -> Iterator[Leak]:
         if facts.largest:
             got += ", to NaN" if np.isnan(facts.largest) else f", by up to {facts.largest:.3g}"
         expected = "an update of zero, whatever the gradient, the parameter and the state"
-        return Leak("moved", probe.spec.leaves[i].path, cause.name, got, expected, cause.fix, int(facts.moved))
+        return Leak("moved", probe.plan.leaves[i].path, cause.name, got, expected, cause.fix, int(facts.moved))
 
     if _differs(runs["again"], runs["zero"], i):
         yield leak("zero", _causes.NOISE)
@@ -156,7 +156,7 @@ def _changed(probe: Probe, runs: Mapping[str, Run], i: int) -> Iterator[Leak]:
         elif ratio and abs(ratio - 1) > 0.01:
             got += f", {ratio:.3g} times the expected one"
         expected = "bit for bit the update that it has with gradients of zero at the frozen places"
-        return Leak("changed", probe.spec.leaves[i].path, cause.name, got, expected, cause.fix, int(facts.changed))
+        return Leak("changed", probe.plan.leaves[i].path, cause.name, got, expected, cause.fix, int(facts.changed))
 
     reached = [name for name in ("ordinary", "huge", *_NOT_FINITE, "other") if name in runs and reaches(runs[name], i)]
     finite = [name for name in reached if name in ("ordinary", "huge")]
@@ -185,11 +185,11 @@ def _untrained(probe: Probe, runs: Mapping[str, Run], i: int) -> Iterator[Leak]:
     cause, (_, trains) = _causes.NOTHING if nothing else _causes.DEAF, probe.counts[i]
     got = f"{trains} elements with the same update and state whatever their gradient"
     expected = "an update, or state, that depends on it"
-    yield Leak("untrained", probe.spec.leaves[i].path, cause.name, got, expected, cause.fix, trains)
+    yield Leak("untrained", probe.plan.leaves[i].path, cause.name, got, expected, cause.fix, trains)
 
 
 def _is_deaf(probe: Probe, runs: Mapping[str, Run], i: int) -> bool:
-    turned, path = runs["turned"], probe.spec.leaves[i].path
+    turned, path = runs["turned"], probe.plan.leaves[i].path
     if not probe.counts[i][1] or any(facts[i].changed or facts[i].nan for facts in turned.facts):
         return False
     if path in _waiting(turned.before):
@@ -209,9 +209,9 @@ def _waiting(state: optax.OptState) -> set[str]:
     return {
         leaf.path
         for node in _groups(state).values()
-        for name, spec in zip(node.spec.names, node.spec.division.specs, strict=False)
-        for leaf, answer in zip(spec.leaves, spec.answers, strict=True)
-        if answer is not True and currently_frozen(node)[name]
+        for name, plan in zip(node.spec.names, node.spec.plans, strict=False)
+        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
+        if selection is not FROZEN and currently_frozen(node)[name]
     }
 
 
@@ -225,15 +225,15 @@ def _held(probe: Probe, state: optax.OptState) -> Iterator[Leak]:
     """State that is held for frozen elements, a row for each leaf."""
     found: dict[tuple[int | None, bool], list[Entry]] = {}
     for _, i, entry in _of_frozen(probe, state):
-        found.setdefault((i, entry.slot.endswith("acc_grads")), []).append(entry)
+        found.setdefault((i, entry.tree.endswith("acc_grads")), []).append(entry)
     for (i, accumulated), entries in found.items():
         counts = [probe.counts[k] for k in (probe.seen if i is None else [i])]
         frozen, trains = map(sum, zip(*counts, strict=True))
         nbytes = sum(entry.value.nbytes * frozen // (frozen + trains) for entry in entries)
         moments = _causes.MOMENTS_IN_PART if trains else _causes.MOMENTS
         cause = _causes.FLAT if i is None else _causes.ACCUMULATED if accumulated else moments
-        got = f"{nbytes:,} bytes, at {', '.join(entry.slot for entry in entries)}"
-        path = "" if i is None else probe.spec.leaves[i].path
+        got = f"{nbytes:,} bytes, at {', '.join(entry.tree for entry in entries)}"
+        path = "" if i is None else probe.plan.leaves[i].path
         yield Leak("state", path, cause.name, got, "no state for frozen elements", cause.fix, frozen, nbytes)
 
 
@@ -252,31 +252,33 @@ def _of_frozen(probe: Probe, state: optax.OptState) -> Iterator[tuple[int, int |
     A group of ``freeze_when`` keeps its own for later, and a dense mask in this library's ``freeze`` is no less state
     than the leaf: both are so by design.
     """
-    leaves = {leaf.path: i for i, leaf in enumerate(probe.spec.leaves)}
+    leaves = {leaf.path: i for i, leaf in enumerate(probe.plan.leaves)}
     groups = tuple(f"{path}/" if path else "" for path in _groups(state))
     total = sum(map(sum, probe.counts)) if len(probe.seen) > 1 and any(frozen for frozen, _ in probe.counts) else -1
     for place, (path, entry) in enumerate(zip(_tree.paths(state), _entries(probe, state), strict=True)):
         value = entry.value
-        if entry.place is None or isinstance(value, Part) or not is_array(value) or path.startswith(groups):
+        if entry.address is None or isinstance(value, Part) or not is_array(value) or path.startswith(groups):
             continue
         if entry.leaf is None:
             if value.shape[-1:] == (total,):
                 yield place, None, entry
-        elif _is_of_frozen(probe.spec.answers[leaves[entry.leaf]], entry):
+        elif _is_of_frozen(probe.plan.selections[leaves[entry.leaf]], entry):
             yield place, leaves[entry.leaf], entry
 
 
-def _is_of_frozen(answer: Any, entry: Entry) -> bool:
+def _is_of_frozen(selection: Any, entry: Entry) -> bool:
     value = entry.value
-    if answer is True:
+    if selection is FROZEN:
         number = entry.shape == () and jnp.issubdtype(value.dtype, jnp.inexact)
         return value.size > 0 and (value.ndim > 0 or number)
-    by_design = isinstance(answer, Dense) and not answer.compact and any(entry.leaf in parts for parts in entry.parts)
-    return answer is not False and not by_design and value.shape[value.ndim - len(entry.shape) :] == entry.shape
+    by_design = (
+        isinstance(selection, DenseMask) and not selection.compact and any(entry.leaf in parts for parts in entry.parts)
+    )
+    return selection is not TRAINABLE and not by_design and value.shape[value.ndim - len(entry.shape) :] == entry.shape
 
 
 def _entries(probe: Probe, state: optax.OptState) -> list[Entry]:
-    return entries_of(state, {leaf.path: leaf.shape for leaf in probe.spec.leaves})
+    return entries_of(state, {leaf.path: leaf.shape for leaf in probe.plan.leaves})
 
 
 def _first(run: Run, i: int, name: str) -> tuple[int, Facts]:
@@ -298,7 +300,7 @@ def _differs(run: Run, other: Run, i: int) -> bool:
 
 def _constant(ratio: tuple[Any, Any], probe: Probe, i: int) -> float:
     """The ratio, if it is that of all elements within rounding; else 0."""
-    leaf, (low, high) = probe.spec.leaves[i], map(float, ratio)
+    leaf, (low, high) = probe.plan.leaves[i], map(float, ratio)
     epsilon = float(jnp.finfo(jax.dtypes.canonicalize_dtype(leaf.dtype)).eps) if leaf.inexact else 0.0
     agree = np.isfinite(low) and np.isfinite(high) and high - low <= 16 * epsilon * max(abs(low), abs(high))
     return low if agree else 0.0

@@ -18,12 +18,12 @@ import optax
 
 from optax_freeze._audit.measurements import Facts, facts_of
 from optax_freeze._errors import is_array
-from optax_freeze._optimizer.freeze import copy_like
 from optax_freeze._optimizer.inner_update import zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, Dense
+from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.partition import is_nothing
-from optax_freeze._spec.resolve import Masks, Resolved
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 ExtraArgs: TypeAlias = Mapping[str, Any] | Callable[[PyTree, PyTree], Mapping[str, Any]] | None
@@ -46,8 +46,7 @@ class Probe:
     """An optimizer, and the parameters with which it is driven; nothing of either is changed."""
 
     tx: optax.GradientTransformationExtraArgs
-    spec: Resolved
-    masks: Masks
+    plan: Plan
     start: Sequence[Any]
     treedef: Any
     steps: int
@@ -67,25 +66,19 @@ class Probe:
     @functools.cached_property
     def wide(self) -> Any:
         """The dtype of the loss."""
-        wide = any(leaf.inexact and jnp.finfo(leaf.dtype).bits > 32 for leaf in self.spec.leaves)
+        wide = any(leaf.inexact and jnp.finfo(leaf.dtype).bits > 32 for leaf in self.plan.leaves)
         return jax.dtypes.canonicalize_dtype(jnp.float64 if wide else jnp.float32)
 
     @functools.cached_property
     def frozen(self) -> list[Any]:
         """For each leaf a boolean array that broadcasts against it, True where frozen."""
-        return [
-            np.asarray(answer)
-            if isinstance(answer, bool)
-            else mask
-            if isinstance(answer, Dense)
-            else answer.frozen(len(leaf.shape or ()))
-            for leaf, answer, mask in zip(self.spec.leaves, self.spec.answers, self.masks, strict=True)
-        ]
+        pairs = zip(self.plan.leaves, self.plan.selections, strict=True)
+        return [np.asarray(selection.frozen(len(leaf.shape or ()))) for leaf, selection in pairs]
 
     @functools.cached_property
     def counts(self) -> list[tuple[int, int]]:
         """For each leaf how many of its elements are frozen, and how many train."""
-        shapes = {i: self.spec.leaves[i].shape or () for i in self.seen}
+        shapes = {i: self.plan.leaves[i].shape or () for i in self.seen}
         sizes = [int(np.prod(shapes[i], dtype=int)) if i in shapes else 0 for i in range(len(self.start))]
         frozen = [int(f.sum()) * (size // f.size if f.size else 0) for f, size in zip(self.frozen, sizes, strict=True)]
         return [(n, size - n) for n, size in zip(frozen, sizes, strict=True)]
@@ -119,9 +112,9 @@ class Probe:
         run = Run([], [], state, state)
         values = start
         for step in range(self.steps):
-            noise = {i: self._noise(i, step) for i in start if self.spec.answers[i] is not True}
+            noise = {i: self._noise(i, step) for i in start if self.plan.selections[i] is not FROZEN}
             noise = {i: -value if turned else value for i, value in noise.items()}
-            grads, updates, new, state = self._take((values, state, start, noise, fills, self.masks))
+            grads, updates, new, state = self._take((values, state, start, noise, fills, self.plan.masks))
             wanted = updates if reference is None else reference.updates[step]
             facts = {
                 i: facts_of(
@@ -137,7 +130,7 @@ class Probe:
 
     def may_be_filled(self, i: int) -> bool:
         """Whether there is a gradient of something frozen in a leaf."""
-        return self.spec.leaves[i].inexact and self.spec.answers[i] is not False
+        return self.plan.leaves[i].inexact and self.plan.selections[i] is not TRAINABLE
 
     def _init(self, values: Mapping[int, Any]) -> optax.OptState:
         try:
@@ -169,9 +162,10 @@ class Probe:
         start: Mapping[int, Any],
         noise: Mapping[int, Any],
         fills: Mapping[int, Any],
-        masks: Masks,
+        masks: Sequence[Any],
     ) -> tuple[Any, ...]:
         params = self._tree_of(values)
+        plan = self.plan.with_masks(masks)
 
         def value_fn(params: PyTree) -> jax.Array:
             """Half the squared distance from a target, for what trains; the gradient of the rest is what fills it."""
@@ -179,15 +173,15 @@ class Probe:
             for i, value in enumerate(_tree.flatten(params)[0]):
                 if i in noise:
                     distance = value - start[i] + noise[i]
-                    distance = _choose(self.spec.answers[i], jnp.zeros_like(value), distance, masks[i])
+                    distance = plan.selections[i].choose(jnp.zeros_like(value), distance)
                     loss += (jnp.abs(distance) ** 2).sum().astype(self.wide) / 2
                 if i in fills and not _tree.is_hole(value):
-                    gradient = _choose(self.spec.answers[i], fills[i], jnp.zeros_like(value), masks[i])
+                    gradient = plan.selections[i].choose(fills[i], jnp.zeros_like(value))
                     loss += _pull(self.wide, value, gradient)
             return loss
 
-        leaves = [self._gradient(i, values, start, noise, fills, masks) for i in range(len(self.start))]
-        grads = jax.tree.unflatten(self.treedef, leaves if self.full_grads else self.spec.take(leaves, masks))
+        leaves = [self._gradient(i, plan, values, start, noise, fills) for i in range(len(self.start))]
+        grads = jax.tree.unflatten(self.treedef, leaves if self.full_grads else plan.take(leaves))
         extra_args = {
             "value": value_fn(params),
             "grad": grads,
@@ -201,33 +195,33 @@ class Probe:
         changes, treedef = _tree.flatten_beside(self.treedef, updates)
         if treedef != self.treedef:
             _tree.refuse_other_structure(updates, params, "updates", "return updates of the gradients' structure")
-        full = {i: self._full(i, changes[i], values.get(i, self.start[i]), masks[i]) for i in self.seen}
+        full = {i: self._full(i, changes[i], values.get(i, self.start[i]), plan.selections[i]) for i in self.seen}
         new = {i: v if is_nothing(changes[i]) else optax.apply_updates(v, full[i]) for i, v in values.items()}
         return {i: leaves[i] for i in self.seen}, full, new, state
 
     def _tree_of(self, values: Mapping[int, Any]) -> PyTree:
         return jax.tree.unflatten(self.treedef, [values.get(i, value) for i, value in enumerate(self.start)])
 
-    def _gradient(self, i: int, values: Any, start: Any, noise: Any, fills: Any, masks: Masks) -> Any:
+    def _gradient(self, i: int, plan: Plan, values: Any, start: Any, noise: Any, fills: Any) -> Any:
         if i in noise:
-            return _choose(self.spec.answers[i], fills.get(i), values[i] - start[i] + noise[i], masks[i])
+            return plan.selections[i].choose(fills.get(i), values[i] - start[i] + noise[i])
         if i in fills:
             return fills[i]
         return jnp.zeros_like(values.get(i, self.start[i])) if i in self.seen else _tree.HOLE
 
-    def _full(self, i: int, change: Any, value: Any, mask: Any) -> Any:
+    def _full(self, i: int, change: Any, value: Any, selection: Selection) -> Any:
         """An update of the leaf's shape, -0.0 at what it leaves as it is."""
         if is_nothing(change):
-            nothing = zero(self.spec.leaves[i], None, value)
+            nothing = zero(self.plan.leaves[i], None, value)
             return jnp.full(value.shape, -0.0, jnp.float32) if _tree.is_hole(nothing) else nothing
         if not isinstance(change, Part):
             return jnp.asarray(change)
-        answer: Any = self.spec.answers[i] if isinstance(change.index, int) else change.index
-        return answer.spread(change, zero(Leaf("", (), change.dtype), None), mask)
+        selection = selection if isinstance(change.index, int) else change.index
+        return selection.spread(change, zero(Leaf("", (), change.dtype), None))
 
     def _whole(self, i: int) -> bool | None:
-        answer = self.spec.answers[i]
-        return answer if isinstance(answer, bool) else None
+        selection = self.plan.selections[i]
+        return None if selection.in_part else selection is FROZEN
 
     def _noise(self, i: int, step: int) -> Any:
         """Normally distributed numbers in the place of a leaf, the same in each run."""
@@ -248,7 +242,7 @@ class Probe:
         if not self.may_be_filled(i):
             return value
         other = (-1 - jnp.abs(self._noise(i, self.steps))).astype(jax.dtypes.canonicalize_dtype(value.dtype))
-        return copy_like(_choose(self.spec.answers[i], other, value, self.masks[i]), value)
+        return copy_like(self.plan.selections[i].choose(other, value), value)
 
 
 _TRACED = (
@@ -285,12 +279,6 @@ def _is_number(value: Any) -> bool:
     if is_array(value):
         return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
     return isinstance(value, (bool, int, float, complex))
-
-
-def _choose(answer: Answer, frozen: Any, trains: Any, mask: Any) -> Any:
-    if isinstance(answer, bool):
-        return frozen if answer else trains
-    return answer.choose(frozen, trains, mask)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

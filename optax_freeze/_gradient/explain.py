@@ -12,9 +12,9 @@ import jax
 from optax_freeze._errors import is_array, printable
 from optax_freeze._gradient.restrict import fill, in_parts, refuse_no_function
 from optax_freeze._gradient.split_array import Origin
-from optax_freeze._spec.element_index import RowIndex
 from optax_freeze._spec.partition import split
-from optax_freeze._spec.resolve import Resolved, Spec
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import PyTree
 
 _ASKED_FOR_A_VALUE = (
@@ -113,9 +113,11 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     from optax_freeze._gradient.interpreter import call
 
-    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    plan = make_plan(params, frozen)
     indices = {
-        leaf.path: index for leaf, index in zip(spec.leaves, spec.answers, strict=True) if isinstance(index, RowIndex)
+        leaf.path: index
+        for leaf, index in zip(plan.leaves, plan.selections, strict=True)
+        if isinstance(index, RowIndex)
     }
     origins = {path: Origin() for path in indices}
     everything, treedef = jax.tree.flatten((params, args, kwargs))
@@ -126,7 +128,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         left = iter(arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
-        parts, splits, constant = in_parts(*split(params, spec, masks), origins.get)
+        parts, splits, constant = in_parts(*split(params, plan), origins.get)
         call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant)
 
     try:

@@ -16,9 +16,10 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_int, type_error, value_error
 from optax_freeze._gradient.split_array import Origin, Split
-from optax_freeze._spec.element_index import RowIndex
 from optax_freeze._spec.partition import assemble, split
-from optax_freeze._spec.resolve import Masks, Resolved, Spec
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.selector_algebra import Selector
 from optax_freeze._spec.tree import PyTree, Rest, is_leaf
 
@@ -84,10 +85,10 @@ def in_parts(
     splits: list[Split] = []
 
     def place(path: str, of_rest: Rest, part: Any) -> Any:
-        if not isinstance(of_rest.answer, RowIndex):
-            return of_rest.answer.put(of_rest.array, part, of_rest.mask)
+        if not isinstance(of_rest.selection, RowIndex):
+            return of_rest.selection.put(of_rest.array, part)
         array = jnp.asarray(of_rest.array)
-        splits.append(Split.of(array, jnp.asarray(part.values, array.dtype), of_rest.answer, origin_of(path)))
+        splits.append(Split.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, origin_of(path)))
         return splits[-1]
 
     params = assemble(trainable, rest, place)
@@ -152,7 +153,7 @@ def value_and_grad(
                 fix="pass the parameters by position, not by keyword",
             )
         place = argnums % len(args)
-        trainable, rest = split(args[place], *_something_trains(frozen, args[place]))
+        trainable, rest = split(args[place], _something_trains(args[place], frozen))
 
         def of_params(params: PyTree) -> Any:
             with_params: Any = (*args[:place], params, *args[place + 1 :])
@@ -232,7 +233,7 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
 
     @functools.wraps(fun)
     def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        trainable, rest = split(params, *_something_trains(frozen, params))
+        trainable, rest = split(params, _something_trains(params, frozen))
         return optax.value_and_grad_from_state(restrict(fun, rest))(trainable, *args, state=state, **kwargs)
 
     return value_and_grad_fn
@@ -250,15 +251,7 @@ def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
         )
 
 
-def _something_trains(frozen: Spec, params: PyTree) -> tuple[Resolved, Masks]:
-    spec, masks = Resolved.of(frozen, params, tied="ignore")
-    if all(answer is True for answer in spec.answers):
-        inexact = sum(leaf.inexact for leaf in spec.leaves)
-        raise value_error(
-            "there is nothing to differentiate: every leaf is frozen",
-            at="frozen",
-            got=f"{described(frozen)}: all {len(spec.leaves)} leaves, of which {inexact} could train",
-            expected="at least one floating-point or complex array that trains",
-            fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
-        )
-    return spec, masks
+def _something_trains(params: PyTree, frozen: Spec) -> Plan:
+    plan = make_plan(params, frozen)
+    plan.refuse_all_frozen("there is nothing to differentiate", frozen)
+    return plan

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_freeze._spec.element_index import RowIndex
+from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
 
 
@@ -78,7 +78,7 @@ class Split:
         index = of_numbers(self.index, trains, self.size)
         places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
         rows = take(index, self.frozen)
-        return Split(self.frozen, places.put(rows, Part(self.rows), None), index, self.origin)
+        return Split(self.frozen, places.put(rows, Part(self.rows)), index, self.origin)
 
     def cleared(self, operand: Any = None, axis: int | None = None) -> jax.Array:
         """``frozen`` (or another operand, of these rows along an axis) with zeros at the stale rows: it fuses."""
@@ -100,7 +100,7 @@ class Split:
 
     def merged(self) -> jax.Array:
         """The array itself, which copies ``frozen``."""
-        return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)), None)
+        return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
 def take(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
     """The trainable rows of a dense array along an axis (that of the index)."""
     at = index if axis is None else dataclasses.replace(index, axis=axis)
-    return at.take(array, None).values
+    return at.take(array).values
 
 
 def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:

@@ -5,28 +5,26 @@ come after it) or too late (moments are held, and frozen gradients reach norms a
 around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
-import collections
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import described, in_one_line, is_array, is_concrete, type_error, value_error
+from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
+from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, RowIndex
-from optax_freeze._spec.resolve import Resolved, Spec, Tied, refuse_other_leaf, register_with_flax, warn_of_extent
+from optax_freeze._spec.layout import copy_like
+from optax_freeze._spec.plan import Plan, refuse_other_leaf
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-
-_Known: TypeAlias = collections.deque[Resolved]
-"""The latest specs of states that one transformation made, or took for its own."""
 
 
 class MaskedZeroUpdatesState(NamedTuple):
     """State of :func:`masked_zero_updates`: the resolved spec, a node without leaves, and its dense masks."""
 
-    spec: Resolved
+    spec: Plan
     masks: PyTree
 
 
@@ -47,7 +45,7 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       key gets a hole, and an object that is not an array None, which ``equinox.apply_updates`` skips.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
       >>> tx = optax.chain(optax.adamw(0.1), fz.masked_zero_updates("encoder"))
       >>> updates, _ = tx.update(jax.tree.map(lambda p: p * jnp.nan, params), tx.init(params), params)
@@ -55,23 +53,23 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       Array([-0., -0.], dtype=float32)
     """
 
-    known = _Known(maxlen=8)
+    accepted = _accepted_plans(frozen)
 
     def init_fn(params: PyTree) -> PyTree:
-        return MaskedZeroUpdatesState(*_resolve(frozen, params, tied, known))
+        return MaskedZeroUpdatesState(*_make_plan(params, frozen, tied, accepted))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del extra_args
-        state = _with_spec(state, MaskedZeroUpdatesState, frozen, params, updates, known)
-        spec = state.spec
-        values, treedef = spec.align(updates, "updates")
+        state = _with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
+        plan = plan_of(state)
+        values, treedef = plan.align(updates, "updates")
         zeroed = [
             value
             if _tree.is_hole(value) or value is None or isinstance(value, Part)
-            else _still(answer, mask, leaf, value)
-            for value, leaf, answer, mask in zip(values, spec.leaves, spec.answers, masks_of(state), strict=True)
+            else _zeroed(selection, leaf, value)
+            for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True)
         ]
         return jax.tree.unflatten(treedef, zeroed), state
 
@@ -84,7 +82,7 @@ class FreezeState(NamedTuple):
     The last is that of ``optax.multi_transform`` around the optimizer.
     """
 
-    spec: Resolved
+    spec: Plan
     masks: PyTree
     inner_state: optax.OptState
 
@@ -122,7 +120,7 @@ def freeze(
       TypeError: if ``inner`` is no optimizer.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
       >>> tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), "encoder")
       >>> state = tx.init(params)
@@ -134,37 +132,35 @@ def freeze(
       [(), (2,), (2,)]
     """
     inner = _as_transformation(inner, frozen)
-    known = _Known(maxlen=8)
+    accepted = _accepted_plans(frozen)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
         # A function, since a tree of labels may itself be callable: an Equinox module is.
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        spec, masks = _resolve(frozen, params, tied, known)
-        state = FreezeState(spec, masks, ())
+        state = FreezeState(*_make_plan(params, frozen, tied, accepted), ())
+        plan = plan_of(state)
         values, treedef = _tree.flatten(params)
-        trainable = jax.tree.unflatten(treedef, spec.take(values, masks_of(state)))
-        return state._replace(inner_state=parts_outside(transform(spec.labels(treedef)).init(trainable)))
+        inner_state = transform(plan.labels(treedef)).init(jax.tree.unflatten(treedef, plan.take(values)))
+        return state._replace(inner_state=parts_outside(inner_state, plan))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        state = _with_spec(state, FreezeState, frozen, params, updates, known)
-        spec, masks = state.spec, masks_of(state)
-        values, treedef = spec.align(updates, "updates")
-        extra_args = without_frozen(extra_args, spec, masks, treedef, params)
+        state = _with_plan(state, FreezeState, updates if params is None else params, accepted)
+        plan = plan_of(state)
+        values, treedef = plan.align(updates, "updates")
         trainable, olds = None, [None] * len(values)
         if params is not None:
-            olds, params_treedef = spec.align(params, "params")
-            trainable = jax.tree.unflatten(params_treedef, spec.take(olds, masks))
-        tx = transform(spec.labels(treedef))
+            olds, params_treedef = plan.align(params, "params")
+            trainable = jax.tree.unflatten(params_treedef, plan.take(olds))
         try:
-            updates, inner_state = tx.update(
-                jax.tree.unflatten(treedef, spec.take(values, masks)),
-                variables_outside(state.inner_state),
+            new, inner_state = transform(plan.labels(treedef)).update(
+                jax.tree.unflatten(treedef, plan.take(values)),
+                variables_outside(state.inner_state, plan),
                 trainable,
-                **extra_args,
+                **without_frozen(extra_args, plan, treedef, params),
             )
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
@@ -176,17 +172,64 @@ def freeze(
                 expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
                 fix="if so, tx.update(grads, state, params)",
             ) from error
-        new = [
-            _finish(full_updates, *leaf)
-            for leaf in zip(_tree.flatten(updates)[0], values, olds, spec.leaves, spec.answers, masks, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, new), state._replace(inner_state=parts_outside(inner_state))
+        leaves = zip(plan.selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
+        full = [_full_update(*leaf) if full_updates else _trainable_update(*leaf) for leaf in leaves]
+        return jax.tree.unflatten(treedef, full), state._replace(inner_state=parts_outside(inner_state, plan))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updates: PyTree, known: _Known) -> Any:
-    """The state with its spec, resolved again after ``optax.tree_map_params``, which drops what is static."""
+def _trainable_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:
+    """The update of one leaf with ``full_updates=False``, from the inner optimizer's ``new``."""
+    del update, param
+    if not selection.in_part:
+        return selection.take(new)
+    return new if isinstance(new, Part) else _zeroed(selection, leaf, new)
+
+
+def _full_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:
+    """The update of one leaf in its full shape; ``update`` and ``param`` are those given to ``update_fn``."""
+    if selection is FROZEN:
+        return zero(leaf, update, param)
+    if not selection.in_part or (isinstance(new, Part) and leaf.index is not None):
+        return new
+    if not isinstance(new, Part):
+        return _zeroed(selection, leaf, new)
+    like = next((full for full in (param, update) if full is not None and not isinstance(full, Part)), None)
+    return selection.spread(new, negative_zero(new.dtype), like)
+
+
+def _zeroed(selection: Selection, leaf: Leaf, update: Any) -> Any:
+    """A full update with zeros at frozen elements."""
+    if selection is TRAINABLE:
+        return update
+    return selection.choose(zero(leaf, update) if selection is FROZEN else negative_zero(update.dtype), update)
+
+
+def plan_of(state: Any) -> Plan:
+    """The plan of a state of :func:`freeze` or :func:`masked_zero_updates`, with its dense masks."""
+    return state.spec.with_masks(_tree.flatten(state.masks)[0])
+
+
+def _make_plan(params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan]) -> tuple[Plan, PyTree]:
+    """The static plan for a state, and copies of its dense masks: a tree like the parameters, empty without masks."""
+    register_with_flax()
+    plan = make_plan(params, frozen, tied=tied)
+    warn_of_extent(plan, params, frozen, stacklevel=3)
+    values = _tree.flatten(params)[0]
+    for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+        if isinstance(value, Part) and selection.in_part:
+            refuse_other_leaf(value, leaf, selection, "params")
+    copies = [
+        copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(plan.masks, values, strict=True)
+    ]
+    # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
+    dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
+    return accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, copies) if dense else ()
+
+
+def _with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan]) -> Any:
+    """The state with its plan, made again after ``optax.tree_map_params``, which drops static data."""
     if not isinstance(state, kind):
         raise type_error(
             "the state of another transformation",
@@ -195,81 +238,37 @@ def _with_spec(state: Any, kind: type, frozen: Any, params: PyTree | None, updat
             expected=f"{kind.__name__}, from the init of this transformation",
             fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
         )
-    tree = updates if params is None else params
-    if not state.spec.leaves:
-        return state._replace(spec=Resolved.of(frozen, tree, tied="ignore")[0])
-    if not any(state.spec is spec for spec in known):
-        _refuse_other_spec(state.spec, frozen, tree)
-        known.append(state.spec)
-    return state
+    return state._replace(spec=accepted.accept(state.spec, tree))
 
 
-def _refuse_other_spec(spec: Resolved, frozen: Spec, tree: PyTree) -> None:
-    """A ``ValueError`` if a state has another spec than ``frozen``, resolved for the parameters given to its init."""
-    try:
-        own = Resolved.of(frozen, parameters_of(spec, tree), tied="ignore", leaves=spec.leaves)[0]
-    except (ValueError, TypeError) as error:
-        if spec.treedef is None:
-            return  # unpickled, and the tree at hand may have other containers
-        raise value_error(
-            "the state of another spec, or of other parameters",
-            at="the second argument of update",
-            got=f"the state for {[leaf.path for leaf in spec.leaves[:3]]}: {str(error).splitlines()[0]}",
-            expected="the state of this transformation",
-            fix="state = tx.init(params)",
-        ) from error
-    for leaf, mine, its in zip(own.leaves, own.answers, spec.answers, strict=True):
-        if mine != its:
+def _accepted_plans(frozen: Spec) -> AcceptedPlans[Plan]:
+    def make(tree: PyTree) -> Plan:
+        return make_plan(tree, frozen).without_masks()
+
+    def refuse_other(plan: Plan, tree: PyTree) -> None:
+        try:
+            own = make_plan(plan.parameters(tree), frozen, leaves=plan.leaves)
+        except (ValueError, TypeError) as error:
+            if plan.treedef is None:
+                return  # unpickled, and the tree at hand may have other containers
             raise value_error(
-                "the state of another spec",
-                at=leaf.path,
-                got=f"a state in which it {_said(its)}",
-                expected=f"the state of this transformation, in which it {_said(mine)}",
-                fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
-            )
+                "the state of another spec, or of other parameters",
+                at="the second argument of update",
+                got=f"the state for {[leaf.path for leaf in plan.leaves[:3]]}: {str(error).splitlines()[0]}",
+                expected="the state of this transformation",
+                fix="state = tx.init(params)",
+            ) from error
+        for leaf, mine, its in zip(plan.leaves, own.selections, plan.selections, strict=True):
+            if mine != its:
+                raise value_error(
+                    "the state of another spec",
+                    at=leaf.path,
+                    got=f"a state in which it {its}",
+                    expected=f"the state of this transformation, in which it {mine}",
+                    fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
+                )
 
-
-def parameters_of(spec: Resolved, tree: PyTree) -> PyTree:
-    """The shapes of the parameters given to ``init``; ``tree`` itself where a state was unpickled."""
-    if spec.treedef is None:
-        return tree
-    shapes = [_tree.HOLE if leaf.dtype is None else leaf.struct for leaf in spec.leaves]
-    return jax.tree.unflatten(spec.treedef, shapes)
-
-
-def _said(answer: Answer) -> str:
-    if isinstance(answer, bool):
-        return "is frozen" if answer else "trains"
-    return f"trains in part ({answer.source!r})" if isinstance(answer, RowIndex) else "trains in part"
-
-
-def masks_of(state: Any) -> list[Any]:
-    """For each leaf the array of its dense mask or a hole; a state without dense masks holds none."""
-    return _tree.flatten(state.masks)[0] or [_tree.HOLE] * len(state.spec.leaves)
-
-
-def _resolve(frozen: Spec, params: PyTree, tied: Tied, known: _Known) -> tuple[Resolved, PyTree]:
-    """The resolved spec and copies of its dense masks: a tree like the parameters, empty if there are none."""
-    register_with_flax()
-    spec, masks = Resolved.of(frozen, params, tied=tied)
-    warn_of_extent(frozen, params, spec, stacklevel=3)
-    known.append(spec)
-    values = _tree.flatten(params)[0]
-    for value, leaf, answer in zip(values, spec.leaves, spec.answers, strict=True):
-        if isinstance(value, Part) and not isinstance(answer, bool):
-            refuse_other_leaf(value, leaf, answer, "params")
-    copies = [copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
-    # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
-    dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
-    return spec, jax.tree.unflatten(spec.treedef, copies) if dense else ()
-
-
-def copy_like(mask: Any, placed: Any) -> jax.Array:
-    """A copy of a mask, placed like another array: its parameter, or the mask before it."""
-    copy = jnp.array(mask)
-    if is_concrete(copy) and isinstance(placed, jax.Array) and is_concrete(placed) and placed.committed:
-        return jax.device_put(copy, placed.sharding)
-    return copy
+    return AcceptedPlans(make, refuse_other)
 
 
 def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
@@ -293,24 +292,3 @@ def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
         what, got = "the first argument of fz.freeze is no optimizer", described(inner)
         fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(inner) else "pass an Optax optimizer"
     raise type_error(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix)
-
-
-def _finish(full_updates: bool, new: Any, update: Any, param: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
-    """The update of one leaf, from what ``inner`` made of it."""
-    if answer is False:
-        return new
-    if answer is True:
-        return zero(leaf, update, param) if full_updates else _tree.HOLE
-    if not isinstance(new, Part):
-        return _still(answer, mask, leaf, new)
-    if not full_updates or leaf.index is not None:
-        return new
-    like = next((full for full in (param, update) if full is not None and not isinstance(full, Part)), None)
-    return answer.spread(new, negative_zero(new.dtype), mask, like)
-
-
-def _still(answer: Answer, mask: Any, leaf: Leaf, update: Any) -> Any:
-    """A full update with zeros at what is frozen."""
-    if isinstance(answer, bool):
-        return zero(leaf, update) if answer else update
-    return answer.choose(negative_zero(update.dtype), update, mask)

@@ -6,7 +6,6 @@ learning rates goes on without it. ``optax.multi_transform`` decides by labels w
 state and another program. Here a condition decides, a value of the running program.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,31 +16,18 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.conditions import Condition, ask, check, refuse_no_bool
-from optax_freeze._optimizer.freeze import copy_like, parameters_of
-from optax_freeze._optimizer.groups import Claim, Division, all_masks, group_name
+from optax_freeze._optimizer.groups import Group, GroupPlans, group_name, make_group_plans
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, RowIndex
-from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
-from optax_freeze._spec.masks import Elements
-from optax_freeze._spec.resolve import Masks, Resolved, Tied, register_with_flax
+from optax_freeze._spec.layout import copy_like, explicit_sharding, laid_out
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Tied, register_with_flax
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
 from optax_freeze._spec.selector_algebra import as_selector
 from optax_freeze._spec.selectors import as_choice
 from optax_freeze._spec.tree import Leaf, PyTree
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """The groups that a state belongs to: their names, conditions (None: a switch) and leaves."""
-
-    names: tuple[str, ...]
-    conditions: tuple[Condition | None, ...]
-    division: Division
-
-    def __hash__(self) -> int:
-        return hash(self.names)
 
 
 class GroupState(NamedTuple):
@@ -56,7 +42,7 @@ class FreezeWhenState(NamedTuple):
     """State of :func:`freeze_when`: the updates so far, the groups and their states by name, and those of the rest."""
 
     step: jax.Array
-    spec: Groups
+    spec: GroupPlans
     groups: dict[str, GroupState]
     rest_state: optax.OptState
     coupled_state: optax.OptState
@@ -112,97 +98,120 @@ def freeze_when(
     """
     inner = _as_transformation(inner, "inner", groups)
     coupled = None if coupled is None else _as_transformation(coupled, "coupled")
-    claims, conditions = _parse(groups)
-    scheduled = tuple(condition if callable(condition) else None for condition in conditions)
-    names = tuple(claim.name for claim in claims)
-    known: collections.deque[Division] = collections.deque(maxlen=8)  # of states made here, or found to fit
+    named = _parse(groups)
+    accepted = _accepted_plans(named)
 
     def init_fn(params: PyTree) -> PyTree:
-        register_with_flax(Groups)
-        for name, condition in zip(names, scheduled, strict=True):
-            if condition is not None:
-                check(name, condition)
+        register_with_flax(GroupPlans)
+        for group in named:
+            if group.condition is not None:
+                check(group.name, group.condition)
+        plans = make_group_plans(named, params, tied)
         values, treedef = _tree.flatten(params)
-        division, own = Division.of(claims, params, tied=tied)
-        known.append(division)
         own = [
-            [copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
-            for masks in own
+            _copies(plan.masks, values) if group.has_array else []
+            for group, plan in zip(named, plans.plans, strict=False)
         ]
-        every = all_masks(division, own)
-        states = [
-            _init(inner, jax.tree.unflatten(treedef, spec.take(values, masks)))
-            for spec, masks in zip(division.specs, every, strict=True)
+        plans = plans.with_masks(own)
+        *states, rest_state = [
+            _init(inner, jax.tree.unflatten(treedef, plan.take(values)), plan) for plan in plans.plans
         ]
+        coupled_state = (
+            ()
+            if coupled is None
+            else _init(coupled, jax.tree.unflatten(treedef, plans.whole.take(values)), plans.whole)
+        )
         of_groups = {
-            claim.name: GroupState(
-                () if callable(condition) else jnp.array(condition),
-                jax.tree.unflatten(treedef, masks) if isinstance(claim.mask, Elements) else (),
+            group.name: GroupState(
+                jnp.array(group.frozen) if group.condition is None else (),
+                jax.tree.unflatten(treedef, masks) if group.has_array else (),
                 state,
             )
-            for claim, condition, masks, state in zip(claims, conditions, own, states[:-1], strict=True)
+            for group, masks, state in zip(named, own, states, strict=True)
         }
-        coupled_state = ()
-        if coupled is not None:
-            coupled_state = _init(coupled, jax.tree.unflatten(treedef, division.whole.take(values, every[-1])))
-        spec = Groups(names, scheduled, division)
-        return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, states[-1], coupled_state)
+        spec = accepted.add(plans.without_masks())
+        return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, rest_state, coupled_state)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        state = _with_division(state, claims, updates if params is None else params, known)
-        _refuse_other_schedule(state.spec, scheduled)
-        division = state.spec.division
-        values, treedef = division.whole.align(updates, "updates", _ALL_GRADIENTS)
-        olds, params_treedef = division.whole.align(params, "params") if params is not None else ([], None)
-        masks = all_masks(division, [_tree.flatten(state.groups[name].masks)[0] for name in names])
+        state = _with_plans(state, updates if params is None else params, named, accepted)
+        plans = plans_of(state)
+        values, treedef = plans.whole.align(updates, "updates", _ALL_GRADIENTS)
+        olds, params_treedef = [None] * len(values), None
+        if params is not None:
+            olds, params_treedef = plans.whole.align(params, "params")
+        call = _Call(treedef, params, olds, params_treedef, extra_args)
         frozen = [
-            state.groups[name].frozen if condition is None else ask(name, condition, state.step)
-            for name, condition in zip(names, state.spec.conditions, strict=True)
+            state.groups[group.name].frozen if group.condition is None else ask(group.name, group.condition, state.step)
+            for group in named
         ]
-
-        def run(tx: Any, frozen: Any, inner_state: Any, spec: Resolved, masks: Masks, values: Sequence[Any]) -> Any:
-            if all(answer is True for answer in spec.answers):
-                return [_tree.HOLE] * len(values), inner_state
-            updates = jax.tree.unflatten(treedef, spec.take(values, masks))
-            trainable = None if params is None else jax.tree.unflatten(params_treedef, spec.take(olds, masks))
-            extra = without_frozen(extra_args, spec, masks, treedef, params)
-            updates, inner_state = _unless(frozen, tx.update, updates, variables_outside(inner_state), trainable, extra)
-            return _tree.flatten(updates)[0], parts_outside(inner_state)
-
-        moves, coupled_state = values, state.coupled_state
+        grads, coupled_state = values, state.coupled_state
         if coupled is not None:
-            moves = _zeroed(values, division, masks, frozen)
-            moves, coupled_state = run(coupled, False, coupled_state, division.whole, masks[-1], moves)
-        states = [*(state.groups[name].inner_state for name in names), state.rest_state]
-        sections = zip([*frozen, False], states, division.specs, masks, strict=True)
-        parts, states = zip(*(run(inner, *section, moves) for section in sections), strict=True)
-        new = [
-            zero(leaf, value, olds[i] if params is not None else None)
-            if answer is True
-            else division.merge(i, [part[i] for part in parts], masks, olds[i] if olds else value)
-            for i, (leaf, answer, value) in enumerate(
-                zip(division.whole.leaves, division.whole.answers, values, strict=True)
-            )
-        ]
+            zeroed = _zeroed(values, plans, frozen)
+            grads, coupled_state = call.update(coupled, plans.whole, coupled_state, zeroed)
+        states = [*(state.groups[group.name].inner_state for group in named), state.rest_state]
+        calls = zip(plans.plans, states, [*frozen, False], strict=True)
+        parts, states = zip(*(call.update(inner, plan, each, grads, now) for plan, each, now in calls), strict=True)
+        new = []
+        for i, (leaf, selection) in enumerate(zip(plans.leaves, plans.whole.selections, strict=True)):
+            if selection is FROZEN:
+                new.append(zero(leaf, values[i], olds[i]))
+            else:
+                new.append(plans.merge(i, [part[i] for part in parts], values[i] if olds[i] is None else olds[i]))
+        *states, rest_state = states
         of_groups = {
-            name: state.groups[name]._replace(inner_state=inner_state)
-            for name, inner_state in zip(names, states[:-1], strict=True)
+            group.name: state.groups[group.name]._replace(inner_state=inner_state)
+            for group, inner_state in zip(named, states, strict=True)
         }
-        return jax.tree.unflatten(treedef, new), FreezeWhenState(
-            jnp.asarray(optax.safe_increment(state.step)), state.spec, of_groups, states[-1], coupled_state
-        )
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return jax.tree.unflatten(treedef, new), FreezeWhenState(step, state.spec, of_groups, rest_state, coupled_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Call(NamedTuple):
+    """The arguments of one update: the treedef of the updates, the parameters as given and flattened, the rest."""
+
+    treedef: Any
+    params: PyTree | None
+    olds: Sequence[Any]
+    params_treedef: Any
+    extra_args: dict[str, Any]
+
+    def update(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        plan: Plan,
+        state: Any,
+        values: Sequence[Any],
+        frozen: Any = False,
+    ) -> tuple[list[Any], Any]:
+        """One update of ``tx`` with the trainable part of a plan, unless it is frozen; flat updates and the state."""
+        if all(selection is FROZEN for selection in plan.selections):
+            return [_tree.HOLE] * len(values), state
+        updates = jax.tree.unflatten(self.treedef, plan.take(values))
+        params = None if self.params is None else jax.tree.unflatten(self.params_treedef, plan.take(self.olds))
+        extra_args = without_frozen(self.extra_args, plan, self.treedef, self.params)
+        updates, state = _unless(frozen, tx.update, updates, variables_outside(state, plan), params, extra_args)
+        return _tree.flatten(updates)[0], parts_outside(state, plan)
+
+
+def plans_of(state: FreezeWhenState) -> GroupPlans:
+    """The plans of a state, with its dense masks."""
+    return state.spec.with_masks([_tree.flatten(state.groups[name].masks)[0] for name in state.spec.names])
+
+
+def _copies(masks: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    return [copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
 
 
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: jax.grad(loss), or fz.grad(loss, False)"
 
 
-def _init(inner: optax.GradientTransformation, trainable: PyTree) -> optax.OptState:
+def _init(inner: optax.GradientTransformation, trainable: PyTree, plan: Plan) -> optax.OptState:
     try:
-        return parts_outside(inner.init(trainable))
+        return parts_outside(inner.init(trainable), plan)
     except IndexError:  # Optax's line searches look at the first leaf
         if jax.tree.leaves(trainable):
             raise
@@ -253,19 +262,18 @@ def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
     return laid_out(explicit_sharding(like, shape.shape), filled, like, value)
 
 
-def _zeroed(values: Sequence[Any], division: Division, masks: Sequence[Masks], frozen: Sequence[Any]) -> list[Any]:
-    """The gradients with zeros in the place of what is frozen now."""
+def _zeroed(values: Sequence[Any], plans: GroupPlans, frozen: Sequence[Any]) -> list[Any]:
+    """The gradients with zeros at the groups that are frozen now."""
     new = list(values)
-    for condition, spec, arrays in zip(frozen, division.specs[:-1], masks[:-1], strict=True):
-        for i, answer in enumerate(spec.answers):
-            if answer is not True:
-                zeros = jax.tree.map(lambda x, c=condition: jnp.where(c, jnp.zeros((), x.dtype), x), new[i])
-                new[i] = zeros if answer is False else answer.choose(new[i], zeros, arrays[i])
+    for is_frozen, plan in zip(frozen, plans.plans, strict=False):
+        for i, selection in enumerate(plan.selections):
+            if selection is not FROZEN:
+                zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), x.dtype), x), new[i])
+                new[i] = selection.choose(new[i], zeros)
     return new
 
 
-def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
-    """The groups as claims, and for each its condition or whether it is frozen at first."""
+def _parse(groups: Any) -> list[Group]:
     if not isinstance(groups, Mapping):
         raise type_error(
             "fz.freeze_when takes a mapping",
@@ -274,25 +282,26 @@ def _parse(groups: Any) -> tuple[list[Claim], list[Any]]:
             expected="{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}",
             fix="for what stays frozen all along, use fz.freeze(inner, frozen)",
         )
-    claims, conditions = [], []
+    parsed: dict[str, Group] = {}
     for key, value in groups.items():
-        name = group_name(key)
-        mask = None
+        name, mask, condition = group_name(key), None, value
         if isinstance(value, tuple) and len(value) == 2:
-            mask, value = as_choice(value[0], name), value[1]
-        if any(claim.name == name for claim in claims) or isinstance(mask, bool):
+            mask, condition = as_choice(value[0], name), value[1]
+        if name in parsed or isinstance(mask, bool):
             raise value_error(
                 "a bool where an element mask belongs" if isinstance(mask, bool) else "two groups of one name",
                 at=name,
-                got=repr(groups[key]) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
+                got=repr(value) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
                 expected="(element mask, condition), and each group once",
                 fix="for whole leaves give the condition alone: {pattern: condition}",
             )
-        if not callable(value):
-            refuse_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or ")
-        claims.append(Claim(name, as_selector(key, "fz.freeze_when"), mask))
-        conditions.append(value)
-    return claims, conditions
+        selector = as_selector(key, "fz.freeze_when")
+        if callable(condition):
+            parsed[name] = Group(name, selector, mask, condition, None)
+        else:
+            refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
+            parsed[name] = Group(name, selector, mask, None, condition)
+    return list(parsed.values())
 
 
 def _as_transformation(tx: Any, name: str, groups: Any = None) -> optax.GradientTransformationExtraArgs:
@@ -313,59 +322,61 @@ def _as_transformation(tx: Any, name: str, groups: Any = None) -> optax.Gradient
     )
 
 
-def _with_division(
-    state: Any, claims: Sequence[Claim], tree: PyTree, known: collections.deque[Division]
+def _with_plans(
+    state: Any, tree: PyTree, groups: Sequence[Group], accepted: AcceptedPlans[GroupPlans]
 ) -> FreezeWhenState:
-    """The state with its groups resolved, again after ``optax.tree_map_params``, which drops what is static."""
-    if not isinstance(state, FreezeWhenState) or state.spec.names != tuple(claim.name for claim in claims):
+    """The state with its plans, made again after ``optax.tree_map_params``, which drops static data."""
+    names = tuple(group.name for group in groups)
+    if not isinstance(state, FreezeWhenState) or state.spec.names != names:
         raise type_error(
             "the state of another transformation",
             at="the second argument of update",
             got=f"groups {list(state.spec.names)}" if isinstance(state, FreezeWhenState) else type(state).__name__,
-            expected=f"FreezeWhenState of the groups {[claim.name for claim in claims]}",
+            expected=f"FreezeWhenState of the groups {list(names)}",
             fix="state = tx.init(params), or fz.migrate(state, tx, params) for other groups than before",
         )
-    its = state.spec.division
-    if not its.whole.leaves:
-        division, _ = Division.of(claims, tree, tied="ignore")
-        return state._replace(spec=dataclasses.replace(state.spec, division=division))
-    if not any(its is division for division in known):
+    for group, condition in zip(groups, state.spec.conditions, strict=True):
+        _refuse_other_condition(group, condition)
+    return state._replace(spec=accepted.accept(state.spec, tree))
+
+
+def _accepted_plans(groups: Sequence[Group]) -> AcceptedPlans[GroupPlans]:
+    def make(tree: PyTree) -> GroupPlans:
+        return make_group_plans(groups, tree, "ignore").without_masks()
+
+    def refuse_other(plans: GroupPlans, tree: PyTree) -> None:
         with jax.ensure_compile_time_eval():  # of two compact masks at one leaf: their union has a static count
-            division, _ = Division.of(claims, parameters_of(its.whole, tree), tied="ignore")
-        _refuse_other_groups(state.spec.names, its, division)
-        known.append(its)
-    return state
+            own = make(plans.whole.parameters(tree))
+        for name, its, mine in zip(plans.names, plans.plans, own.plans, strict=False):
+            for leaf, in_state, here in zip(plans.leaves, its.selections, mine.selections, strict=True):
+                if in_state != here:
+                    raise value_error(
+                        "the state of other groups",
+                        at=leaf.path,
+                        got=f"a state in which the group {name!r} has {_owned(in_state)}",
+                        expected=f"the state of this transformation, in which it has {_owned(here)}",
+                        fix="state = fz.migrate(state, tx, params), whenever the groups change",
+                    )
+
+    return AcceptedPlans(make, refuse_other)
 
 
-def _refuse_other_groups(names: Sequence[str], its: Division, mine: Division) -> None:
-    """A ``ValueError`` for a state whose groups of these names own something else."""
-
-    def has(answer: Answer) -> str:
-        if isinstance(answer, bool):
-            return "nothing of it" if answer else "all of it"
-        return f"{~answer.source!r} of it" if isinstance(answer, RowIndex) else "some of its elements"
-
-    for name, a, b in zip(names, its.specs, mine.specs, strict=False):
-        for leaf, in_state, here in zip(its.whole.leaves, a.answers, b.answers, strict=True):
-            if in_state != here:
-                raise value_error(
-                    "the state of other groups",
-                    at=leaf.path,
-                    got=f"a state in which the group {name!r} has {has(in_state)}",
-                    expected=f"the state of this transformation, in which it has {has(here)}",
-                    fix="state = fz.migrate(state, tx, params), whenever the groups change",
-                )
+def _owned(selection: Selection) -> str:
+    """How much of a leaf trains, in the words of an error."""
+    if isinstance(selection, DenseMask):
+        return "some of its elements"
+    return {FROZEN: "nothing of it", TRAINABLE: "all of it"}.get(selection) or f"{~selection.as_spec()!r} of it"
 
 
-def _refuse_other_schedule(spec: Groups, scheduled: Sequence[Condition | None]) -> None:
-    """A ``ValueError`` for a switch where a condition is, and for other conditions, as far as they can be compared."""
-    for name, mine, its in zip(spec.names, scheduled, spec.conditions, strict=True):
-        both = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(its)
-        if (mine is None) != (its is None) or (both and mine != its):
-            raise value_error(
-                "the state of another schedule",
-                at=name,
-                got=f"a state in which {its!r} decides" if its else "a state in which fz.set_frozen decides",
-                expected=repr(mine) if mine else "a switch for fz.set_frozen",
-                fix="state = fz.migrate(state, tx, params), which keeps the step and the moments",
-            )
+def _refuse_other_condition(group: Group, condition: Condition | None) -> None:
+    """A ``ValueError`` for a switch where a condition is, and for another condition, as far as they can be compared."""
+    mine = group.condition
+    comparable = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(condition)
+    if (mine is None) != (condition is None) or (comparable and mine != condition):
+        raise value_error(
+            "the state of another schedule",
+            at=group.name,
+            got=f"a state in which {condition!r} decides" if condition else "a state in which fz.set_frozen decides",
+            expected=repr(mine) if mine else "a switch for fz.set_frozen",
+            fix="state = fz.migrate(state, tx, params), which keeps the step and the moments",
+        )

@@ -1,7 +1,7 @@
-"""Who owns what: patterns, perhaps with element masks, divide the parameters into groups and the rest.
+"""The groups of ``freeze_when``: patterns, perhaps with element masks, divide the parameters into groups and the rest.
 
-Every floating-point element belongs to one group or to the rest. Each of them is a resolved spec in which everything
-else is frozen, so that what a group holds is taken out and put back as everywhere in this library.
+Every floating-point element belongs to one group or to the rest. Each of them has a plan in which everything else is
+frozen, so that its elements are taken out of a leaf and put back as everywhere in this library.
 """
 
 import dataclasses
@@ -9,129 +9,154 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import value_error
+from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Dense, RowIndex, resolve_mask
-from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
+from optax_freeze._spec.fit_mask import fit_mask
+from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.masks import Elements, Rows, elements, rows
-from optax_freeze._spec.resolve import Masks, Resolved, Tied
-from optax_freeze._spec.selector_algebra import Choice, Known, Selector, as_selector
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Tied, plan_of_choices
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex
+from optax_freeze._spec.selector_algebra import Choice, Selector, as_selector
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
 def group_name(key: Any) -> str:
-    """What a group is called: its pattern, or its selector as it is written."""
+    """The name of a group: its pattern, or its selector as it is written."""
     return key if isinstance(key, str) else repr(as_selector(key, "a group"))
 
 
-class Claim(NamedTuple):
-    """What a group lays claim to: leaves, or those of their elements at which the mask is True."""
+class Group(NamedTuple):
+    """A group as it is given to ``freeze_when``: some leaves, or those of their elements at which a mask is True."""
 
     name: str
     selector: Selector
     mask: Rows | Elements | None
+    condition: Condition | None  # None: a switch
+    frozen: Any  # whether a group with a switch is frozen at first
+
+    @property
+    def has_array(self) -> bool:
+        """Whether the state holds the group's dense masks."""
+        return isinstance(self.mask, Elements)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Division:
-    """Parameters divided into groups and the rest; all specs are about the same leaves."""
+class GroupPlans:
+    """The plans of all groups for given parameters, all about the same leaves: what a state holds as its spec."""
 
-    whole: Resolved  # everything trains
-    specs: tuple[Resolved, ...]  # of each group, then of the rest
+    names: tuple[str, ...]
+    conditions: tuple[Condition | None, ...]
+    whole: Plan  # everything trains
+    plans: tuple[Plan, ...]  # one for each group, then that of the rest
 
-    @classmethod
-    def of(cls, claims: Sequence[Claim], params: PyTree, *, tied: Tied) -> tuple["Division", list[list[Any]]]:
-        """Divides ``params``; also gives each group's arrays of dense masks, True where an element is not its own.
+    def __hash__(self) -> int:
+        return hash(self.names)
 
-        Raises:
-          ValueError: if a group has nothing of its own, masks at one leaf do not go together, or leaves are tied
-            across groups.
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of the parameters."""
+        return self.whole.leaves
+
+    def without_masks(self) -> "GroupPlans":
+        """The static part of the plans."""
+        return dataclasses.replace(self, plans=tuple(plan.without_masks() for plan in self.plans))
+
+    def with_masks(self, own: Sequence[Sequence[Any]]) -> "GroupPlans":
+        """The same plans with arrays in their dense masks.
+
+        ``own`` has for each group the arrays that its state holds, or none. The masks of the rest, and of a group that
+        has the remainder of a leaf, are True at what other groups own.
         """
-        values, _ = _tree.flatten(params)
-        leaves = _tree.leaves(params)
-        whole, _ = Resolved.of(False, params, tied="ignore")
-        paths = tuple(leaf.path for leaf in leaves)
-        taken: list[Choice] = [False] * len(leaves)
-        found = []
-        for claim in claims if leaves else ():
-            others, hits = _claim(claim, leaves, values, taken)
-            found.append(Resolved.of(Known(paths, tuple(others)), params, tied=tied))
-            if all(leaves[i].inexact and found[-1][0].answers[i] is True for i in hits):
-                raise _nothing_left(claim, leaves, hits)
-        found.append(Resolved.of(Known(paths, tuple(taken)), params, tied=tied))
-        # Without leaves (`optax.tree_map_params` gives a placeholder) every spec is that of no leaves.
-        specs = [spec for spec, _ in found] + [whole] * (len(claims) + 1 - len(found))
-        holes = [_tree.HOLE] * len(leaves)
-        own = [found[k][1] if leaves and isinstance(claim.mask, Elements) else holes for k, claim in enumerate(claims)]
-        return cls(whole, tuple(specs)), own
+        if not any(own):
+            return self
+        plans = []
+        for plan, arrays in zip(self.plans, [*own, []], strict=True):
+            masks = list(arrays) or [_tree.HOLE] * len(self.leaves)
+            for i, selection in enumerate(plan.selections):
+                if isinstance(selection, DenseMask) and _tree.is_hole(masks[i]):
+                    others = [other[i] for other in own if other and not _tree.is_hole(other[i])]
+                    masks[i] = ~functools.reduce(jnp.logical_and, others)
+            plans.append(plan.with_masks(masks))
+        return dataclasses.replace(self, plans=tuple(plans))
 
-    def merge(self, i: int, parts: Sequence[Any], masks: Sequence[Masks], like: Any) -> Any:
-        """One leaf that trains, out of what its owners have of it, laid out as ``like``."""
-        owners = [k for k, spec in enumerate(self.specs) if spec.answers[i] is not True]
-        if self.specs[owners[0]].answers[i] is False:
-            return parts[owners[0]]
-        leaf = self.whole.leaves[i]
-        dtype = jnp.result_type(*(parts[k].dtype for k in owners))
-        merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(leaf.shape or (), dtype))
-        for k in owners:
-            answer: Any = self.specs[k].answers[i]
-            merged = answer.put(merged, parts[k], masks[k][i])
+    def merge(self, i: int, parts: Sequence[Any], like: Any) -> Any:
+        """The update of one leaf, from those of its groups, laid out as ``like``."""
+        owners = [(plan.selections[i], part) for plan, part in zip(self.plans, parts, strict=True)]
+        owners = [(selection, part) for selection, part in owners if selection is not FROZEN]
+        if owners[0][0] is TRAINABLE:
+            return owners[0][1]
+        shape, dtype = self.leaves[i].shape or (), jnp.result_type(*(part.dtype for _, part in owners))
+        merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))
+        for selection, part in owners:
+            merged = selection.put(merged, part)
         return merged
 
 
-def all_masks(division: Division, own: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The dense masks of every spec, from those of the groups that have some of their own.
+def make_group_plans(groups: Sequence[Group], params: PyTree, tied: Tied) -> GroupPlans:
+    """Divides the parameters; in the plans are the arrays of dense masks.
 
-    The masks of the rest, and of a group that owns what others leave of a leaf, are what all others do not own.
+    Raises:
+      ValueError: if a group has nothing of its own, masks at one leaf do not go together, or leaves are tied across
+        groups.
     """
-    holes = [_tree.HOLE] * len(division.whole.leaves)
-    masks: list[list[Any]] = [list(arrays or holes) for arrays in [*own, []]]
-    for k, spec in enumerate(division.specs):
-        for i, answer in enumerate(spec.answers):
-            if isinstance(answer, Dense) and _tree.is_hole(masks[k][i]):
-                others = [arrays[i] for arrays in own if arrays and not _tree.is_hole(arrays[i])]
-                masks[k][i] = ~functools.reduce(jnp.logical_and, others)
-    return masks
+    walk = _tree.walk(params)
+    leaves = walk.leaves()
+    taken: list[Choice] = [False] * len(leaves)  # by the groups so far
+    whole = plan_of_choices(walk, leaves, taken, "ignore")
+    plans = []
+    for group in groups if leaves else ():
+        selected, others = _take(group, leaves, walk.values, taken)
+        plans.append(plan_of_choices(walk, leaves, others, tied))
+        if all(leaves[i].inexact and plans[-1].selections[i] is FROZEN for i in selected):
+            raise _nothing_left(group, leaves, selected)
+    plans.append(plan_of_choices(walk, leaves, taken, tied))
+    # Without leaves (`optax.tree_map_params` gives a placeholder) every plan is that of no leaves.
+    plans += [whole] * (len(groups) + 1 - len(plans))
+    names, conditions = zip(*((group.name, group.condition) for group in groups), strict=True) if groups else ((), ())
+    return GroupPlans(names, conditions, whole, tuple(plans))
 
 
-def _claim(
-    claim: Claim, leaves: Sequence[Leaf], values: Sequence[Any], taken: list[Choice]
-) -> tuple[list[Choice], list[int]]:
-    """What is not the group's at each leaf, and the leaves it names; ``taken`` gains what the group owns."""
+def _take(
+    group: Group, leaves: Sequence[Leaf], values: Sequence[Any], taken: list[Choice]
+) -> tuple[list[int], list[Choice]]:
+    """The leaves that a group names, and what is not its own at each leaf; ``taken`` gains what it owns."""
+    selected: list[int] = []
     others: list[Choice] = [True] * len(leaves)
-    hits = []
-    for i, hit in enumerate(claim.selector.select(leaves)):
+    for i, (leaf, hit) in enumerate(zip(leaves, group.selector.select(leaves), strict=True)):
         if not isinstance(hit, bool):
             raise value_error(
                 "a group is named by a pattern or a selector of whole leaves",
-                at=leaves[i].path,
-                got=f"{claim.name!r}, which selects a part of the leaf",
+                at=leaf.path,
+                got=f"{group.name!r}, which selects a part of the leaf",
                 expected="the element mask beside the condition",
                 fix="fz.freeze_when(inner, {pattern: (mask, condition)})",
             )
         if not hit:
             continue
-        hits.append(i)
-        before, leaf = taken[i], leaves[i]
-        if before is True or not leaf.inexact:
+        selected.append(i)
+        if taken[i] is True or not leaf.inexact:
             continue
-        if claim.mask is None:
-            taken[i], others[i] = True, before
+        if group.mask is None:
+            taken[i], others[i] = True, taken[i]
             continue
         if isinstance(values[i], Part):
             raise value_error(
                 "an element mask for a leaf of which only a part is here",
                 at=leaf.path,
-                got=f"{claim.mask!r} in the group {claim.name!r}, and a Part from fz.freeze or fz.partition",
+                got=f"{group.mask!r} in the group {group.name!r}, and a Part from fz.freeze or fz.partition",
                 expected="a full leaf",
                 fix="give the group the whole Part: a condition without a mask",
             )
-        taken[i], own = (claim.mask, claim.mask) if before is False else _join(before, claim.mask, leaf)
+        taken[i], own = (group.mask, group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
         others[i] = ~own
-    return others, hits
+    return selected, others
 
 
 def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
@@ -139,8 +164,9 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
     if isinstance(before, Elements) and isinstance(mask, Elements) and before.compact == mask.compact:
         a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
         return elements(a | b, mask.compact), elements(b & ~a, mask.compact)
-    if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % _ndim(leaf) == mask.axis % _ndim(leaf):
-        a, b = (_numbers(each, leaf) for each in (before, mask))
+    ndim = len(leaf.shape or ()) or 1
+    if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % ndim == mask.axis % ndim:
+        a, b = (_rows_named(each, leaf) for each in (before, mask))
         both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
         return both, new
     raise value_error(
@@ -152,31 +178,27 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
     )
 
 
-def _ndim(leaf: Leaf) -> int:
-    return len(leaf.shape or ()) or 1
-
-
-def _numbers(mask: Rows, leaf: Leaf) -> np.ndarray:
-    """Which rows are named, as booleans."""
+def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
+    """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
-    answer, _ = resolve_mask(mask, leaf)
-    named = np.full(leaf.shape[mask.axis], answer is True)
-    if isinstance(answer, RowIndex):
-        named[:] = answer.picked_train
-        for progression in answer.picked:
-            named[slice(*progression)] = not answer.picked_train
+    selection = fit_mask(mask, leaf)
+    named = np.full(leaf.shape[mask.axis], selection is FROZEN)
+    if isinstance(selection, RowIndex):
+        named[:] = selection.picked_train
+        for progression in selection.picked:
+            named[slice(*progression)] = not selection.picked_train
     return named
 
 
-def _nothing_left(claim: Claim, leaves: Sequence[Leaf], hits: Sequence[int]) -> ValueError:
-    if not hits:
+def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int]) -> ValueError:
+    if not selected:
         got, fix = "no leaf that it selects", "correct the pattern, or leave the group out"
     else:
-        got = f"{len(hits)} leaves, of which earlier groups have everything"
+        got = f"{len(selected)} leaves, of which earlier groups have everything"
         fix = "put the narrower group first, or leave this one out"
     return value_error(
-        f"the group {claim.name!r} has nothing of its own",
-        at=leaves[hits[0]].path if hits else claim.name,
+        f"the group {group.name!r} has nothing of its own",
+        at=leaves[selected[0]].path if selected else group.name,
         got=got,
         expected="at least one element that no earlier group has",
         fix=fix,

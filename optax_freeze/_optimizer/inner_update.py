@@ -17,27 +17,25 @@ import numpy as np
 from optax_freeze._errors import is_array
 from optax_freeze._gradient.restrict import restrict
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, Dense
 from optax_freeze._spec.partition import split
-from optax_freeze._spec.resolve import Masks, Resolved
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
-def without_frozen(
-    extra_args: dict[str, Any], spec: Resolved, masks: Masks, treedef: Any, params: PyTree | None
-) -> dict[str, Any]:
+def without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params: PyTree | None) -> dict[str, Any]:
     """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
 
     def take(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
-        lone = len(values) == 1 and jnp.shape(values[0]) != spec.leaves[0].shape  # a scalar beside a lone leaf
+        lone = len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape  # a scalar beside a lone leaf
         if structure != treedef or lone:
             return tree
-        values = [_beside_part(*each) for each in zip(values, spec.leaves, spec.answers, strict=True)]
-        return jax.tree.unflatten(treedef, spec.take(values, masks))
+        values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
+        return jax.tree.unflatten(treedef, plan.take(values))
 
     if params is not None and any(callable(extra_args.get(name)) for name in _OF_PARAMS):
-        rest = split(params, spec, masks)[1]
+        rest = split(params, plan)[1]
         for name in _OF_PARAMS:
             if callable(extra_args.get(name)):
                 fun = restrict(extra_args[name], rest)
@@ -45,14 +43,13 @@ def without_frozen(
     return {name: value if name in _OF_PARAMS else take(value) for name, value in extra_args.items()}
 
 
-def _beside_part(value: Any, leaf: Leaf, answer: Answer) -> Any:
-    """One number for a leaf stands beside the part of it that trains; anything else is taken from by the mask."""
+def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
+    """A scalar for a leaf becomes a scalar beside its trainable part; other values are taken apart like the leaf."""
     is_number = isinstance(value, (int, float, complex)) or getattr(value, "shape", None) == ()
-    if isinstance(answer, bool) or not leaf.shape or not is_number:
+    if not selection.in_part or not leaf.shape or not is_number:
         return value
-    if isinstance(answer, Dense) and not answer.compact:
-        return jnp.full(leaf.shape, value)
-    return Part(value, getattr(answer, "part_index", answer), leaf.shape)
+    index = selection.part_index
+    return jnp.full(leaf.shape, value) if index is None else Part(value, index, leaf.shape)
 
 
 _OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
@@ -67,7 +64,7 @@ def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Cal
     return taking
 
 
-def parts_outside(state: PyTree) -> PyTree:
+def parts_outside(state: PyTree, plan: Plan) -> PyTree:
     """A state with each ``Part`` around the NNX variable that it was in.
 
     ``nnx.Optimizer`` gives a variable the ``nnx.State`` of its new value: an array comes back as it was, a node as an
@@ -79,10 +76,10 @@ def parts_outside(state: PyTree) -> PyTree:
         swapped = isinstance(value, Part)
         return dataclasses.replace(value, values=variable.unflatten([value.values])) if swapped else node
 
-    return _swapped(swap, state, _tree.is_variable)
+    return _swapped(swap, state, plan, _tree.is_variable)
 
 
-def variables_outside(state: PyTree) -> PyTree:
+def variables_outside(state: PyTree, plan: Plan) -> PyTree:
     """The inverse of :func:`parts_outside`, for parameters in variables."""
 
     def swap(node: Any) -> Any:
@@ -91,12 +88,13 @@ def variables_outside(state: PyTree) -> PyTree:
         [value], variable = _opened(node.values)
         return variable.unflatten([dataclasses.replace(node, values=value)])
 
-    return _swapped(swap, state, lambda node: isinstance(node, Part))
+    return _swapped(swap, state, plan, lambda node: isinstance(node, Part))
 
 
-def _swapped(swap: Callable[[Any], Any], state: PyTree, is_leaf: Callable[[Any], bool]) -> PyTree:
-    """``swap`` at each node of a state that may hold NNX variables; without NNX there are none to look for."""
-    return jax.tree.map(swap, state, is_leaf=is_leaf) if "flax.nnx" in sys.modules else state
+def _swapped(swap: Callable[[Any], Any], state: PyTree, plan: Plan, is_leaf: Callable[[Any], bool]) -> PyTree:
+    """``swap`` at each node of a state, if it may hold a ``Part`` and NNX variables."""
+    may_hold_both = "flax.nnx" in sys.modules and plan.has_parts
+    return jax.tree.map(swap, state, is_leaf=is_leaf) if may_hold_both else state
 
 
 def _opened(node: Any) -> tuple[list[Any], Any]:

@@ -23,9 +23,9 @@ from optax_freeze._report import table as _table
 from optax_freeze._report import treemap as _treemap
 from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, Dense, RowIndex
-from optax_freeze._spec.resolve import Masks, Resolved, Spec, Tied
-from optax_freeze._spec.selector_algebra import Known
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Spec, Tied, make_plan
+from optax_freeze._spec.selection import FROZEN, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, PyTree
 
 
@@ -184,37 +184,35 @@ def summary(
     if depth is not None:
         fix = "depth=1 gives a row for each top-level name, and None one for each leaf"
         depth = whole_number("a depth counts segments of a path", depth, at="depth", fix=fix)
-    spec, masks = Resolved.of(frozen, params, tied=tied)
-    rows = tuple(map(_row, spec.leaves, spec.answers, masks))
+    plan = make_plan(params, frozen, tied=tied)
+    rows = tuple(map(_row, plan.leaves, plan.selections))
     if depth is not None:
         rows = tuple(_table.summed(rows, depth))
-    sizes = (None, None) if tx is None else _state_bytes(tx, params, spec, masks)
-    return Summary(rows, *sizes, extent=spec.extent(params))
+    sizes = (None, None) if tx is None else _state_bytes(tx, params, plan)
+    return Summary(rows, *sizes, extent=plan.extent(params))
 
 
-def _row(leaf: Leaf, answer: Answer, mask: Any) -> Row:
+def _row(leaf: Leaf, selection: Selection) -> Row:
     if leaf.shape is None:
         return Row(leaf.path, None, None, 0, 0, 0, 0)
     shape = leaf.shape if leaf.index is None else _shape_of_part(leaf.shape, leaf.index)
     elements, each = math.prod(shape), _itemsize(leaf.dtype)
-    frozen = elements if answer is True else 0
-    if not isinstance(answer, bool) and leaf.index is None:
-        if isinstance(answer, Dense) and answer.count is None and not is_concrete(mask):
+    frozen = elements if selection is FROZEN else 0
+    if selection.in_part and leaf.index is None:
+        if isinstance(selection, DenseMask) and selection.count is None and not is_concrete(selection.array):
             raise value_error(
                 "the frozen elements of a dense mask cannot be counted",
                 at=leaf.path,
-                got=f"a mask without values: {type(mask).__name__}",
+                got=f"a mask without values: {type(selection.array).__name__}",
                 expected="an array with values",
                 fix="call fz.summary outside of jit, or build the mask there",
             )
-        frozen = elements - answer.elements(shape, mask)
+        frozen = elements - selection.elements(shape)
     return Row(leaf.path, shape, leaf.dtype, elements, frozen, elements * each, frozen * each)
 
 
 def _shape_of_part(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
-    if isinstance(index, RowIndex):
-        return (*shape[: index.axis], index.count, *shape[index.axis + 1 :])
-    return (index,)
+    return index.shape_of_part(shape) if isinstance(index, RowIndex) else (index,)
 
 
 @functools.cache
@@ -222,7 +220,7 @@ def _itemsize(dtype: Any) -> int:
     return (dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)).itemsize
 
 
-def _state_bytes(tx: Any, params: PyTree, spec: Resolved, masks: Masks) -> tuple[int, int]:
+def _state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int]:
     """The bytes of the optimizer's state with freezing and without."""
     if not isinstance(tx, (optax.GradientTransformation, optax.MultiSteps)):
         factory = callable(tx) and not hasattr(tx, "init")
@@ -233,7 +231,6 @@ def _state_bytes(tx: Any, params: PyTree, spec: Resolved, masks: Masks) -> tuple
             expected="an optax.GradientTransformation",
             fix="call the factory: optax.adam(1e-3), not optax.adam" if factory else "pass the optimizer itself",
         )
-    known = Known(tuple(leaf.path for leaf in spec.leaves), tuple(spec.choices(masks)))
     full = _state(tx.init, params, keep=_can_train)
     kinds = (FreezeState, FreezeWhenState)
     nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
@@ -245,7 +242,7 @@ def _state_bytes(tx: Any, params: PyTree, spec: Resolved, masks: Masks) -> tuple
             expected="the optimizer as it would be without freezing",
             fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
-    held = _state(freeze(tx, known, tied="ignore").init, params, keep=is_array)
+    held = _state(freeze(tx, plan.known, tied="ignore").init, params, keep=is_array)
     return _nbytes(held), _nbytes(full)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Resolved, Spec
+from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.selectors import distinct
 from optax_freeze._spec.tree import PyTree
@@ -42,7 +42,7 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
     """
 
     def label_fn(params: PyTree) -> PyTree:
-        return Resolved.of(frozen, params, tied="ignore")[0].labels()
+        return make_plan(params, frozen).labels()
 
     return label_fn
 

@@ -14,8 +14,9 @@ import optax
 
 from optax_freeze._errors import is_array, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, Dense, RowIndex
-from optax_freeze._spec.resolve import Masks, Resolved, Spec, Tied, refuse_other_leaf, warn_of_extent
+from optax_freeze._spec.plan import Plan, refuse_other_leaf
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
@@ -59,15 +60,15 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
             expected="a tree of parameters, as in equinox.partition",
             fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
         )
-    spec, masks = Resolved.of(frozen, params, tied=tied)
-    warn_of_extent(frozen, params, spec, stacklevel=2)
-    return split(params, spec, masks)
+    plan = make_plan(params, frozen, tied=tied)
+    warn_of_extent(plan, params, frozen, stacklevel=2)
+    return split(params, plan)
 
 
-def split(params: PyTree, spec: Resolved, masks: Masks) -> tuple[PyTree, PyTree]:
-    """:func:`partition` with a spec that is resolved already."""
-    values, treedef = spec.align(params, "params")
-    return tuple(jax.tree.unflatten(treedef, part(values, masks)) for part in (spec.take, spec.leave))
+def split(params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
+    """:func:`partition` by a plan."""
+    values, treedef = plan.align(params, "params")
+    return jax.tree.unflatten(treedef, plan.take(values)), jax.tree.unflatten(treedef, plan.rest(values))
 
 
 def combine(trainable: PyTree, rest: PyTree) -> PyTree:
@@ -88,7 +89,7 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
       {'encoder': 2.0, 'head': 1.0}
     """
-    return assemble(trainable, rest, lambda path, rest, part: rest.answer.put(rest.array, part, rest.mask))
+    return assemble(trainable, rest, lambda path, rest, part: rest.selection.put(rest.array, part))
 
 
 def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], Any]) -> PyTree:
@@ -101,7 +102,8 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], 
     names = _tree.paths(rest) if any(isinstance(b, Rest) for b in right) else []
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
-            refuse_other_leaf(a, Leaf(names[i], tuple(b.array.shape)), b.answer, "trainable", whole=False)
+            leaf = Leaf(names[i], tuple(b.array.shape), index=b.selection.part_index)
+            refuse_other_leaf(a, leaf, b.selection, "trainable")
             whole.append(place(names[i], b, a))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
@@ -142,17 +144,15 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
       >>> float(grads["encoder"]), float(grads["head"])
       (0.0, 2.0)
     """
-    spec, masks = Resolved.of(frozen, params, tied="ignore")
+    plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
-    stopped = [_stop(*leaf) for leaf in zip(values, spec.leaves, spec.answers, masks, strict=True)]
+    stopped = [
+        value
+        if selection is TRAINABLE or leaf.dtype is None or isinstance(value, Part)
+        else selection.choose(jax.lax.stop_gradient(value), value)
+        for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True)
+    ]
     return jax.tree.unflatten(treedef, stopped)
-
-
-def _stop(value: Any, leaf: Leaf, answer: Answer, mask: Any) -> Any:
-    if answer is False or leaf.dtype is None or isinstance(value, Part):
-        return value
-    stopped = jax.lax.stop_gradient(value)
-    return stopped if answer is True else answer.choose(stopped, value, mask)
 
 
 def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> Tree:
@@ -181,18 +181,14 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     changes, other = _tree.flatten_beside(treedef, updates)
     if treedef != other:
         _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
-    if frozen is None:
-        answers, masks = [False] * len(values), [_tree.HOLE] * len(values)
-    else:
-        spec, masks = Resolved.of(frozen, params, tied="ignore")
-        answers = spec.answers
+    selections = [TRAINABLE] * len(values) if frozen is None else make_plan(params, frozen).selections
     names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
-    for i, (value, change, answer) in enumerate(zip(values, changes, answers, strict=True)):
-        if answer is True or is_nothing(change) or _stays(value, change):
+    for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
+        if selection is FROZEN or is_nothing(change) or _stays(value, change):
             continue
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
-            leaf = Leaf(names[i], tuple(value.shape))
-            refuse_other_leaf(change, leaf, change.index if answer is False else answer, "updates")
+            index = change.index if selection is TRAINABLE else selection.part_index
+            refuse_other_leaf(change, Leaf(names[i], tuple(value.shape), index=index), selection, "updates")
         elif not _fits(value, change):
             raise value_error(
                 "updates: another leaf",
@@ -201,19 +197,17 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
                 expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
                 fix="the parameters come first; pass the updates that belong to these parameters",
             )
-    moved = [_move(*leaf) for leaf in zip(values, changes, answers, masks, strict=True)]
-    return jax.tree.unflatten(treedef, moved)
+    return jax.tree.unflatten(treedef, list(map(_updated, values, changes, selections)))
 
 
-def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
-    if answer is True or _tree.is_hole(value) or is_nothing(change) or _stays(value, change):
+def _updated(value: Any, change: Any, selection: Selection) -> Any:
+    if selection is FROZEN or is_nothing(change) or _stays(value, change):
         return value
     if isinstance(value, Part):
         return jax.tree.map(optax.apply_updates, value, change)
-    if isinstance(change, Part):
-        if isinstance(change.index, RowIndex):
-            return change.index.add(value, change, mask)
-        if not isinstance(answer, Dense):
+    if isinstance(change, Part) and selection is TRAINABLE:
+        selection = change.index
+        if not isinstance(selection, RowIndex):
             raise value_error(
                 "a Part of single elements cannot be placed",
                 at=f"a leaf of shape {value.shape}",
@@ -221,9 +215,7 @@ def _move(value: Any, change: Any, answer: Answer, mask: Any) -> Any:
                 expected="`frozen` with the mask, as it is in the state",
                 fix="fz.apply_updates(params, updates, fz.spec_of(state))",
             )
-        return answer.add(value, change, mask)
-    moved = optax.apply_updates(value, change)
-    return moved if isinstance(answer, bool) else answer.choose(value, moved, mask)
+    return selection.add(value, change)
 
 
 def _stays(value: Any, change: Any) -> bool:

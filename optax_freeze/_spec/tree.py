@@ -28,10 +28,10 @@ HOLE = optax.MaskedNode()
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["index", "shape"])
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What trains of a leaf that is frozen in part: a pytree node whose one child is an array.
+    """The trainable part of a partially frozen leaf: a pytree node whose one child is an array.
 
-    A bare array of a few rows would broadcast silently against the full leaf; a ``Part`` lines up with nothing but a
-    ``Part`` of the same rows. Optax's transformations map over it as over any node.
+    A bare array of a few rows would broadcast silently against the full leaf; a ``Part`` combines only with a ``Part``
+    of the same rows. Optax's transformations map over it as over any node.
 
     Attributes:
       values: the trainable rows, of the leaf's shape but for the axis of the rows; or the trainable elements, a vector.
@@ -64,14 +64,13 @@ class Part:
         )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "mask"], meta_fields=["answer"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "selection"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """The other part of such a leaf: the full array, which is read where it lies, and what is frozen of it."""
+    """The frozen part of a partially frozen leaf, stored as the full array, with the selection of what is frozen."""
 
     array: Any
-    mask: Any
-    answer: Any
+    selection: Any
 
 
 class Leaf(NamedTuple):

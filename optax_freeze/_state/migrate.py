@@ -18,10 +18,10 @@ import optax
 
 from optax_freeze._errors import described, printable, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Dense, RowIndex
-from optax_freeze._spec.explicit_mesh import explicit_sharding, laid_out
+from optax_freeze._spec.layout import explicit_sharding, laid_out
+from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.entries import Entry, Owner, entries_of
+from optax_freeze._state.entries import Entry, Group, entries_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +104,11 @@ def migrate(
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    sources: dict[str, list[Entry]] = {}
-    for entry in old:
-        if entry.holds and entry.place is not None:
-            sources.setdefault(entry.place, []).append(entry)
-    owners, carry = _Owners(old, new), _Carry()
-    values = []
-    for entry in new:
-        found = sources.get(entry.place, []) if entry.holds and entry.place is not None else []
-        if entry.leaf is None and not entry.optional:
-            found = owners.sources(entry, found)
-        values.append(carry(entry, found))
-    migrated = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves(values))
+    carry = _Carry(old, new)
+    migrated = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves([carry(entry) for entry in new]))
     if not report:
         return migrated
-    dropped = tuple(entry.name for entry in old if entry.holds and carry.is_left_of(entry))
+    dropped = tuple(entry.name for entry in old if entry.is_array and carry.is_left_of(entry))
     return migrated, Migration(tuple(carry.carried), tuple(carry.created), dropped)
 
 
@@ -138,59 +128,50 @@ def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) ->
         ) from error
 
 
-class _Owners:
-    """Which group gives its counts, and whatever else belongs to no parameter, to which."""
-
-    def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
-        self.old, self.new = _trained(old), _trained(new)
-        self.updates: dict[Owner, int] = {}
-        for entry in old:
-            dtype = getattr(entry.value, "dtype", np.dtype(object))
-            if (
-                entry.leaf is None
-                and not entry.optional
-                and _shape(entry.value) == ()
-                and jnp.issubdtype(dtype, jnp.integer)
-            ):
-                self.updates[entry.owner] = max(self.updates.get(entry.owner, 0), int(entry.value))
-        at = {(entry.place, entry.owner) for entry in new if entry.leaf is None and entry.holds}
-        self.owners_at = collections.Counter(place for place, _ in at)
-
-    def sources(self, entry: Entry, found: list[Entry]) -> list[Entry]:
-        """Of the entries at a place the one that has trained most of those with leaves in common."""
-        mine = self.new[entry.owner]
-        common = [
-            other for other in found if mine is None or (theirs := self.old.get(other.owner)) is None or mine & theirs
-        ]
-        if not common and self.owners_at[entry.place] == 1:
-            common = found
-        return sorted(common, key=lambda e: (e.owner.names == entry.owner.names, self.updates.get(e.owner, 0)))[-1:]
-
-
-def _trained(entries: Sequence[Entry]) -> dict[Owner, frozenset[str] | None]:
-    """The parameters of each owner, as far as a spec around it or its state says."""
-    known: dict[Owner, set[str]] = {}
+def _updates(entries: Sequence[Entry]) -> dict[Group, int]:
+    """How many updates each group has taken, from the largest of its counts."""
+    updates: dict[Group, int] = {}
     for entry in entries:
-        if entry.leaf is not None or not entry.holds:
-            known.setdefault(entry.owner, set()).update({entry.leaf} if entry.leaf is not None and entry.holds else ())
-    return {owner: frozenset(known[owner]) if owner in known else owner.trains for owner in {e.owner for e in entries}}
+        dtype = getattr(entry.value, "dtype", np.dtype(object))
+        is_count = _shape(entry.value) == () and jnp.issubdtype(dtype, jnp.integer)
+        if entry.leaf is None and not entry.optional and is_count:
+            updates[entry.group] = max(updates.get(entry.group, 0), int(entry.value))
+    return updates
+
+
+def _trained(entries: Sequence[Entry]) -> dict[Group, frozenset[str] | None]:
+    """The parameters of each group: those that its state has arrays for, else those of the plan around it."""
+    known: dict[Group, set[str]] = {}
+    for entry in entries:
+        if entry.leaf is not None and entry.is_array:
+            known.setdefault(entry.group, set()).add(entry.leaf)
+        elif entry.leaf is not None or not entry.is_array:
+            known.setdefault(entry.group, set())
+    return {e.group: frozenset(known[e.group]) if e.group in known else e.group.trains for e in entries}
 
 
 class _Carry:
-    """Carries values over, and keeps account."""
+    """Carries the values of an old state over to the entries of a new one, and keeps account."""
 
-    def __init__(self) -> None:
+    def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
         self.carried: list[str] = []
         self.created: list[str] = []
+        self._old: dict[str, list[Entry]] = {}  # by address
+        for entry in old:
+            if entry.is_array and entry.address is not None:
+                self._old.setdefault(entry.address, []).append(entry)
+        self._trained_old, self._trained_new, self._updates = _trained(old), _trained(new), _updates(old)
+        at = {(entry.address, entry.group) for entry in new if entry.leaf is None and entry.is_array}
+        self._groups_at = collections.Counter(address for address, _ in at)
         self._taken: dict[int, np.ndarray] = {}  # by the id of an old entry: the elements taken
         self._given: set[int] = set()
 
-    def __call__(self, entry: Entry, found: Sequence[Entry]) -> Any:
-        """The value of a new entry, out of the old ones found at its place."""
-        if not entry.holds or entry.place is None:
+    def __call__(self, entry: Entry) -> Any:
+        """The value of a new entry, out of the old ones at its address."""
+        if not entry.is_array or entry.address is None:
             return entry.value
         value, covered = entry.value, np.zeros((), bool)
-        for old in found:
+        for old in self._sources(entry):
             if entry.leaf is None or not (entry.elementwise and old.elementwise):
                 if not _alike(entry, old):
                     continue
@@ -209,7 +190,25 @@ class _Carry:
 
     def is_left_of(self, old: Entry) -> bool:
         """Whether there is something in an old entry that nobody took."""
-        return old.place is not None and bool((old.held & ~self._taken.get(id(old), np.zeros((), bool))).any())
+        return old.address is not None and bool((old.held & ~self._taken.get(id(old), np.zeros((), bool))).any())
+
+    def _sources(self, entry: Entry) -> list[Entry]:
+        """The old entries from which a new one takes its value."""
+        found = self._old.get(str(entry.address), [])
+        if entry.leaf is not None or entry.optional:
+            return found
+        # A count, or something else of a whole group: from the group that has taken the most updates of those that
+        # have leaves in common with it.
+        related = [old for old in found if self._are_related(entry.group, old.group)]
+        if not related and self._groups_at[entry.address] == 1:
+            related = found
+        same_names = lambda old: old.group.names == entry.group.names  # noqa: E731
+        return sorted(related, key=lambda old: (same_names(old), self._updates.get(old.group, 0)))[-1:]
+
+    def _are_related(self, new: Group, old: Group) -> bool:
+        """Whether two groups have leaves in common, or one of them does not say which it has."""
+        mine, theirs = self._trained_new[new], self._trained_old.get(old)
+        return mine is None or theirs is None or bool(mine & theirs)
 
     def _once(self, value: Any) -> Any:
         """A copy of a value that stands in the new state already: a buffer can be donated once."""
@@ -265,16 +264,14 @@ def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
         whole = laid_out(explicit_sharding(whole), jnp.where, taken, whole, before)
     if not isinstance(value, Part):
         return whole
-    index: Any = b if isinstance(b, RowIndex) else Dense(True, value.index)
-    return index.take(whole, entry.frozen)
+    return entry.selection.take(whole)
 
 
 def _spread(entry: Entry, value: Any) -> Any:
     """A value in the shape of its parameter."""
     if not isinstance(value, Part):
         return value
-    index: Any = value.index if isinstance(value.index, RowIndex) else Dense(True, value.index)
-    return index.spread(value, np.zeros((), value.dtype), entry.frozen)
+    return entry.selection.spread(value, np.zeros((), value.dtype))
 
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
@@ -284,14 +281,12 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     """
     for entry in old:
         if entry.leaf is not None and isinstance(entry.value, Part) and _whole_shape(entry.value) != entry.shape:
-            raise ValueError(
-                _no_fit(entry, f"part of shape {_whole_shape(entry.value)}", f"part of shape {entry.shape}")
-            )
-    trains = {entry.leaf for entry in new if entry.holds}
-    owners = {entry.owner.names for entry in new}
+            raise _no_fit(entry, f"part of shape {_whole_shape(entry.value)}", f"part of shape {entry.shape}")
+    trains = {entry.leaf for entry in new if entry.is_array}
+    groups = {entry.group.names for entry in new}
     stateless = all(entry.optional for entry in new)
     for entry in _homeless(old, new):
-        gone = entry.leaf not in trains if entry.leaf is not None else entry.owner.names not in owners
+        gone = entry.leaf not in trains if entry.leaf is not None else entry.group.names not in groups
         if stateless or not (gone or (by_type and _is_within(entry, new))):
             raise _no_fit(entry, "an array in the old state alone")
     for entry in _homeless(new, old):
@@ -309,20 +304,20 @@ def _whole_shape(part: Part) -> tuple[int, ...]:
 
 def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
     """Whether a state has a tree like the parameters at the place where an entry of another stands in one."""
-    slots = {other.slot for other in others if other.leaf is not None}
-    return any(str(entry.place).startswith(f"{slot}/" if slot else "") for slot in slots)
+    trees = {other.tree for other in others if other.leaf is not None}
+    return any(str(entry.address).startswith(f"{tree}/" if tree else "") for tree in trees)
 
 
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     """Arrays at whose place there is nothing in the other state, not even the hole of a frozen leaf or subtree."""
-    places = {entry.place for entry in others}
-    holes = {entry.place for entry in others if not entry.holds}
+    places = {entry.address for entry in others}
+    holes = {entry.address for entry in others if not entry.is_array}
 
     def has_home(place: str) -> bool:
         segments = place.split("/")
         return place in places or any("/".join(segments[:n]) in holes for n in range(len(segments)))
 
-    return [entry for entry in entries if entry.holds and not entry.optional and not has_home(str(entry.place))]
+    return [entry for entry in entries if entry.is_array and not entry.optional and not has_home(str(entry.address))]
 
 
 def _no_fit(

@@ -9,9 +9,9 @@ from jax.core import Tracer
 
 from optax_freeze._errors import described, message, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, ask, refuse_no_bool
-from optax_freeze._optimizer.freeze import copy_like
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.groups import group_name
+from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.tree import PyTree
 
 

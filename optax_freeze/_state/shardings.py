@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.explicit_mesh import fitting
+from optax_freeze._spec.layout import fitting
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.parameter_of import parameter_of
 

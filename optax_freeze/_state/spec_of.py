@@ -1,6 +1,7 @@
 """What the state of a frozen optimizer knows: its spec, and dense masks that can be replaced between steps."""
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,12 +10,15 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import is_array, is_concrete, type_error, value_error
-from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, copy_like, masks_of
+from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Dense, resolve_mask
+from optax_freeze._spec.fit_mask import fit_mask
+from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import Elements, elements
-from optax_freeze._spec.selector_algebra import Known, Selector
-from optax_freeze._spec.tree import Part, PyTree
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import DenseMask
+from optax_freeze._spec.selector_algebra import Selector
+from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
 
@@ -49,8 +53,7 @@ def spec_of(state: optax.OptState) -> Selector:
             expected="one, or several with the same spec",
             fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
         )
-    spec = states[0].spec
-    return Known(tuple(leaf.path for leaf in spec.leaves), tuple(spec.choices(masks_of(states[0]))))
+    return plan_of(states[0]).known
 
 
 def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptState:
@@ -92,8 +95,8 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
     known = {
         leaf.path
         for node in _states(state)
-        for leaf, answer in zip(node.spec.leaves, node.spec.answers, strict=True)
-        if isinstance(answer, Dense)
+        for leaf, selection in zip(node.spec.leaves, node.spec.selections, strict=True)
+        if isinstance(selection, DenseMask)
     }
     for path in masks:
         if path not in known:
@@ -109,7 +112,7 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
 
 def _differ(a: Any, b: Any) -> bool:
     """Whether two states have other specs or, as far as they have values, other masks."""
-    pairs = zip(masks_of(a), masks_of(b), strict=False)
+    pairs = zip(plan_of(a).masks, plan_of(b).masks, strict=False)
     return a.spec != b.spec or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
 
 
@@ -122,49 +125,49 @@ def _states(state: optax.OptState) -> list[Any]:
 
 
 def _with_masks(state: Any, new: Mapping[str, Any]) -> Any:
-    old, treedef = _tree.flatten(state.masks)
-    masks = list(old)
-    for i, (leaf, answer) in enumerate(zip(state.spec.leaves, state.spec.answers, strict=True)):
-        if leaf.path in new and isinstance(answer, Dense):
-            mask = new[leaf.path]
-            mask = elements(mask.array if isinstance(mask, Elements) else mask, answer.compact)
-            resolve_mask(Elements(mask.array, answer.compact, answer.count), leaf)
-            if answer.compact and mask.count != answer.count:
-                raise value_error(
-                    "the number of trainable elements of a compact mask is fixed",
-                    at=leaf.path,
-                    got="a traced mask" if mask.count is None else f"{mask.count} trainable elements",
-                    expected=f"{answer.count}, as in the state",
-                    fix="keep their number and replace it outside jit, or use compact=False",
-                )
-            masks[i] = copy_like(mask.array, old[i])
+    plan = plan_of(state)
+    arrays = plan.masks
+    for i, (leaf, selection) in enumerate(zip(plan.leaves, plan.selections, strict=True)):
+        if leaf.path in new and isinstance(selection, DenseMask):
+            arrays[i] = copy_like(_new_mask(new[leaf.path], leaf, selection), selection.array)
     if isinstance(state, FreezeState):
-        state = state._replace(inner_state=_moved_parts(state, old, masks))
-    return state._replace(masks=jax.tree.unflatten(treedef, masks))
+        state = state._replace(inner_state=_moved_parts(state.inner_state, plan, plan.with_masks(arrays)))
+    masks, treedef = _tree.flatten(state.masks)
+    return state._replace(masks=jax.tree.unflatten(treedef, arrays)) if masks else state
 
 
-def _moved_parts(state: FreezeState, old: Sequence[Any], new: Sequence[Any]) -> PyTree:
+def _new_mask(mask: Any, leaf: Leaf, selection: DenseMask) -> Any:
+    """The array that replaces that of a dense mask."""
+    new = elements(mask.array if isinstance(mask, Elements) else mask, selection.compact)
+    fit_mask(dataclasses.replace(new, count=selection.count), leaf)
+    if new.count != selection.count:
+        raise value_error(
+            "the number of trainable elements of a compact mask is fixed",
+            at=leaf.path,
+            got="a traced mask" if new.count is None else f"{new.count} trainable elements",
+            expected=f"{selection.count}, as in the state",
+            fix="keep their number and replace it outside jit, or use compact=False",
+        )
+    return new.array
+
+
+def _moved_parts(inner_state: PyTree, old: Plan, new: Plan) -> PyTree:
     """The optimizer's state, in which each vector of compact elements is in the order of the new mask."""
-    owners = {leaf.path: i for i, leaf in enumerate(state.spec.leaves)}
-    replaced = [i for i, answer in enumerate(state.spec.answers) if _is_compact(answer) and old[i] is not new[i]]
+    replaced = {
+        leaf.path: (before, after)
+        for leaf, before, after in zip(old.leaves, old.selections, new.selections, strict=True)
+        if isinstance(before, DenseMask) and before.compact and before.array is not getattr(after, "array", None)
+    }
     if not replaced:
-        return state.inner_state
-    nodes, treedef = _tree.flatten(state.inner_state)
-    paths = _tree.paths(state.inner_state)
-    owner_of = parameter_of(paths, owners)
-    for place, path in enumerate(paths):
-        owner = owner_of(path)
-        i = None if owner is None else owners[owner]
-        part = nodes[place]
-        values = _tree.bare(part)
-        if i in replaced and isinstance(part, Part) and is_array(values):
-            answer: Any = state.spec.answers[i]
-            count = answer.part_index
-            if part.index == count and values.shape == (count,):
-                full = answer.put(jnp.zeros(part.shape, values.dtype), Part(values), old[i])
-                nodes[place] = jax.tree.unflatten(jax.tree.structure(part), [answer.take(full, new[i]).values])
+        return inner_state
+    nodes, treedef = _tree.flatten(inner_state)
+    paths = _tree.paths(inner_state)
+    owner_of = parameter_of(paths, [leaf.path for leaf in old.leaves])
+    for i, (path, part) in enumerate(zip(paths, nodes, strict=True)):
+        owner, values = owner_of(path), _tree.bare(part)
+        if owner in replaced and isinstance(part, Part) and is_array(values):
+            before, after = replaced[owner]
+            if part.index == before.count and values.shape == (before.count,):
+                full = before.put(jnp.zeros(part.shape, values.dtype), Part(values))
+                nodes[i] = jax.tree.unflatten(jax.tree.structure(part), [after.take(full).values])
     return jax.tree.unflatten(treedef, nodes)
-
-
-def _is_compact(answer: Any) -> bool:
-    return isinstance(answer, Dense) and answer.compact

@@ -18,14 +18,13 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_freeze._errors import is_array
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer
+from optax_freeze._spec.selection import Selection
 
 LANES = 4
 
 
-@functools.partial(jax.jit, static_argnames="answer")
-def digest(value: Any, key: Any, mask: Any, answer: Answer) -> tuple[jax.Array, ...]:
+@jax.jit
+def digest(value: Any, key: Any, selection: Selection) -> tuple[jax.Array, ...]:
     """The sum, in each lane, of a word for every frozen element.
 
     The place of an element is added to its bits axis by axis: a linear index would overflow. All lanes stand in one
@@ -39,22 +38,22 @@ def digest(value: Any, key: Any, mask: Any, answer: Answer) -> tuple[jax.Array, 
         for axis, place in enumerate(places):
             at = at + place * hashed("axis", axis)[lane]
         mixed = [_mix(word + (at + hashed("word", i)[lane])) for i, word in enumerate(words)]
-        lanes.append(_keep(functools.reduce(jnp.add, mixed), mask, answer))
+        lanes.append(_frozen_alone(functools.reduce(jnp.add, mixed), selection))
     return _sum(tuple(lanes), lambda a, b: tuple(map(jnp.add, a, b)))
 
 
-@functools.partial(jax.jit, static_argnames="answer")
-def count(old: Any, new: Any, mask: Any, answer: Answer) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def count(old: Any, new: Any, selection: Selection) -> tuple[jax.Array, jax.Array]:
     """How many frozen elements differ, in two words: the sum carries from the first into the second."""
-    ones = differ(old, new, mask, answer).astype(np.uint32)
+    ones = differ(old, new, selection).astype(np.uint32)
     return _sum((ones, jnp.zeros_like(ones)), _carry)
 
 
-@functools.partial(jax.jit, static_argnames="answer")
-def differ(old: Any, new: Any, mask: Any, answer: Answer) -> jax.Array:
+@jax.jit
+def differ(old: Any, new: Any, selection: Selection) -> jax.Array:
     """True at the frozen elements whose bits differ."""
     pairs = zip(_words(old), _words(new), strict=True)
-    return _keep(functools.reduce(jnp.logical_or, (a != b for a, b in pairs)), mask, answer)
+    return _frozen_alone(functools.reduce(jnp.logical_or, (a != b for a, b in pairs)), selection)
 
 
 def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
@@ -76,25 +75,24 @@ def hashed(*what: Any) -> np.ndarray:
     return np.frombuffer(found, "<u4").astype(np.uint32) | np.uint32(1)
 
 
-def placed(*arrays: Any) -> list[Any]:
-    """The arrays of one leaf on the same devices: in the smallest shards that one of them has.
+def placed(*nodes: Any) -> tuple[Any, ...]:
+    """The arrays of one leaf, and its selection, on the same devices: in the smallest shards that one of them has.
 
     Without 64-bit mode JAX would cut NumPy's 64-bit numbers: they come as their words.
     """
+    arrays = jax.tree.leaves(nodes)
     if any(isinstance(array, Tracer) for array in arrays):
-        return list(arrays)
+        return nodes
     shardings = [array.sharding for array in arrays if isinstance(array, jax.Array)]
     if not shardings:
-        return [_words_on_host(array) if _is_too_wide(array) else array for array in arrays]
+        return jax.tree.map(lambda array: _words_on_host(array) if _is_too_wide(array) else array, nodes)
     sharding = min(shardings, key=lambda sharding: math.prod(sharding.shard_shape(arrays[0].shape)))
     if sharding.memory_kind == "pinned_host":
         sharding = sharding.with_memory_kind("device")
-    return [_onto(sharding, array) for array in arrays]
+    return jax.tree.map(lambda array: _onto(sharding, array), nodes)
 
 
 def _onto(sharding: jax.sharding.Sharding, array: Any) -> Any:
-    if _tree.is_hole(array):
-        return array
     if not isinstance(array, jax.Array):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     is_there = array.sharding.is_equivalent_to(sharding, array.ndim)
@@ -136,9 +134,9 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _keep(array: jax.Array, mask: Any, answer: Answer) -> jax.Array:
-    """An array with zero, or False, at what trains."""
-    return array if isinstance(answer, bool) else answer.choose(array, jnp.zeros_like(array), mask)
+def _frozen_alone(array: jax.Array, selection: Selection) -> jax.Array:
+    """An array with zero, or False, at trainable elements."""
+    return selection.choose(array, jnp.zeros_like(array))
 
 
 def _carry(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:

@@ -19,9 +19,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from optax_freeze._errors import described, message, type_error, value_error, whole_number
-from optax_freeze._optimizer.freeze_when import Groups
+from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Resolved, Spec, Tied, register_with_flax
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
 from optax_freeze._spec.tree import Part, PyTree, Rest
 from optax_freeze._state.shardings import Placed, beside
 from optax_freeze._verify.fingerprint import digests
@@ -41,7 +41,7 @@ from optax_freeze.checkpoint._record import (
 )
 
 register_with_flax()
-register_with_flax(Groups)
+register_with_flax(GroupPlans)
 
 
 class Saving:
@@ -126,26 +126,19 @@ def save(
     step = _step_number(step)
     where = _absolute(directory)
     _refuse_no_state(opt_state)
-    spec, masks = Resolved.of(frozen, params, tied=tied)
+    plan = make_plan(params, frozen, tied=tied)
     values = _tree.flatten(params)[0]
     _refuse_half_a_tree(values, params)
-    if all(answer is True for answer in spec.answers):
-        raise value_error(
-            "there is nothing to save: every leaf is frozen",
-            at="frozen",
-            got=described(frozen),
-            expected="a spec under which something trains",
-            fix="True means frozen; to write the whole tree use Orbax itself",
-        )
+    plan.refuse_all_frozen("there is nothing to save", frozen)
     record = {
         "format": FORMAT,
-        "leaves": [leaf_record(*leaf) for leaf in zip(spec.leaves, spec.answers, strict=True)],
+        "leaves": [leaf_record(*leaf) for leaf in zip(plan.leaves, plan.selections, strict=True)],
         "opt_state": None if opt_state is None else state_record(opt_state),
     }
     _refuse_different_processes("what is frozen", _hashed(record["leaves"]))
-    record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, spec, masks).items()}
+    record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, plan).items()}
     _refuse_different_processes("the frozen bits", _hashed(record["frozen"]))
-    nodes = {"trainable": spec.take(values, masks), "masks": masks, "opt_state": _tree.flatten(opt_state)[0]}
+    nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
     arrays = {name: _arrays(flat) for name, flat in nodes.items()}
     items: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in arrays.items() if item}
     items["spec"] = ocp.args.JsonSave(record)
@@ -235,13 +228,13 @@ def restore(
         refuse_other_leaves(record["leaves"], params)
         dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]
         arrays = _read_arrays(manager, at, chosen, "masks", [_mask_like(value) for value in dense], dense)
-        spec, masks = Resolved.of(spec_of_record(record["leaves"], _put_back(dense, arrays)), params, tied="ignore")
+        plan = make_plan(params, spec_of_record(record["leaves"], _put_back(dense, arrays)))
         if frozen is not None:
-            refuse_other_spec((spec, masks), Resolved.of(frozen, params, tied="ignore"))
-        refuse_other_base(record["frozen"], digests(params, spec, masks))
+            refuse_other_spec(plan, make_plan(params, frozen))
+        refuse_other_base(record["frozen"], digests(params, plan))
         if opt_state is not None:
             refuse_other_state(record["opt_state"], opt_state, at)
-        like = jax.eval_shape(lambda: spec.take(values, masks))
+        like = jax.eval_shape(lambda: plan.take(values))
         trainable = _read_arrays(manager, at, chosen, "trainable", like, values)
         state = None
         if opt_state is not None:
@@ -249,10 +242,7 @@ def restore(
             read = _read_arrays(manager, at, chosen, "opt_state", nodes, nodes)
             state = jax.tree.unflatten(structure, _put_back(nodes, read))
     parts = _put_back(like, trainable)
-    new = [
-        value if answer is True else part if answer is False else answer.put(value, part, mask)
-        for value, part, answer, mask in zip(values, parts, spec.answers, masks, strict=True)
-    ]
+    new = [selection.put(value, part) for selection, value, part in zip(plan.selections, values, parts, strict=True)]
     return jax.tree.unflatten(treedef, new), state
 
 

@@ -18,9 +18,9 @@ from etils import epath
 
 from optax_freeze._errors import counted, described, in_one_line, is_array, is_int, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.element_index import Answer, Dense, RowIndex
 from optax_freeze._spec.masks import Rows, Slice, elements
-from optax_freeze._spec.resolve import Masks, Resolved
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import DenseMask, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Known
 from optax_freeze._spec.tree import Leaf, Part, PyTree, bare
 from optax_freeze._verify.bits import LANES
@@ -29,9 +29,9 @@ FORMAT = 1
 """The number of the form of a record: greater where an older release would misread it."""
 
 
-def leaf_record(leaf: Leaf, answer: Answer) -> dict[str, Any]:
+def leaf_record(leaf: Leaf, selection: Selection) -> dict[str, Any]:
     """A leaf of the parameters, and what of it is frozen."""
-    return {**_shape_of(leaf.path, leaf.shape, leaf.dtype), "frozen": _answer_record(answer)}
+    return {**_shape_of(leaf.path, leaf.shape, leaf.dtype), "frozen": _selection_record(selection)}
 
 
 def state_record(opt_state: PyTree) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def state_record(opt_state: PyTree) -> list[dict[str, Any]]:
     for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
         array = bare(node)
         if not _tree.is_hole(array):
-            part = _answer_record(node.index) if isinstance(node, Part) else None
+            part = _selection_record(node.index) if isinstance(node, Part) else None
             records.append({**_shape_of(path, np.shape(array), jax.numpy.result_type(array)), "part": part})
     return records
 
@@ -240,16 +240,15 @@ def refuse_other_leaves(records: Sequence[Mapping[str, Any]], params: PyTree) ->
             )
 
 
-def refuse_other_spec(saved: tuple[Resolved, Masks], given: tuple[Resolved, Masks]) -> None:
-    """A ``ValueError`` for a spec that resolves otherwise."""
-    (spec, masks), (other, other_masks) = saved, given
-    for leaf, was, now, old, new in zip(spec.leaves, spec.answers, other.answers, masks, other_masks, strict=True):
-        if was != now or not (_tree.is_hole(old) or jax.numpy.array_equal(old, new)):
+def refuse_other_spec(saved: Plan, given: Plan) -> None:
+    """A ``ValueError`` for another plan than the one that was saved."""
+    for leaf, was, now in zip(saved.leaves, saved.selections, given.selections, strict=True):
+        if was != now or not all(map(jax.numpy.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
             raise value_error(
                 "another spec than that of the checkpoint",
                 at=leaf.path,
-                got=_frozen_text(now),
-                expected=f"{_frozen_text(was)}, as it was saved",
+                got=f"one by which the leaf {now}",
+                expected=f"one by which it {was}, as it was saved",
                 fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
             )
 
@@ -297,16 +296,10 @@ def _shape_of(path: str, shape: tuple[int, ...] | None, dtype: Any) -> dict[str,
     return {"path": path, "shape": list(shape), "dtype": str(dtype)}
 
 
-def _answer_record(answer: Any) -> Any:
-    if isinstance(answer, RowIndex):
-        picked = [list(progression) for progression in answer.picked]
-        return {"axis": answer.axis, "rows": picked, "train": answer.picked_train}
-    if isinstance(answer, Dense):
-        return {"compact": answer.compact, "count": answer.count}
-    return answer
-
-
-def _frozen_text(answer: Answer) -> str:
-    if isinstance(answer, bool):
-        return "frozen" if answer else "trainable"
-    return f"frozen by {answer.source}" if isinstance(answer, RowIndex) else "single elements frozen"
+def _selection_record(selection: Any) -> Any:
+    if isinstance(selection, RowIndex):
+        picked = [list(progression) for progression in selection.picked]
+        return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
+    if isinstance(selection, DenseMask):
+        return {"compact": selection.compact, "count": selection.count}
+    return selection.as_spec() if isinstance(selection, Selection) else selection

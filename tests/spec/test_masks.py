@@ -340,7 +340,7 @@ class TestElements:
     def test_the_part_of_another_spec(self):
         params = {"w": jnp.ones((4, 2))}
         tx = fz.freeze(optax.sgd(0.1), {"w": fz.rows(0)})
-        with pytest.raises(ValueError, match=r"not what trains of the leaf\n  at: w(.|\n)*a Part of"):
+        with pytest.raises(ValueError, match=r"not the trainable part of the leaf\n  at: w(.|\n)*a Part of"):
             tx.update(fz.partition(params, {"w": fz.rows(1)})[0], tx.init(params))
         with pytest.raises(ValueError, match=r"at: w\n  got: an array of shape \(3, 2\)"):
             tx.update({"w": jnp.ones((3, 2))}, tx.init(params))
@@ -440,7 +440,7 @@ class TestPartsOfAnotherLeaf:
             with pytest.raises(ValueError, match=r"at: w"):
                 fz.apply_updates(params, updates, frozen)
         for shape in ((5, 2), (16, 2), (6, 3)):
-            with pytest.raises(ValueError, match=r"updates: not what trains of the leaf\n  at: w"):
+            with pytest.raises(ValueError, match=r"updates: not the trainable part of the leaf\n  at: w"):
                 fz.apply_updates({"w": jnp.zeros(shape)}, updates)
         assert bits(fz.apply_updates(params, updates, {"w": True})) == bits(params)
 
@@ -448,7 +448,7 @@ class TestPartsOfAnotherLeaf:
         params = {"w": jnp.zeros((6, 2))}
         _, rest = fz.partition(params, {"w": fz.rows(slice(0, 4))})
         for trainable in (fz.partition(params, {"w": fz.rows(slice(2, 6))})[0], params):
-            with pytest.raises(ValueError, match=r"trainable: not what trains of the leaf\n  at: w"):
+            with pytest.raises(ValueError, match=r"trainable: not the trainable part of the leaf\n  at: w"):
                 fz.combine(trainable, rest)
 
     def test_tied_leaves_in_part(self):
@@ -855,7 +855,7 @@ class TestCompactElements:
 def test_a_part_frozen_in_part_again_is_refused():
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
     inside = fz.freeze(optax.adam(0.1), {"w": fz.rows([0]), "b": False})
-    with pytest.raises(ValueError, match=r"not what trains of the leaf(.|\n)*at: w"):
+    with pytest.raises(ValueError, match=r"not the trainable part of the leaf(.|\n)*at: w"):
         fz.freeze(inside, {"w": fz.rows([1]), "b": False}).init(params)
 
 

@@ -23,7 +23,7 @@ import optax_freeze as fz
 from optax_freeze import linen
 from optax_freeze import nnx as fnnx
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Resolved
+from optax_freeze._spec.resolve import make_plan
 
 
 class Pair(NamedTuple):
@@ -513,14 +513,14 @@ class TestTied:
         fz.partition({"a": shared, "b": shared}, "a")
 
 
-class TestResolved:
+class TestPlan:
     def test_is_a_static_node_compared_by_value(self, other):
-        a, b = (Resolved.of(spec, other, tied="error")[0] for spec in ("encoder", {"encoder": True, "head": False}))
+        a, b = (make_plan(other, spec, tied="error") for spec in ("encoder", {"encoder": True, "head": False}))
         assert jax.tree.leaves(a) == []
         assert a == b
         assert hash(a) == hash(b)
-        assert a != Resolved.of("head", other, tied="error")[0]
-        assert a != Resolved.of("encoder", {**other, "head": jnp.ones(3)}, tied="error")[0]
+        assert a != make_plan(other, "head", tied="error")
+        assert a != make_plan({**other, "head": jnp.ones(3)}, "encoder", tied="error")
         assert a != "encoder"
 
     def test_one_compilation_for_equal_specs(self, other):

@@ -1,8 +1,8 @@
-"""Where the result of an operation lies on a mesh whose axes are explicit.
+"""On which devices a result lies: like the leaf that it belongs to.
 
-There a sharding is part of an array's type, and JAX refuses what it cannot shard without a decision of the caller: a
-gather along a sharded axis, a flattened array, a sum of arrays with different shardings. Here the decision is that
-every result lies like the leaf that it belongs to, and XLA partitions the operation as on any other mesh.
+On a mesh with explicit axes a sharding is part of an array's type, and JAX refuses operations whose result it cannot
+shard without a decision of the caller: a gather along a sharded axis, a flattened array, a sum of arrays with different
+shardings. Here every result takes the sharding of its leaf, and XLA partitions the operation as on any other mesh.
 """
 
 import math
@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_freeze._errors import is_concrete
 
 
 def explicit_sharding(like: Any, shape: Sequence[int] | None = None) -> NamedSharding | None:
@@ -45,3 +48,11 @@ def laid_out(sharding: NamedSharding | None, operation: Callable[..., jax.Array]
 
 def _names(axis: Any) -> tuple[str, ...]:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
+def copy_like(array: Any, like: Any) -> jax.Array:
+    """A copy of an array, on the devices of another one."""
+    copy = jnp.array(array)
+    if is_concrete(copy) and isinstance(like, jax.Array) and is_concrete(like) and like.committed:
+        return jax.device_put(copy, like.sharding)
+    return copy

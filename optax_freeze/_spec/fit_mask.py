@@ -1,0 +1,111 @@
+"""An element mask meets its leaf: which rows or elements a description names there, and whether it fits."""
+
+import dataclasses
+
+import numpy as np
+
+from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._spec.masks import ElementMask, Rows, Slice, named_twice
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
+from optax_freeze._spec.tree import Leaf
+
+
+def fit_mask(choice: bool | ElementMask, leaf: Leaf) -> Selection:
+    """The selection that a bool or an element mask means for a leaf.
+
+    Raises:
+      ValueError: if the mask does not fit the leaf, or the elements of a compact one cannot be counted.
+    """
+    if isinstance(choice, bool):
+        return FROZEN if choice else TRAINABLE
+    if np.zeros((), leaf.dtype) != 0:
+        raise value_error(
+            "a leaf whose dtype has no zero cannot be frozen in part",
+            at=leaf.path,
+            got=f"{choice!r} for {leaf.dtype}",
+            expected="True or False",
+            fix="freeze the whole leaf, or train it",
+        )
+    if isinstance(choice, Rows):
+        return _fit_rows(choice, leaf)
+    if tuple(choice.array.shape) != leaf.shape:
+        traced = choice.array.shape == () and not is_concrete(choice.array)
+        raise value_error(
+            "a bool that is traced" if traced else "an element mask of another shape than its leaf",
+            at=leaf.path,
+            got="a boolean without a value" if traced else f"a mask of shape {tuple(choice.array.shape)}",
+            expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
+            fix=f"{'give the bool outside jit, or' if traced else 'broadcast it:'} "
+            "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
+        )
+    if choice.compact and choice.count is None:
+        raise value_error(
+            "the elements of a compact mask cannot be counted",
+            at=leaf.path,
+            got="an array that is traced, or a shape alone",
+            expected="an array with values: the number of trainable elements is static",
+            fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
+        )
+    if choice.count == 0:
+        return FROZEN
+    return DenseMask(choice.array, choice.compact, choice.count)
+
+
+def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
+    assert leaf.shape is not None
+    ndim = len(leaf.shape)
+    if not -ndim <= rows.axis < ndim:
+        raise value_error(
+            f"{rows!r}: the leaf has no such axis",
+            at=leaf.path,
+            got=f"axis={rows.axis} for shape {leaf.shape}",
+            expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
+            fix="give the axis along which rows are counted, or narrow the pattern",
+        )
+    axis = rows.axis % ndim
+    size = leaf.shape[axis]
+    index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
+    if size and not index.picked and isinstance(rows.index, Slice) and rows.index.stop is None and not rows.allow_empty:
+        raise value_error(
+            f"{rows!r}: there are no rows from {rows.index.start} on",
+            at=leaf.path,
+            got=f"none of {size} rows along axis {rows.axis} of shape {leaf.shape}",
+            expected="at least one row",
+            fix="grow the table first, or correct the number; if there may be none, allow_empty=True",
+        )
+    if index.runs is not None:  # the same rows however they were named
+        index = dataclasses.replace(index, picked=tuple((*run, 1) for run in index.runs), picked_train=True)
+    if index.count == 0:
+        return FROZEN
+    return TRAINABLE if index.count == size else index
+
+
+def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
+    index = rows.index
+    if isinstance(index, Slice):
+        outside = [b for b in (index.start, index.stop) if b is not None and not -size <= b <= size]
+        if outside:
+            raise _out_of_range(rows, outside[0], size, leaf)
+        found = range(*slice(*index).indices(size))
+        found = found[::-1] if found.step < 0 else found
+        return ((found[0], found[-1] + 1, found.step if len(found) > 1 else 1),) if found else ()
+    numbers = index if isinstance(index, tuple) else (index,)
+    for number in numbers:
+        if not -size <= number < size:
+            raise _out_of_range(rows, number, size, leaf)
+    ordered = sorted(number % size for number in numbers)
+    if len(set(ordered)) < len(ordered):
+        raise named_twice(leaf.path, numbers)
+    breaks = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
+    starts, ends = [0, *breaks], [*breaks, len(ordered)]
+    return tuple((ordered[a], ordered[b - 1] + 1, 1) for a, b in zip(starts, ends, strict=True)) if ordered else ()
+
+
+def _out_of_range(rows: Rows, number: int, size: int, leaf: Leaf) -> ValueError:
+    return value_error(
+        f"{rows!r}: a row out of range",
+        at=leaf.path,
+        got=f"{number}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
+        expected=f"numbers from {-size} to {size - 1}",
+        fix="leave an end of a slice open (None) to go to the last row",
+    )

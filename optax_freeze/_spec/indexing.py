@@ -1,0 +1,95 @@
+"""Slices, gathers, scatters and selections that keep every bit of what they move, NaN payloads included.
+
+XLA computes floats of 8 and 16 bits in float32 on some devices, even where they are only moved. Here they are moved as
+unsigned integers, and differentiated as floats.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._errors import is_concrete
+
+_ASCENDING: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
+
+
+def select(mask: Any, a: Any, b: Any) -> jax.Array:
+    """``jnp.where(mask, a, b)``."""
+    return _keep_bits(jnp.where, mask, jnp.asarray(a), jnp.asarray(b))
+
+
+def cut(axis: int, full: Any, start: int, stop: int) -> jax.Array:
+    """The slice from ``start`` to ``stop`` along an axis."""
+
+    def move(_: Any, full: Any) -> jax.Array:
+        return jax.lax.slice_in_dim(full, start, stop, axis=axis)
+
+    # On a CPU XLA computes even the slice of an 8-bit float in another float, since JAX 0.12.
+    return _keep_bits(move, None, full) if full.dtype.itemsize == 1 else move(None, full)
+
+
+def gather(axis: int, full: Any, indices: Any) -> jax.Array:
+    """The values at ascending ``indices`` along an axis, zero for those out of range."""
+
+    def move(indices: Any, full: Any) -> jax.Array:
+        return at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0)
+
+    return _keep_bits(move, indices, full)
+
+
+def scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
+    """``full`` with ``values`` at ascending ``indices`` along an axis; those out of range are dropped."""
+    values = jnp.asarray(values, full.dtype)  # a line search tries parameters of the updates' dtype
+    return _keep_bits(functools.partial(_set, axis), indices, full, values)
+
+
+def write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
+    """:func:`scatter` in place: XLA for TPU copies what goes through a bitcast, and keeps the bits of other rows."""
+    if is_concrete(full) or not _integer_of(full.dtype):
+        return scatter(axis, full, indices, values)
+    return jax.lax.platform_dependent(indices, full, values, **_writers(axis))
+
+
+@functools.cache  # one function per axis: JAX traces and compiles a function once
+def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
+    def by_default(indices: Any, full: Any, values: Any) -> jax.Array:
+        return scatter(axis, full, indices, values)
+
+    return {"tpu": functools.partial(_set, axis), "default": by_default}
+
+
+def _set(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:
+    return at(full, axis, indices).set(values, **_ASCENDING, mode="drop")
+
+
+def at(array: Any, axis: int, indices: Any) -> Any:
+    """``array.at[...]`` for indices along an axis."""
+    return array.at[(slice(None),) * axis + (indices,)]
+
+
+def _integer_of(dtype: Any) -> Any:
+    """The unsigned integer as which a float of 8 or 16 bits is moved, or None."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    return {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(dtype).bits)
+
+
+def _keep_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
+    """``move(where, *arrays)``, which is linear in the arrays and computes nothing."""
+    narrow = _integer_of(arrays[-1].dtype) and all(array.dtype == arrays[-1].dtype for array in arrays)
+    return _move_integers(move, where, *arrays) if narrow else move(where, *arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_integers(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
+    dtype = arrays[-1].dtype
+    moved = move(where, *(jax.lax.bitcast_convert_type(array, _integer_of(dtype)) for array in arrays))
+    return jax.lax.bitcast_convert_type(moved, dtype)
+
+
+@_move_integers.defjvp
+def _move_integers_jvp(move: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+    return _move_integers(move, *primals), move(primals[0], *tangents[1:])

@@ -1,0 +1,181 @@
+"""What a spec comes to for given parameters: one selection per leaf, and what identifies the leaves later.
+
+A plan is made once, in ``init``. Optax calls its own label functions again on the updates, whose leaves may be missing
+and may have other dtypes or paths.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from optax_freeze._errors import described, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
+from optax_freeze._spec.selector_algebra import Known
+from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """One selection per leaf of the parameters.
+
+    In an optimizer state a plan is a pytree node without leaves and goes through jit, donation and checkpoints as such;
+    the state keeps the arrays of dense masks beside it (:meth:`without_masks`, :meth:`with_masks`).
+
+    A plan without leaves equals any other, and all have the same hash: ``optax.tree_map_params`` makes a state of a
+    placeholder without leaves and maps it together with the real one, which JAX allows only if their nodes are equal.
+    """
+
+    leaves: tuple[Leaf, ...]
+    selections: tuple[Selection, ...]
+    treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
+    variables: bool = False  # NNX variables: `update` is given their values, in other containers
+
+    @property
+    def in_part(self) -> bool:
+        """Whether some leaf is frozen in part."""
+        return any(selection.in_part for selection in self.selections)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the trainable part has a ``Part`` among its leaves."""
+        pairs = zip(self.leaves, self.selections, strict=True)
+        return any(leaf.index is not None or selection.part_index is not None for leaf, selection in pairs)
+
+    @property
+    def known(self) -> Known:
+        """The plan as a spec, for trees with the same leaves."""
+        return Known(tuple(leaf.path for leaf in self.leaves), tuple(s.as_spec() for s in self.selections))
+
+    @property
+    def masks(self) -> list[Any]:
+        """For each leaf the array of its dense mask, or a hole."""
+        return [s.array if isinstance(s, DenseMask) else _tree.HOLE for s in self.selections]
+
+    def with_masks(self, masks: Sequence[Any]) -> "Plan":
+        """The same plan with these arrays in its dense masks; an empty list changes nothing."""
+        if not masks:
+            return self
+        pairs = zip(self.selections, masks, strict=True)
+        new = (dataclasses.replace(s, array=mask) if isinstance(s, DenseMask) else s for s, mask in pairs)
+        return dataclasses.replace(self, selections=tuple(new))
+
+    def without_masks(self) -> "Plan":
+        """The static part of the plan, which jit compares by value."""
+        return dataclasses.replace(self, selections=tuple(s.without_array() for s in self.selections))
+
+    def parameters(self, tree: PyTree) -> PyTree:
+        """The shapes of the parameters given to ``init``; ``tree`` itself where the plan was unpickled."""
+        if self.treedef is None:
+            return tree
+        shapes = [_tree.HOLE if leaf.dtype is None else leaf.struct for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, shapes)
+
+    def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
+        """What is frozen of these parameters if it is nothing or everything; None where leaves are missing."""
+        found = {s for leaf, s in zip(self.leaves, self.selections, strict=True) if leaf.inexact}
+        if len(found) != 1 or any(map(_tree.is_leaf, _tree.flatten(params)[0])):
+            return None
+        return {TRAINABLE: "nothing", FROZEN: "everything"}.get(*found)  # type: ignore[return-value]
+
+    def labels(self, treedef: Any = None) -> PyTree:
+        """``"frozen"`` or ``"trainable"`` in the place of every leaf."""
+        labels = ["frozen" if s is FROZEN else "trainable" for s in self.selections]
+        return jax.tree.unflatten(self.treedef if treedef is None else treedef, labels)
+
+    def refuse_all_frozen(self, what: str, frozen: Any) -> None:
+        """A ``ValueError`` if no leaf trains."""
+        if all(s is FROZEN for s in self.selections):
+            could_train = sum(leaf.inexact for leaf in self.leaves)
+            raise value_error(
+                f"{what}: every leaf is frozen",
+                at="frozen",
+                got=f"{described(frozen)}: all {len(self.leaves)} leaves, of which {could_train} could train",
+                expected="at least one floating-point or complex array that trains",
+                fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
+            )
+
+    def align(self, tree: PyTree, name: str, fix: str | None = None) -> tuple[list[Any], Any]:
+        """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes.
+
+        ``fix`` is that of the error for a trainable leaf that is missing, in whole or in part.
+        """
+        values, treedef = _tree.flatten_beside(self.treedef, tree)
+        if self.treedef is None or treedef != self.treedef:
+            self._refuse_other_tree(tree, name)
+        for value, leaf, selection in zip(values, self.leaves, self.selections, strict=True):
+            if selection is not FROZEN:
+                refuse_other_leaf(value, leaf, selection, name, fix)
+        return values, treedef
+
+    def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
+        fix = "pass the tree that belongs to the parameters given to `init`"
+        if self.variables:
+            fix += "; after freezing or thawing a module make the nnx.Optimizer anew (fz.migrate keeps its moments)"
+        expected = [leaf.path for leaf in self.leaves]
+        extra = [leaf for leaf in _tree.leaves(tree) if leaf.path not in expected]
+        if "equinox" in sys.modules and extra and not any(leaf.inexact for leaf in extra):
+            fix += "; an Equinox module whole in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
+        _tree.refuse_other_paths(_tree.paths(tree), expected, name, fix)
+        if self.treedef is not None and not self.variables:
+            _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
+
+    def take(self, values: Sequence[Any]) -> list[Any]:
+        """The trainable part of each leaf; a ``Part`` of a leaf stays as it is."""
+        pairs = zip(self.selections, values, strict=True)
+        return [v if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
+
+    def rest(self, values: Sequence[Any]) -> list[Any]:
+        """The rest of each leaf; a hole beside a ``Part``."""
+        pairs = zip(self.selections, values, strict=True)
+        return [_tree.HOLE if isinstance(v, Part) and s is not FROZEN else s.rest(v) for s, v in pairs]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Plan):
+            return NotImplemented
+        if not self.leaves or not other.leaves:
+            return True
+        return self.selections == other.selections and self.leaves == other.leaves
+
+    def __hash__(self) -> int:
+        return hash(Plan)
+
+    def __reduce__(self) -> Any:
+        return Plan, (self.leaves, self.selections, None, self.variables)
+
+
+def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:
+    """Refuses a value that cannot stand for a leaf that trains, in whole or in part.
+
+    A full array can, and a ``Part`` of the trainable elements; only the latter where ``leaf`` is itself a part.
+    """
+    index = selection.part_index if selection.in_part else leaf.index
+    what, got = f"{name}: not the trainable part of the leaf", ""
+    if value is None or _tree.is_hole(value):
+        what, got = f"{name}: a leaf that trains is missing", "None" if value is None else "a hole (optax.MaskedNode)"
+    elif isinstance(value, Part):
+        if index is None or value.index != index or value.shape != leaf.shape:
+            rows = f"a leaf frozen by {value.index.source}" if isinstance(value.index, RowIndex) else "single elements"
+            got = f"a Part of {rows}, of shape {value.shape}"
+    elif leaf.index is not None or (selection.in_part and not _fits(np.shape(value), leaf, selection, name)):
+        got = f"an array of shape {np.shape(value)}"
+    if got:
+        part = ", or the Part of it that trains" * (selection.in_part or leaf.index is not None)
+        if name == "params" and _tree.is_hole(value):
+            fix = "pass the full parameters: fz.combine(trainable, rest)"
+        if fix is None or not (isinstance(value, Part) or _tree.is_hole(value)):
+            fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
+        raise value_error(what, at=leaf.path, got=got, expected=f"an array of shape {leaf.shape}{part}", fix=fix)
+
+
+def _fits(shape: tuple[int, ...], leaf: Leaf, selection: Selection, name: str) -> bool:
+    """Whether an array has the leaf's shape; updates may have an axis of examples, over which a mask broadcasts."""
+    broadcasts = name == "updates" and isinstance(selection, DenseMask) and not selection.compact
+    return shape == leaf.shape or (broadcasts and shape[1:] == leaf.shape)

@@ -1,0 +1,308 @@
+"""One leaf's selection: which of its elements are frozen.
+
+A spec comes to one selection per leaf: :data:`FROZEN`, :data:`TRAINABLE`, :class:`RowIndex` or :class:`DenseMask`, all
+with the same methods: ``take`` the trainable part out of a leaf, ``put`` it back, ``spread`` it over a constant,
+``add`` to it in place, ``choose`` between two arrays. Nothing is multiplied by a mask, since NaN times zero is NaN.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
+from optax_freeze._spec.layout import explicit_sharding, laid_out
+from optax_freeze._spec.masks import Elements, Rows
+from optax_freeze._spec.tree import HOLE, Part, Rest
+
+_FEW = 16
+"""The numbers of up to so many runs of rows are iotas; those of more are a constant."""
+
+
+class Selection:
+    """Which elements of one leaf are frozen; a pytree, whose leaf is the array of a dense mask."""
+
+    in_part = True
+    """Whether some elements are frozen and others train."""
+
+    part_index: Any = None
+    """The ``index`` of the ``Part`` that :meth:`take` gives, if it gives one."""
+
+    def take(self, leaf: Any) -> Any:
+        """The trainable part of a leaf: a hole, the leaf, a ``Part``, or the leaf with zeros at frozen elements."""
+
+    def rest(self, leaf: Any) -> Any:
+        """The other part of :func:`optax_freeze.partition`, from which :meth:`put` makes the leaf again."""
+        return Rest(leaf, self)
+
+    def put(self, full: Any, part: Any) -> Any:
+        """``full`` with its trainable elements replaced."""
+
+    def spread(self, part: Part, fill: Any, like: Any = None) -> Any:
+        """An array of the leaf's shape, laid out as ``like``: a part at its trainable elements, ``fill`` elsewhere."""
+
+    def add(self, full: Any, update: Any) -> Any:
+        """``full`` with an update, of its shape or a part of it, added to its trainable elements."""
+        if isinstance(update, Part):
+            return self._add_part(full, update)
+        return self.choose(full, optax.apply_updates(full, update))
+
+    def _add_part(self, full: Any, part: Part) -> Any: ...
+
+    def choose(self, frozen: Any, trainable: Any) -> Any:
+        """An array with ``frozen`` at the frozen elements and ``trainable`` at the others."""
+
+    def frozen(self, ndim: int) -> Any:
+        """Where a leaf of ``ndim`` axes is frozen: a bool, or a boolean array that broadcasts against it."""
+
+    def elements(self, shape: tuple[int, ...]) -> Any:
+        """How many elements of a leaf train."""
+
+    def as_spec(self) -> Any:
+        """The value in a spec that means this selection."""
+
+    def without_array(self) -> "Selection":
+        """The selection as static data: a dense mask loses its array."""
+        return self
+
+    def __str__(self) -> str:
+        """What holds for the leaf, in the words of an error."""
+        return f"trains in part ({self.as_spec()!r})"
+
+
+@jax.tree_util.register_static
+class _Whole(Selection):
+    """All elements of a leaf, or none; :data:`FROZEN` and :data:`TRAINABLE` are the only two objects of it."""
+
+    in_part = False
+
+    def __init__(self, name: str) -> None:
+        self.is_frozen, self._name = name == "FROZEN", name
+
+    def take(self, leaf: Any) -> Any:
+        return self.choose(HOLE, leaf)
+
+    def rest(self, leaf: Any) -> Any:
+        return self.choose(leaf, HOLE)
+
+    def put(self, full: Any, part: Any) -> Any:
+        return self.choose(full, part)
+
+    def add(self, full: Any, update: Any) -> Any:
+        return full if self.is_frozen else optax.apply_updates(full, update)
+
+    def choose(self, frozen: Any, trainable: Any) -> Any:
+        return frozen if self.is_frozen else trainable
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        return 0 if self.is_frozen else math.prod(shape)
+
+    def frozen(self, ndim: int) -> bool:
+        return self.is_frozen
+
+    def as_spec(self) -> bool:
+        return self.is_frozen
+
+    def __reduce__(self) -> str:
+        return self._name  # a copy is the same object
+
+    def __str__(self) -> str:
+        return "is frozen" if self.is_frozen else "trains"
+
+
+FROZEN, TRAINABLE = _Whole("FROZEN"), _Whole("TRAINABLE")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class RowIndex(Selection):
+    """Rows of a leaf: which of ``size`` rows along ``axis`` train."""
+
+    source: Rows = dataclasses.field(compare=False)
+    axis: int
+    size: int
+    picked: tuple[tuple[int, int, int], ...]  # ascending progressions (start, stop, step)
+    picked_train: bool
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[int, int], ...] | None:
+        """The trainable rows as runs (start, stop); None where there is a step, and they would be many."""
+        if any(step != 1 for _, _, step in self.picked):
+            return None
+        if self.picked_train:
+            return tuple((start, stop) for start, stop, _ in self.picked)
+        edges = [0, *(edge for start, stop, _ in self.picked for edge in (start, stop)), self.size]
+        return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many rows train."""
+        picked = sum(len(range(*progression)) for progression in self.picked)
+        return picked if self.picked_train else self.size - picked
+
+    @property
+    def part_index(self) -> "RowIndex":
+        return self
+
+    def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the trainable rows of a leaf."""
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        return math.prod(self.shape_of_part(shape))
+
+    def as_spec(self) -> Rows:
+        return self.source
+
+    def indices(self) -> jax.Array:
+        """The numbers of the trainable rows, int32, ascending; from iotas where they are few runs."""
+        if self.runs is not None and len(self.runs) <= _FEW:
+            return jnp.concatenate([start + jnp.arange(stop - start, dtype=jnp.int32) for start, stop in self.runs])
+        if self.runs is not None:
+            return jnp.asarray(np.concatenate([np.arange(*run, dtype=np.int32) for run in self.runs]))
+        if self.picked_train and len(self.picked) == 1:
+            start, _, step = self.picked[0]
+            return start + step * jnp.arange(self.count, dtype=jnp.int32)
+        return jnp.nonzero(~self._frozen_rows(), size=self.count)[0].astype(jnp.int32)
+
+    def frozen(self, ndim: int) -> jax.Array:
+        return jnp.expand_dims(self._frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+
+    def _frozen_rows(self) -> jax.Array:
+        if len(self.picked) > _FEW:
+            rows = [np.arange(*progression) for progression in self.picked]
+            hit = jnp.zeros(self.size, bool).at[np.concatenate(rows)].set(True)
+        else:
+            i = jnp.arange(self.size, dtype=jnp.int32)
+            hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in self.picked]
+            hit = functools.reduce(jnp.logical_or, hits)
+        return ~hit if self.picked_train else hit
+
+    def take(self, leaf: Any) -> Part:
+        def rows(leaf: Any) -> jax.Array:
+            if self.runs is not None and len(self.runs) == 1:
+                return cut(self.axis, leaf, *self.runs[0])
+            return gather(self.axis, leaf, self.indices())
+
+        leaf = jnp.asarray(leaf)
+        sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
+        return Part(laid_out(sharding, rows, leaf), self, leaf.shape)
+
+    def put(self, full: Any, part: Part) -> jax.Array:
+        def put(full: Any, values: Any) -> jax.Array:
+            return scatter(self.axis, full, self.indices(), values)
+
+        full = jnp.asarray(full)
+        return laid_out(explicit_sharding(full), put, full, part.values)
+
+    def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
+        shape: Any = part.shape
+
+        def spread(values: Any) -> jax.Array:
+            if self.runs is not None and len(self.runs) == 1:
+                [(start, stop)] = self.runs
+                edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
+                return jax.lax.pad(values, fill, edges)
+            return scatter(self.axis, jnp.full(shape, fill), self.indices(), values)
+
+        return laid_out(explicit_sharding(part.values if like is None else like, shape), spread, part.values)
+
+    def _add_part(self, full: Any, part: Part) -> jax.Array:
+        """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
+
+        The sums stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes its
+        values moves the whole leaf, and a slice update of a sharded leaf gathers it. Sums are set, and not added by the
+        scatter itself: XLA shards a scatter-add by its values, and then sums the whole leaf over the devices.
+        """
+
+        def add(full: Any, values: Any) -> jax.Array:
+            indices = self.indices()
+            rows = at(full, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
+            return write(self.axis, full, indices, jax.lax.optimization_barrier((rows + values).astype(full.dtype)))
+
+        full = jnp.asarray(full)
+        return laid_out(explicit_sharding(full), add, full, part.values)
+
+    def choose(self, frozen: Any, trainable: Any) -> jax.Array:
+        return laid_out(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
+@dataclasses.dataclass(frozen=True)
+class DenseMask(Selection):
+    """A boolean array of the leaf's shape, True where frozen; of a compact one ``count`` elements train.
+
+    Two are equal if they differ in their array alone: it may be replaced between steps, and may be traced.
+    """
+
+    array: Any = dataclasses.field(compare=False)
+    compact: bool
+    count: int | None
+
+    @property
+    def part_index(self) -> int | None:
+        return self.count
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) - int(np.count_nonzero(np.asarray(self.array))) if self.count is None else self.count
+
+    def frozen(self, ndim: int) -> Any:
+        return self.array
+
+    def as_spec(self) -> Elements:
+        return Elements(self.array, self.compact, self.count)
+
+    def __str__(self) -> str:
+        return "trains in part"
+
+    def without_array(self) -> "DenseMask":
+        return dataclasses.replace(self, array=HOLE)
+
+    def take(self, leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        if not self.compact:
+            return self.choose(jnp.zeros((), leaf.dtype), leaf)
+
+        def take(leaf: Any, mask: Any) -> jax.Array:
+            return gather(0, leaf.ravel(), self._indices(mask))
+
+        vector: Any = (self.count,)
+        return Part(laid_out(explicit_sharding(leaf, vector), take, leaf, self.array), self.count, leaf.shape)
+
+    def put(self, full: Any, part: Any) -> jax.Array:
+        full = jnp.asarray(full)
+        if not self.compact:
+            return self.choose(full, jnp.asarray(part, full.dtype))
+
+        def put(full: Any, values: Any, mask: Any) -> jax.Array:
+            return scatter(0, full.ravel(), self._indices(mask), values).reshape(full.shape)
+
+        return laid_out(explicit_sharding(full), put, full, part.values, self.array)
+
+    def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
+        shape: Any = part.shape
+
+        def spread(values: Any, mask: Any) -> jax.Array:
+            return scatter(0, jnp.full(math.prod(shape), fill), self._indices(mask), values).reshape(shape)
+
+        return laid_out(explicit_sharding(self.array if like is None else like, shape), spread, part.values, self.array)
+
+    def _add_part(self, full: Any, part: Part) -> jax.Array:
+        def add(full: Any, values: Any, mask: Any) -> jax.Array:
+            flat, indices = full.ravel(), self._indices(mask)
+            moved = (gather(0, flat, indices) + values).astype(full.dtype)
+            return scatter(0, flat, indices, moved).reshape(full.shape)
+
+        full = jnp.asarray(full)
+        return laid_out(explicit_sharding(full), add, full, part.values, self.array)
+
+    def choose(self, frozen: Any, trainable: Any) -> jax.Array:
+        return laid_out(explicit_sharding(trainable), select, self.array, frozen, trainable)
+
+    def _indices(self, mask: Any) -> jax.Array:
+        return jnp.nonzero(~jnp.asarray(mask).ravel(), size=self.count, fill_value=mask.size)[0]

@@ -1,0 +1,70 @@
+"""The frozen leaves of a tree, of which every value can be read."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from optax_freeze._errors import type_error, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
+from optax_freeze._spec.tree import Leaf, Part, Rest
+
+
+class FrozenLeaf(NamedTuple):
+    """A leaf that is frozen, in whole or in part."""
+
+    leaf: Leaf
+    value: Any
+    selection: Selection
+
+
+def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> dict[str, FrozenLeaf]:
+    """The frozen leaves by path, without holes; the ``Rest`` of a partially frozen leaf gives its full array.
+
+    Raises:
+      ValueError: if an array was deleted, or a ``Part`` is in the place of a full leaf.
+      TypeError: if an array has no values, or is traced and may not be.
+    """
+    found = {}
+    for leaf, value, selection in zip(plan.leaves, values, plan.selections, strict=True):
+        if selection is TRAINABLE or _tree.is_hole(value) or leaf.dtype == jax.dtypes.float0:
+            continue
+        if isinstance(value, Rest):
+            selection = value.selection if selection is FROZEN else selection
+            value = value.array
+        _refuse_unreadable(value, leaf.path, name, traced)
+        for mask in jax.tree.leaves(selection):
+            _refuse_unreadable(mask, leaf.path, "the mask of a leaf", traced)
+        found[leaf.path] = FrozenLeaf(leaf, value, selection)
+    return found
+
+
+def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
+    if isinstance(value, Part):
+        raise value_error(
+            f"{name}: what trains of a leaf, in the place of a leaf that is frozen in part",
+            at=path,
+            got=f"a Part of a leaf of shape {value.shape}",
+            expected="the full leaf",
+            fix="pass the full parameters, fz.combine(trainable, rest), or `rest` alone",
+        )
+    if isinstance(value, jax.ShapeDtypeStruct) or (isinstance(value, Tracer) and not traced):
+        raise type_error(
+            f"{name}: an array without values",
+            at=path,
+            got=f"a {type(value).__name__} of shape {value.shape}",
+            expected="an array with values",
+            fix="call it outside jit; inside, return fz.fingerprint(params, frozen) and compare that outside"
+            if isinstance(value, Tracer)
+            else "initialise the parameters: model.init, not jax.eval_shape of it",
+        )
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+        raise value_error(
+            f"{name}: the array has been deleted",
+            at=path,
+            got="an array that was donated to a jitted function, which wrote over it",
+            expected="an array that still has its values",
+            fix="keep a copy beforehand, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)",
+        )
