@@ -115,6 +115,12 @@ def whole_number(what: str, value: Any, *, at: str, least: int = 0, fix: str) ->
     raise error(what, at=at, got=described(value), expected=f"an int of at least {least}", fix=fix)
 
 
+def refuse_no_mapping(function: str, value: Any, expected: str, *, at: str = "its second argument", fix: str) -> None:
+    """A ``TypeError`` for a value that is not a mapping."""
+    if not isinstance(value, Mapping):
+        raise type_error(f"{function} takes a mapping", at=at, got=described(value), expected=expected, fix=fix)
+
+
 def value_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> ValueError:
     """A ``ValueError`` with the text of :func:`message`."""
     return ValueError(message(what, at=at, got=got, expected=expected, fix=fix))

@@ -12,6 +12,7 @@ import optax
 
 from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
+from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import copy_like
@@ -131,7 +132,9 @@ def freeze(
       >>> [leaf.shape for leaf in jax.tree.leaves(state)]  # a count, two moments of the head
       [(), (2,), (2,)]
     """
-    inner = _as_transformation(inner, frozen)
+    if frozen is None:
+        _refuse_no_spec(inner)
+    inner = as_transformation(inner, _CALL, name="inner", other=frozen)
     accepted = _accepted_plans(frozen)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
@@ -142,7 +145,7 @@ def freeze(
         state = FreezeState(*_make_plan(params, frozen, tied, accepted), ())
         plan = plan_of(state)
         values, treedef = _tree.flatten(params)
-        inner_state = transform(plan.labels(treedef)).init(jax.tree.unflatten(treedef, plan.take(values)))
+        inner_state = transform(plan.labels(treedef)).init(plan.trainable(treedef, values))
         return state._replace(inner_state=parts_outside(inner_state, plan))
 
     def update_fn(
@@ -154,10 +157,10 @@ def freeze(
         trainable, olds = None, [None] * len(values)
         if params is not None:
             olds, params_treedef = plan.align(params, "params")
-            trainable = jax.tree.unflatten(params_treedef, plan.take(olds))
+            trainable = plan.trainable(params_treedef, olds)
         try:
             new, inner_state = transform(plan.labels(treedef)).update(
-                jax.tree.unflatten(treedef, plan.take(values)),
+                plan.trainable(treedef, values),
                 variables_outside(state.inner_state, plan),
                 trainable,
                 **without_frozen(extra_args, plan, treedef, params),
@@ -271,24 +274,18 @@ def _accepted_plans(frozen: Spec) -> AcceptedPlans[Plan]:
     return AcceptedPlans(make, refuse_other)
 
 
-def _as_transformation(inner: Any, frozen: Any) -> optax.GradientTransformation:
-    if isinstance(inner, optax.GradientTransformation) and frozen is not None:
-        return inner
-    if isinstance(inner, optax.MultiSteps) and frozen is not None:
-        update_fn: Any = inner.update
-        return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-    if isinstance(inner, (optax.GradientTransformation, optax.MultiSteps)):
+def _refuse_no_spec(inner: Any) -> None:
+    """A ``TypeError`` for a call with one argument."""
+    if is_optimizer(inner):
         what, got, fix = (
             "fz.freeze was not told what is frozen",
             "an optimizer alone",
             "fz.freeze(optimizer, 'encoder')",
         )
-    elif isinstance(frozen, (optax.GradientTransformation, optax.MultiSteps)):
-        what, got, fix = "fz.freeze takes the optimizer first", described(inner), "swap the two arguments"
-    elif frozen is None:
+    else:
         what, got = "fz.freeze goes around an optimizer", described(inner)
         fix = f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which is what optax.freeze does"
-    else:
-        what, got = "the first argument of fz.freeze is no optimizer", described(inner)
-        fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(inner) else "pass an Optax optimizer"
-    raise type_error(what, at="fz.freeze", got=got, expected="fz.freeze(optimizer, frozen)", fix=fix)
+    raise type_error(what, at="fz.freeze", got=got, expected=_CALL, fix=fix)
+
+
+_CALL = "fz.freeze(optimizer, frozen)"

@@ -7,27 +7,26 @@ state and another program. Here a condition decides, a value of the running prog
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
-from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._errors import is_array, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
-from optax_freeze._optimizer.conditions import Condition, ask, check, refuse_no_bool
-from optax_freeze._optimizer.groups import Group, GroupPlans, group_name, make_group_plans
-from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
+from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.conditions import Condition, ask, check
+from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
+from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
+from optax_freeze._optimizer.update_unless import update_unless
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like, explicit_sharding, laid_out
+from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
-from optax_freeze._spec.selector_algebra import as_selector
-from optax_freeze._spec.selectors import as_choice
-from optax_freeze._spec.tree import Leaf, PyTree
+from optax_freeze._spec.selection import FROZEN, DenseMask, Selection
+from optax_freeze._spec.tree import PyTree
 
 
 class GroupState(NamedTuple):
@@ -96,9 +95,10 @@ def freeze_when(
       >>> params["encoder"]
       Array([0.5, 0.5], dtype=float32)
     """
-    inner = _as_transformation(inner, "inner", groups)
-    coupled = None if coupled is None else _as_transformation(coupled, "coupled")
-    named = _parse(groups)
+    call = "fz.freeze_when(optimizer, {pattern: condition})"
+    inner = as_transformation(inner, call, name="inner", other=groups)
+    coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
+    named = parse_groups(groups)
     accepted = _accepted_plans(named)
 
     def init_fn(params: PyTree) -> PyTree:
@@ -113,14 +113,8 @@ def freeze_when(
             for group, plan in zip(named, plans.plans, strict=False)
         ]
         plans = plans.with_masks(own)
-        *states, rest_state = [
-            _init(inner, jax.tree.unflatten(treedef, plan.take(values)), plan) for plan in plans.plans
-        ]
-        coupled_state = (
-            ()
-            if coupled is None
-            else _init(coupled, jax.tree.unflatten(treedef, plans.whole.take(values)), plans.whole)
-        )
+        *states, rest_state = [_init(inner, plan, treedef, values) for plan in plans.plans]
+        coupled_state = () if coupled is None else _init(coupled, plans.whole, treedef, values)
         of_groups = {
             group.name: GroupState(
                 jnp.array(group.frozen) if group.condition is None else (),
@@ -142,27 +136,32 @@ def freeze_when(
         if params is not None:
             olds, params_treedef = plans.whole.align(params, "params")
         call = _Call(treedef, params, olds, params_treedef, extra_args)
+        group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
         frozen = [
-            state.groups[group.name].frozen if group.condition is None else ask(group.name, group.condition, state.step)
-            for group in named
+            group_state.frozen if group.condition is None else ask(group.name, group.condition, state.step)
+            for group, group_state in zip(named, group_states, strict=True)
         ]
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
-            zeroed = _zeroed(values, plans, frozen)
-            grads, coupled_state = call.update(coupled, plans.whole, coupled_state, zeroed)
-        states = [*(state.groups[group.name].inner_state for group in named), state.rest_state]
-        calls = zip(plans.plans, states, [*frozen, False], strict=True)
-        parts, states = zip(*(call.update(inner, plan, each, grads, now) for plan, each, now in calls), strict=True)
-        new = []
-        for i, (leaf, selection) in enumerate(zip(plans.leaves, plans.whole.selections, strict=True)):
-            if selection is FROZEN:
-                new.append(zero(leaf, values[i], olds[i]))
-            else:
-                new.append(plans.merge(i, [part[i] for part in parts], values[i] if olds[i] is None else olds[i]))
-        *states, rest_state = states
+            grads = _zeroed(values, plans, frozen)
+            grads, coupled_state = call.run(coupled, plans.whole, coupled_state, grads, False)
+        states = [*(group.inner_state for group in group_states), state.rest_state]
+        runs = [
+            call.run(inner, plan, inner_state, grads, is_frozen)
+            for plan, inner_state, is_frozen in zip(plans.plans, states, [*frozen, False], strict=True)
+        ]
+        new = [
+            zero(leaf, value, old)
+            if selection is FROZEN
+            else plans.merge(i, [parts[i] for parts, _ in runs], value if old is None else old)
+            for i, (leaf, selection, value, old) in enumerate(
+                zip(plans.leaves, plans.whole.selections, values, olds, strict=True)
+            )
+        ]
+        *states, rest_state = [inner_state for _, inner_state in runs]
         of_groups = {
-            group.name: state.groups[group.name]._replace(inner_state=inner_state)
-            for group, inner_state in zip(named, states, strict=True)
+            group.name: group_state._replace(inner_state=inner_state)
+            for group, group_state, inner_state in zip(named, group_states, states, strict=True)
         }
         step = jnp.asarray(optax.safe_increment(state.step))
         return jax.tree.unflatten(treedef, new), FreezeWhenState(step, state.spec, of_groups, rest_state, coupled_state)
@@ -171,7 +170,7 @@ def freeze_when(
 
 
 class _Call(NamedTuple):
-    """The arguments of one update: the treedef of the updates, the parameters as given and flattened, the rest."""
+    """The arguments of one update: the treedef of the updates, the parameters as given and flattened, the others."""
 
     treedef: Any
     params: PyTree | None
@@ -179,21 +178,14 @@ class _Call(NamedTuple):
     params_treedef: Any
     extra_args: dict[str, Any]
 
-    def update(
-        self,
-        tx: optax.GradientTransformationExtraArgs,
-        plan: Plan,
-        state: Any,
-        values: Sequence[Any],
-        frozen: Any = False,
-    ) -> tuple[list[Any], Any]:
-        """One update of ``tx`` with the trainable part of a plan, unless it is frozen; flat updates and the state."""
+    def run(self, tx: Any, plan: Plan, state: PyTree, values: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
+        """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
         if all(selection is FROZEN for selection in plan.selections):
             return [_tree.HOLE] * len(values), state
-        updates = jax.tree.unflatten(self.treedef, plan.take(values))
-        params = None if self.params is None else jax.tree.unflatten(self.params_treedef, plan.take(self.olds))
+        updates = plan.trainable(self.treedef, values)
+        params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
         extra_args = without_frozen(self.extra_args, plan, self.treedef, self.params)
-        updates, state = _unless(frozen, tx.update, updates, variables_outside(state, plan), params, extra_args)
+        updates, state = update_unless(frozen, tx.update, updates, variables_outside(state, plan), params, extra_args)
         return _tree.flatten(updates)[0], parts_outside(state, plan)
 
 
@@ -209,57 +201,14 @@ def _copies(masks: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: jax.grad(loss), or fz.grad(loss, False)"
 
 
-def _init(inner: optax.GradientTransformation, trainable: PyTree, plan: Plan) -> optax.OptState:
+def _init(tx: optax.GradientTransformation, plan: Plan, treedef: Any, values: Sequence[Any]) -> optax.OptState:
+    trainable = plan.trainable(treedef, values)
     try:
-        return parts_outside(inner.init(trainable), plan)
+        return parts_outside(tx.init(trainable), plan)
     except IndexError:  # Optax's line searches look at the first leaf
         if jax.tree.leaves(trainable):
             raise
         return ()
-
-
-def _unless(
-    frozen: Any, update: Callable[..., Any], updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
-) -> tuple[PyTree, PyTree]:
-    """``update``, or where ``frozen`` updates that change nothing and the state as it is.
-
-    A loop of no or one round, and no ``lax.cond``: XLA updates the state of a loop in place, but copies what a branch
-    passes on, into the conditional and out of it, even where it is donated (five times the time of Adam on a CPU).
-    """
-    if not isinstance(frozen, Tracer):
-        if not frozen:
-            return update(updates, state, params, **extra_args)
-        leaves, treedef = jax.tree.flatten(updates)
-        of = zip(leaves, leaves if params is None else jax.tree.leaves(params), strict=True)
-        return jax.tree.unflatten(treedef, [zero(Leaf("", p.shape, p.dtype), u, p) for u, p in of]), state
-    # Traced once, though called for its shapes and in the loop.
-    train = jax.jit(lambda updates, state, params: update(updates, state, params, **extra_args))
-    new, new_state = jax.eval_shape(train, updates, state, params)
-    shapes, treedef = jax.tree.flatten(new)
-    # Moments of bfloat16 parameters become float32 in the first update, if the gradients are.
-    state = jax.tree.map(lambda old, new: old if old.dtype == new.dtype else old.astype(new.dtype), state, new_state)
-    # What a loop starts from is written to: one buffer for each, as long as no two are equal.
-    still = [
-        _filled(u, jnp.where(frozen, negative_zero(shape.dtype), jnp.asarray(i, shape.dtype)), shape)
-        for i, (u, shape) in enumerate(zip(jax.tree.leaves(updates), shapes, strict=True))
-    ]
-
-    def step(carry: Any) -> Any:
-        return (True, *train(updates, carry[2], params))
-
-    _, new, state = jax.lax.while_loop(
-        lambda carry: ~carry[0], step, (frozen, jax.tree.unflatten(treedef, still), state)
-    )
-    return new, state
-
-
-def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
-    """An array sharded as another one of its shape; the gradients of examples have an axis more than updates."""
-
-    def filled(like: Any, value: Any) -> jax.Array:
-        return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
-
-    return laid_out(explicit_sharding(like, shape.shape), filled, like, value)
 
 
 def _zeroed(values: Sequence[Any], plans: GroupPlans, frozen: Sequence[Any]) -> list[Any]:
@@ -271,55 +220,6 @@ def _zeroed(values: Sequence[Any], plans: GroupPlans, frozen: Sequence[Any]) -> 
                 zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), x.dtype), x), new[i])
                 new[i] = selection.choose(new[i], zeros)
     return new
-
-
-def _parse(groups: Any) -> list[Group]:
-    if not isinstance(groups, Mapping):
-        raise type_error(
-            "fz.freeze_when takes a mapping",
-            at="its second argument",
-            got=described(groups),
-            expected="{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}",
-            fix="for what stays frozen all along, use fz.freeze(inner, frozen)",
-        )
-    parsed: dict[str, Group] = {}
-    for key, value in groups.items():
-        name, mask, condition = group_name(key), None, value
-        if isinstance(value, tuple) and len(value) == 2:
-            mask, condition = as_choice(value[0], name), value[1]
-        if name in parsed or isinstance(mask, bool):
-            raise value_error(
-                "a bool where an element mask belongs" if isinstance(mask, bool) else "two groups of one name",
-                at=name,
-                got=repr(value) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
-                expected="(element mask, condition), and each group once",
-                fix="for whole leaves give the condition alone: {pattern: condition}",
-            )
-        selector = as_selector(key, "fz.freeze_when")
-        if callable(condition):
-            parsed[name] = Group(name, selector, mask, condition, None)
-        else:
-            refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
-            parsed[name] = Group(name, selector, mask, None, condition)
-    return list(parsed.values())
-
-
-def _as_transformation(tx: Any, name: str, groups: Any = None) -> optax.GradientTransformationExtraArgs:
-    if isinstance(tx, optax.MultiSteps):
-        update_fn: Any = tx.update
-        return optax.GradientTransformationExtraArgs(tx.init, update_fn)
-    if isinstance(tx, optax.GradientTransformation):
-        return optax.with_extra_args_support(tx)
-    fix = "call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass an Optax optimizer"
-    if isinstance(groups, (optax.GradientTransformation, optax.MultiSteps)):
-        fix = "swap the two arguments"
-    raise type_error(
-        f"`{name}` is no optimizer",
-        at="fz.freeze_when",
-        got=described(tx),
-        expected="fz.freeze_when(optimizer, {pattern: condition})",
-        fix=fix,
-    )
 
 
 def _with_plans(
@@ -365,7 +265,9 @@ def _owned(selection: Selection) -> str:
     """How much of a leaf trains, in the words of an error."""
     if isinstance(selection, DenseMask):
         return "some of its elements"
-    return {FROZEN: "nothing of it", TRAINABLE: "all of it"}.get(selection) or f"{~selection.as_spec()!r} of it"
+    if not selection.in_part:
+        return "nothing of it" if selection is FROZEN else "all of it"
+    return f"{~selection.as_spec()!r} of it"
 
 
 def _refuse_other_condition(group: Group, condition: Condition | None) -> None:

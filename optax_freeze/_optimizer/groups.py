@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import value_error
-from optax_freeze._optimizer.conditions import Condition
+from optax_freeze._errors import refuse_no_mapping, value_error
+from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import explicit_sharding, laid_out
@@ -23,6 +23,7 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex
 from optax_freeze._spec.selector_algebra import Choice, Selector, as_selector
+from optax_freeze._spec.selectors import as_choice
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -44,6 +45,32 @@ class Group(NamedTuple):
     def has_array(self) -> bool:
         """Whether the state holds the group's dense masks."""
         return isinstance(self.mask, Elements)
+
+
+def parse_groups(groups: Any) -> list[Group]:
+    """The groups of a mapping given to ``freeze_when``."""
+    forms = "{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}"
+    refuse_no_mapping("fz.freeze_when", groups, forms, fix="for a spec that never changes, fz.freeze(inner, frozen)")
+    parsed: dict[str, Group] = {}
+    for key, value in groups.items():
+        name, mask, condition = group_name(key), None, value
+        if isinstance(value, tuple) and len(value) == 2:
+            mask, condition = as_choice(value[0], name), value[1]
+        if name in parsed or isinstance(mask, bool):
+            raise value_error(
+                "a bool where an element mask belongs" if isinstance(mask, bool) else "two groups of one name",
+                at=name,
+                got=repr(value) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
+                expected="(element mask, condition), and each group once",
+                fix="for whole leaves give the condition alone: {pattern: condition}",
+            )
+        selector = as_selector(key, "fz.freeze_when")
+        if callable(condition):
+            parsed[name] = Group(name, selector, mask, condition, None)
+        else:
+            refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
+            parsed[name] = Group(name, selector, mask, None, condition)
+    return list(parsed.values())
 
 
 @jax.tree_util.register_static

@@ -32,7 +32,7 @@ def without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params:
         if structure != treedef or lone:
             return tree
         values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
-        return jax.tree.unflatten(treedef, plan.take(values))
+        return plan.trainable(treedef, values)
 
     if params is not None and any(callable(extra_args.get(name)) for name in _OF_PARAMS):
         rest = split(params, plan)[1]

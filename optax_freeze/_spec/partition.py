@@ -68,7 +68,7 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
 def split(params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
     """:func:`partition` by a plan."""
     values, treedef = plan.align(params, "params")
-    return jax.tree.unflatten(treedef, plan.take(values)), jax.tree.unflatten(treedef, plan.rest(values))
+    return plan.trainable(treedef, values), jax.tree.unflatten(treedef, plan.rest(values))
 
 
 def combine(trainable: PyTree, rest: PyTree) -> PyTree:

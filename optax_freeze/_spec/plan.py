@@ -130,6 +130,10 @@ class Plan:
         pairs = zip(self.selections, values, strict=True)
         return [v if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
 
+    def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
+        """The trainable part as a tree."""
+        return jax.tree.unflatten(treedef, self.take(values))
+
     def rest(self, values: Sequence[Any]) -> list[Any]:
         """The rest of each leaf; a hole beside a ``Part``."""
         pairs = zip(self.selections, values, strict=True)

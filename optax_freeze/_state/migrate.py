@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, printable, type_error, value_error
+from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex
@@ -88,14 +89,7 @@ def migrate(
       created: 0/mu/encoder, 0/nu/encoder
       dropped: nothing
     """
-    if not hasattr(tx, "init"):
-        raise type_error(
-            "fz.migrate takes the new optimizer second",
-            at="its second argument",
-            got=described(tx),
-            expected="fz.migrate(state, tx, params)",
-            fix="swap the first two arguments" if hasattr(state, "init") else "pass an Optax optimizer",
-        )
+    tx = as_transformation(tx, "fz.migrate(state, tx, params)", other=state)
     try:
         fresh = tx.init(params)
         shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}

@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.core import Tracer
 
-from optax_freeze._errors import described, message, type_error, value_error
+from optax_freeze._errors import described, message, refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Condition, ask, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.groups import group_name
@@ -39,14 +39,8 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
       >>> fz.currently_frozen(state)
       {'encoder': False}
     """
-    if not isinstance(frozen, Mapping):
-        raise type_error(
-            "fz.set_frozen takes a mapping",
-            at="its second argument",
-            got=described(frozen),
-            expected="{pattern: bool}",
-            fix="name each group by its pattern: fz.set_frozen(state, {'encoder': True})",
-        )
+    fix = "name each group by its pattern: fz.set_frozen(state, {'encoder': True})"
+    refuse_no_mapping("fz.set_frozen", frozen, "{pattern: bool}", fix=fix)
     known: dict[str, Condition | None] = {}
     for node in _states(state):
         for name, condition in _conditions(node):

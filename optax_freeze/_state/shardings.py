@@ -12,7 +12,8 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._errors import described, is_array, value_error
+from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import fitting
 from optax_freeze._spec.tree import PyTree
@@ -55,14 +56,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
       [(), ('data',), ('data',)]
       >>> init = jax.jit(tx.init, out_shardings=shardings)
     """
-    if not hasattr(tx, "init"):
-        raise type_error(
-            "fz.state_shardings takes the optimizer first",
-            at="its first argument",
-            got=described(tx),
-            expected="fz.state_shardings(tx, params)",
-            fix="swap the two arguments" if hasattr(params, "init") else "pass an Optax optimizer",
-        )
+    tx = as_transformation(tx, "fz.state_shardings(tx, params)", other=params)
     leaves, structure = _tree.flatten(params)
     arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if is_array(leaf)}
     placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in arrays.items()}

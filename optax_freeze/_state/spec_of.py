@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._errors import is_array, is_concrete, type_error, value_error
+from optax_freeze._errors import is_array, is_concrete, refuse_no_mapping, value_error
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
@@ -84,14 +84,8 @@ def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptS
       Array([[0., 1.],
              [1., 0.]], dtype=float32)
     """
-    if not isinstance(masks, Mapping):
-        raise type_error(
-            "fz.replace_masks takes a mapping",
-            at="its second argument",
-            got=type(masks).__name__,
-            expected="{path: boolean array}",
-            fix="name each mask by the path of its leaf",
-        )
+    fix = "name each mask by the path of its leaf"
+    refuse_no_mapping("fz.replace_masks", masks, "{path: boolean array}", fix=fix)
     known = {
         leaf.path
         for node in _states(state)
