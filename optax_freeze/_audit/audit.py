@@ -6,16 +6,15 @@ how these affect the others.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import optax
 
-from optax_freeze._audit.diagnosis import Leak, diagnose
+from optax_freeze._audit.diagnosis import Kind, Leak, diagnose
 from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
-from optax_freeze._errors import counted, described, message, type_error, value_error, whole_number
+from optax_freeze._errors import counted, described, is_int, message, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Resolved, Spec
 from optax_freeze._spec.tree import Part, PyTree
@@ -55,13 +54,14 @@ class Audit:
         return self.ok
 
     def __str__(self) -> str:
-        order = sorted(self.leaks, key=lambda leak: (_KINDS.index(leak.kind), leak.cause))
-        groups = [list(group) for _, group in itertools.groupby(order, lambda leak: (leak.kind, leak.cause))]
+        groups: dict[tuple[str, str], list[Leak]] = {}
+        for leak in sorted(self.leaks, key=lambda leak: get_args(Kind).index(leak.kind)):
+            groups.setdefault((leak.kind, leak.cause), []).append(leak)
         found = counted(len(groups), "leak", "leaks") if groups else "no leak"
         steps = counted(self.steps, "step", "steps")
         text = f"audit: {found} ({self.frozen} of {self.leaves} leaves frozen, {steps} a run)"
         text += f"\nnote: {self.note}" * bool(self.note)
-        return "\n\n".join([text, *map(_text, groups)])
+        return "\n\n".join([text, *map(_text, groups.values())])
 
     __repr__ = __str__
 
@@ -123,7 +123,9 @@ def audit(
       >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
     """
     tx = _as_transformation(tx)
-    steps = whole_number("no steps to take", steps, at="steps", least=1, fix="steps=3")
+    if not is_int(steps) or steps < 1:
+        error = value_error if is_int(steps) else type_error
+        raise error("no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3")
     spec, masks = Resolved.of(frozen, params, tied="ignore")
     values, treedef = _tree.flatten(params)
     _refuse_nothing_to_audit(values, spec, frozen)
@@ -177,9 +179,6 @@ def _refuse_nothing_to_audit(values: Sequence[Any], spec: Resolved, frozen: Spec
             expected="at least one floating-point or complex array that trains",
             fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
         )
-
-
-_KINDS = ("moved", "changed", "state", "untrained")
 
 
 def _text(rows: list[Leak]) -> str:

@@ -30,9 +30,9 @@ def draw(rows: Sequence[Row], state: Sequence[int], state_bytes: int | None, dep
         ax.barh(range(len(bars)), widths, left=left, color=_COLORS[i], label=f"{part}: {size(total or 0)}")
         left = [start + width for start, width in zip(left, widths, strict=True)]
     ax.set_yticks(range(len(bars)), [printable(name or "(the root)").replace("$", r"\$") for name in bars])
-    ax.invert_yaxis()
+    ax.set_ylim(1.35 * len(bars) - 0.5, -0.5)  # the first bar at the top, and space for the legend below the last
     ax.set_xlabel(name_of_unit)
-    ax.legend()
+    ax.legend(loc="lower right")
     return ax
 
 
