@@ -61,8 +61,8 @@ _EXPECTED: dict[Kind, str] = {
 
 TRAINS = Cause(
     "it trains",
-    "fz.freeze(tx, frozen), around the whole chain: either nothing freezes this leaf, or a mask is inverted (here True"
-    " means frozen), or optax.masked was taken for a freeze: it passes the gradient on where its mask is False",
+    "fz.freeze(tx, frozen), around the whole chain: nothing freezes this leaf, a mask is inverted (here True means"
+    " frozen), or optax.masked was taken for a freeze: it passes the gradient on where its mask is False",
 )
 DECAY = Cause(
     "weight decay",
@@ -75,8 +75,8 @@ AFTER = Cause(
 )
 PRODUCT = Cause(
     "a product with zero: NaN * 0 is NaN",
-    "fz.freeze(tx, frozen), or fz.masked_zero_updates(frozen), which select: most likely updates are multiplied by a"
-    " mask, or by a learning rate of 0",
+    "fz.freeze(tx, frozen), or fz.masked_zero_updates(frozen): most likely updates are multiplied by a mask, or by a"
+    " learning rate of 0",
 )
 STATE_AFTER = Cause(
     "the state of an optimizer after the freeze",
@@ -108,7 +108,6 @@ STATE = Cause(
     "fz.freeze(tx, frozen), with MultiSteps and optax.flatten inside, by fz.rows or fz.elements(..., compact=True) for"
     " a part of a leaf: tx then never sees a frozen element",
 )
-
 
 _FINITE, _NOT_FINITE = ("ordinary", "huge"), ("NaN", "inf", "-inf")
 _CONDITION = {
@@ -143,7 +142,7 @@ def diagnose(simulation: Simulation) -> tuple[list[Leak], dict[str, Run]]:
         if i in ignored:
             trains = simulation.counts[i][1]
             got = f"{trains} elements with the same update and state whatever their gradient"
-            leaks.append(_leak("untrained", IGNORED, _path(simulation, i), got, trains))
+            leaks.append(_leak("untrained", IGNORED, simulation.paths[i], got, trains))
     return [*leaks, *_held(simulation, frozen_state)], runs
 
 
@@ -177,22 +176,22 @@ def _moved(simulation: Simulation, runs: Mapping[str, Run], i: int) -> Iterator[
         step, measured = runs[name].first("moved", i)
         got = f"{measured.moved} of {frozen} frozen elements move in step {step} with {_CONDITION[name]}"
         got += _by_up_to(measured.largest)
-        return _leak("moved", cause, _path(simulation, i), got, measured.moved)
+        return _leak("moved", cause, simulation.paths[i], got, measured.moved)
 
     reacting = [name for name, run in runs.items() if run.shows("reacted", i)]
-    drifting = [name for name in ("zero", "other") if name in runs and runs[name].shows("moved", i)]
+    moving = [name for name in ("zero", "other") if name in runs and runs[name].shows("moved", i)]
     trained = [name for name in _FINITE if name in reacting]
     spoiled = [name for name in _NOT_FINITE if name in reacting]
-    if "again" in reacting:
+    if "again" in reacting:  # a random update
         yield leak("zero", AFTER)
     elif trained:
         yield leak(trained[0], TRAINS)
     else:
-        if drifting:
-            step, _ = runs[drifting[0]].first("moved", i)
-            rates = [float(runs[name].measurements[step - 1][i].rate) for name in drifting]
+        if moving:
+            step, _ = runs[moving[0]].first("moved", i)
+            rates = [float(runs[name].measurements[step - 1][i].rate) for name in moving]
             is_decay = 0 < abs(rates[0]) < 1 and np.allclose(rates, rates[0], rtol=0.1, atol=0)
-            yield leak(drifting[0], DECAY if is_decay else AFTER)
+            yield leak(moving[0], DECAY if is_decay else AFTER)
         if spoiled:
             yield leak(spoiled[0], PRODUCT)
         if "warm" in reacting:
@@ -207,7 +206,7 @@ def _changed(simulation: Simulation, runs: Mapping[str, Run], i: int, crosses: b
         step, measured = runs[name].first(when, i)
         got = f"{measured.changed} of {trains} elements have another update in step {step} with {_CONDITION[name]}"
         got += " at the frozen elements" + (": none" if measured.stopped else _by_up_to(measured.difference))
-        return _leak("changed", cause, _path(simulation, i), got, measured.changed)
+        return _leak("changed", cause, simulation.paths[i], got, measured.changed)
 
     reached = [name for name in (*_FINITE, *_NOT_FINITE, "other") if name in runs and runs[name].shows("changed", i)]
     if not reached or runs["again"].shows("changed", i):
@@ -226,10 +225,6 @@ def _leak(kind: Kind, cause: Cause, path: str, got: str, elements: int, nbytes: 
     return Leak(kind, path, cause.name, got, _EXPECTED[kind], cause.fix, int(elements), nbytes)
 
 
-def _path(simulation: Simulation, i: int) -> str:
-    return simulation.spec.leaves[i].path
-
-
 def _by_up_to(number: Any) -> str:
     return ", to NaN" if np.isnan(number) else f", by up to {number:.3g}" if number else ""
 
@@ -241,14 +236,14 @@ def _ignored(simulation: Simulation, zero: Run, turned: Run) -> set[int]:
     pairs = zip(_entries(simulation, zero.after), _tree.flatten(turned.after)[0], strict=True)
     known = [(entry, other) for entry, other in pairs if entry.leaf is not None or np.ndim(other)]
     affected = {entry.leaf for entry, other in known if not _equal(entry.value, other)}
-    leaves = {i for i in simulation.numbers if simulation.counts[i][1] and not affected & {_path(simulation, i), None}}
+    leaves = {i for i in simulation.numbers if simulation.counts[i][1] and not affected & {simulation.paths[i], None}}
     return {i for i in leaves if not turned.shows("changed", i) and not turned.shows("nan", i)}
 
 
-def _groups(state: optax.OptState) -> dict[str, Any]:
-    """The states of ``freeze_when`` in a state, by their paths."""
+def _groups(state: optax.OptState) -> list[str]:
+    """The paths of the states of ``freeze_when`` in a state."""
     nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, FreezeWhenState))[0]
-    return {_tree.keystr(key): node for key, node in nodes if isinstance(node, FreezeWhenState)}
+    return [_tree.keystr(key) for key, node in nodes if isinstance(node, FreezeWhenState)]
 
 
 def _held(simulation: Simulation, frozen_state: Sequence[FrozenState]) -> Iterator[Leak]:
@@ -261,7 +256,7 @@ def _held(simulation: Simulation, frozen_state: Sequence[FrozenState]) -> Iterat
         frozen, trains = map(sum, zip(*counts, strict=True))
         nbytes = sum(entry.value.nbytes * frozen // (frozen + trains) for entry in entries)
         got = f"{nbytes:,} bytes, at {', '.join(entry.slot for entry in entries)}"
-        yield _leak("state", STATE, "" if i is None else _path(simulation, i), got, frozen, nbytes)
+        yield _leak("state", STATE, "" if i is None else simulation.paths[i], got, frozen, nbytes)
 
 
 def _frozen_state(simulation: Simulation) -> list[FrozenState]:
@@ -270,7 +265,7 @@ def _frozen_state(simulation: Simulation) -> list[FrozenState]:
     Left out is what is held by design: the state that a group of ``freeze_when`` keeps for later, and inside ``freeze``
     with a dense mask, the state of the whole leaf.
     """
-    state, leaves = simulation.initial_state, {leaf.path: i for i, leaf in enumerate(simulation.spec.leaves)}
+    state = simulation.initial_state
     groups = tuple(f"{path}/" if path else "" for path in _groups(state))
     size = sum(map(sum, simulation.counts))
     may_be_flat = len(simulation.numbers) > 1 and any(frozen for frozen, _ in simulation.counts)
@@ -281,8 +276,8 @@ def _frozen_state(simulation: Simulation) -> list[FrozenState]:
         if entry.leaf is None:
             if may_be_flat and entry.value.shape[-1:] == (size,):
                 found.append(FrozenState(position, None, entry))
-        elif _is_of_frozen(simulation.spec.answers[leaves[entry.leaf]], entry):
-            found.append(FrozenState(position, leaves[entry.leaf], entry))
+        elif _is_of_frozen(simulation.spec.answers[simulation.index_of[entry.leaf]], entry):
+            found.append(FrozenState(position, simulation.index_of[entry.leaf], entry))
     return found
 
 

@@ -7,6 +7,7 @@ be known about the optimizer. Trainable elements get the gradient of a quadratic
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,13 +36,6 @@ _EXTRA_ARGS = (("value", "grad", "value_fn"), ("value", "grad", "value_fn", "obj
 
 A line search refuses arguments that its function does not take, and SAM all but its own, so not all are given at once.
 """
-
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 class Run(NamedTuple):
@@ -86,8 +80,10 @@ class Simulation:
         ]
         wide = any(jnp.finfo(leaves[i].dtype).bits > 32 for i in inexact)
         self._loss_dtype = jax.dtypes.canonicalize_dtype(jnp.float64 if wide else jnp.float32)
-        self._program: Callable[..., Any] = jax.jit(self._step, static_argnums=0)
-        self._extra_args: tuple[tuple[str, ...], ...] = _EXTRA_ARGS
+        programs: Any = (jax.jit(self._step, static_argnums=0), self._step)
+        self._ways = [*itertools.product(programs, _EXTRA_ARGS)]
+        self.paths = [leaf.path for leaf in leaves]
+        self.index_of = {path: i for i, path in enumerate(self.paths)}
 
     @functools.cached_property
     def frozen(self) -> list[Any]:
@@ -131,22 +127,19 @@ class Simulation:
           other: whether the frozen parameters have other values, all of them negative.
           state: the optimizer's state to begin with, instead of a new one.
         """
-        start = {i: self.start[i] for i in self.numbers}
-        if other:
-            start |= {i: self._other(i) for i in self.filled}
+        values = start = {i: self._other(i) if other and i in self.filled else self.start[i] for i in self.numbers}
         if state is None:
             state = self._init(start) if other else self.initial_state
         fills = {i: self._fill(i, fill) for i in self.filled}
-        run, values = Run([], [], state, state), start
+        run = Run([], [], state, state)
         for step in range(self.steps):
-            noise = {i: value for i, value in self._noise[step].items() if self.spec.answers[i] is not True}
-            noise = {i: -value if turned else value for i, value in noise.items()}
+            trainable = [i for i in self._noise[step] if self.spec.answers[i] is not True]
+            noise = {i: -self._noise[step][i] if turned else self._noise[step][i] for i in trainable}
             updates, new, state = self._advance(values, state, start, noise, fills, self.masks)
-            expected = updates if reference is None else reference.updates[step]
+            expected = reference.updates[step] if reference else updates
             measured = {i: measure(values[i], updates[i], expected[i], self.frozen[i]) for i in self.numbers}
             run.measurements.append(jax.device_get(measured))
-            if reference is None:
-                run.updates.append(updates)
+            run.updates.append({} if reference else updates)
             values = new
         return run._replace(after=state)
 
@@ -158,25 +151,18 @@ class Simulation:
             raise
 
     def _advance(self, *args: Any) -> Any:
-        """One step with the first set of extra arguments that the optimizer accepts."""
+        """One step, compiled if the optimizer can be, with the first extra arguments that it accepts."""
         errors = []
-        for names in self._extra_args:
+        for program, names in self._ways:
             try:
-                result = self._compiled_or_not(names, *args)
+                result = program(names, *args)
             except Exception as error:
                 errors.append(error)
             else:
-                self._extra_args = (names,)
+                self._ways = [(program, names)]
                 return result
         errors[0].add_note("fz.audit: from tx.update(grads, state, params), with gradients made up by it")
         raise errors[0]
-
-    def _compiled_or_not(self, *args: Any) -> Any:
-        try:
-            return self._program(*args)
-        except _NEEDS_VALUES:
-            self._program = self._step
-            return self._step(*args)
 
     def _step(
         self,

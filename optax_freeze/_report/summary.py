@@ -16,14 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._errors import (
-    described,
-    is_array,
-    is_concrete,
-    type_error,
-    value_error,
-    whole_number,
-)
+from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._report import plot as _plot

@@ -533,7 +533,7 @@ def test_bars_are_the_bytes_of_modules(params, ax, spec):
         rows = [row for row in summary.rows if row.path.startswith(name)]
         expected = (sum(r.bytes - r.frozen_bytes for r in rows), sum(r.frozen_bytes for r in rows))
         assert np.allclose(bar[:2], expected)
-    masks = MASK.nbytes if spec is SPECS["dense"] else MASK.nbytes if spec is SPECS["compact"] else 0
+    masks = MASK.nbytes if spec is SPECS["dense"] or spec is SPECS["compact"] else 0
     assert summary.state_bytes == sum(summary.row_state_bytes) + 4 + masks
     assert nbytes(fz.freeze(tx, spec).init(params)) == summary.state_bytes
     assert [text.split(":")[0] for text in legend] == ["trainable", "frozen", "optimizer state"]
