@@ -75,8 +75,8 @@ AFTER = Cause(
 )
 PRODUCT = Cause(
     "a product with zero: NaN * 0 is NaN",
-    "fz.freeze(tx, frozen), or fz.masked_zero_updates(frozen): most likely updates are multiplied by a mask, or by a"
-    " learning rate of 0",
+    "fz.freeze(tx, frozen), or fz.masked_zero_updates(frozen), which select: most likely updates are multiplied by a"
+    " mask, or by a learning rate of 0",
 )
 STATE_AFTER = Cause(
     "the state of an optimizer after the freeze",
