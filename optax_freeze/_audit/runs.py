@@ -127,11 +127,13 @@ class Simulation:
           other: whether the frozen parameters have other values, all of them negative.
           state: the optimizer's state to begin with, instead of a new one.
         """
-        values = start = {i: self._other(i) if other and i in self.filled else self.start[i] for i in self.numbers}
+        start = {i: self.start[i] for i in self.numbers}
+        if other:
+            start |= {i: self._other(i) for i in self.filled}
         if state is None:
             state = self._init(start) if other else self.initial_state
         fills = {i: self._fill(i, fill) for i in self.filled}
-        run = Run([], [], state, state)
+        run, values = Run([], [], state, state), start
         for step in range(self.steps):
             trainable = [i for i in self._noise[step] if self.spec.answers[i] is not True]
             noise = {i: -self._noise[step][i] if turned else self._noise[step][i] for i in trainable}
