@@ -72,15 +72,15 @@ def train(title: str, params: Any, tx: Any, grad: Any, data: Any, test: Any, epo
     return params, curve, (compiled.cost_analysis() or {})["flops"]
 
 
-def draw_curves(full: Any, tuned: Any, picture: pathlib.Path) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+def draw(full: Any, tuned: Any, summary: fz.Summary, picture: pathlib.Path) -> None:
+    axes, bars = Figure(figsize=(9, 4), layout="constrained").subplots(1, 2)
     axes.plot(full, label="everything trains", color="tab:gray")
     axes.plot(tuned, label="encoder frozen", color="tab:blue")
     axes.set(xlabel="epoch", ylabel="held-out accuracy", title="From the digits 0-4 to all ten", ylim=(0, 1))
     axes.locator_params("x", integer=True)
     axes.legend(loc="lower right")
-    figure.savefig(picture, dpi=150)
+    summary.plot(bars).set_title("Bytes")
+    axes.figure.savefig(picture, dpi=150)
 
 
 def main() -> None:
@@ -112,8 +112,8 @@ def main() -> None:
     digests = (np.asarray(fz.fingerprint(params, FROZEN)) for params in (base, full, tuned))
     table.add_row("fingerprint of the encoder", *(digest.tobytes().hex()[:12] for digest in digests))
     console.print(table)
-    draw_curves(full_curve, tuned_curve, args.picture)
-    console.print(f"no bit of the frozen encoder moved (fz.assert_frozen)\nlearning curves: {args.picture}")
+    draw(full_curve, tuned_curve, summary, args.picture)
+    console.print(f"no bit of the frozen encoder moved (fz.assert_frozen)\npicture: {args.picture}")
 
 
 if __name__ == "__main__":

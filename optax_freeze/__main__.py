@@ -1,7 +1,7 @@
 """``python -m optax_freeze CHECKPOINT``: what a pattern freezes of a checkpoint, before anything is loaded or trained.
 
-Orbax keeps the shapes of a checkpoint beside its arrays. They are all that a spec sees and all that a summary needs, so
-that patterns for a model of hundreds of gigabytes can be tried on a laptop, in a second.
+Orbax stores the shapes of a checkpoint beside its arrays. A summary needs nothing else, so patterns for a model of
+hundreds of gigabytes can be tried on a laptop, in a second.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments of the command line, those of the process if None.
 
     Returns:
-      The exit status: 0, or 2 for a wrong pattern, checkpoint or optimizer, of which standard error tells.
+      The exit status: 0, or 2 for a wrong pattern, checkpoint or optimizer, with a message on standard error.
     """
     args = _parser().parse_args(argv)
     try:
@@ -80,14 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--freeze", action="append", metavar="PATTERN", help="freeze what it matches; may be repeated")
     which.add_argument("--only", action="append", metavar="PATTERN", help="freeze all but what it matches")
-    parser.add_argument("--params", default="", metavar="PATH", help="where the parameters stand in the checkpoint")
+    parser.add_argument("--params", default="", metavar="PATH", help="path of the parameters in the checkpoint")
     parser.add_argument("--optimizer", metavar="NAME", help="count its state: adamw, contrib.muon, ...")
     parser.add_argument("--depth", type=int, metavar="N", help="sum up what is below N segments of a path")
     return parser
 
 
 def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
-    """The leaves of a checkpoint by their paths, and what was frozen if it tells."""
+    """The leaves of a checkpoint by their paths, and its spec if it has one."""
     if not checkpoint.exists():
         raise _wrong(checkpoint, "no such directory", _what_is_there(checkpoint))
     if not checkpoint.is_dir():
@@ -157,13 +157,13 @@ def _leaf(metadata: Any) -> Any:
 
 
 def _is_recorded(step: epath.Path) -> bool:
-    """Whether :mod:`optax_freeze.checkpoint` wrote this step: a record, and beside it no items but its own."""
+    """Whether :mod:`optax_freeze.checkpoint` wrote this step: it has a record, and no other items."""
     items = {child.name for child in step.iterdir() if (child / "_METADATA").exists()}
     return (step / "spec" / "metadata").exists() and items <= {"trainable", "masks", "opt_state"}
 
 
 def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
-    """Every leaf of a record, and what of it was frozen."""
+    """Every leaf of a record, and its spec."""
     records: list[Mapping[str, Any]] = read_record(str(step))["leaves"]
     masks: dict[str, Any] = {str(i): np.zeros(r["shape"], bool) for i, r in enumerate(records) if is_dense(r)}
     if any(mask.size for mask in masks.values()):
@@ -202,7 +202,7 @@ def _no_optimizer(name: str, got: str, fix: str) -> ValueError:
 
 
 def _what_is_there(missing: epath.Path) -> str:
-    """What to do about a path that does not exist: the directories beside the first name of it that is not there."""
+    """A hint for a path that does not exist: the directories beside its first missing segment."""
     while missing.parent != missing and not missing.parent.exists():
         missing = missing.parent
     above = missing.parent

@@ -1,8 +1,9 @@
-"""Wrong calls over the whole public interface: each gives the message that `docs/errors.md` shows for it."""
+"""Wrong calls over the whole public interface, and those in the documentation, give the message beside them."""
 
 import io
 import pathlib
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,24 @@ import optax_freeze.nnx as fnnx
 from optax_freeze import checkpoint
 from optax_freeze.__main__ import main
 
-INTRODUCTION, *SECTIONS = re.split(r"^## ", pathlib.Path("docs/errors.md").read_text(), flags=re.MULTILINE)
-[VALUES] = re.findall(r"```python\n(.*?)```", INTRODUCTION, re.DOTALL)
-CALL = re.compile(r"^### (.*?)\n\n```python\n(.*?)\n```\n\n```text\n(\w+): (.*?)\n```$", re.DOTALL | re.MULTILINE)
-CALLS = {f"{section.splitlines()[0]}: {title}": call for section in SECTIONS for title, *call in CALL.findall(section)}
+CALL = re.compile(
+    r"^### ([^\n]*)\n\n(?:[^#]*?\n\n)?```python\n(.*?)\n```\n\n```text\n(\w+): (.*?)\n```$", re.DOTALL | re.MULTILINE
+)
+
+
+def calls_on(page):
+    """The shared values of a page and its wrong calls, each with the name of its error and the message."""
+    introduction, *sections = re.split(r"^## ", pathlib.Path(page).read_text(), flags=re.MULTILINE)
+    [values] = re.findall(r"```python\n(.*?)```", introduction, re.DOTALL)
+    calls = {
+        f"{section.splitlines()[0]}: {title}": call for section in sections for title, *call in CALL.findall(section)
+    }
+    assert len(calls) == sum(section.count("\n### ") for section in sections)
+    return values, calls
+
+
+VALUES, CALLS = calls_on("tests/wrong_calls.md")
+SHARED, DOCUMENTED = calls_on("docs/errors.md")
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +46,24 @@ def values():
     return namespace
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_call_says_what_is_wrong(name, values):
-    call, error, message = CALLS[name]
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        exec(call, dict(values))
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [*CALLS.values(), *DOCUMENTED.values()],
+    ids=[*CALLS, *(f"docs: {name}" for name in DOCUMENTED)],
+)
+def test_a_wrong_call_says_what_is_wrong(call, error, message, values):
+    with warnings.catch_warnings():
+        if error == "FreezeWarning":
+            warnings.simplefilter("error", fz.FreezeWarning)
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            exec(call, dict(values))
     assert caught.type.__name__ == error
     assert re.fullmatch(re.escape(message).replace(r"\.\.\.", ".*"), str(caught.value))
 
 
-def test_every_call_on_the_page_is_tested():
-    assert len(CALLS) == sum(section.count("\n### ") for section in SECTIONS) >= 60
+def test_the_pages_share_their_values():
+    assert SHARED == VALUES
+    assert len(CALLS) >= 60
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not isinstance(getattr(fz, name), type)])

@@ -1,20 +1,21 @@
 """Where an optimizer does not freeze what it should: :func:`audit` finds out by running it.
 
-What is frozen leaks at many places of a chain, and each of them looks right when read: a mask, a label, the order of
-two transformations. So nothing is read here. The whole chain runs with made-up gradients, and the audit says what it
-does to frozen places, and what these do to the others. The rows come first, their text apart.
+A freeze can leak in many places of a chain, each of which looks right when read: a mask, a label, the order of two
+transformations. So the whole chain runs with made-up gradients, and the audit says how it updates frozen elements, and
+how these affect the others.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import optax
 
-from optax_freeze._audit.diagnosis import Leak, leaks_of, reaches, runs_of
-from optax_freeze._audit.runs import ExtraArgs, Probe, Run, made_up
+from optax_freeze._audit.diagnosis import Kind, Leak, diagnose
+from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
 from optax_freeze._errors import counted, described, is_int, message, type_error, value_error
+from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -24,21 +25,21 @@ from optax_freeze._spec.tree import Part, PyTree
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audit:
-    """What :func:`audit` found; true if there is no leak, and a text for a log as a ``str``.
+    """The result of :func:`audit`; true if there is no leak, and a text for a log as a ``str``.
 
     Attributes:
-      leaks: a row for each leak and leaf.
-      leaves: how many leaves there are.
-      frozen: how many of them are frozen, in whole or in part.
+      leaks: one for each leaf and cause.
+      leaves: the number of leaves.
+      frozen: the number of leaves that are frozen, in whole or in part.
       steps: the steps of each run.
-      note: what keeps the runs from showing everything; empty if nothing does.
+      note: why the runs may not show every leak; empty if there is no reason.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
       >>> audit = fz.audit(optax.masked(optax.sgd(0.1), {"encoder": False, "head": True}), params, "encoder")
       >>> audit.ok, [(leak.kind, leak.path, leak.cause) for leak in audit.leaks]
-      (False, [('moved', 'encoder', 'the raw gradient is passed on')])
+      (False, [('moved', 'encoder', 'it trains')])
     """
 
     leaks: tuple[Leak, ...]
@@ -56,20 +57,19 @@ class Audit:
         return self.ok
 
     def __str__(self) -> str:
-        rows: dict[Any, list[Leak]] = {}
-        for leak in sorted(self.leaks, key=lambda leak: _KINDS.index(leak.kind)):
-            rows.setdefault((leak.kind, leak.cause, leak.fix), []).append(leak)
-        groups = list(rows.values())
+        groups: dict[tuple[str, str], list[Leak]] = {}
+        for leak in sorted(self.leaks, key=lambda leak: get_args(Kind).index(leak.kind)):
+            groups.setdefault((leak.kind, leak.cause), []).append(leak)
         found = counted(len(groups), "leak", "leaks") if groups else "no leak"
         steps = counted(self.steps, "step", "steps")
         text = f"audit: {found} ({self.frozen} of {self.leaves} leaves frozen, {steps} a run)"
         text += f"\nnote: {self.note}" * bool(self.note)
-        return "\n\n".join([text, *map(_text, groups)])
+        return "\n\n".join([text, *map(_text, groups.values())])
 
     __repr__ = __str__
 
     def raise_for_leaks(self) -> None:
-        """Raises an ``AssertionError`` that lists all leaks and what to do about each, if there is any."""
+        """Raises an ``AssertionError`` that lists the leaks and their fixes, if there is any."""
         if self.leaks:
             raise AssertionError(str(self))
 
@@ -83,34 +83,32 @@ def audit(
     extra_args: ExtraArgs = None,
     full_grads: bool = True,
 ) -> Audit:
-    """Runs a whole optimizer, and says where it does not freeze what it should, and what to do about it.
+    """Runs a whole optimizer, and says where it does not freeze what it should, and how to fix it.
 
-    ``tx`` takes a few steps again and again from the same start, with gradients of zero, ordinary, huge, infinite and
-    NaN ones at the frozen places, with other parameters there, and with a state that holds moments for them. Nothing
-    may move there, and no bit of any other update may change. Neither ``tx`` nor ``params`` is changed.
+    ``tx`` takes a few steps several times from the same start: with gradients of zero and with ordinary, huge, infinite
+    and NaN gradients for the frozen elements, with other frozen parameters, and with a state that has moments for them.
+    No frozen element may move, and no bit of any other update may change. Neither ``tx`` nor ``params`` is changed.
 
-    A leak is found whatever ``tx`` is made of; its cause is judged from what was seen. What a schedule does after these
-    steps is not seen.
+    Leaks are found whatever ``tx`` is made of; their causes are inferred. Later steps of a schedule are not covered.
 
     Args:
-      tx: the optimizer as it is given to the training, with ``fz.freeze``, ``optax.masked`` or whatever freezes in it.
+      tx: the optimizer of the training, with ``fz.freeze``, ``optax.masked`` or whatever freezes in it.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up.
       frozen: what should be frozen, in any form.
-      steps: how many steps each run takes; more than the mini-steps of gradient accumulation, to see its update.
+      steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The
-        ``value``, ``grad``, ``value_fn``, ``obj_fn`` and ``grad_fn`` of a made-up loss are given without being asked
-        for. With arguments of your own, what trains may depend on frozen parameters: a loss does.
-      full_grads: False for a training whose gradients have the trainable structure
-        (:func:`optax_freeze.value_and_grad`), so that nothing reaches ``tx`` from the gradients of what is frozen.
+        ``value``, ``grad``, ``value_fn``, ``obj_fn`` or ``grad_fn`` of a made-up loss are given if ``tx`` takes them.
+        With arguments of your own, a loss for example, trainable parameters may depend on frozen ones.
+      full_grads: False if ``tx`` gets only gradients of trainable parameters (:func:`optax_freeze.value_and_grad`).
 
     Returns:
       An :class:`Audit`: true if there is no leak.
 
     Raises:
-      ValueError: if the spec does not fit, or nothing trains under it; if ``steps`` is not at least 1, or a ``Part`` is
-        among the parameters.
-      TypeError: if ``tx`` is no optimizer, ``steps`` is no int, a function of the spec looks at values, or a leaf holds
-        an array and is none (a Keras variable). Errors of ``tx`` are passed on, with a note.
+      ValueError: if the spec does not fit or freezes everything, ``steps`` is less than 1, or there is a ``Part`` among
+        the parameters.
+      TypeError: if ``tx`` is not an optimizer or ``steps`` not an int, a function of the spec reads values, or a leaf
+        is an object that holds an array (a Keras variable). Errors of ``tx`` are passed on, with a note.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -127,50 +125,33 @@ def audit(
         fix: fz.freeze(optax.chain(..., optax.add_decayed_weights(...)), frozen): decay belongs inside the freeze
       >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
     """
-    tx = _as_transformation(tx)
-    is_number = is_int(steps)
-    if not is_number or steps < 1:
-        raise (value_error if is_number else type_error)(
-            "no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3"
-        )
+    tx = as_transformation(tx, "fz.audit(tx, params, frozen)")
+    if not is_int(steps) or steps < 1:
+        error = value_error if is_int(steps) else type_error
+        raise error("no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3")
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
-    _refuse_nothing_to_audit(values, plan, frozen)
-    start = [made_up(value) for value in values]
-    probe = Probe(tx, plan, start, treedef, int(steps), extra_args, full_grads)
-    with jax.debug_nans(False), jax.debug_infs(False):  # the gradients made up are NaN and infinite on purpose
-        runs = runs_of(probe)
-        leaks = leaks_of(probe, runs)
+    _refuse_parts(values, plan)
+    plan.refuse_all_frozen("there is nothing to audit", frozen)
+    simulation = Simulation(tx, plan, list(map(made_up, values)), treedef, steps, extra_args, full_grads)
+    with jax.debug_nans(False), jax.debug_infs(False):  # some of the gradients are NaN or infinite on purpose
+        leaks, runs = diagnose(simulation)
     in_part_or_whole = sum(selection is not TRAINABLE for selection in plan.selections)
-    return Audit(tuple(leaks), len(values), in_part_or_whole, probe.steps, _note(probe, runs, leaks))
+    return Audit(tuple(leaks), len(values), in_part_or_whole, steps, _note(simulation, runs, leaks))
 
 
-def _note(probe: Probe, runs: Mapping[str, Run], leaks: Sequence[Leak]) -> str:
-    facts = [leaf for step in runs["zero"].facts for leaf in step.values()]
-    if any(reaches(runs["again"], i) for i in probe.seen):
-        return "two equal runs gave what trains other updates: it cannot be said what reaches them"
-    if any(leaf.nan for leaf in facts):
-        return "what trains has updates that are NaN whatever is frozen: it cannot be said what reaches them"
-    if not any(leaf.live for leaf in facts) and all(leak.kind != "untrained" for leak in leaks):
-        return "what trains had no update in these steps: give more, for gradient accumulation or a warm-up"
+def _note(simulation: Simulation, runs: Mapping[str, Run], leaks: Sequence[Leak]) -> str:
+    numbers, zero = simulation.numbers, runs["zero"]
+    if any(runs["again"].shows("changed", i) for i in numbers):
+        return "two equal runs gave different updates: what trainable parameters depend on cannot be judged"
+    if any(zero.shows("nan", i) for i in numbers):
+        return "updates of trainable parameters are NaN whatever is frozen: what they depend on cannot be judged"
+    if not any(zero.shows("live", i) for i in numbers) and all(leak.kind != "untrained" for leak in leaks):
+        return "trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"
     return ""
 
 
-def _as_transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    if isinstance(tx, optax.GradientTransformation):
-        return optax.with_extra_args_support(tx)
-    raise type_error(
-        "fz.audit takes the optimizer first",
-        at="its first argument",
-        got=described(tx),
-        expected="fz.audit(tx, params, frozen)",
-        fix="call the factory: optax.adam(1e-3), not optax.adam" if callable(tx) else "pass the optimizer",
-    )
-
-
-def _refuse_nothing_to_audit(values: Sequence[Any], plan: Plan, frozen: Spec) -> None:
+def _refuse_parts(values: Sequence[Any], plan: Plan) -> None:
     for value, leaf in zip(values, plan.leaves, strict=True):
         if isinstance(value, Part):
             raise value_error(
@@ -180,14 +161,10 @@ def _refuse_nothing_to_audit(values: Sequence[Any], plan: Plan, frozen: Spec) ->
                 expected="the full leaf",
                 fix="pass the parameters as they were before fz.partition",
             )
-    plan.refuse_all_frozen("there is nothing to audit", frozen)
-
-
-_KINDS = ("moved", "changed", "state", "untrained")
 
 
 def _text(rows: list[Leak]) -> str:
-    """Leaks of one cause, as one: that with the most elements speaks for all."""
+    """Leaks of one cause as one entry, with the details of the largest."""
     most, paths = max(rows, key=lambda leak: leak.elements), [leak.path or "(all leaves)" for leak in rows]
     got = most.got
     if len(rows) > 1:

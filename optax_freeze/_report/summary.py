@@ -1,13 +1,13 @@
-"""What is frozen, leaf by leaf, and what that saves: elements, bytes, and the optimizer's state.
+"""What is frozen, leaf by leaf, and what that saves: elements, bytes, and optimizer state.
 
 Rows first, rendering apart, as in ``flax.linen.tabulate`` and CLU's parameter overview; unlike them it takes any pytree
-and says of every element whether it trains. The optimizer's state is counted by ``jax.eval_shape`` of its own ``init``,
-so that there is nothing to know about optimizers here.
+and says of every element whether it trains. The optimizer state is measured by ``jax.eval_shape`` of its own ``init``.
 """
 
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,33 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error, whole_number
+from optax_freeze._errors import is_array, is_concrete, value_error, whole_number
+from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._report import plot as _plot
 from optax_freeze._report import table as _table
-from optax_freeze._report import treemap as _treemap
 from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, PyTree
+from optax_freeze._state.entries import entries_of
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """What :func:`optax_freeze.summary` found: print it, or let a notebook show it.
+    """The result of :func:`optax_freeze.summary`: print it, show it in a notebook, or :meth:`plot` it.
 
-    In print, layers that differ in their number alone are one line: ``layer_0 … layer_31/kernel`` with the shape
-    ``32 × (512, 512)``. Numbers in a line are for all of them, so that the columns add up. The rows keep every leaf.
+    In print, layers whose names differ only in a number share a line: ``layer_0 … layer_31/kernel`` with the shape
+    ``32 × (512, 512)`` and the totals of all of them. The rows keep every leaf.
 
     Attributes:
       rows: for each leaf its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes`` and
-        ``frozen_bytes``; ``leaves`` counts what ``depth=`` summed up. Shape and dtype are None where there is no array,
-        or where several differ.
-      state_bytes: of the optimizer's state with freezing, dense masks included; None if no optimizer was given.
-      full_state_bytes: of the optimizer's state if nothing is frozen; integers, which have no gradient, have no state.
-      extent: ``"nothing"`` or ``"everything"`` if that is what the spec freezes of what could train, else None.
+        ``frozen_bytes``; ``leaves`` is the number of leaves that ``depth=`` summed up. Shape and dtype are None for
+        objects that are not arrays, and where leaves differ.
+      state_bytes: of the optimizer state with freezing, dense masks included; None if no optimizer was given.
+      full_state_bytes: of the optimizer state without freezing.
+      extent: ``"nothing"`` or ``"everything"`` if the spec freezes that much of what could train, otherwise None.
+      row_state_bytes: of the optimizer state with freezing, for each row; empty if no optimizer was given.
 
     Example:
       >>> import optax_freeze as fz
@@ -58,20 +61,21 @@ class Summary:
     state_bytes: int | None = None
     full_state_bytes: int | None = None
     extent: Literal["nothing", "everything"] | None = None
+    row_state_bytes: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return sum(row.elements for row in self.rows)
 
     @property
     def frozen_elements(self) -> int:
-        """How many of them are frozen."""
+        """The number of frozen elements."""
         return sum(row.frozen_elements for row in self.rows)
 
     @property
     def trainable_elements(self) -> int:
-        """How many of them train."""
+        """The number of trainable elements."""
         return self.elements - self.frozen_elements
 
     @property
@@ -81,28 +85,41 @@ class Summary:
 
     @property
     def frozen_bytes(self) -> int:
-        """The size of what is frozen of them."""
+        """The size of the frozen parameters."""
         return sum(row.frozen_bytes for row in self.rows)
 
     @property
     def trainable_bytes(self) -> int:
-        """The size of what trains of them."""
+        """The size of the trainable parameters."""
         return self.bytes - self.frozen_bytes
 
-    def plot(self, ax: Any = None) -> Any:
-        """Draws the parameters as a treemap: areas are elements, blue is frozen and orange trains.
+    def plot(self, ax: Any = None, *, depth: int = 1) -> Any:
+        """Draws a bar for each module: its trainable bytes, frozen bytes, and optimizer state if ``tx`` was given.
+
+        Only the 12 largest modules have a bar of their own. State of no module, such as step counts and masks, counts
+        in the legend only.
 
         Args:
-          ax: matplotlib axes; a figure is made if there are none.
+          ax: matplotlib axes; by default those of a new figure.
+          depth: how many segments of a path name a module.
 
         Returns:
           The axes.
 
         Raises:
-          ImportError: if matplotlib is not installed; nothing else in this library needs it.
-          ValueError: if there are no elements.
+          ImportError: if matplotlib is not installed.
+          ValueError: if there are no elements, or ``depth`` is negative.
         """
-        return _treemap.draw(self.rows, ax)
+        depth = whole_number("a depth counts segments of a path", depth, at="depth", fix="depth=1")
+        if not self.elements:
+            raise value_error(
+                "there is nothing to draw",
+                at="Summary.plot",
+                got=f"{len(self.rows)} rows without elements",
+                expected="at least one array with elements",
+                fix="pass the parameters to fz.summary, not holes in their place",
+            )
+        return _plot.draw(self.rows, self.row_state_bytes, self.state_bytes, depth, ax)
 
     def __str__(self) -> str:
         return _table.as_text(self._table())
@@ -142,28 +159,26 @@ def summary(
     depth: int | None = None,
     tied: Tied = "error",
 ) -> Summary:
-    """Says of each leaf how much of it is frozen, and what that saves in the optimizer's state.
+    """Says of each leaf how much of it is frozen, and what that saves in optimizer state.
 
     Args:
-      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; values are not looked at, but for dense masks, whose
-        frozen elements are counted.
+      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; no values are read, except those of dense masks.
       frozen: what is frozen, in any form.
       tx: the optimizer as it would be without freezing, not wrapped in :func:`optax_freeze.freeze`. Its state is
-        counted for all leaves that can train (floating-point and complex arrays) and as :func:`optax_freeze.freeze`
-        would hold it, by shapes alone.
-      depth: so many segments of a path are told apart; what is below them is summed into one row.
-      tied: ``"error"`` refuses one array object that stands at two paths of which only one is frozen; ``"ignore"``
-        lets it pass. Tracers are never checked.
+        measured by shapes, for all floating-point and complex leaves and as :func:`optax_freeze.freeze` would hold it.
+      depth: the number of segments of a path that have a row of their own; what is below is summed up.
+      tied: ``"error"`` refuses one array object at two paths of which only one is frozen; ``"ignore"`` allows it.
+        Tracers are never checked.
 
     Returns:
-      A :class:`optax_freeze.Summary`. ``print`` gives plain text of a width of its own, for logs; a rich console a
-      table that fits the terminal; a notebook an HTML table; and :meth:`optax_freeze.Summary.plot` a picture.
+      A :class:`optax_freeze.Summary`. ``print`` gives plain text for logs, a rich console a table that fits the
+      terminal, a notebook an HTML table, and :meth:`optax_freeze.Summary.plot` a picture.
 
     Raises:
       ValueError: if the spec does not fit, leaves are tied as above, ``tied`` is neither word, a dense mask has no
         values (a tracer), ``tx`` freezes already, or ``depth`` is negative.
-      TypeError: if ``tx`` is no optimizer, ``depth`` no int, a function of the spec looks at values, or a leaf holds an
-        array and is none (a Keras variable). Errors of ``tx.init`` are passed on.
+      TypeError: if ``tx`` is not an optimizer, ``depth`` is not an int, a function of the spec reads values, or a leaf
+        is an object that holds an array (a Keras variable). Errors of ``tx.init`` are passed on.
 
     Example:
       >>> import optax_freeze as fz
@@ -185,11 +200,16 @@ def summary(
         fix = "depth=1 gives a row for each top-level name, and None one for each leaf"
         depth = whole_number("a depth counts segments of a path", depth, at="depth", fix=fix)
     plan = make_plan(params, frozen, tied=tied)
-    rows = tuple(map(_row, plan.leaves, plan.selections))
-    if depth is not None:
-        rows = tuple(_table.summed(rows, depth))
-    sizes = (None, None) if tx is None else _state_bytes(tx, params, plan)
-    return Summary(rows, *sizes, extent=plan.extent(params))
+    rows = tuple(_table.summed(map(_row, plan.leaves, plan.selections), depth))
+    extent = plan.extent(params)
+    if tx is None:
+        return Summary(rows, extent=extent)
+    full, held = _states(tx, params, plan)
+    by_row: Counter[str] = Counter()
+    for entry in entries_of(held, {leaf.path: leaf.shape for leaf in plan.leaves}):
+        if entry.leaf is not None:
+            by_row[_table.prefix(entry.leaf, depth)] += _nbytes(entry.value)
+    return Summary(rows, _nbytes(held), _nbytes(full), extent, tuple(by_row[row.path] for row in rows))
 
 
 def _row(leaf: Leaf, selection: Selection) -> Row:
@@ -220,17 +240,9 @@ def _itemsize(dtype: Any) -> int:
     return (dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)).itemsize
 
 
-def _state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int]:
-    """The bytes of the optimizer's state with freezing and without."""
-    if not isinstance(tx, (optax.GradientTransformation, optax.MultiSteps)):
-        factory = callable(tx) and not hasattr(tx, "init")
-        raise type_error(
-            "no optimizer",
-            at="the third argument of fz.summary",
-            got=described(tx),
-            expected="an optax.GradientTransformation",
-            fix="call the factory: optax.adam(1e-3), not optax.adam" if factory else "pass the optimizer itself",
-        )
+def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
+    """The shapes of the optimizer's state without and with freezing."""
+    tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _state(tx.init, params, keep=_can_train)
     kinds = (FreezeState, FreezeWhenState)
     nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
@@ -242,8 +254,7 @@ def _state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int]:
             expected="the optimizer as it would be without freezing",
             fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
-    held = _state(freeze(tx, plan.known, tied="ignore").init, params, keep=is_array)
-    return _nbytes(held), _nbytes(full)
+    return full, _state(freeze(tx, plan.known, tied="ignore").init, params, keep=is_array)
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any], bool]) -> PyTree:

@@ -1,20 +1,20 @@
-"""Rows about leaves, and how they are shown: like ones fold, and what is left becomes text, a rich table or HTML.
+"""Rows about leaves, and how they are shown: similar rows fold into lines, and lines become text, a rich table or HTML.
 
-A table of every leaf, as ``flax.linen.tabulate`` prints it, has some 700 lines for a model of 80 layers. Here siblings
-whose names differ in one number alone and that hold the same are one line, so that a model that repeats its layers
-reads on one screen, and what is frozen of them is seen at a glance.
+``flax.linen.tabulate`` prints about 700 lines for a model of 80 layers. Here siblings whose names differ in one number
+and whose contents are the same share a line, so a model of repeated layers fits on one screen.
 """
 
+import collections
 import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from optax_freeze._errors import printable
+from optax_freeze._errors import counted, printable
 
 
 class Row(NamedTuple):
-    """One leaf, or several summed up; ``shape`` and ``dtype`` are None for what is no array, and where they differ."""
+    """One leaf, or the sum of several; ``shape`` and ``dtype`` are None for objects, and where leaves differ."""
 
     path: str
     shape: tuple[int, ...] | None
@@ -27,9 +27,9 @@ class Row(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Of a table: so many rows that are alike but for a number in their paths, and one of them."""
+    """The segments of a path, the number of rows that differ from it in their numbers alone, and one of these rows."""
 
-    path: str
+    path: tuple[str, ...]
     times: int
     row: Row
 
@@ -37,21 +37,25 @@ class Line(NamedTuple):
 class Table(NamedTuple):
     """What every rendering shows: cells, and sentences below them."""
 
-    header: tuple[str, ...]
     cells: list[tuple[str, ...]]
     totals: list[str]
 
 
-NUMBERS = ("elements", "bytes")
-"""The columns that stand to the right."""
+HEADER = {"path": "left", "shape": "left", "dtype": "left", "elements": "right", "bytes": "right", "": "left"}
+"""The columns and their alignment."""
 
 
-def summed(rows: Iterable[Row], depth: int) -> list[Row]:
-    """One row for each prefix of so many segments; what is not below that depth stays as it is."""
-    below: dict[str, list[Row]] = {}
+def prefix(path: str, depth: int | None) -> str:
+    """The first segments of a path; None for all of them."""
+    return "/".join(path.split("/")[:depth])
+
+
+def summed(rows: Iterable[Row], depth: int | None) -> list[Row]:
+    """One row for each prefix of ``depth`` segments."""
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        below.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
-    return [group[0] if group[0].path == path else _sum(path, group) for path, group in below.items()]
+        groups.setdefault(prefix(row.path, depth), []).append(row)
+    return [group[0] if group[0].path == path else _sum(path, group) for path, group in groups.items()]
 
 
 def _sum(path: str, rows: Sequence[Row]) -> Row:
@@ -60,57 +64,43 @@ def _sum(path: str, rows: Sequence[Row]) -> Row:
     return Row(path, None, dtypes.pop() if len(dtypes) == 1 else None, *totals)
 
 
-def nested(rows: Iterable[Row]) -> dict[str | None, Any]:
-    """Rows by the segments of their paths; a row stands at the key None."""
+def fold(rows: Iterable[Row]) -> list[Line]:
+    """Rows as lines: siblings whose names differ in one number, and whose contents are the same, share a line."""
     root: dict[str | None, Any] = {}
     for row in rows:
         node = root
         for segment in row.path.split("/"):
             node = node.setdefault(segment, {})
-        node[None] = row
-    return root
+        node[None] = row._replace(path="")
+    return _lines(root)
 
 
-def fold(rows: Iterable[Row]) -> list[Line]:
-    """Rows as lines: siblings whose names differ in one number, and that hold the same, are one."""
-    root = nested(rows)
-    kinds: dict[Any, int] = {}
-    kind_of: dict[int, int] = {}
-
-    def classify(node: dict[str | None, Any]) -> int:
-        held = tuple((name, child[1:] if name is None else classify(child)) for name, child in node.items())
-        return kind_of.setdefault(id(node), kinds.setdefault(held, len(kinds)))
-
-    classify(root)
-    return [Line("/".join(path), times, row) for path, times, row in _lines(root, kind_of)]
-
-
-def _lines(node: dict[str | None, Any], kind_of: dict[int, int]) -> Iterator[tuple[list[str], int, Row]]:
-    if None in node:
-        yield [], 1, node[None]
-    for names in _alike({name: kind_of[id(child)] for name, child in node.items() if name is not None}):
-        for path, times, row in _lines(node[names[0]], kind_of):
-            yield [_label(names), *path], times * len(names), row
+def _lines(node: dict[str | None, Any]) -> list[Line]:
+    lines = [Line((), 1, node[None])] if None in node else []
+    children = {name: tuple(_lines(child)) for name, child in node.items() if name is not None}
+    for names in _alike(children):
+        for path, times, row in children[names[0]]:
+            lines.append(Line((_label(names), *path), times * len(names), row))
+    return lines
 
 
 _NUMBER = re.compile(r"(?<![0-9])[0-9]{1,18}(?![0-9])")
 
 
-def _alike(kinds: dict[str, int]) -> list[list[str]]:
-    """Names of siblings in groups of one kind that differ in one number, by which each group is ordered."""
-    spots: dict[str, list[tuple[Any, ...]]] = {}
-    for name, kind in kinds.items():
-        spots[name] = [(kind, name[: m.start()], name[m.end() :]) for m in _NUMBER.finditer(name)] or [(name,)]
-    sizes: dict[Any, int] = {}
-    for spot in (spot for found in spots.values() for spot in found):
-        sizes[spot] = sizes.get(spot, 0) + 1
+def _alike(contents: dict[str, Any]) -> list[list[str]]:
+    """Names of siblings in groups of equal contents that differ in one number, by which each group is ordered."""
+    patterns: dict[str, list[tuple[Any, ...]]] = {
+        name: [(content, name[: m.start()], name[m.end() :]) for m in _NUMBER.finditer(name)] or [(name,)]
+        for name, content in contents.items()
+    }
+    sizes = collections.Counter(pattern for found in patterns.values() for pattern in found)
     groups: dict[Any, list[str]] = {}
-    for name, found in spots.items():  # of several numbers the one that most names share, the last of equals
+    for name, found in patterns.items():  # of several numbers the one that most names share, the last of equals
         groups.setdefault(max(reversed(found), key=sizes.__getitem__), []).append(name)
-    return [sorted(names, key=natural) for names in groups.values()]
+    return [sorted(names, key=_natural) for names in groups.values()]
 
 
-def natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[Any]:
     """A key by which names sort with their numbers as numbers: ``layer_2`` before ``layer_10``."""
     return [(int(piece), piece) if i % 2 else piece for i, piece in enumerate(_pieces(name))]
 
@@ -133,28 +123,23 @@ def _label(names: Sequence[str]) -> str:
         else:
             runs.append([number])
     ranges = [" … ".join(number if tail else head + number for number in run) for run in runs]
-    if len(ranges) > _FEW:
-        ranges = [*ranges[: _FEW - 1], "…", ranges[-1]]
+    if len(ranges) > 4:
+        ranges = [*ranges[:3], "…", ranges[-1]]
     return f"{head}{{{', '.join(ranges)}}}{tail}" if tail else ", ".join(ranges)
 
 
-_FEW = 4
-"""So many ranges of numbers are spelled out."""
-
-
 def table(rows: Iterable[Row], totals: list[str]) -> Table:
-    """What to show of rows, like ones folded."""
-    header = ("path", "shape", "dtype", "elements", "bytes", "")
-    return Table(header, [tuple(map(printable, _cells(*line))) for line in fold(rows)], totals)
+    """The lines of rows as cells."""
+    return Table([tuple(map(printable, _cells(line))) for line in fold(rows)], totals)
 
 
-def _cells(path: str, times: int, row: Row) -> tuple[str, ...]:
-    shape = row.shape
+def _cells(line: Line) -> tuple[str, ...]:
+    path, times, row = line
+    shape: Any = row.shape
     if shape is None:
-        some = "1 leaf" if row.leaves == 1 else f"{row.leaves} leaves"
-        shape = "no array" if row.dtype is None and row.leaves == 1 else some
+        shape = "no array" if row.dtype is None and row.leaves == 1 else counted(row.leaves, "leaf", "leaves")
     return (
-        path or "(the root)",
+        "/".join(path) or "(the root)",
         f"{times} × {shape}" if times > 1 else str(shape),
         "" if row.dtype is None else str(row.dtype),
         f"{times * row.elements:,}",
@@ -170,7 +155,7 @@ def _status(elements: int, frozen: int) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A percentage that is 0 % for nothing and 100 % for everything alone."""
+    """A percentage; only nothing is 0 %, and only everything 100 %."""
     percent = 100 * part / whole if whole else 0.0
     if 0 < percent < 0.01:
         return "< 0.01 %"
@@ -179,50 +164,53 @@ def share(part: int, whole: int) -> str:
     return f"{percent:.4g} %"
 
 
+def unit(count: int) -> tuple[int, str]:
+    """The largest binary unit of bytes that is not larger than ``count``, and its name."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 6)
+    return 1024**power, f"{'KMGTPE'[power - 1]}iB" if power else "B"
+
+
 def size(count: int) -> str:
-    """Bytes in the largest binary unit of which there is one at least."""
-    if count < 1024:
-        return f"{count} B"
-    power = min((count.bit_length() - 1) // 10, 6)
-    return f"{count / 1024**power:,.1f} {'KMGTPE'[power - 1]}iB"
+    """Bytes in the largest binary unit."""
+    one, name = unit(count)
+    return f"{count} B" if one == 1 else f"{count / one:,.1f} {name}"
 
 
 def as_text(table: Table) -> str:
     """Plain text, as wide as it needs to be whatever the terminal: for logs."""
-    lines = [table.header, *table.cells]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, tuple("-" * width for width in widths))
-    just = [str.rjust if name in NUMBERS else str.ljust for name in table.header]
-    body = [
-        "  ".join(pad(cell, width) for pad, cell, width in zip(just, line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    return "\n".join([*body, "", *table.totals])
+    widths = [max(map(len, column)) for column in zip(HEADER, *table.cells, strict=True)]
+    lines = []
+    for line in (HEADER, ["-" * width for width in widths], *table.cells):
+        cells = zip(line, widths, HEADER.values(), strict=True)
+        lines.append("  ".join(f"{cell:{'<>'[side == 'right']}{width}}" for cell, width, side in cells).rstrip())
+    return "\n".join([*lines, "", *table.totals])
 
 
 def as_rich(table: Table) -> Any:
-    """A rich table, whose paths wrap in a narrow terminal rather than be cut."""
+    """A rich table, whose paths wrap in a narrow terminal instead of being cut."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
     shown = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name in table.header:
-        right = name in NUMBERS
-        shown.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for name, side in HEADER.items():
+        shown.add_column(name, justify=side, no_wrap=side == "right", overflow="fold")  # pyright: ignore[reportArgumentType]
     for line in table.cells:
         shown.add_row(*map(Text, line), style="dim" if line[-1] == "frozen" else "bold")
     return Group(shown, Text(), *map(Text, table.totals))
 
 
 def as_html(table: Table) -> str:
-    """An HTML table, escaped: for notebooks."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table.header)
-    body = "\n".join(f"<tr>{''.join(map(_html_cell, table.header, line))}</tr>" for line in table.cells)
+    """An HTML table for notebooks, escaped."""
+    head = "".join(f"<th>{name}</th>" for name in HEADER)
+    rows = [
+        "".join(
+            f'<td style="text-align: {side}">{html.escape(cell)}</td>'
+            for cell, side in zip(line, HEADER.values(), strict=True)
+        )
+        for line in table.cells
+    ]
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     totals = "<br>".join(map(html.escape, table.totals))
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"
-
-
-def _html_cell(name: str, cell: str) -> str:
-    return f'<td style="text-align: {"right" if name in NUMBERS else "left"}">{html.escape(cell)}</td>'

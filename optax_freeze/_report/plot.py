@@ -1,0 +1,69 @@
+"""The bytes of each module as bars: trainable and frozen parameters, and optimizer state."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from optax_freeze._errors import message, printable
+from optax_freeze._report.table import Row, prefix, size, unit
+
+_MOST_BARS = 12
+_COLORS = ("#E69F00", "#0072B2", "#999999")
+"""From the palette of Okabe and Ito, which the color-blind can tell apart."""
+
+
+class _Bar(NamedTuple):
+    trainable: int = 0
+    frozen: int = 0
+    state: int = 0
+
+
+def draw(rows: Sequence[Row], state: Sequence[int], state_bytes: int | None, depth: int, ax: Any) -> Any:
+    """Draws rows, of which ``state`` are the bytes of their optimizer state, on axes; None makes a figure."""
+    ax = _new_axes() if ax is None else ax
+    bars = _bars(rows, state or [0] * len(rows), depth)
+    one, name_of_unit = unit(max(map(sum, bars.values())))
+    whole = _sum(*bars.values())
+    parts = [("trainable", whole.trainable), ("frozen", whole.frozen), ("optimizer state", state_bytes)]
+    left = [0.0] * len(bars)
+    for i, (part, total) in enumerate(parts[: 2 if state_bytes is None else 3]):
+        widths = [bar[i] / one for bar in bars.values()]
+        ax.barh(range(len(bars)), widths, left=left, color=_COLORS[i], label=f"{part}: {size(total or 0)}")
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    ax.set_yticks(range(len(bars)), [printable(name or "(the root)").replace("$", r"\$") for name in bars])
+    ax.set_ylim(1.35 * len(bars) - 0.5, -0.5)  # the first bar at the top, and space for the legend below the last
+    ax.set_xlabel(name_of_unit)
+    ax.legend(loc="lower right")
+    return ax
+
+
+def _bars(rows: Sequence[Row], state: Sequence[int], depth: int) -> dict[str, _Bar]:
+    """The bar of each module by its name; small modules share one."""
+    bars: dict[str, _Bar] = {}
+    for row, held in zip(rows, state, strict=True):
+        name = prefix(row.path, depth)
+        bars[name] = _sum(bars.get(name, _Bar()), _Bar(row.bytes - row.frozen_bytes, row.frozen_bytes, held))
+    ordered = sorted(bars, key=lambda name: sum(bars[name]), reverse=True)
+    small = ordered[_MOST_BARS:]
+    if small:
+        bars[f"{len(small)} smaller"] = _sum(*map(bars.pop, small))
+    return bars
+
+
+def _sum(*bars: _Bar) -> _Bar:
+    return _Bar(*map(sum, zip(*bars, strict=True)))
+
+
+def _new_axes() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            message(
+                "matplotlib is missing",
+                at="Summary.plot",
+                got=str(error),
+                expected="matplotlib, which only this picture needs",
+                fix="pip install matplotlib",
+            )
+        ) from error
+    return plt.subplots(layout="constrained")[1]
