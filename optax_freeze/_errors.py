@@ -115,6 +115,16 @@ def whole_number(what: str, value: Any, *, at: str, least: int = 0, fix: str) ->
     raise error(what, at=at, got=described(value), expected=f"an int of at least {least}", fix=fix)
 
 
+def refuse_unknown_choice(value: Any, choices: Sequence[str], *, at: str) -> None:
+    """A ``ValueError`` if ``value`` is not one of the choices for an option.
+
+    >>> refuse_unknown_choice("live", ("frozen", "live"), at="stats")
+    """
+    if value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise value_error("unknown choice", at=at, got=described(value), expected=expected, fix="use one of them")
+
+
 def value_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> ValueError:
     """A ``ValueError`` with the text of :func:`message`."""
     return ValueError(message(what, at=at, got=got, expected=expected, fix=fix))

@@ -266,14 +266,16 @@ MUTANTS = [
     ),
     Mutant(
         "nnx.py",
-        "variable = _thawed(at[own]) if _is_frozen(at[own]) else at[own]",
-        "variable = at[own]",
+        "seen = _thawed(variable) if _is_frozen(variable) else variable",
+        "seen = variable",
         "tests/test_nnx.py -k filter",
     ),
     Mutant("_spec/labels.py", "scaled(factor**i)", "scaled(factor * i)", "tests/spec/test_labels.py"),
     Mutant("_verify/bits.py", "functools.reduce(jnp.logical_or,", "functools.reduce(jnp.logical_and,", "tests/verify"),
     Mutant("_audit/diagnosis.py", "    if facts.signs == facts.moved:", "    if False:", "tests/audit"),
-    Mutant("linen/_lift.py", 'return ["params", *self.stats,', 'return ["params",', "tests/test_linen.py -k stat"),
+    Mutant(
+        "linen/_frozen_call.py", 'return ["params", *self.stats,', 'return ["params",', "tests/test_linen.py -k stat"
+    ),
 ]
 
 
