@@ -41,8 +41,6 @@ class FrozenParam(nnx.Variable):
     overrides of ``get_value`` and ``set_value``. One that you create yourself thaws to ``nnx.Param``.
 
     Example:
-      >>> import numpy as np
-      >>> from flax import nnx
       >>> import optax_freeze.nnx as fnnx
       >>> linear = fnnx.freeze(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "kernel")
       >>> type(linear.kernel).__name__, type(linear.bias).__name__
@@ -63,8 +61,8 @@ class FrozenParam(nnx.Variable):
 def freeze(module: _Module, frozen: Spec) -> _Module:
     """Freezes parameters of a module in place: ``nnx.Param`` becomes :class:`FrozenParam`.
 
-    Values and paths stay. Freezing again freezes more; only :func:`thaw` unfreezes. An ``nnx.Optimizer`` made before
-    was made for other parameters: make a new one.
+    Freezing again freezes more; only :func:`thaw` unfreezes. An ``nnx.Optimizer`` holds the state of the parameters
+    that were trainable when it was made: make a new one.
 
     Args:
       module: an NNX module, which may have frozen parameters already.
@@ -80,18 +78,14 @@ def freeze(module: _Module, frozen: Spec) -> _Module:
         ``nnx.bridge.ToNNX``, which could not be called any more.
 
     Example:
-      >>> import optax
-      >>> from flax import nnx
-      >>> import optax_freeze.nnx as fnnx
-      >>> rngs = nnx.Rngs(0)
-      >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs))
-      >>> model = fnnx.freeze(model, "layers/0")
-      >>> [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-      [('layers', 1, 'bias'), ('layers', 1, 'kernel')]
+      >>> import optax, optax_freeze.nnx as fnnx
+      >>> model = fnnx.freeze(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "kernel")
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+      >>> [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+      [('bias',)]
     """
     params = _params(module, frozen, "freeze")
-    chosen = [p for p in params if p.frozen and not _is_frozen(p.variable)]
+    chosen = [p for p in params if p.frozen and not isinstance(p.variable, FrozenParam)]
     _refuse_linen_params(module, chosen)
     _replace_variables(module, {id(p.variable): _frozen(p.variable) for p in chosen})
     return module
@@ -100,8 +94,7 @@ def freeze(module: _Module, frozen: Spec) -> _Module:
 def thaw(module: _Module, frozen: Spec = True) -> _Module:
     """Undoes :func:`freeze` in place: :class:`FrozenParam` becomes the type of parameter that it was.
 
-    Values, paths and metadata stay. A :class:`Frozen` still holds its batch statistics; use its ``module`` to release
-    them.
+    A :class:`Frozen` still keeps its batch statistics; take its ``module`` to release them.
 
     Args:
       module: an NNX module.
@@ -116,7 +109,6 @@ def thaw(module: _Module, frozen: Spec = True) -> _Module:
       ValueError: if the spec does not fit, or names elements of a parameter.
 
     Example:
-      >>> from flax import nnx
       >>> import optax_freeze.nnx as fnnx
       >>> model = fnnx.freeze(nnx.LoRA(2, 1, 2, rngs=nnx.Rngs(0)), True)
       >>> type(fnnx.thaw(model, "lora_a").lora_a).__name__, type(model.lora_b).__name__
@@ -124,8 +116,8 @@ def thaw(module: _Module, frozen: Spec = True) -> _Module:
     """
     params = _params(module, frozen, "thaw")
     everything = isinstance(frozen, (bool, np.bool_)) and bool(frozen)
-    chosen = [p for p in params if p.frozen and (p.inexact or everything)]
-    _replace_variables(module, {id(p.variable): _thawed(p.variable) for p in chosen if _is_frozen(p.variable)})
+    chosen = [p.variable for p in params if p.frozen and (p.inexact or everything)]
+    _replace_variables(module, {id(v): _thawed(v) for v in chosen if isinstance(v, FrozenParam)})
     return module
 
 
@@ -136,7 +128,7 @@ class _Trainable:
     paths: frozenset[str]
 
     def __call__(self, path: tuple[Any, ...], value: Any) -> bool:
-        return "/".join(map(str, path)) in self.paths and not _is_frozen(value)
+        return "/".join(map(str, path)) in self.paths and not isinstance(value, FrozenParam)
 
     def __repr__(self) -> str:
         return f"fnnx.trainable(<{len(self.paths)} paths>)"
@@ -160,18 +152,15 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
       ValueError: if the spec does not fit or freezes elements of a parameter, or if all parameters are frozen.
 
     Example:
-      >>> import numpy as np, optax
-      >>> from flax import nnx
-      >>> import optax_freeze.nnx as fnnx
-      >>> rngs = nnx.Rngs(0)
-      >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs))
-      >>> wrt = fnnx.trainable(model, "layers/0")
+      >>> import optax, optax_freeze.nnx as fnnx
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> wrt = fnnx.trainable(model, "kernel")
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=wrt)
       >>> grads = nnx.grad(lambda model: model(np.ones(2)).sum())(model)
       >>> _ = optimizer.update(model, nnx.state(grads, wrt))
     """
     params = _params(module, frozen, "trainable")
-    paths = [path for p in params if not p.frozen and not _is_frozen(p.variable) for path in p.paths]
+    paths = [path for p in params if not p.frozen and not isinstance(p.variable, FrozenParam) for path in p.paths]
     if not paths:
         raise value_error(
             "nothing trains",
@@ -205,14 +194,9 @@ class Frozen(nnx.Module):
       ValueError: if ``stats`` is unknown, or the spec does not fit.
 
     Example:
-      >>> import numpy as np
-      >>> from flax import nnx
       >>> import optax_freeze.nnx as fnnx
-      >>> rngs = nnx.Rngs(0)
-      >>> norm = nnx.BatchNorm(2, rngs=rngs)
-      >>> model = nnx.Sequential(fnnx.Frozen(norm), nnx.Linear(2, 1, rngs=rngs))
-      >>> model.train()
-      >>> _ = model(np.ones((4, 2)))
+      >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0), use_running_average=False)
+      >>> _ = fnnx.Frozen(norm)(np.ones((4, 2)))
       >>> norm.mean[...]
       Array([0., 0.], dtype=float32)
     """
@@ -226,7 +210,7 @@ class Frozen(nnx.Module):
             freeze(module, frozen)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._stored_statistics():
+        with _stored_statistics(self):
             return self.module(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def __getattr__(self, name: str) -> Any:
@@ -262,13 +246,10 @@ class Frozen(nnx.Module):
 
         @functools.wraps(value.__func__)
         def method(self: Frozen, *args: Any, **kwargs: Any) -> Any:
-            with self._stored_statistics():
+            with _stored_statistics(self):
                 return value.__func__(self.module, *args, **kwargs)
 
         return types.MethodType(method, self)
-
-    def _stored_statistics(self) -> contextlib.AbstractContextManager[None]:
-        return _stored_statistics(self.module) if self.stats == "frozen" else contextlib.nullcontext()
 
 
 def _is_own(name: str) -> bool:
@@ -277,9 +258,9 @@ def _is_own(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _stored_statistics(module: nnx.Module) -> Iterator[None]:
+def _stored_statistics(wrapper: Frozen) -> Iterator[None]:
     """Makes modules with ``use_running_average`` use the stored statistics, and restores every ``nnx.BatchStat``."""
-    nodes = [node for _, node in nnx.iter_graph(module)]
+    nodes = [node for _, node in nnx.iter_graph(wrapper.module)] if wrapper.stats == "frozen" else []
     norms = [(n, type(n)) for n in nodes if isinstance(n, nnx.Module) and hasattr(n, "use_running_average")]
     before = [(n, n.copy(), jax.tree.leaves(n)) for n in nodes if isinstance(n, nnx.BatchStat)]
     for norm, cls in norms:
@@ -345,7 +326,7 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         variable = by_path[path]
         variables.append(variable)
         aliases = tuple(other + leaf.path[len(path) :] for other in names[id(variable)] if other != path)
-        seen = _thawed(variable) if _is_frozen(variable) else variable
+        seen = _thawed(variable) if isinstance(variable, FrozenParam) else variable
         leaves[i] = _tree.VariableLeaf.of(leaf._replace(aliases=aliases), list(names[id(variable)].values()), seen)
     spec = nnx.to_pure_dict(frozen) if isinstance(frozen, nnx.State) else frozen
     resolved = Resolved.of(spec, tree, tied="ignore", leaves=leaves)[0]
@@ -418,10 +399,6 @@ def _refuse_linen_params(module: nnx.Pytree, params: Sequence[_Param]) -> None:
 
 def _is_node(value: Any) -> bool:
     return isinstance(value, (nnx.Pytree, nnx.Variable))
-
-
-def _is_frozen(variable: Any) -> bool:
-    return isinstance(variable, FrozenParam)
 
 
 def _frozen(param: nnx.Variable) -> nnx.Variable:

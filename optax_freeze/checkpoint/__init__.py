@@ -5,7 +5,6 @@ the frozen base. It is restored onto the same base under the same spec, or there
 whole tree and restores it onto any base.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ from optax_freeze._errors import described, message, type_error, value_error, wh
 from optax_freeze._optimizer.freeze_when import Groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Resolved, Spec, Tied, register_with_flax
-from optax_freeze._spec.tree import Part, PyTree, Rest
+from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
+from optax_freeze._verify.bits import hashed
 from optax_freeze._verify.fingerprint import digests
 from optax_freeze.checkpoint._record import (
     FORMAT,
@@ -145,9 +145,10 @@ def save(
     record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, spec, masks).items()}
     _refuse_different_processes("the frozen bits", record["frozen"])
     nodes = {"trainable": spec.take(values, masks), "masks": masks, "opt_state": _tree.flatten(opt_state)[0]}
-    arrays = {name: _arrays(flat) for name, flat in nodes.items()}
-    items: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in arrays.items() if item}
-    items["spec"] = ocp.args.JsonSave(record)
+    items: dict[str, Any] = {"spec": ocp.args.JsonSave(record)}
+    for name, flat in nodes.items():
+        if arrays := {number: array for number, array in _arrays(flat).items() if np.size(array)}:
+            items[name] = ocp.args.StandardSave(arrays)
     _wait_for(where)
     manager = _manager(where, create=True)
     try:
@@ -222,7 +223,8 @@ def restore(
         values, treedef = _tree.flatten(params)
         refuse_other_leaves(record["leaves"], params)
         dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]
-        saved_masks = _read(manager, at, "masks", [_mask_like(value) for value in dense], dense)
+        structs = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, bool), dense)
+        saved_masks = _read(manager, at, "masks", structs, dense)
         spec, masks = Resolved.of(spec_of_record(record["leaves"], saved_masks), params, tied="ignore")
         if frozen is not None:
             refuse_other_spec((spec, masks), Resolved.of(frozen, params, tied="ignore"))
@@ -303,7 +305,7 @@ def _refuse_no_state(opt_state: PyTree) -> None:
 
 def _refuse_half_a_tree(values: Sequence[Any], params: PyTree) -> None:
     for path, value in zip(_tree.paths(params), values, strict=True):
-        if _tree.is_hole(value) or isinstance(value, (Part, Rest)):
+        if _tree.is_leaf(value):
             raise value_error(
                 "a checkpoint is taken of the full parameters",
                 at=path,
@@ -340,60 +342,49 @@ def _wait_for(where: str) -> None:
         _UNFINISHED.pop(where).wait()
 
 
-def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
-    """The leaves of one item of the checkpoint at ``at``, of the shapes in ``nodes``, each placed as the one ``near``.
+def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
+    """The array of each node that has one, by the number of the node; the data of a random key."""
+    arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
+    return {name: jax.random.key_data(array) if _is_key(array) else array for name, array in arrays.items()}
 
-    Orbax refuses empty arrays: they are not written, and created here.
+
+def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
+    """``nodes`` with the arrays of one item of the checkpoint at ``at``, each placed as the array ``near`` it.
+
+    Empty arrays are not written, since Orbax refuses them; they are created here.
     """
-    template = _template(nodes, near)
-    written = {name: struct for name, struct in template.items() if struct.size}
-    arrays = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in template.items() if not x.size}
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    arrays, written = {}, {}
+    for name, struct in jax.eval_shape(_arrays, nodes).items():
+        [other] = jax.tree.leaves(near[int(name)])
+        sharding = getattr(other, "sharding", None) or default
+        sharding = beside(struct, Placed(np.shape(other), sharding), sharding)
+        if struct.size:
+            written[name] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+        else:
+            arrays[name] = jnp.zeros(struct.shape, struct.dtype, device=sharding)
     if written:
+        restore = ocp.args.Composite(**{item: ocp.args.StandardRestore(written)})
         with reading(at, item):
-            step = int(os.path.basename(at))
-            arrays |= manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(written)}))[item]
+            arrays |= manager.restore(int(os.path.basename(at)), args=restore)[item]
     return [_with_array(node, arrays[str(i)]) if str(i) in arrays else node for i, node in enumerate(nodes)]
 
 
-def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
-    """The arrays to write, by the numbers of their leaves; random keys as their data."""
-    arrays = {str(i): _tree.bare(node) for i, node in enumerate(nodes) if not _tree.is_hole(_tree.bare(node))}
-    return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in arrays.items() if np.size(x)}
-
-
-def _template(nodes: Sequence[Any], near: Sequence[Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays to read, each with the sharding of the array beside it."""
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    template = {}
-    for i, (array, other) in enumerate(zip(map(_tree.bare, nodes), map(_tree.bare, near), strict=True)):
-        if not _tree.is_hole(array):
-            sharding = getattr(other, "sharding", None) or default
-            array = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
-            placed = beside(array, Placed(np.shape(other), sharding), sharding)
-            template[str(i)] = jax.ShapeDtypeStruct(np.shape(array), jnp.result_type(array), sharding=placed)
-    return template
-
-
 def _with_array(node: Any, array: Any) -> Any:
-    """A leaf or a ``Part`` with an array as it was written."""
-    if _is_key(_tree.bare(node)):
-        array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(_tree.bare(node)))
-    return jax.tree.unflatten(jax.tree.structure(node), [array]) if isinstance(node, Part) else array
+    """A node of a tree with another array, as it was written."""
+    [old], structure = jax.tree.flatten(node)
+    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if _is_key(old) else array
+    return jax.tree.unflatten(structure, [array])
 
 
 def _is_key(array: Any) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def _mask_like(value: Any) -> Any:
-    return value if _tree.is_hole(value) else jax.ShapeDtypeStruct(np.shape(value), bool)
-
-
 def _refuse_different_processes(what: str, record: Any) -> None:
     if jax.process_count() == 1:
         return
-    text = json.dumps(record, sort_keys=True).encode()
-    own = np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint32)
+    own = hashed(json.dumps(record, sort_keys=True))
     first, *others = np.asarray(multihost_utils.process_allgather(own))
     for process, other in enumerate(others, 1):
         if not np.array_equal(other, first):

@@ -98,15 +98,7 @@ def reading(step: str, item: str) -> Iterator[None]:
 
 
 def read_record(step: str) -> Mapping[str, Any]:
-    """The record of a checkpoint, every field of which is valid.
-
-    Args:
-      step: the directory of the checkpoint.
-
-    Raises:
-      ValueError: if there is no such file, or it is not JSON; if a field is missing or wrong, with its name; if a newer
-        release wrote it.
-    """
+    """The record of the checkpoint in a directory; a ``ValueError`` names a field that is missing or wrong."""
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record: Any = checkpointer.restore(epath.Path(step) / "spec")
     try:
@@ -138,39 +130,31 @@ class _WrongField(Exception):  # noqa: N818
 
 
 class _Value(NamedTuple):
-    """The schema of a field without fields of its own."""
+    """The schema of a value that is not a JSON object; of a list also the schema of its items."""
 
     expected: str
     is_valid: Callable[[Any], bool]
-
-
-class _List(NamedTuple):
-    """The schema of a list, with that of its items."""
-
-    expected: str
-    item: Any
+    items: Any = None
 
 
 def _check(at: str, value: Any, schema: Any) -> None:
-    """Raises a :class:`_WrongField` if ``value`` does not have the form of a schema.
+    """Raises a :class:`_WrongField` for the first field in ``value`` that does not have the form of a schema.
 
-    The schema of a JSON object is a dict with a schema for each field that it must have, or with a function from the
-    object to that schema, for a field that depends on others.
+    The schema of a JSON object is a dict with the schema of each field; a function of the object gives it for a field
+    that depends on others.
     """
     if isinstance(schema, _Value):
         if not schema.is_valid(value):
             raise _WrongField(at, described(value), schema.expected)
-    elif isinstance(schema, _List):
-        _check(at, value, _Value(schema.expected, lambda value: isinstance(value, list)))
-        for i, item in enumerate(value):
-            _check(f"{at}[{i}]", item, schema.item)
-    else:
-        _check(at, value, _OBJECT)
-        for name, field in schema.items():
-            inner = f"{at}.{name}".lstrip(".")
-            if name not in value:
-                raise _WrongField(inner, "nothing", "a value")
-            _check(inner, value[name], field(value) if callable(field) else field)
+        for i, item in enumerate((schema.items and value) or ()):
+            _check(f"{at}[{i}]", item, schema.items)
+        return
+    _check(at, value, _OBJECT)
+    for name, field in schema.items():
+        inner = f"{at}.{name}".lstrip(".")
+        if name not in value:
+            raise _WrongField(inner, "nothing", "a value")
+        _check(inner, value[name], field(value) if callable(field) else field)
 
 
 def _check_paths(record: Mapping[str, Any]) -> None:
@@ -253,11 +237,11 @@ _LEAF = {
     "dtype": lambda leaf: _NULL._replace(expected="null, since the shape is") if leaf["shape"] is None else _DTYPE,
     "frozen": _frozen_schema,
 }
-_STATE = _List("a list of arrays, or null", {"path": _TEXT, "shape": _SHAPE, "dtype": _DTYPE, "part": _part_schema})
+_STATE = {"path": _TEXT, "shape": _SHAPE, "dtype": _DTYPE, "part": _part_schema}
 _RECORD = {
     "format": _Value("a number, 1 or more", lambda number: _is_int(number, 1)),
-    "leaves": _List("a list of leaves", _LEAF),
-    "opt_state": lambda record: _NULL if record["opt_state"] is None else _STATE,
+    "leaves": _Value("a list of leaves", lambda leaves: isinstance(leaves, list), _LEAF),
+    "opt_state": _Value("a list of arrays, or null", lambda arrays: isinstance(arrays, list | None), _STATE),
     "frozen": _OBJECT,
 }
 
