@@ -281,8 +281,8 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
     mask = {}
     for path, leaf in flatten_dict(variables.get("params", {})).items():
         value = nn.meta.unbox(leaf)
-        one = answer(path, value)
-        mask[path] = jax.tree.map(lambda _, one=one: one, value) if isinstance(one, bool) else one
+        frozen = answer(path, value)
+        mask[path] = jax.tree.map(lambda _, frozen=frozen: frozen, value) if isinstance(frozen, bool) else frozen
     return unflatten_dict(mask)
 
 
@@ -376,7 +376,7 @@ def _check_collection(collection: Any, stats_collections: Any) -> None:
 
 
 def _is_plain_field(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a value that was given to the constructor, and no module."""
+    """Whether an attribute is an argument of the constructor that holds no module."""
     is_field = name in type(module).__dataclass_fields__ and name in vars(module)
     return is_field and not any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(vars(module)[name]))
 
