@@ -121,6 +121,16 @@ def refuse_no_mapping(function: str, value: Any, expected: str, *, at: str = "it
         raise type_error(f"{function} takes a mapping", at=at, got=described(value), expected=expected, fix=fix)
 
 
+def refuse_unknown_choice(value: Any, choices: Sequence[str], *, at: str) -> None:
+    """A ``ValueError`` if ``value`` is not one of the choices for an option.
+
+    >>> refuse_unknown_choice("live", ("frozen", "live"), at="stats")
+    """
+    if value not in choices:
+        expected = " or ".join(map(repr, choices))
+        raise value_error("unknown choice", at=at, got=described(value), expected=expected, fix="use one of them")
+
+
 def value_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> ValueError:
     """A ``ValueError`` with the text of :func:`message`."""
     return ValueError(message(what, at=at, got=got, expected=expected, fix=fix))

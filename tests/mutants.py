@@ -112,18 +112,23 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoint/_record.py",
-        '_check(_is_int(record["format"], 1)',
-        '_check(_is_int(record["format"], 0)',
+        "lambda number: _is_int(number, 1)",
+        "lambda number: _is_int(number, 0)",
         "tests/test_checkpoint.py -k Damaged",
     ),
-    Mutant("checkpoint/_record.py", "_check(is_digest, ", "_check(True, ", "tests/test_checkpoint.py -k Damaged"),
+    Mutant("checkpoint/_record.py", " and len(lanes) == LANES", "", "tests/test_checkpoint.py -k Damaged"),
     Mutant(
         "checkpoint/_record.py",
-        "_check(len(set(paths)) == len(paths), ",
-        "_check(True, ",
+        "lambda paths: len(set(paths)) == len(paths)",
+        "lambda paths: True",
         "tests/test_checkpoint.py -k Damaged",
     ),
-    Mutant("checkpoint/_record.py", "sorted(digests) == frozen", "True", "tests/test_checkpoint.py -k Damaged"),
+    Mutant(
+        "checkpoint/_record.py",
+        "lambda paths: paths == frozen",
+        "lambda paths: True",
+        "tests/test_checkpoint.py -k Damaged",
+    ),
     Mutant(
         "checkpoint/_record.py", "all(before[1] <= after[0] for", "all(True for", "tests/test_checkpoint.py -k Damaged"
     ),
@@ -266,14 +271,16 @@ MUTANTS = [
     ),
     Mutant(
         "nnx.py",
-        "variable = _thawed(at[own]) if _is_frozen(at[own]) else at[own]",
-        "variable = at[own]",
+        "seen = _thawed(variable) if isinstance(variable, FrozenParam) else variable",
+        "seen = variable",
         "tests/test_nnx.py -k filter",
     ),
     Mutant("_spec/labels.py", "scaled(factor**i)", "scaled(factor * i)", "tests/spec/test_labels.py"),
     Mutant("_verify/bits.py", "functools.reduce(jnp.logical_or,", "functools.reduce(jnp.logical_and,", "tests/verify"),
     Mutant("_audit/diagnosis.py", '    if "again" in reacting:', "    if False:", "tests/audit -k random"),
-    Mutant("linen/_lift.py", 'return ["params", *self.stats,', 'return ["params",', "tests/test_linen.py -k stat"),
+    Mutant(
+        "linen/_frozen_call.py", 'return ["params", *self.stats,', 'return ["params",', "tests/test_linen.py -k stat"
+    ),
 ]
 
 

@@ -126,7 +126,7 @@ def test_freeze_changes_the_types_in_place_and_nothing_else(chain, x):
 def test_every_form_of_spec(chain, spec, free):
     wanted = {f"layers/{i}/{name}" for i in range(3) for name in free}
     if free:
-        some = nnx.state(chain, fnnx.trainable(spec, chain))
+        some = nnx.state(chain, fnnx.trainable(chain, spec))
         assert grad_paths(some) == wanted
     assert trains(fnnx.freeze(chain, spec)) == wanted
     assert trains(fnnx.thaw(chain, spec)) == wanted | {p for p in kinds(chain) if p not in wanted}
@@ -441,7 +441,7 @@ def test_together_with_fz_freeze_and_fz_value_and_grad(chain, x):
 
 
 def test_trainable_is_a_filter(chain, x):
-    wrt = fnnx.trainable("layers/[01]", chain)
+    wrt = fnnx.trainable(chain, "layers/[01]")
     assert set(kinds(chain).values()) == {"Param"}
     _, some, rest = nnx.split(chain, wrt, ...)
     assert grad_paths(some) == {"layers/2/kernel", "layers/2/bias"}
@@ -463,17 +463,17 @@ def test_trainable_is_a_filter(chain, x):
 
 def test_trainable_is_compared_by_value_and_skips_frozen_params(chain):
     fnnx.freeze(chain, "layers/0")
-    one, other = fnnx.trainable("layers/1", chain), fnnx.trainable(fz.regex("layers/1/.*"), chain)
+    one, other = fnnx.trainable(chain, "layers/1"), fnnx.trainable(chain, fz.regex("layers/1/.*"))
     assert one == other
     assert hash(one) == hash(other)
-    assert one != fnnx.trainable("layers/2", chain)
+    assert one != fnnx.trainable(chain, "layers/2")
     fnnx.freeze(chain, "layers/2/bias")
     assert grad_paths(nnx.state(chain, one)) == {"layers/2/kernel"}
     assert "2 paths" in repr(one)
 
 
 def test_a_shared_variable_passes_the_filter_at_each_of_its_paths(rngs):
-    wrt = fnnx.trainable(fz.only("head/kernel"), Tied(rngs))
+    wrt = fnnx.trainable(Tied(rngs), fz.only("head/kernel"))
     param = nnx.Param(jnp.ones(1))
     assert wrt(("embed", "kernel"), param)
     assert wrt(("head", "kernel"), param)
@@ -905,7 +905,7 @@ def test_a_filter_is_a_spec_wherever_there_are_variables(rngs, name):
     assert bits(jax.tree.leaves(fz.combine(trainable, rest))) == bits(jax.tree.leaves(params))
     state = fz.freeze(optax.sgd(0.1, momentum=0.9), make()).init(params)
     assert len(jax.tree.leaves(state)) == len(everything - frozen)
-    wrt = fnnx.trainable(make(), model)
+    wrt = fnnx.trainable(model, make())
     assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))} == everything - frozen
     for function in (fnnx.freeze, fnnx.Frozen):
         function(model, make())
@@ -960,7 +960,7 @@ def test_the_state_of_a_filter_holds_no_variable(rngs):
     "spec", [nnx.BatchStat, nnx.PathContains("heads"), fz.where(lambda path, leaf: False)], ids=repr
 )
 def test_a_spec_that_freezes_nothing_is_warned_about(chain, spec):
-    for function in (fnnx.freeze, fnnx.Frozen, lambda module, spec: fnnx.trainable(spec, module)):
+    for function in (fnnx.freeze, fnnx.Frozen, fnnx.trainable):
         with pytest.warns(fz.FreezeWarning, match="freezes nothing"):
             function(chain, spec)
     fnnx.thaw(chain, spec)
@@ -1005,7 +1005,7 @@ class NoModule:
     """Nothing of Flax."""
 
 
-@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, lambda m, f: fnnx.trainable(f, m)])
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
 @pytest.mark.parametrize(
     ("module", "says"),
     [
@@ -1068,7 +1068,7 @@ def test_what_is_beside_a_linen_module_is_frozen(rngs, x):
 def test_a_linen_module_is_frozen_by_the_optimizer(rngs, x):
     for make in (
         lambda model: nnx.Optimizer(model, fz.freeze(optax.adamw(0.1), "backbone"), wrt=nnx.Param),
-        lambda model: nnx.Optimizer(model, optax.adamw(0.1), wrt=fnnx.trainable("backbone", model)),
+        lambda model: nnx.Optimizer(model, optax.adamw(0.1), wrt=fnnx.trainable(model, "backbone")),
     ):
         model = Bridged(rngs)
         optimizer = make(model)
@@ -1079,14 +1079,16 @@ def test_a_linen_module_is_frozen_by_the_optimizer(rngs, x):
         assert values(model.head) != head
 
 
-def test_swapped_arguments(chain):
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
+def test_swapped_arguments(chain, function):
+    name = function.__name__
+    with pytest.raises(TypeError, match=rf"(?s)at: {name}\n.*swap the arguments: {name}\(module, frozen\)"):
+        function("layers/0", chain)
     with pytest.raises(TypeError, match="swap the arguments"):
-        fnnx.freeze("layers/0", chain)
-    with pytest.raises(TypeError, match="swap the arguments"):
-        fnnx.trainable(chain, "layers/0")
+        function(nnx.LoRAParam, chain)
 
 
-@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, lambda m, f: fnnx.trainable(f, m)])
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
 def test_a_spec_that_matches_nothing_is_refused_and_changes_nothing(chain, function):
     with pytest.raises(ValueError, match=r"(?s)matches no leaf.*nearest paths: layers/2/kernel"):
         function(chain, ["layers/0", "layers/2/kernle"])
@@ -1099,7 +1101,7 @@ def test_the_nearest_paths_of_a_shared_variable(rngs):
 
 
 @pytest.mark.parametrize("mask", [fz.rows(0), jnp.array([True, False, True, False])], ids=["rows", "elements"])
-@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, lambda m, f: fnnx.trainable(f, m)])
+@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
 def test_element_masks_are_refused(rngs, function, mask):
     with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: bias.*fz\.freeze\(tx, frozen\)"):
         function(nnx.Linear(4, 4, rngs=rngs), fz.rules({"bias": mask}))
@@ -1125,7 +1127,7 @@ def test_an_unknown_choice_for_the_statistics_is_refused(rngs, stats):
 @pytest.mark.parametrize("spec", [True, "layers", fz.where(lambda path, leaf: True)], ids=repr)
 def test_a_filter_by_which_nothing_trains_is_refused(chain, spec):
     with pytest.raises(ValueError, match="nothing trains"):
-        fnnx.trainable(spec, chain)
+        fnnx.trainable(chain, spec)
 
 
 def test_importing_it_teaches_flax_to_store_a_part():

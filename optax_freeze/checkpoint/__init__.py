@@ -1,14 +1,13 @@
-"""Checkpoints of what trains, by Orbax: the frozen base is never written, and never silently another one.
+"""Checkpoints of the trainable parameters, by Orbax: the frozen base is not written, and never silently replaced.
 
-Orbax alone writes the whole tree, or, of a tree with holes, whatever it is given, and puts it onto any base. Here a
-checkpoint holds what trains and the optimizer's state, and beside them what was frozen, leaf by leaf, with a
-fingerprint of it: they go back onto the same base under the same spec, or there is an error.
+A checkpoint holds the trainable parameters and the optimizer state, a record of what was frozen, and a fingerprint of
+the frozen base. It is restored onto the same base under the same spec, or there is an error: Orbax alone writes the
+whole tree and restores it onto any base.
 """
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,12 +21,12 @@ from optax_freeze._errors import described, message, type_error, value_error, wh
 from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
-from optax_freeze._spec.tree import Part, PyTree, Rest
+from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
+from optax_freeze._verify.bits import hashed
 from optax_freeze._verify.fingerprint import digests
 from optax_freeze.checkpoint._record import (
     FORMAT,
-    bare,
     is_dense,
     leaf_record,
     read_record,
@@ -74,7 +73,7 @@ class Saving:
                 self._manager.close()
 
 
-_UNDER_WAY: dict[str, Saving] = {}
+_UNFINISHED: dict[str, Saving] = {}
 """For each directory the last checkpoint that was not waited for."""
 
 
@@ -88,28 +87,28 @@ def save(
     wait: bool = True,
     tied: Tied = "error",
 ) -> Saving:
-    """Writes what trains, and the optimizer's state, as one checkpoint.
+    """Writes the trainable parameters and the optimizer state as one checkpoint.
 
-    It stands in a directory of its own, named by the step, which appears only when all of it is written: a process that
-    dies leaves the checkpoints before as they were. In a program of several processes all of them call this.
+    It appears as a whole, in a directory named by the step: a process that dies while writing leaves the checkpoints
+    before it intact. With several processes, all of them call this.
 
     Args:
-      directory: where the checkpoints of a run are; made if it is not there. Anything that Orbax takes.
-      params: the full parameters, of which nothing frozen is written.
-      frozen: what is frozen, in any form.
+      directory: the directory for the checkpoints of a run, created if necessary; any path that Orbax takes.
+      params: the full parameters. Nothing frozen is written.
+      frozen: the spec, in any form.
       step: the number of the checkpoint, greater than those before.
-      opt_state: the optimizer's state; None writes none.
-      wait: True returns after the commit. False returns when the arrays are copied off the devices, so that they may be
-        donated, and writes in the background.
+      opt_state: the optimizer state, or None.
+      wait: True returns after the commit. False returns when the arrays have been copied off the devices, so that they
+        may be donated, and writes in the background.
       tied: ``"error"`` refuses one array object at two paths of which only one is frozen.
 
     Returns:
       A handle whose ``wait()`` returns after the commit.
 
     Raises:
-      ValueError: if the spec does not fit, or nothing trains; if the step is there already, or an earlier one than the
-        latest; if processes have different specs or frozen bits.
-      TypeError: if ``step`` is no int, or arrays are traced.
+      ValueError: if the spec does not fit, or freezes everything; if the step is not after the latest; if processes
+        have different specs or frozen bits.
+      TypeError: if ``step`` is not an int, or arrays are traced.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, optax_freeze as fz
@@ -135,28 +134,19 @@ def save(
         "leaves": [leaf_record(*leaf) for leaf in zip(plan.leaves, plan.selections, strict=True)],
         "opt_state": None if opt_state is None else state_record(opt_state),
     }
-    _refuse_different_processes("what is frozen", _hashed(record["leaves"]))
+    _refuse_different_processes("what is frozen", record["leaves"])
     record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, plan).items()}
-    _refuse_different_processes("the frozen bits", _hashed(record["frozen"]))
+    _refuse_different_processes("the frozen bits", record["frozen"])
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
-    arrays = {name: _arrays(flat) for name, flat in nodes.items()}
-    items: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in arrays.items() if item}
-    items["spec"] = ocp.args.JsonSave(record)
-    _finish(where)
-    manager = ocp.CheckpointManager(where, options=ocp.CheckpointManagerOptions(create=True))
+    items: dict[str, Any] = {"spec": ocp.args.JsonSave(record)}
+    for name, flat in nodes.items():
+        if arrays := {number: array for number, array in _arrays(flat).items() if np.size(array)}:
+            items[name] = ocp.args.StandardSave(arrays)
+    _wait_for(where)
+    manager = _manager(where, create=True)
     try:
-        latest = manager.latest_step()
-        if latest is not None and step <= latest:
-            raise value_error(
-                "a checkpoint of this step is there already"
-                if step in manager.all_steps()
-                else "a later checkpoint is there already",
-                at=where,
-                got=f"step={step}",
-                expected=f"a step after {latest}, the latest",
-                fix="go on from the latest step, or save into another directory",
-            )
-        manager.save(int(step), args=ocp.args.Composite(**items), force=True)
+        _refuse_old_step(step, manager)
+        manager.save(step, args=ocp.args.Composite(**items), force=True)
     except BaseException:
         manager.close()
         raise
@@ -164,7 +154,7 @@ def save(
     if wait:
         saving.wait()
     else:
-        _UNDER_WAY[where] = saving
+        _UNFINISHED[where] = saving
     return saving
 
 
@@ -176,25 +166,24 @@ def restore(
     opt_state: PyTree | None = None,
     frozen: Spec | None = None,
 ) -> tuple[PyTree, PyTree | None]:
-    """Puts a checkpoint onto the parameters that it was trained from.
+    """Restores a checkpoint onto the parameters that its training started from.
 
     Args:
       directory: as in :func:`save`.
-      params: the base, whose frozen part is that of the run: the same bits, which is checked. What trains in it gives
-        shapes, dtypes and shardings, on whatever mesh, and is replaced.
-      step: which checkpoint; None is the latest.
-      opt_state: a template of the optimizer's state, ``tx.init(params)`` or its shapes with shardings; None restores
-        none.
-      frozen: what is frozen, if it is to be checked; the checkpoint knows it.
+      params: the base, with the frozen bits of the run, which is checked. Its trainable parameters are replaced; they
+        give shapes, dtypes and shardings, on any mesh.
+      step: the number of the checkpoint, or None for the latest.
+      opt_state: a template of the optimizer state: ``tx.init(params)``, or its shapes with shardings; or None.
+      frozen: a spec to check against that of the checkpoint, or None.
 
     Returns:
-      ``(params, opt_state)``: the parameters in full, and the state or None.
+      ``(params, opt_state)``: the full parameters, and the state or None.
 
     Raises:
-      FileNotFoundError: if there is no checkpoint, or not of this step.
+      FileNotFoundError: if there is no checkpoint, or none of this step.
       ValueError: if the base has other leaves, shapes, dtypes or frozen bits; if ``frozen`` is another spec, or
-        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged (a field
-        of its record that is missing or wrong is named), or of a newer release; if ``step`` is negative.
+        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged (the error
+        names the field of its record), or was written by a newer release; if ``step`` is negative.
       TypeError: if ``step`` is not an int, or ``opt_state`` is an optimizer.
 
     Example:
@@ -214,10 +203,10 @@ def restore(
         step = _step_number(step)
     where = _absolute(directory)
     _refuse_no_state(opt_state)
-    _finish(where)
+    _wait_for(where)
     if not _exists(where):
         raise _nothing_there(where, "no such directory")
-    with _reading(where) as manager:
+    with _manager(where) as manager:
         steps = sorted(manager.all_steps())
         chosen = step if step is not None else manager.latest_step()
         if chosen is None or chosen not in steps:
@@ -227,33 +216,29 @@ def restore(
         values, treedef = _tree.flatten(params)
         refuse_other_leaves(record["leaves"], params)
         dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]
-        arrays = _read_arrays(manager, at, chosen, "masks", [_mask_like(value) for value in dense], dense)
-        plan = make_plan(params, spec_of_record(record["leaves"], _put_back(dense, arrays)))
+        structs = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, bool), dense)
+        saved_masks = _read(manager, at, "masks", structs, dense)
+        plan = make_plan(params, spec_of_record(record["leaves"], saved_masks))
         if frozen is not None:
             refuse_other_spec(plan, make_plan(params, frozen))
         refuse_other_base(record["frozen"], digests(params, plan))
         if opt_state is not None:
             refuse_other_state(record["opt_state"], opt_state, at)
-        like = jax.eval_shape(lambda: plan.take(values))
-        trainable = _read_arrays(manager, at, chosen, "trainable", like, values)
-        state = None
-        if opt_state is not None:
-            nodes, structure = _tree.flatten(opt_state)
-            read = _read_arrays(manager, at, chosen, "opt_state", nodes, nodes)
-            state = jax.tree.unflatten(structure, _put_back(nodes, read))
-    parts = _put_back(like, trainable)
+        parts = _read(manager, at, "trainable", jax.eval_shape(lambda: plan.take(values)), values)
+        nodes, structure = _tree.flatten(opt_state)
+        state = jax.tree.unflatten(structure, _read(manager, at, "opt_state", nodes, nodes))
     new = [selection.put(value, part) for selection, value, part in zip(plan.selections, values, parts, strict=True)]
     return jax.tree.unflatten(treedef, new), state
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """The number of the last checkpoint that is complete.
+    """The number of the latest complete checkpoint.
 
     Args:
       directory: as in :func:`save`.
 
     Returns:
-      The step, or None where nothing is committed.
+      The step, or None if there is no complete checkpoint.
 
     Example:
       >>> import tempfile
@@ -265,7 +250,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     where = _absolute(directory)
     if not _exists(where):
         return None
-    with _reading(where) as manager:
+    with _manager(where) as manager:
         return manager.latest_step()
 
 
@@ -310,7 +295,7 @@ def _refuse_no_state(opt_state: PyTree) -> None:
 
 def _refuse_half_a_tree(values: Sequence[Any], params: PyTree) -> None:
     for path, value in zip(_tree.paths(params), values, strict=True):
-        if _tree.is_hole(value) or isinstance(value, (Part, Rest)):
+        if _tree.is_leaf(value):
             raise value_error(
                 "a checkpoint is taken of the full parameters",
                 at=path,
@@ -320,92 +305,84 @@ def _refuse_half_a_tree(values: Sequence[Any], params: PyTree) -> None:
             )
 
 
+def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
+    latest = manager.latest_step()
+    if latest is not None and step <= latest:
+        which = "a checkpoint of this step" if step in manager.all_steps() else "a later checkpoint"
+        raise value_error(
+            f"{which} is there already",
+            at=str(manager.directory),
+            got=f"step={step}",
+            expected=f"a step after {latest}, the latest",
+            fix="go on from the latest step, or save into another directory",
+        )
+
+
 def _exists(where: str) -> bool:
     return "://" in where or os.path.isdir(where)
 
 
-def _reading(where: str) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(where, options=ocp.CheckpointManagerOptions(create=False))
+def _manager(where: str, *, create: bool = False) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(where, options=ocp.CheckpointManagerOptions(create=create))
 
 
-def _finish(where: str) -> None:
-    """Waits for what is still being written there."""
-    saving = _UNDER_WAY.pop(where, None)
-    if saving is not None:
-        saving.wait()
-
-
-def _read_arrays(
-    manager: ocp.CheckpointManager, at: str, step: int, item: str, nodes: Sequence[Any], like: Sequence[Any]
-) -> dict[str, Any]:
-    """The arrays of one item by their numbers; empty ones, which are not written, are made where they belong."""
-    template = _template(nodes, like)
-    written = {name: struct for name, struct in template.items() if struct.size}
-    read = {}
-    if written:
-        with reading(at, item):
-            read = manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(written)}))[item]
-    empty = {name: struct for name, struct in template.items() if not struct.size}
-    return {**read, **{name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in empty.items()}}
+def _wait_for(where: str) -> None:
+    """Waits for a checkpoint that is still being written there."""
+    if where in _UNFINISHED:
+        _UNFINISHED.pop(where).wait()
 
 
 def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
-    """The arrays of a flat tree by their numbers; random keys as their words. Orbax refuses empty ones."""
-    arrays = {str(i): bare(node) for i, node in enumerate(nodes) if not _tree.is_hole(bare(node))}
-    return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in arrays.items() if np.size(x)}
+    """The array of each node that has one, by the number of the node; the data of a random key."""
+    arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
+    return {name: jax.random.key_data(array) if _is_key(array) else array for name, array in arrays.items()}
 
 
-def _template(nodes: Sequence[Any], like: Sequence[Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes to restore, each where the array beside it lies."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    template = {}
-    for i, (node, near) in enumerate(zip(nodes, like, strict=True)):
-        array, near = bare(node), bare(near)
-        if not _tree.is_hole(array):
-            sharding = getattr(near, "sharding", None) or here
-            array = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
-            place = beside(array, Placed(np.shape(near), sharding), sharding)
-            template[str(i)] = jax.ShapeDtypeStruct(np.shape(array), jnp.result_type(array), sharding=place)
-    return template
+def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
+    """``nodes`` with the arrays of one item of the checkpoint at ``at``, each placed as the array ``near`` it.
+
+    Empty arrays are not written, since Orbax refuses them; they are created here.
+    """
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    arrays, written = {}, {}
+    for name, struct in jax.eval_shape(_arrays, nodes).items():
+        [other] = jax.tree.leaves(near[int(name)])
+        sharding = getattr(other, "sharding", None) or default
+        sharding = beside(struct, Placed(np.shape(other), sharding), sharding)
+        if struct.size:
+            written[name] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+        else:
+            arrays[name] = jnp.zeros(struct.shape, struct.dtype, device=sharding)
+    if written:
+        restore = ocp.args.Composite(**{item: ocp.args.StandardRestore(written)})
+        with reading(at, item):
+            arrays |= manager.restore(int(os.path.basename(at)), args=restore)[item]
+    return [_with_array(node, arrays[str(i)]) if str(i) in arrays else node for i, node in enumerate(nodes)]
 
 
-def _put_back(nodes: Sequence[Any], arrays: Mapping[str, Any]) -> list[Any]:
-    """A flat tree with these arrays in it."""
-    filled = []
-    for i, node in enumerate(nodes):
-        array = arrays.get(str(i), node)
-        if _is_key(bare(node)) and str(i) in arrays:
-            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(bare(node)))
-        if isinstance(node, Part) and str(i) in arrays:
-            array = jax.tree.unflatten(jax.tree.structure(node), [array])
-        filled.append(array)
-    return filled
+def _with_array(node: Any, array: Any) -> Any:
+    """A node of a tree with another array, as it was written."""
+    [old], structure = jax.tree.flatten(node)
+    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if _is_key(old) else array
+    return jax.tree.unflatten(structure, [array])
 
 
 def _is_key(array: Any) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def _mask_like(value: Any) -> Any:
-    return value if _tree.is_hole(value) else jax.ShapeDtypeStruct(np.shape(value), bool)
-
-
-def _hashed(record: Any) -> np.ndarray:
-    text = json.dumps(record, sort_keys=True).encode()
-    return np.frombuffer(hashlib.blake2b(text, digest_size=16).digest(), np.uint32)
-
-
-def _refuse_different_processes(what: str, digest: np.ndarray) -> None:
+def _refuse_different_processes(what: str, record: Any) -> None:
     if jax.process_count() == 1:
         return
-    digests = np.asarray(multihost_utils.process_allgather(digest))
-    for process, other in enumerate(digests):
-        if not np.array_equal(other, digests[0]):
+    own = hashed(json.dumps(record, sort_keys=True))
+    first, *others = np.asarray(multihost_utils.process_allgather(own))
+    for process, other in enumerate(others, 1):
+        if not np.array_equal(other, first):
             raise value_error(
                 f"processes differ in {what}",
                 at=f"process {process}",
                 got=f"the fingerprint {other.tobytes().hex()}",
-                expected=f"{digests[0].tobytes().hex()}, that of process 0",
+                expected=f"{first.tobytes().hex()}, that of process 0",
                 fix="run the same program with the same spec and parameters in every process",
             )
 

@@ -1,15 +1,15 @@
-"""What stands in a checkpoint beside its arrays: which leaves there were, what of each was frozen, and its fingerprint.
+"""The record of a checkpoint: its leaves, what of each is frozen, and the fingerprint of that.
 
-It is written as JSON, which a person can read, and compared with the parameters, the spec and the optimizer's state
-that a checkpoint is to be restored to. Orbax by itself compares shapes, and not always. A file can be damaged, or
-edited by hand: :func:`read_record` checks every field once, so that nothing below has to.
+It is JSON, which a person can read, and is compared with the parameters, the spec and the optimizer state that a
+checkpoint is restored to: Orbax compares shapes, and not always. The file may be damaged or edited by hand, so
+:func:`read_record` checks every field against a schema, and nothing else has to.
 """
 
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,36 +22,51 @@ from optax_freeze._spec.masks import Rows, Slice, elements
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Known
-from optax_freeze._spec.tree import Leaf, Part, PyTree, bare
+from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._verify.bits import LANES
 
 FORMAT = 1
-"""The number of the form of a record: greater where an older release would misread it."""
+"""The version of the format of a record; greater where an older release would misread it."""
 
 
 def leaf_record(leaf: Leaf, selection: Selection) -> dict[str, Any]:
     """A leaf of the parameters, and what of it is frozen."""
-    return {**_shape_of(leaf.path, leaf.shape, leaf.dtype), "frozen": _selection_record(selection)}
+    return {**_array_record(leaf.path, leaf.shape, leaf.dtype), "frozen": _selection_record(selection)}
 
 
 def state_record(opt_state: PyTree) -> list[dict[str, Any]]:
-    """The arrays of an optimizer's state, and which rows each has."""
+    """The arrays of an optimizer state, and which rows or elements of a leaf each has."""
     records = []
     for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
-        array = bare(node)
+        array = _tree.bare(node)
         if not _tree.is_hole(array):
             part = _selection_record(node.index) if isinstance(node, Part) else None
-            records.append({**_shape_of(path, np.shape(array), jax.numpy.result_type(array)), "part": part})
+            records.append({**_array_record(path, np.shape(array), jax.numpy.result_type(array)), "part": part})
     return records
 
 
+def _array_record(path: str, shape: tuple[int, ...] | None, dtype: Any) -> dict[str, Any]:
+    if shape is None:
+        return {"path": path, "shape": None, "dtype": None}
+    return {"path": path, "shape": list(shape), "dtype": str(dtype)}
+
+
+def _selection_record(selection: Any) -> Any:
+    if isinstance(selection, RowIndex):
+        picked = [list(progression) for progression in selection.picked]
+        return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
+    if isinstance(selection, DenseMask):
+        return {"compact": selection.compact, "count": selection.count}
+    return selection.as_spec() if isinstance(selection, Selection) else selection
+
+
 def is_dense(record: Mapping[str, Any]) -> bool:
-    """Whether a leaf has a dense mask, which stands among the arrays."""
+    """Whether a leaf has a dense mask, which is stored among the arrays."""
     return isinstance(record["frozen"], dict) and "compact" in record["frozen"]
 
 
 def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> Known:
-    """What was frozen, as it was written."""
+    """The spec that was saved; ``masks`` are the arrays of the dense masks, one for each leaf."""
 
     def choice(frozen: Any, mask: Any) -> Choice:
         if isinstance(frozen, bool):
@@ -69,7 +84,7 @@ def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -
 
 @contextlib.contextmanager
 def reading(step: str, item: str) -> Iterator[None]:
-    """A ``ValueError`` for whatever Orbax raises while it reads one item of a checkpoint."""
+    """Raises a ``ValueError`` for any error of Orbax while it reads one item of a checkpoint."""
     try:
         yield
     except Exception as error:
@@ -83,25 +98,23 @@ def reading(step: str, item: str) -> Iterator[None]:
 
 
 def read_record(step: str) -> Mapping[str, Any]:
-    """The record of a checkpoint, each field of which is one that :func:`optax_freeze.checkpoint.save` could write.
-
-    Args:
-      step: the directory of the checkpoint.
-
-    Raises:
-      ValueError: if there is no such file, or it is not JSON; if a field is missing or wrong, with its name; if a newer
-        release wrote it.
-    """
+    """The record of the checkpoint in a directory; a ``ValueError`` names a field that is missing or wrong."""
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record: Any = checkpointer.restore(epath.Path(step) / "spec")
     try:
-        _check_fields("", record, "format")
-        _check(_is_int(record["format"], 1), "format", record["format"], "a number, 1 or more")
-        if record["format"] <= FORMAT:
-            _check_record(record)
-            return record
-    except _Fault as fault:
-        field, got, expected = fault.args
+        _check("", record, {"format": _RECORD["format"]})
+        if record["format"] > FORMAT:
+            raise value_error(
+                "the checkpoint is of a newer optax_freeze",
+                at=step,
+                got=f"format {record['format']}",
+                expected=f"format {FORMAT} or older",
+                fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
+            )
+        _check("", record, _RECORD)
+        _check_paths(record)
+    except _WrongField as wrong:
+        field, got, expected = wrong.args
         raise value_error(
             "the record of the checkpoint is damaged",
             at=f"{step}/spec: {field or 'the whole file'}",
@@ -109,97 +122,87 @@ def read_record(step: str) -> Mapping[str, Any]:
             expected=expected,
             fix="restore another step, or this file from a copy",
         ) from None
-    raise value_error(
-        "the checkpoint is of a newer optax_freeze",
-        at=step,
-        got=f"format {record['format']}",
-        expected=f"format {FORMAT} or older",
-        fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
-    )
+    return record
 
 
-class _Fault(Exception):  # noqa: N818
-    """A field that is wrong, what it holds, and what it should hold."""
+class _WrongField(Exception):  # noqa: N818
+    """The name of a field, what it holds, and what is expected there."""
 
 
-def _check(ok: bool, field: str, got: Any, expected: str) -> None:
-    if not ok:
-        raise _Fault(field, described(got), expected)
+class _Value(NamedTuple):
+    """The schema of a value that is not a JSON object; of a list also the schema of its items."""
+
+    expected: str
+    is_valid: Callable[[Any], bool]
+    items: Any = None
 
 
-def _check_fields(at: str, record: Any, *names: str) -> None:
-    _check(isinstance(record, dict), at, record, "a JSON object")
-    for name in names:
-        if name not in record:
-            raise _Fault(f"{at}.{name}".lstrip("."), "nothing", "a value")
+def _check(at: str, value: Any, schema: Any) -> None:
+    """Raises a :class:`_WrongField` for the first field in ``value`` that does not have the form of a schema.
+
+    The schema of a JSON object is a dict with the schema of each field; a function of the object gives it for a field
+    that depends on others.
+    """
+    if isinstance(schema, _Value):
+        if not schema.is_valid(value):
+            raise _WrongField(at, described(value), schema.expected)
+        for i, item in enumerate((schema.items and value) or ()):
+            _check(f"{at}[{i}]", item, schema.items)
+        return
+    _check(at, value, _OBJECT)
+    for name, field in schema.items():
+        inner = f"{at}.{name}".lstrip(".")
+        if name not in value:
+            raise _WrongField(inner, "nothing", "a value")
+        _check(inner, value[name], field(value) if callable(field) else field)
 
 
-def _check_record(record: Mapping[str, Any]) -> None:
-    _check_fields("", record, "leaves", "opt_state", "frozen")
-    leaves, opt_state, digests = record["leaves"], record["opt_state"], record["frozen"]
-    _check(isinstance(leaves, list), "leaves", leaves, "a list of leaves")
-    for i, leaf in enumerate(leaves):
-        _check_leaf(f"leaves[{i}]", leaf)
+def _check_paths(record: Mapping[str, Any]) -> None:
+    """Checks that no two leaves have one path, and that the frozen ones have a fingerprint each."""
+    leaves, digests = record["leaves"], record["frozen"]
     paths = [leaf["path"] for leaf in leaves]
-    _check(len(set(paths)) == len(paths), "leaves", paths, "a path of its own for each leaf")
-    _check(isinstance(opt_state, list | None), "opt_state", opt_state, "a list of arrays, or null")
-    for i, array in enumerate(opt_state or []):
-        _check_array(f"opt_state[{i}]", array, "part")
-        part = array["part"]
-        if isinstance(part, dict):
-            _check_rows(f"opt_state[{i}].part", part, None)
-        else:
-            _check(part is None or _is_int(part), f"opt_state[{i}].part", part, "rows, a number of elements, or null")
+    _check("leaves", paths, _Value("a path of its own for each leaf", lambda paths: len(set(paths)) == len(paths)))
     frozen = sorted(leaf["path"] for leaf in leaves if leaf["frozen"] is not False and leaf["dtype"] != _FLOAT0)
-    _check_fields("frozen", digests)
-    _check(sorted(digests) == frozen, "frozen", sorted(digests), f"those of the frozen leaves: {described(frozen)}")
+    expected = f"those of the frozen leaves: {described(frozen)}"
+    _check("frozen", sorted(digests), _Value(expected, lambda paths: paths == frozen))
     for path, lanes in digests.items():
-        is_digest = _are_ints(lanes, 0, 2**32 - 1) and len(lanes) == LANES
-        _check(is_digest, f"frozen[{path!r}]", lanes, f"{LANES} numbers of 32 bits")
+        _check(f"frozen[{path!r}]", lanes, _DIGEST)
 
 
-def _check_leaf(at: str, leaf: Any) -> None:
-    _check_array(at, leaf, "frozen")
+def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
     frozen, shape = leaf["frozen"], leaf["shape"]
-    if isinstance(frozen, bool):
-        return
-    divisible = isinstance(frozen, dict) and shape is not None and not leaf["dtype"].startswith("key<")
-    _check(divisible, f"{at}.frozen", frozen, "true, false, or, of an array of numbers, which part")
+    if not isinstance(frozen, dict) or shape is None or leaf["dtype"].startswith("key<"):
+        return _Value("true, false, or, of an array of numbers, which part", lambda frozen: isinstance(frozen, bool))
     if "compact" not in frozen:
-        _check_rows(f"{at}.frozen", frozen, shape)
-        return
-    compact, most = frozen["compact"], math.prod(shape or ())
-    _check(isinstance(compact, bool), f"{at}.frozen.compact", compact, "true or false")
-    _check_fields(f"{at}.frozen", frozen, "count")
-    is_count = _is_int(frozen["count"], 1, most) if compact else frozen["count"] is None
-    _check(is_count, f"{at}.frozen.count", frozen["count"], f"a number from 1 to {most}" if compact else "null")
+        return _rows_schema(shape)
+    size = math.prod(shape)
+    count = _Value(f"a number from 1 to {size}", lambda count: _is_int(count, 1, size))
+    return {"compact": _BOOL, "count": lambda frozen: count if frozen["compact"] else _NULL}
 
 
-def _check_array(at: str, array: Any, *names: str) -> None:
-    _check_fields(at, array, "path", "shape", "dtype", *names)
-    path, shape, dtype = (array[name] for name in ("path", "shape", "dtype"))
-    _check(isinstance(path, str), f"{at}.path", path, "a text")
-    if "frozen" in names and shape is None:
-        _check(dtype is None, f"{at}.dtype", dtype, "null, since the shape is")
-    else:
-        _check(_are_ints(shape), f"{at}.shape", shape, "a list of sizes")
-        _check(_is_dtype(dtype), f"{at}.dtype", dtype, "the name of a dtype")
+def _part_schema(array: Mapping[str, Any]) -> Any:
+    if isinstance(array["part"], dict):
+        return _rows_schema(None)
+    return _Value("rows, a number of elements, or null", lambda part: part is None or _is_int(part))
 
 
-def _check_rows(at: str, rows: Mapping[str, Any], shape: Sequence[int] | None) -> None:
-    """Of rows, within a shape where it is known."""
-    _check_fields(at, rows, "axis", "rows", "train")
-    axis, runs = rows["axis"], rows["rows"]
-    _check(_is_int(axis, 0, math.inf if shape is None else len(shape) - 1), f"{at}.axis", axis, "an axis of the leaf")
-    _check(isinstance(rows["train"], bool), f"{at}.train", rows["train"], "true or false")
-    size = math.inf if shape is None else shape[axis]
-    ascending = isinstance(runs, list) and bool(runs) and all(_is_run(run, size) for run in runs)
-    ascending = ascending and all(before[1] <= after[0] for before, after in itertools.pairwise(runs))
-    _check(ascending, f"{at}.rows", runs, "ascending [start, stop, step], within the leaf")
+def _rows_schema(shape: Sequence[int] | None) -> Any:
+    """The schema of rows, within a shape where it is known."""
+
+    def rows(record: Mapping[str, Any]) -> _Value:
+        size = math.inf if shape is None else shape[record["axis"]]
+        return _Value("ascending [start, stop, step], within the leaf", lambda runs: _are_ascending(runs, size))
+
+    last = math.inf if shape is None else len(shape) - 1
+    return {"axis": _Value("an axis of the leaf", lambda axis: _is_int(axis, 0, last)), "train": _BOOL, "rows": rows}
 
 
-def _is_run(run: Any, size: float) -> bool:
-    return _are_ints(run, 0, size) and len(run) == 3 and run[0] < run[1] and run[2] > 0
+def _are_ascending(runs: Any, size: float) -> bool:
+    if not isinstance(runs, list) or not runs:
+        return False
+    if not all(_are_ints(run, 0, size) and len(run) == 3 and run[0] < run[1] and run[2] > 0 for run in runs):
+        return False
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(runs))
 
 
 def _are_ints(values: Any, least: int = 0, most: float = math.inf) -> bool:
@@ -208,9 +211,6 @@ def _are_ints(values: Any, least: int = 0, most: float = math.inf) -> bool:
 
 def _is_int(value: Any, least: int = 0, most: float = math.inf) -> bool:
     return is_int(value) and least <= value <= most
-
-
-_FLOAT0 = str(jax.dtypes.float0)
 
 
 def _is_dtype(name: Any) -> bool:
@@ -223,51 +223,37 @@ def _is_dtype(name: Any) -> bool:
     return str(dtype) == name and is_array(jax.ShapeDtypeStruct((), dtype))
 
 
-def refuse_other_leaves(records: Sequence[Mapping[str, Any]], params: PyTree) -> None:
-    """A ``ValueError`` for parameters of another model."""
-    leaves = _tree.leaves(params)
-    fix = "give the full parameters of the model that was saved"
-    _tree.refuse_other_paths([leaf.path for leaf in leaves], [record["path"] for record in records], "params", fix)
-    for leaf, record in zip(leaves, records, strict=True):
-        got = _shape_of(leaf.path, leaf.shape, leaf.dtype)
-        if any(got[name] != record[name] for name in got):
-            raise value_error(
-                "params: another leaf than in the checkpoint",
-                at=leaf.path,
-                got=f"{got['dtype']} of shape {got['shape']}",
-                expected=f"{record['dtype']} of shape {record['shape']}",
-                fix=fix,
-            )
+_FLOAT0 = str(jax.dtypes.float0)
+_OBJECT = _Value("a JSON object", lambda value: isinstance(value, dict))
+_NULL = _Value("null", lambda value: value is None)
+_BOOL = _Value("true or false", lambda value: isinstance(value, bool))
+_TEXT = _Value("a text", lambda value: isinstance(value, str))
+_SHAPE = _Value("a list of sizes", _are_ints)
+_DTYPE = _Value("the name of a dtype", _is_dtype)
+_DIGEST = _Value(f"{LANES} numbers of 32 bits", lambda lanes: _are_ints(lanes, 0, 2**32 - 1) and len(lanes) == LANES)
+_LEAF = {
+    "path": _TEXT,
+    "shape": lambda leaf: _NULL if leaf["shape"] is None else _SHAPE,
+    "dtype": lambda leaf: _NULL._replace(expected="null, since the shape is") if leaf["shape"] is None else _DTYPE,
+    "frozen": _frozen_schema,
+}
+_STATE = {"path": _TEXT, "shape": _SHAPE, "dtype": _DTYPE, "part": _part_schema}
+_RECORD = {
+    "format": _Value("a number, 1 or more", lambda number: _is_int(number, 1)),
+    "leaves": _Value("a list of leaves", lambda leaves: isinstance(leaves, list), _LEAF),
+    "opt_state": _Value("a list of arrays, or null", lambda arrays: isinstance(arrays, list | None), _STATE),
+    "frozen": _OBJECT,
+}
 
 
-def refuse_other_spec(saved: Plan, given: Plan) -> None:
-    """A ``ValueError`` for another plan than the one that was saved."""
-    for leaf, was, now in zip(saved.leaves, saved.selections, given.selections, strict=True):
-        if was != now or not all(map(jax.numpy.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
-            raise value_error(
-                "another spec than that of the checkpoint",
-                at=leaf.path,
-                got=f"one by which the leaf {now}",
-                expected=f"one by which it {was}, as it was saved",
-                fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
-            )
-
-
-def refuse_other_base(saved: Mapping[str, Any], got: Mapping[str, Any]) -> None:
-    """A ``ValueError`` for frozen leaves with other fingerprints."""
-    differ = [path for path, digest in got.items() if np.asarray(digest).tolist() != saved[path]]
-    if differ:
-        raise value_error(
-            "another base: its frozen bits differ from those of the checkpoint",
-            at=", ".join(path or "(the root)" for path in differ[:3]),
-            got=f"{counted(len(differ), 'leaf', 'leaves')} of {len(saved)} with another fingerprint",
-            expected="the parameters that the run began with",
-            fix="load the same base; if the frozen part moved in the run, fz.audit(tx, params, frozen) says why",
-        )
+def refuse_other_leaves(saved: Sequence[Mapping[str, Any]], params: PyTree) -> None:
+    """Refuses the parameters of another model."""
+    got = [_array_record(leaf.path, leaf.shape, leaf.dtype) for leaf in _tree.leaves(params)]
+    _refuse_other_arrays(saved, got, "params", "leaf", "give the full parameters of the model that was saved")
 
 
 def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTree, at: str) -> None:
-    """A ``ValueError`` for the state of another optimizer or spec."""
+    """Refuses the state of another optimizer or spec."""
     if saved is None:
         raise value_error(
             "no optimizer state in the checkpoint",
@@ -277,29 +263,44 @@ def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTr
             fix="begin with a new state: tx.init(params)",
         )
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
-    got = state_record(template)
-    _tree.refuse_other_paths([new["path"] for new in got], [old["path"] for old in saved], "opt_state", fix)
+    _refuse_other_arrays(saved, state_record(template), "opt_state", "array", fix)
+
+
+def _refuse_other_arrays(
+    saved: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]], name: str, kind: str, fix: str
+) -> None:
+    def described(record: Mapping[str, Any]) -> str:
+        rows = f", rows {record['part']}" if record.get("part") else ""
+        return f"{record['dtype']} of shape {record['shape']}{rows}"
+
+    _tree.refuse_other_paths([new["path"] for new in got], [old["path"] for old in saved], name, fix)
     for new, old in zip(got, saved, strict=True):
-        if new != old:
+        if any(new[field] != old[field] for field in new):
+            what = f"{name}: another {kind} than in the checkpoint"
+            raise value_error(what, at=new["path"], got=described(new), expected=described(old), fix=fix)
+
+
+def refuse_other_spec(saved: Plan, given: Plan) -> None:
+    """Refuses a spec that resolves to something else."""
+    for leaf, was, now in zip(saved.leaves, saved.selections, given.selections, strict=True):
+        if was != now or not all(map(jax.numpy.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
             raise value_error(
-                "opt_state: another array than in the checkpoint",
-                at=str(new["path"]),
-                got=f"{new['dtype']} of shape {new['shape']}" + f", rows {new['part']}" * bool(new["part"]),
-                expected=f"{old['dtype']} of shape {old['shape']}" + f", rows {old['part']}" * bool(old["part"]),
-                fix=fix,
+                "another spec than that of the checkpoint",
+                at=leaf.path,
+                got=f"a spec by which it {now}",
+                expected=f"one by which it {was}, as it was saved",
+                fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
             )
 
 
-def _shape_of(path: str, shape: tuple[int, ...] | None, dtype: Any) -> dict[str, Any]:
-    if shape is None:
-        return {"path": path, "shape": None, "dtype": None}
-    return {"path": path, "shape": list(shape), "dtype": str(dtype)}
-
-
-def _selection_record(selection: Any) -> Any:
-    if isinstance(selection, RowIndex):
-        picked = [list(progression) for progression in selection.picked]
-        return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
-    if isinstance(selection, DenseMask):
-        return {"compact": selection.compact, "count": selection.count}
-    return selection.as_spec() if isinstance(selection, Selection) else selection
+def refuse_other_base(saved: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+    """Refuses frozen leaves with other fingerprints."""
+    differ = [path for path, digest in got.items() if np.asarray(digest).tolist() != saved[path]]
+    if differ:
+        raise value_error(
+            "another base: its frozen bits differ from those of the checkpoint",
+            at=", ".join(path or "(the root)" for path in differ[:3]),
+            got=f"{counted(len(differ), 'leaf', 'leaves')} of {len(saved)} with another fingerprint",
+            expected="the parameters that the run began with",
+            fix="load the same base; if the frozen part moved in the run, fz.audit(tx, params, frozen) says why",
+        )

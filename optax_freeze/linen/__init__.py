@@ -1,10 +1,9 @@
 """Freezing declared where a Flax Linen model is built, so that training needs no knowledge of the architecture.
 
-:class:`Frozen` wraps a module and is otherwise invisible: it stands at the module's own place among the variables, with
-the module's paths, initial values, random streams and methods. What changes is what the module reads: each call runs in
-``nn.map_variables``, which hands it the frozen parameters as constants and drops what it writes to its statistics.
-:func:`freeze_variables` does the same for a module that is not wrapped, and :func:`frozen_mask` reads off a finished
-model what its wrappers freeze.
+:class:`Frozen` wraps a module without changing its paths, initial values, random streams and methods: each call runs in
+``nn.map_variables``, where the module reads frozen parameters as constants and its statistics do not change.
+:func:`freeze_variables` does the same for a module that is not wrapped, and :func:`frozen_mask` returns what the
+wrappers in a model freeze.
 """
 
 import contextlib
@@ -18,52 +17,50 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.core import DenyList, FrozenDict, Scope, apply, unfreeze
-from flax.linen.module import TestScope as RehearsalScope
-from flax.linen.module import wrap_method_once
+from flax.core import FrozenDict, Scope, unfreeze
+from flax.linen.module import TestScope, wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._gradient.jaxprs import depends_on
+from optax_freeze._errors import described, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec.resolve import Spec, register_with_flax
-from optax_freeze._spec.tree import PyTree
-from optax_freeze.linen._lift import Freezing, Probe
+from optax_freeze._spec.tree import PyTree, name_of
+from optax_freeze.linen._frozen_call import VariableFreezer
+from optax_freeze.linen._recording import ModelCall, Recording
 
 register_with_flax()
 
 
 class Frozen(nn.Module):
-    """A module whose parameters are constants of the gradient, and whose inputs are not.
+    """A module whose parameters are constants of the gradient. Gradients with respect to its inputs are unchanged.
 
-    Variables have the paths and initial values that they have without the wrapper, so that a checkpoint of one loads
-    into the other. Every method of the module can be called and its attributes can be read. Freezing is per
-    application: a module that is used bare as well has the gradient of that use.
+    Variables have the same paths and initial values as without the wrapper, so that a checkpoint of one loads into the
+    other. All methods and attributes of the module are available. Freezing is per application: a module that is also
+    used without the wrapper has the gradient of that use.
 
     A gradient of zero does not stop weight decay or momentum: train with ``fz.freeze(tx, frozen_mask(model, x))``, or
-    give the frozen parameters a ``collection`` of their own, which no optimizer sees.
+    move the frozen parameters to a ``collection`` of their own, which no optimizer sees.
 
     Attributes:
-      module: the module to freeze. Its name counts; the wrapper has none.
-      frozen: what is frozen of it, in any form, with paths relative to the module.
+      module: the module to freeze. It may have a name; the wrapper has none.
+      frozen: the spec, in any form, with paths relative to the module.
       collection: None keeps the parameters in ``params``. A name moves the frozen ones to a collection of that name,
         which enclosing lifts must carry too (``variable_axes``); whole leaves only.
-      stats: ``"frozen"`` keeps the statistics as they are stored: modules with ``use_running_average`` use them in
-        whatever mode they are called, and others lose what they write. ``"live"`` leaves both to the caller.
+      stats: ``"frozen"`` keeps the stored statistics: modules with ``use_running_average`` use them in whatever mode
+        they are called, and the writes of others are dropped. ``"live"`` leaves both to the caller.
       stats_collections: the collections that hold statistics.
 
     Raises:
-      TypeError: if ``module`` is no instance of a Linen module.
+      TypeError: if ``module`` is not an instance of a Linen module.
       ValueError: if an option is wrong, a ``name`` is given, the spec does not fit the module's parameters, or the
         collection is one that the module itself uses.
 
     Example:
       >>> from optax_freeze.linen import Frozen
       >>> model = nn.Sequential([Frozen(nn.Dense(3)), nn.relu, nn.Dense(1)])
-      >>> x = jnp.ones((2, 4))
+      >>> x = jax.numpy.ones((2, 4))
       >>> params = model.init(jax.random.key(0), x)["params"]
       >>> grads = jax.grad(lambda params: model.apply({"params": params}, x).sum())(params)
-      >>> [float(jnp.abs(grads[layer]["bias"]).sum()) for layer in ("layers_0", "layers_2")]
+      >>> [float(jax.numpy.abs(grads[layer]["bias"]).sum()) for layer in ("layers_0", "layers_2")]
       [0.0, 2.0]
     """
 
@@ -75,14 +72,7 @@ class Frozen(nn.Module):
 
     def __post_init__(self) -> None:
         _check_module(self.module, "Frozen")
-        if self.stats not in ("frozen", "live"):
-            raise value_error(
-                "unknown choice",
-                at="stats",
-                got=described(self.stats),
-                expected="'frozen' or 'live'",
-                fix="use one",
-            )
+        refuse_unknown_choice(self.stats, ("frozen", "live"), at="stats")
         _check_collection(self.collection, self.stats_collections)
         is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
         if is_new and self.name is not None:
@@ -96,7 +86,7 @@ class Frozen(nn.Module):
         super().__post_init__()
         if self.module.scope is not None:
             object.__setattr__(self, "scope", self.module.scope)
-        object.__setattr__(self, "_place", self.scope)
+        object.__setattr__(self, "_shared_scope", self.scope)
         if self._state.is_initialized and isinstance(self._innermost.parent, Frozen):
             object.__setattr__(self._innermost, "name", self.name or self.module.name)
         elif self._state.is_initialized or (is_new and self.parent is None):
@@ -104,16 +94,16 @@ class Frozen(nn.Module):
 
     @nn.nowrap
     def _try_setup(self, shallow: bool = False) -> None:
-        """How Linen prepares a module for a call: here ``module`` follows where ``nn.share_scope`` took the wrapper."""
-        if self.scope is not self._place:
-            object.__setattr__(self, "_place", self.scope)
+        """How Linen prepares a module for a call; here ``module`` gets the scope of the wrapper."""
+        if self.scope is not self._shared_scope:
+            object.__setattr__(self, "_shared_scope", self.scope)
             nn.share_scope(self, self.module)
 
     @nn.nowrap
     def _register_submodules(self, name: str, val: Any) -> None:
-        """How Linen binds the modules among a module's fields; here in the wrapper's place, and not below it."""
+        """How Linen binds the modules in a module's fields; here to the scope of the wrapper instead of a child."""
         scope = self.scope
-        object.__setattr__(self, "scope", _SamePlace(scope))
+        object.__setattr__(self, "scope", _OwnChild(scope))
         try:
             super()._register_submodules(name, val)
         finally:
@@ -121,7 +111,7 @@ class Frozen(nn.Module):
 
     @nn.nowrap
     def _call_wrapped_method(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """How Linen runs a method: here one of the module's class, when ``apply`` gives it a wrapper as ``self``."""
+        """How Linen runs a method; here one of the module's class, if ``apply`` passes the wrapper as ``self``."""
         return self._run(wrap_method_once(fun), args, kwargs)
 
     @nn.nowrap
@@ -150,7 +140,7 @@ class Frozen(nn.Module):
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """The module's variables as it reads them: what is frozen of the parameters is constant."""
+        """The module's variables as it reads them: frozen parameters are constants."""
         return super().variables if self.collection else self._run(lambda module: module.variables)
 
     @nn.nowrap
@@ -176,66 +166,59 @@ class Frozen(nn.Module):
         self._try_setup()
         frozen = unfreeze(self.frozen) if isinstance(self.frozen, FrozenDict) else self.frozen
         stats = self.stats_collections if self.stats == "frozen" else ()
-        return Freezing(frozen, self.collection, stats).run(fun, self.module, args, kwargs, is_call=is_call)
+        return VariableFreezer(frozen, self.collection, stats).call(fun, self.module, args, kwargs, is_call=is_call)
 
 
 @contextlib.contextmanager
 def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[None]:
-    """Freezes the parameters of the modules that are applied inside it.
+    """Freezes the parameters of the modules that are applied in this context.
 
     It acts while JAX traces: open it inside the jitted function. Contexts nest; what any of them freezes is frozen.
 
     Args:
-      frozen: what is frozen, in any form, with paths relative to the outermost module applied inside the context. A
-        pattern must match in each such application.
+      frozen: the spec, in any form, with paths relative to the outermost module applied in the context. A pattern must
+        match in each such application.
       collection: None keeps the parameters in ``params``, as constants of the gradient. A name moves the frozen ones to
-        a collection of that name, under ``init`` as under ``apply``.
+        a collection of that name, in ``init`` as in ``apply``.
 
     Returns:
       A context manager.
 
     Raises:
-      ValueError: if the spec does not fit, the collection cannot be used, no module is applied inside the context, or
-        the outermost one is itself transformed by ``nn.jit``, whose program would be run outside the context too.
+      ValueError: if the spec does not fit, the collection cannot be used, no module is applied in the context, or the
+        outermost one is itself transformed by ``nn.jit``, whose program would be reused outside of the context.
 
     Example:
       >>> from optax_freeze.linen import freeze_variables
       >>> model = nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(1)])
-      >>> x = jnp.ones((2, 4))
+      >>> x = jax.numpy.ones((2, 4))
       >>> params = model.init(jax.random.key(0), x)["params"]
       >>> def loss(params):
       ...   with freeze_variables("layers_0"):
       ...     return model.apply({"params": params}, x).sum()
       >>> grads = jax.grad(loss)(params)
-      >>> [float(jnp.abs(grads[layer]["bias"]).sum()) for layer in ("layers_0", "layers_2")]
+      >>> [float(jax.numpy.abs(grads[layer]["bias"]).sum()) for layer in ("layers_0", "layers_2")]
       [0.0, 2.0]
     """
     _check_collection(collection, ())
-    freezing = Freezing(frozen, collection)
+    freezer = VariableFreezer(frozen, collection)
     inside, applied = False, False
 
     def interceptor(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         nonlocal inside, applied
-        scope = context.module.scope
-        if inside or scope is None or isinstance(scope.root, RehearsalScope):
+        module = context.module
+        if inside or module.scope is None or isinstance(module.scope.root, TestScope):
             return next_fun(*args, **kwargs)
-        if any("jit(" in name for name in scope.debug_path[-1:]):
-            raise value_error(
-                "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
-                at=type(context.module).__name__,
-                got="a program that nn.jit keeps, and runs outside the context too",
-                expected="a module that nn.jit leaves alone, or that holds the transformed one",
-                fix="nn.Sequential([module]), or Frozen(module)",
-            )
+        _refuse_jitted(module)
         if context.method_name == "setup":
             output = next_fun(*args, **kwargs)
             if collection:
-                _refuse_params_of_setup(context.module)
+                _refuse_params_of_setup(module)
             return output
         inside = applied = True
         try:
             fun, is_call = wrap_method_once(context.orig_method.func), context.method_name == "__call__"
-            return freezing.run(fun, context.module, args, kwargs, is_call=is_call)
+            return freezer.call(fun, module, args, kwargs, is_call=is_call)
         finally:
             inside = False
 
@@ -252,93 +235,60 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
 
 
 def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
-    """What the :class:`Frozen` wrappers in a model freeze: the spec for an optimizer that knows nothing of the model.
+    """The spec of what the :class:`Frozen` wrappers in a model freeze, for an optimizer.
 
     Args:
       model: a Linen module.
-      *args: the arguments of a call: arrays or ``jax.ShapeDtypeStruct``. No arithmetic is done.
+      *args: the arguments of a call: arrays or ``jax.ShapeDtypeStruct``. The call is traced, not computed.
       **kwargs: keyword arguments of the call; ``method`` and ``rngs`` as for ``model.apply``.
 
     Returns:
-      A tree of the structure of the ``params`` collection, a spec for every function of ``optax_freeze``. True where
-      each use of a parameter in this call is frozen, or where it stands unused in a frozen module; the element mask
-      where each use is frozen in the same part; else False.
+      A tree of the structure of the ``params`` collection, a spec for every function of ``optax_freeze``. True if each
+      use of a parameter in this call is frozen, or if it is unused in a frozen module; the element mask if each use is
+      frozen in the same part; else False.
 
     Raises:
-      TypeError: if ``model`` is no instance of a Linen module.
-      ValueError: if an element mask is not of the parameter's shape, as in a stack of layers.
+      TypeError: if ``model`` is not an instance of a Linen module.
+      ValueError: if an element mask does not have the parameter's shape, as in a stack of layers.
 
     Example:
       >>> from optax_freeze.linen import Frozen, frozen_mask
       >>> model = nn.Sequential([Frozen(nn.Dense(3)), nn.relu, nn.Dense(1)])
-      >>> frozen_mask(model, jax.ShapeDtypeStruct((2, 4), jnp.float32))
+      >>> frozen_mask(model, jax.ShapeDtypeStruct((2, 4), jax.numpy.float32))
       {'layers_0': {'bias': True, 'kernel': True}, 'layers_2': {'bias': False, 'kernel': False}}
     """
     _check_module(model, "frozen_mask")
-    rngs = kwargs.pop("rngs", None)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    call = ModelCall(model, args, kwargs)
+    variables = call.variables()
 
-    def call(function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
-        given = dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(treedef, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return function(*args, rngs={"params": jax.random.key(0)} if rngs is None else rngs, **kwargs)
-
-    def init(arrays: Sequence[Any]) -> Any:
-        return call(lambda *args, rngs, **kwargs: model.init(rngs, *args, **kwargs), arrays)
-
-    def bound(scope: Scope, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        """What ``model.apply`` does, which takes no flags."""
-        module = model.copy(parent=scope)
-        if isinstance(method, str):
-            return getattr(module, method)(*args, **kwargs)
-        return getattr(method, "__func__", method or type(model).__call__)(module, *args, **kwargs)
-
-    arrays = [leaves[i] for i in places]
-    variables = dict(unfreeze(jax.eval_shape(init, arrays)))
-    params = flatten_dict(variables.pop("params", {}))
-    inexact = [path for path, leaf in params.items() if all(map(_is_inexact, jax.tree.leaves(leaf)))]
-
-    def reached(probe: Probe) -> set[Any]:
-        """The parameters that a gradient comes to."""
-
-        def gradient(params: Any, variables: Any, arrays: Any, scale: Any) -> Any:
-            def outputs(moving: Any) -> list[Any]:
-                everything = {"params": unflatten_dict({**params, **moving}), **variables}
-                run = apply(bound, mutable=bool(variables) and DenyList("params"), flags=probe.flags)
-                output = call(functools.partial(run, everything), arrays)
-                return [leaf for leaf in jax.tree.leaves(output) if _is_inexact(leaf)]
-
-            values, pullback = jax.vjp(outputs, {path: params[path] for path in inexact})
-            return pullback([jnp.full_like(value, scale) for value in values])[0]
-
-        with probe.active():
-            jaxpr, grads = jax.make_jaxpr(gradient, return_shape=True)(params, variables, arrays, 1.0)
-        marks = depends_on(jaxpr, [False] * (len(jaxpr.in_avals) - 1) + [True])
-        marks = jax.tree.unflatten(jax.tree.structure(grads), marks)
-        return {path for path in inexact if any(jax.tree.leaves(marks[path]))}
-
-    declared = Probe()
-    trains = reached(declared)
+    declared = Recording()
+    trains = call.reached(variables, declared)
+    trains_whole = trains  # in a use of which no element is frozen
+    if declared.has_parts:
+        trains_whole = call.reached(variables, Recording(override=lambda answer: answer is not False))
     try:
-        used = reached(Probe(lambda answer: False))
-    except (NotImplementedError, TypeError, ValueError):  # the bare model has no derivative, as that of a while loop
+        used = call.reached(variables, Recording(override=lambda answer: False))
+    except (NotImplementedError, TypeError, ValueError):  # without wrappers it has no derivative, as a while loop
         used = set()
-    bare = reached(Probe(lambda answer: answer is not False)) if declared.has_parts else trains
+
+    def answer(path: tuple[str, ...], value: Any) -> Any:
+        if path in trains_whole:
+            return False
+        if path in trains:
+            return declared.element_mask(path, getattr(value, "shape", None))
+        return path in used or declared.is_frozen(path)
+
     mask = {}
-    for path, leaf in params.items():
+    for path, leaf in flatten_dict(variables.get("params", {})).items():
         value = nn.meta.unbox(leaf)
-        if path in trains and path not in bare:
-            mask[path] = declared.part(path, getattr(value, "shape", None))
-        else:
-            is_frozen = path not in bare and (path in used or declared.is_frozen(path))
-            mask[path] = jax.tree.map(lambda _, answer=is_frozen: answer, value)
+        frozen = answer(path, value)
+        mask[path] = jax.tree.map(lambda _, frozen=frozen: frozen, value) if isinstance(frozen, bool) else frozen
     return unflatten_dict(mask)
 
 
 @dataclasses.dataclass(frozen=True)
-class _SamePlace:
-    """A scope whose children stand where it stands."""
+class _OwnChild:
+    """A scope that is its own child, whatever the name."""
 
     scope: Any
 
@@ -355,16 +305,16 @@ class _SamePlace:
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """A method, submodule or variable of a frozen module: called, and looked into, with the frozen variables."""
+    """A method, submodule or variable of a frozen module, which is called and read with the frozen variables."""
 
     owner: Frozen
     keys: tuple[Any, ...]
     number: int = dataclasses.field(default_factory=itertools.count().__next__)
-    """Never the same: a program that ``nn.jit`` keeps holds the variables of the call that was traced."""
+    """Makes each member unequal to others: a program kept by ``nn.jit`` holds the variables of the traced call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._reach(module)(*args, **kwargs)
+            return self._get(module)(*args, **kwargs)
 
         return self.owner._run(call, args, kwargs)
 
@@ -377,19 +327,18 @@ class _Member:
         """An attribute, in which methods, modules and variables are members again."""
         here = _Member(self.owner, (*self.keys, jax.tree_util.GetAttrKey(name)))
 
-        def mark(key: Any, leaf: Any) -> Any:
+        def as_member(key: Any, leaf: Any) -> Any:
             is_member = isinstance(leaf, (nn.Module, nn.Variable)) or inspect.ismethod(leaf)
             return _Member(self.owner, (*here.keys, *key)) if is_member else leaf
 
-        return self.owner._run(lambda module: jax.tree_util.tree_map_with_path(mark, here._reach(module)))
+        return self.owner._run(lambda module: jax.tree_util.tree_map_with_path(as_member, here._get(module)))
 
-    def _reach(self, module: Any) -> Any:
+    def _get(self, node: Any) -> Any:
+        """What this is a member for, in the module itself."""
         for key in self.keys:
-            if isinstance(key, jax.tree_util.GetAttrKey):
-                module = getattr(module, key.name)
-            else:
-                module = module[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
-        return module
+            name = name_of(key)
+            node = getattr(node, name) if isinstance(key, jax.tree_util.GetAttrKey) else node[name]
+        return node
 
 
 def _check_module(module: Any, name: str) -> None:
@@ -427,17 +376,26 @@ def _check_collection(collection: Any, stats_collections: Any) -> None:
 
 
 def _is_plain_field(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is a value that was given to the constructor, and no module."""
+    """Whether an attribute is an argument of the constructor that holds no module."""
     is_field = name in type(module).__dataclass_fields__ and name in vars(module)
     return is_field and not any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(vars(module)[name]))
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+def _refuse_jitted(module: nn.Module) -> None:
+    """Refuses a module whose calls ``nn.jit`` compiles, and reuses outside of the context."""
+    assert isinstance(module.scope, Scope)
+    if any("jit(" in name for name in module.scope.debug_path[-1:]):
+        raise value_error(
+            "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
+            at=type(module).__name__,
+            got="a program that nn.jit keeps, and runs outside the context too",
+            expected="a module that nn.jit leaves alone, or that holds the transformed one",
+            fix="nn.Sequential([module]), or Frozen(module)",
+        )
 
 
 def _refuse_params_of_setup(module: nn.Module) -> None:
-    """Linen runs the outermost module's setup before the call that a context can act on."""
+    """Refuses parameters of the outermost module's ``setup``, which Linen runs before the call that is frozen."""
     params = module.variables.get("params", {})
     own = [name for name, value in params.items() if not isinstance(value, Mapping)]
     if module.is_initializing() and own:
