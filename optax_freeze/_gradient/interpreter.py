@@ -29,14 +29,10 @@ def call(fun: Callable[..., Any], leaves: Sequence[SplitArray], frozen: Sequence
     """``fun`` of split arrays.
 
     It is traced as ``jit`` traces, which executes nothing, and the program is evaluated: effects happen once, in order.
-    If it cannot be traced (Python branches on a value), it is called with the merged arrays, as under ``jax.grad``; an
-    error of its own is raised there again.
+    If it cannot be traced (Python branches on a value), it is called with the merged arrays, and may raise its error.
 
-    Args:
-      fun: a function of as many arrays; may return anything.
-      leaves: the arrays.
-      frozen: arrays that ``fun`` closes over and that are not differentiated. They are recognised by their identity
-        among the constants of the program: as arguments they would be tracers, on which ``fun`` cannot branch.
+    ``frozen`` are the frozen arrays that ``fun`` closes over. They are recognised by their identity among the constants
+    of the program: as arguments they would be tracers, on which ``fun`` cannot branch.
     """
     treedef, flat = None, []
 

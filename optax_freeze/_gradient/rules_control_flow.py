@@ -24,8 +24,7 @@ from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import FrozenArray, OperationLog, SplitArray, dense, numbers, segments, take
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
-_MOST_SEGMENTS = 32
-"""A scan of more stretches of rows would be a large program: it takes the merged array."""
+_MOST_SEGMENTS = 32  # a scan of more stretches would be a large program: it takes the merged array
 
 
 def _has_split(values: Sequence[Any]) -> bool:
@@ -177,8 +176,7 @@ class _CustomJvp(NamedTuple):
     """The function of a ``custom_jvp`` call and its rule, evaluated with split arrays."""
 
     eqn: Equation
-    inexact: Sequence[bool]
-    """Which inputs are inexact. The others have no tangents."""
+    inexact: Sequence[bool]  # which inputs have tangents
 
     def function(self, *values: Any) -> list[Any]:
         closed = self.eqn.params["call_jaxpr"]

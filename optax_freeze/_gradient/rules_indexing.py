@@ -15,8 +15,7 @@ from jax.core import Tracer
 from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import SplitArray, at_axis, join, locate, numbers, of_numbers, take
 
-_FEW_ROWS = 16
-"""Up to so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory."""
+_FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
 
 
 def _slice_rows(x: SplitArray, start: int, stop: int, step: int = 1) -> Any:

@@ -19,10 +19,10 @@ from optax_freeze._spec.tree import Part
 
 
 class Operation(NamedTuple):
-    """An operation in a log: it ``"kept"`` the array split, ``"read"`` rows of it or ``"merged"`` it."""
+    """An operation in a log."""
 
     name: str
-    effect: str
+    effect: str  # it "kept" the array split, "read" rows of it or "merged" it
     source: Any
 
 
@@ -42,10 +42,9 @@ class OperationLog:
         return [operation for operation in self.operations if operation.effect in effects]
 
 
-_STATIC = ["index", "log", "in_jvp"]
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=_STATIC)
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "log", "in_jvp"]
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitArray:
     """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
@@ -152,7 +151,7 @@ def numbers(index: RowIndex) -> np.ndarray:
 
 
 def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
-    """An index like another, of ``size`` rows of which those numbered train."""
+    """An index along the same axis, of ``size`` rows with these trainable ones."""
     breaks = np.flatnonzero(np.diff(trains) != 1) + 1
     runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
     return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
@@ -165,7 +164,7 @@ def take(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
 
 
 def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether rows ``i`` train, and their places among the trainable rows: 0 for frozen rows, and out of range."""
+    """Whether rows ``i`` are trainable, and their places among the trainable rows: 0 if frozen or out of range."""
     runs = index.runs
     if runs is not None and len(runs) <= 8:
         trains, place, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
@@ -180,7 +179,7 @@ def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
-    """A dense array from computed parts, by a selection that fuses with whatever computed them."""
+    """A dense array from computed parts, selected so that it fuses with their computation."""
     i = jax.lax.broadcasted_iota(jnp.int32, [index.size if d == axis else 1 for d in range(jnp.ndim(frozen))], axis)
     if index.runs is not None and len(index.runs) == 1:
         [(start, stop)] = index.runs
@@ -193,7 +192,7 @@ def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
 
 
 def segments(splits: Sequence[SplitArray], length: int) -> list[tuple[int, int]]:
-    """The stretches of rows in which each of the arrays is all frozen or all trains."""
+    """The stretches of rows in which each array is all frozen or all trainable."""
     trains = np.zeros((len(splits), length), bool)
     for row, split in zip(trains, splits, strict=True):
         row[numbers(split.index)] = True
