@@ -136,7 +136,7 @@ def _select_rows(x: SplitArray, frozen: Any, trains: Any, place: Any, index_axes
     place = jax.lax.broadcast_in_dim(jnp.where(trains, place, -1), frozen.shape, index_axes)
     for i in range(x.index.count):
         row = jax.lax.index_in_dim(x.rows, i, x.axis, keepdims=False)
-        chosen = jax.lax.select(place == i, jax.lax.broadcast_in_dim(row, frozen.shape, row_axes), chosen)
+        chosen = jnp.where(place == i, jax.lax.broadcast_in_dim(row, frozen.shape, row_axes), chosen)
     return chosen
 
 
