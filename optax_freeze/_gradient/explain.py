@@ -1,17 +1,19 @@
-"""What :func:`optax_freeze.restrict` makes of the leaves that are frozen by rows: which operations read them in parts.
+"""Which operations read a leaf in parts, and which forced a merge?
 
-The function is traced as ``restrict`` traces it, with listeners at these leaves; nothing is executed.
+The function is traced as :func:`optax_freeze.restrict` traces it, with a log for each leaf that is frozen by rows.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
 
 from optax_freeze._errors import is_array, printable
-from optax_freeze._gradient.restrict import fill, in_parts, refuse_no_function
-from optax_freeze._gradient.split_array import Origin
+from optax_freeze._gradient import split_array
+from optax_freeze._gradient.restrict import call_in_parts, refuse_no_function
+from optax_freeze._gradient.split_array import OperationLog
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import RowIndex
@@ -23,7 +25,7 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where Python asks a tracer for its value."""
+"""What JAX raises where Python needs the value of a tracer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +59,11 @@ class LeafExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What :func:`optax_freeze.explain` found; prints one line for each operation.
+    """The result of :func:`optax_freeze.explain`; prints one line for each operation.
 
     Attributes:
-      rows: for each leaf that is frozen by rows its path, how many rows it has and how many train, the operations that
-        read it in parts (name and source line), and the first that forced a merge or None.
+      rows: for each leaf that is frozen by rows its path, how many rows it has and how many are trainable, the
+        operations that read it in parts (name and source line), and the first that forced a merge or None.
 
     Example:
       >>> import optax_freeze as fz
@@ -80,8 +82,8 @@ class Explanation:
 def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> Explanation:
     """Says which operations read a leaf that is frozen by rows in two parts, and which forced a merge.
 
-    Frozen rows cost nothing as long as operations read them where they lie. An operation that cannot gets the merged
-    array: right, but its gradient has the size of the leaf. The function is traced and not executed: none of its
+    Frozen rows cost nothing as long as operations read them in place. Any other operation gets the merged array: the
+    result is the same, but the gradient has the size of the leaf. The function is traced and not executed: none of its
     operations and callbacks runs.
 
     Args:
@@ -95,7 +97,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       An :class:`optax_freeze.Explanation`: print it.
 
     Raises:
-      TypeError: if ``fun`` is no function.
+      TypeError: if ``fun`` is not a function.
       ValueError: if the spec does not fit.
 
     Example:
@@ -111,15 +113,10 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       head: 2 of 3 rows train; merged by sort at ...
     """
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
-    from optax_freeze._gradient.interpreter import call
-
     plan = make_plan(params, frozen)
-    indices = {
-        leaf.path: index
-        for leaf, index in zip(plan.leaves, plan.selections, strict=True)
-        if isinstance(index, RowIndex)
-    }
-    origins = {path: Origin() for path in indices}
+    pairs = zip(plan.leaves, plan.selections, strict=True)
+    indices = {leaf.path: index for leaf, index in pairs if isinstance(index, RowIndex)}
+    logs = {path: OperationLog() for path in indices}
     everything, treedef = jax.tree.flatten((params, args, kwargs))
     abstract = [is_array(leaf) for leaf in jax.tree.leaves(params)]
     abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(abstract) :]]
@@ -128,24 +125,23 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         left = iter(arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
-        parts, splits, constant = in_parts(*split(params, plan), origins.get)
-        call(lambda *arrays: fun(fill(parts, arrays), *args, **kwargs), splits, constant)
+        call_in_parts(fun, *split(params, plan), args, kwargs, logs.values())
 
     try:
-        jax.eval_shape(traced, [leaf for leaf, here in zip(everything, abstract, strict=True) if here])
+        jax.eval_shape(traced, list(compress(everything, abstract)))
     except _ASKED_FOR_A_VALUE:
-        if not any(origin.done("merged") for origin in origins.values()):
+        if not any(log.with_effect("merged") for log in logs.values()):
             raise
-    return Explanation(tuple(_of_leaf(path, indices[path], origin) for path, origin in origins.items()))
+    return Explanation(tuple(_of_leaf(path, indices[path], log) for path, log in logs.items()))
 
 
-def _of_leaf(path: str, index: RowIndex, origin: Origin) -> LeafExplanation:
+def _of_leaf(path: str, index: RowIndex, log: OperationLog) -> LeafExplanation:
+    in_parts = tuple(dict.fromkeys(map(_with_line, log.with_effect("kept", "read"))))
+    merged = next(map(_with_line, log.with_effect("merged")), None)
+    return LeafExplanation(path, index.size, index.count, in_parts, merged)
+
+
+def _with_line(operation: split_array.Operation) -> Operation:
     from jax.extend.source_info_util import summarize
 
-    def operations(events: Sequence[tuple[str, str, Any]]) -> tuple[Operation, ...]:
-        named = (Operation(name, "" if source is None else summarize(source)) for name, _, source in events)
-        return tuple(dict.fromkeys(named))
-
-    merged = operations(origin.done("merged")[:1])
-    in_parts = operations([event for event in origin.events if event[1] != "merged"])
-    return LeafExplanation(path, index.size, index.count, in_parts, merged[0] if merged else None)
+    return Operation(operation.name, "" if operation.source is None else summarize(operation.source))

@@ -1,11 +1,10 @@
-"""What a jaxpr says: where releases of JAX say it differently, and which outputs depend on some of the inputs.
+"""Which outputs of a jaxpr depend on which inputs, and params of equations that differ between releases of JAX.
 
-The gradient of a function, traced, says which parameters it reaches: those whose output depends on the incoming
-cotangent. A frozen parameter's is a zero that depends on nothing. A primitive that cannot be looked into counts as
-dependent, and so does a value that is read from a reference: what was written to it is not followed.
+The traced gradient of a function shows which parameters it reaches: those whose gradient depends on the incoming
+cotangent. The outputs of a primitive that cannot be looked into count as dependent, and so do reads of a reference.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -36,12 +35,13 @@ def _outputs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def _through(eqn: Any, given: list[bool]) -> list[bool]:
-    """What one equation passes on."""
+    """Which outputs of one equation depend on marked inputs."""
     if eqn.primitive.name == "cond":
         predicate, *operands = given
         branches = [_outputs(branch.jaxpr, operands) for branch in eqn.params["branches"]]
         return [predicate or any(marks) for marks in zip(*branches, strict=True)]
-    inner = list(_programs(eqn.params))
+    programs = (getattr(value, "jaxpr", value) for value in eqn.params.values())
+    inner = [program for program in programs if isinstance(program, Jaxpr)]
     if len(inner) != 1 or (len(inner[0].invars), len(inner[0].outvars)) != (len(eqn.invars), len(eqn.outvars)):
         return [True] * len(eqn.outvars)
     if eqn.primitive.name != "scan":
@@ -55,22 +55,8 @@ def _through(eqn: Any, given: list[bool]) -> list[bool]:
         given = [*given[:first], *carry, *given[first + carried :]]
 
 
-def _programs(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    for value in params.values():
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
-
-
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a ``scan`` are the same in every step, and how many after them are carried.
-
-    >>> import jax, jax.numpy as jnp
-    >>> jaxpr = jax.make_jaxpr(lambda w, c, xs: jax.lax.scan(lambda c, x: (c * w + x, c), c, xs))(1.0, 2.0, jnp.ones(3))
-    >>> scan_counts(jaxpr.eqns[-1].params)
-    (1, 1)
-    """
+    """How many operands of a ``scan`` are the same in every step, and how many after them are carried."""
     if "ft_in" in params:  # since JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -78,12 +64,6 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def is_inlined(params: dict[str, Any]) -> bool:
-    """Whether a ``jit`` asks for its program to stand in the place of the call.
-
-    >>> import jax
-    >>> jaxpr = jax.make_jaxpr(lambda x: jax.jit(lambda x: x + 1)(x))(1.0)
-    >>> is_inlined(jaxpr.eqns[-1].params)
-    False
-    """
+    """Whether a ``jit`` asks for its program to replace the call."""
     inline = params["inline"]
     return inline is True or getattr(inline, "name", "") == "JAX_EARLY"  # an enumeration since JAX 0.11

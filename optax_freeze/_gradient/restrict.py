@@ -1,13 +1,13 @@
-"""The loss as a function of what trains: nothing frozen is differentiated.
+"""The loss as a function of the trainable parameters.
 
 ``jax.grad`` of the whole tree computes a gradient for every leaf, and as soon as anything looks at all of them (a
 global norm, an accumulator, a finite check, a ``jit`` boundary) the compiler has to keep that work. A loss restricted
-to what trains has no other gradients: not of whole leaves, nor of rows, which lookups, scans and matmuls read where
-they lie.
+to the trainable parameters has no other gradients, neither of whole leaves nor of frozen rows.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, is_array, is_int, type_error, value_error
-from optax_freeze._gradient.split_array import Origin, Split
+from optax_freeze._gradient.split_array import OperationLog, SplitArray
 from optax_freeze._spec.partition import assemble, split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -28,13 +28,12 @@ T = TypeVar("T")
 
 
 def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
-    """Restricts a function of the parameters to what trains.
+    """Restricts a function of the parameters to the trainable parameters.
 
-    What is frozen is not differentiated. A leaf frozen by rows is read in two parts, and its gradient has the size of
-    the rows that train, as long as the operations of ``fun`` allow it (:func:`optax_freeze.explain`); others get the
-    merged array. For such leaves ``fun`` is traced first, which executes nothing: callbacks and other effects happen
-    once, as under ``jax.grad``. If it cannot be traced (Python branches on a value), it is called again, with merged
-    arrays.
+    Frozen parameters are not differentiated. The gradient of a leaf frozen by rows has the size of the trainable rows,
+    as long as the operations of ``fun`` allow it (:func:`optax_freeze.explain`); other operations get the merged array.
+    For such leaves ``fun`` is traced first, which executes nothing: callbacks and other effects happen once, as under
+    ``jax.grad``. If it cannot be traced (Python branches on a value), it is called again, with merged arrays.
 
     Args:
       fun: called as ``fun(params, *args, **kwargs)``.
@@ -45,7 +44,7 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
       where a sum over rows is split.
 
     Raises:
-      TypeError: if the first is no function, or the second a spec.
+      TypeError: if the first argument is not a function, or the second is a spec.
 
     Example:
       >>> import optax_freeze as fz
@@ -66,52 +65,53 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
 
     @functools.wraps(fun)
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        params, leaves, frozen = in_parts(trainable, rest)
-        if not leaves:
-            return fun(params, *args, **kwargs)
-        from optax_freeze._gradient.interpreter import (
-            call,  # it brings jax.extend, which loads slower than all of this library
-        )
-
-        return call(lambda *arrays: fun(fill(params, arrays), *args, **kwargs), leaves, frozen)
+        return call_in_parts(fun, trainable, rest, args, kwargs)
 
     return restricted
 
 
-def in_parts(
-    trainable: PyTree, rest: PyTree, origin_of: Callable[[str], Origin | None] = lambda path: None
-) -> tuple[PyTree, list[Split], list[Any]]:
-    """:func:`optax_freeze.combine` with a ``Split`` for each leaf frozen by rows; these, and the frozen arrays."""
-    splits: list[Split] = []
+def call_in_parts(
+    fun: Callable[..., T],
+    trainable: PyTree,
+    rest: PyTree,
+    args: Iterable[Any],
+    kwargs: dict[str, Any],
+    logs: Iterable[OperationLog | None] = repeat(None),
+) -> T:
+    """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows."""
+    logs, splits = iter(logs), []
 
-    def place(path: str, of_rest: Rest, part: Any) -> Any:
+    def place(of_rest: Rest, part: Any) -> Any:
         if not isinstance(of_rest.selection, RowIndex):
             return of_rest.selection.put(of_rest.array, part)
         array = jnp.asarray(of_rest.array)
-        splits.append(Split.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, origin_of(path)))
+        splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs)))
         return splits[-1]
 
-    params = assemble(trainable, rest, place)
-    return params, splits, [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
+    leaves, treedef = assemble(trainable, rest, place)
+    if not splits:
+        return fun(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
 
+    def of_arrays(*arrays: Any) -> T:
+        left = iter(arrays)
+        filled = [next(left) if isinstance(leaf, SplitArray) else leaf for leaf in leaves]
+        return fun(jax.tree.unflatten(treedef, filled), *args, **kwargs)
 
-def fill(params: PyTree, arrays: Sequence[Any]) -> PyTree:
-    """Arrays in the place of the leaves frozen by rows."""
-    left = iter(arrays)
-    return jax.tree.map(
-        lambda leaf: next(left) if isinstance(leaf, Split) else leaf, params, is_leaf=lambda x: isinstance(x, Split)
-    )
+    from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
+
+    frozen = [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
+    return call(of_arrays, splits, frozen)
 
 
 def value_and_grad(
     fun: Callable[P, T], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
 ) -> Callable[P, tuple[T, PyTree]]:
-    """``jax.value_and_grad`` with respect to what trains alone.
+    """``jax.value_and_grad`` with respect to the trainable parameters.
 
     Args:
       fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
-      frozen: what is frozen in the argument to differentiate with respect to, in any form.
-      argnums: the position of that argument.
+      frozen: what is frozen of the parameters, in any form.
+      argnums: the position of the parameters among the arguments.
       has_aux: whether ``fun`` returns a pair.
       holomorphic: as in JAX.
 
@@ -121,9 +121,9 @@ def value_and_grad(
       frozen. :func:`optax_freeze.freeze` and every Optax transformation take it as it is.
 
     Raises:
-      TypeError: if ``fun`` is no function.
-      ValueError: if ``argnums`` is no single int; when called, if there is no such argument, if the spec does not fit,
-        or if nothing trains.
+      TypeError: if ``fun`` is not a function.
+      ValueError: if ``argnums`` is not a single int; when called, if there is no such argument, if the spec does not
+        fit, or if every parameter is frozen.
 
     Example:
       >>> import optax_freeze as fz
@@ -152,11 +152,11 @@ def value_and_grad(
                 expected="the parameters at that position",
                 fix="pass the parameters by position, not by keyword",
             )
-        place = argnums % len(args)
-        trainable, rest = split(args[place], _something_trains(args[place], frozen))
+        i = argnums % len(args)
+        trainable, rest = split(args[i], _something_trains(args[i], frozen))
 
         def of_params(params: PyTree) -> Any:
-            with_params: Any = (*args[:place], params, *args[place + 1 :])
+            with_params: Any = (*args[:i], params, *args[i + 1 :])
             return fun(*with_params, **kwargs)
 
         return jax.value_and_grad(restrict(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)(trainable)
@@ -167,12 +167,12 @@ def value_and_grad(
 def grad(
     fun: Callable[P, Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
 ) -> Callable[P, Any]:
-    """``jax.grad`` with respect to what trains alone: :func:`value_and_grad` without the value.
+    """``jax.grad`` with respect to the trainable parameters: :func:`value_and_grad` without the value.
 
     Args:
       fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
-      frozen: what is frozen in the argument to differentiate with respect to, in any form.
-      argnums: the position of that argument.
+      frozen: what is frozen of the parameters, in any form.
+      argnums: the position of the parameters among the arguments.
       has_aux: whether ``fun`` returns a pair.
       holomorphic: as in JAX.
 
@@ -199,7 +199,7 @@ def grad(
 
 
 def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable[..., tuple[Any, PyTree]]:
-    """``optax.value_and_grad_from_state`` over what trains: a line search's last value and gradient are used again.
+    """``optax.value_and_grad_from_state`` of the trainable parameters: reuses a line search's last value and gradient.
 
     Args:
       fun: called as ``fun(params, *args, **kwargs)``; returns a scalar.
@@ -210,8 +210,8 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
       :func:`optax_freeze.freeze` around a line search. It returns the value and the gradient of the trainable part.
 
     Raises:
-      TypeError: if ``fun`` is no function.
-      ValueError: if the spec does not fit, if nothing trains, or if the state holds no value and gradient.
+      TypeError: if ``fun`` is not a function.
+      ValueError: if the spec does not fit, if every parameter is frozen, or if the state has no value and gradient.
 
     Example:
       >>> import optax_freeze as fz
@@ -228,7 +228,6 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
       >>> print(f"{params['encoder']:.1f} {params['head']:.1f}")
       2.0 0.5
     """
-
     refuse_no_function(fun, frozen, "fz.value_and_grad_from_state(fun, frozen)")
 
     @functools.wraps(fun)
@@ -240,7 +239,7 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
 
 
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
-    """A ``TypeError`` for what is no function to differentiate."""
+    """A ``TypeError`` unless ``fun`` is a function."""
     if not callable(fun):
         raise type_error(
             "a function is differentiated",

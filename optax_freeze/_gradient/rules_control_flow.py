@@ -1,14 +1,16 @@
-"""The operations that hold programs of their own: they are entered with arrays in two parts, and stay what they are.
+"""Rules for operations that contain programs, which are entered with split arrays.
 
-``jit`` and ``remat`` hand the parts on. A ``scan`` over the rows becomes one scan for each stretch of rows: that of
-frozen rows reads them by their number, so that nothing is copied and, before the first row that trains, nothing is
-differentiated. A function with a derivative of its own keeps it: its rule is evaluated in parts, too.
+``jit`` and ``remat`` pass the split arrays on. A ``scan`` over the rows becomes one scan for each stretch of rows: that
+of frozen rows reads them by their number, so that nothing is copied and, before the first trainable row, nothing is
+differentiated. A function with a custom JVP rule keeps it: the rule is evaluated with split arrays, too.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from itertools import compress
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +20,45 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.jaxprs import is_inlined, scan_counts
-from optax_freeze._gradient.split_array import Frozen, Origin, Split, dense, numbers, segments, take
-
-Evaluate: TypeAlias = Callable[..., list[Any]]
-Control: TypeAlias = Callable[[Evaluate, Any, dict[str, Any], Sequence[Any]], Any]
-"""A rule as in the rooms above, that is given the interpreter, and may read a :class:`Frozen` itself."""
+from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.split_array import FrozenArray, OperationLog, SplitArray, dense, numbers, segments, take
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
-_MOST_SEGMENTS = 32
-"""A scan of more stretches of rows would be a large program: it takes the merged array."""
+_MOST_SEGMENTS = 32  # a scan of more stretches would be a large program: it takes the merged array
 
 
-def _has(values: Sequence[Any], kind: type = Split) -> bool:
-    return any(isinstance(value, kind) for value in values)
+def _has_split(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, SplitArray) for value in values)
 
 
-def _inline(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    if not _has(values):
+@rule("call", "closed_call", "core_call", enters=True)
+def inline(eqn: Equation, *values: Any) -> Any:
+    """Evaluates the program in place of the call."""
+    if not _has_split(values):
         return None
-    closed = params["call_jaxpr"]
-    return evaluate(closed, (), values) if isinstance(closed, Jaxpr) else evaluate(closed.jaxpr, closed.consts, values)
+    closed = eqn.params["call_jaxpr"]
+    jaxpr, consts = (closed, ()) if isinstance(closed, Jaxpr) else (closed.jaxpr, closed.consts)
+    return eqn.evaluate(jaxpr, consts, values)
 
 
-def _jit(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+@rule("jit", "pjit", enters=True)
+def jit(eqn: Equation, *values: Any) -> Any:
+    """Keeps the call, except of functions of ``jax.numpy`` and where the program is to be inlined."""
+    params = eqn.params
     placed = any(type(s).__name__ != "UnspecifiedValue" for s in (*params["in_shardings"], *params["out_shardings"]))
-    if not _has(values) or placed or any(params["donated_invars"]):
+    if not _has_split(values) or placed or any(params["donated_invars"]):
         return None
     closed = params["jaxpr"]
-    if _JAX in closed.jaxpr.debug_info.func_src_info:  # a function of jax.numpy, of which the user knows the call alone
+    if _JAX in closed.jaxpr.debug_info.func_src_info:  # the user knows the line of the call only
         with jax.named_scope(params["name"]):
-            return evaluate(closed.jaxpr, closed.consts, values, current())
+            return eqn.evaluate(closed.jaxpr, closed.consts, values, current())
     if is_inlined(params):
-        return evaluate(closed.jaxpr, closed.consts, values)
-    return _jitted(evaluate, closed, params["name"])(*values)
+        return eqn.evaluate(closed.jaxpr, closed.consts, values)
+    return _jitted(eqn.evaluate, closed, params["name"])(*values)
 
 
 @functools.lru_cache(maxsize=512)
-def _jitted(evaluate: Evaluate, closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
+def _jitted(evaluate: Callable[..., list[Any]], closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
     def function(*values: Any) -> list[Any]:
         return evaluate(closed.jaxpr, closed.consts, values)
 
@@ -62,199 +66,191 @@ def _jitted(evaluate: Evaluate, closed: ClosedJaxpr, name: str) -> Callable[...,
     return jax.jit(function)
 
 
-def _remat(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    rows_to_read = any(isinstance(value, Frozen) and value.at is not None for value in values)
-    if params["differentiated"] or not (_has(values) or rows_to_read):
+@rule("checkpoint", "remat", "remat2", enters=True)
+def remat(eqn: Equation, *values: Any) -> Any:
+    """Keeps the rematerialisation; rows of frozen arrays are read again in the backward pass."""
+    params = eqn.params
+    rows_to_read = any(isinstance(value, FrozenArray) and value.row is not None for value in values)
+    if params["differentiated"] or not (_has_split(values) or rows_to_read):
         return None
-    prevent_cse = params["prevent_cse"]
 
     def function(*values: Any) -> list[Any]:
-        return evaluate(params["jaxpr"], (), values)
+        return eqn.evaluate(params["jaxpr"], (), values)
 
+    prevent_cse = params["prevent_cse"]
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
     return jax.checkpoint(function, prevent_cse=prevent_cse, policy=params["policy"])(*values)
 
 
-def _scan(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    first, carried = scan_counts(params)
-    second = first + carried
-    carry, xs, length = [dense(value) for value in values[first:second]], values[second:], params["length"]
-    by_rows = [x for x in xs if isinstance(x, Split) and x.axis == 0]
-    stretches = segments(by_rows, length) if by_rows else [(0, length)]
-    if not _has((*values[:first], *xs)) or len(stretches) > _MOST_SEGMENTS:
+@rule("scan", enters=True)
+def scan(eqn: Equation, *values: Any) -> Any:
+    """One scan for each stretch of rows that are all frozen or all trainable; a constant stays split."""
+    num_consts, num_carry = scan_counts(eqn.params)
+    consts, xs = values[:num_consts], values[num_consts + num_carry :]
+    carry = [dense(value) for value in values[num_consts:][:num_carry]]
+    by_rows = [x for x in xs if isinstance(x, SplitArray) and x.axis == 0]
+    stretches = segments(by_rows, eqn.params["length"]) if by_rows else [(0, eqn.params["length"])]
+    if not _has_split((*consts, *xs)) or len(stretches) > _MOST_SEGMENTS:
         return None
-    closed, reverse = params["jaxpr"], params["reverse"]
-    consts = _merged_outside(evaluate, closed, values[:first])
-    for split in by_rows:
-        split.note(primitive.name, "read", current())
-    for split in values[first:second]:
-        _note_merged(split, primitive)
+    consts = _merged_outside(eqn, consts)
+    eqn.record("read", *by_rows)
+    eqn.record("merged", *values[num_consts:][:num_carry])
 
-    ys = []
+    reverse, ys = eqn.params["reverse"], []
     for start, stop in stretches[::-1] if reverse else stretches:
-        scanned = [_stretch(x, start, stop) for x in xs] if by_rows else [_read(x) for x in xs]
-
-        def body(carry: Any, step: Any, scanned: Any = scanned) -> Any:
-            i, sliced = step
-            of_xs = [
-                Frozen(x.array, i) if isinstance(x, Frozen) else _of_step(part)
-                for x, part in zip(scanned, sliced, strict=True)
-            ]
-            outs = [dense(out) for out in evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *of_xs])]
-            return outs[: len(carry)], outs[len(carry) :]
-
-        steps = stop - start
-        rows = jnp.arange(start, stop, dtype=jnp.int32) if _has(scanned, Frozen) else None
-        of_scan = rows, [None if isinstance(x, Frozen) else x for x in scanned]
-        options = {"_split_transpose": True} if params.get("_split_transpose") else {}
-        unroll = max(1, min(params["unroll"], steps))
-        carry, y = jax.lax.scan(body, carry, of_scan, steps, reverse, unroll, **options)
+        inputs = [_stretch(x, start, stop) for x in xs] if by_rows else [_read(x) for x in xs]
+        carry, y = _scan_stretch(eqn, consts, carry, inputs, start, stop)
         ys.append(y)
     ys = ys[::-1] if reverse else ys
     return [*carry, *(y[0] if len(y) == 1 else jnp.concatenate(y) for y in zip(*ys, strict=True))]
 
 
+def _scan_stretch(
+    eqn: Equation, consts: Sequence[Any], carry: Sequence[Any], inputs: Sequence[Any], start: int, stop: int
+) -> tuple[list[Any], list[Any]]:
+    """The scan over the steps from ``start`` to ``stop``, which reads the rows of a :class:`FrozenArray` by number."""
+    closed, reads_rows = eqn.params["jaxpr"], any(isinstance(x, FrozenArray) for x in inputs)
+
+    def body(carry: Sequence[Any], step: Any) -> Any:
+        i, slices = step
+        xs = [_of_step(x, i, part) for x, part in zip(inputs, slices, strict=True)]
+        outs = [dense(out) for out in eqn.evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *xs])]
+        return outs[: len(carry)], outs[len(carry) :]
+
+    steps = stop - start
+    rows = jnp.arange(start, stop, dtype=jnp.int32) if reads_rows else None
+    sliced = [None if isinstance(x, FrozenArray) else x for x in inputs]
+    unroll = max(1, min(eqn.params["unroll"], steps))
+    options = {"_split_transpose": True} if eqn.params.get("_split_transpose") else {}
+    return jax.lax.scan(body, list(carry), (rows, sliced), steps, eqn.params["reverse"], unroll, **options)
+
+
 def _stretch(x: Any, start: int, stop: int) -> Any:
-    """What a scan over the steps from ``start`` to ``stop`` is given: a :class:`Frozen` is read step by step."""
-    if isinstance(x, Frozen):
-        return Frozen(x.read())
-    if not isinstance(x, Split):
+    """The input of a scan over the steps from ``start`` to ``stop``: a :class:`FrozenArray` is read step by step."""
+    if isinstance(x, FrozenArray):
+        return FrozenArray(x.read())
+    if not isinstance(x, SplitArray):
         return jax.lax.slice_in_dim(x, start, stop)
     if x.axis:
-        frozen, rows = (jax.lax.slice_in_dim(part, start, stop) for part in (x.frozen, x.rows))
-        return x.like(frozen, rows)
+        return x.like(jax.lax.slice_in_dim(x.frozen, start, stop), jax.lax.slice_in_dim(x.rows, start, stop))
     place = int(np.searchsorted(numbers(x.index), start))
     trains = place < x.index.count and numbers(x.index)[place] == start
-    return jax.lax.slice_in_dim(x.rows, place, place + stop - start) if trains else Frozen(x.frozen)
+    return jax.lax.slice_in_dim(x.rows, place, place + stop - start) if trains else FrozenArray(x.frozen)
 
 
-def _note_merged(x: Any, primitive: Any) -> None:
-    if isinstance(x, Split):
-        x.note(primitive.name, "merged", current())
+def _of_step(x: Any, i: Any, part: Any) -> Any:
+    """One step of an input ``x`` of a scan, sliced to ``part``; the rows are one axis further to the left there."""
+    if isinstance(x, FrozenArray):
+        return FrozenArray(x.array, i)
+    return part.like(part.frozen, part.rows, part.axis - 1) if isinstance(part, SplitArray) else part
 
 
 def _read(x: Any) -> Any:
-    return x.read() if isinstance(x, Frozen) else x
+    return x.read() if isinstance(x, FrozenArray) else x
 
 
-def _of_step(x: Any) -> Any:
-    """What the body of a scan is given: its rows are one axis further to the left there."""
-    return x.like(x.frozen, x.rows, x.axis - 1) if isinstance(x, Split) else x
-
-
-def _merged_outside(evaluate: Evaluate, closed: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
+def _merged_outside(eqn: Equation, consts: Sequence[Any]) -> list[Any]:
     """The constants of a scan: those that its body would merge in every step are merged before it."""
-    if not _has(consts):
+    if not _has_split(consts):
         return list(consts)
-    origins = [Origin() for _ in consts]
-    heard = [x.heard(origin) if isinstance(x, Split) else x for x, origin in zip(consts, origins, strict=True)]
+    closed, logs = eqn.params["jaxpr"], [OperationLog() for _ in consts]
+    logged = [_with_log(x, log) for x, log in zip(consts, logs, strict=True)]
 
     def body(consts: Any, *others: Any) -> list[Any]:
-        return [dense(out) for out in evaluate(closed.jaxpr, closed.consts, [*consts, *others])]
+        return [dense(out) for out in eqn.evaluate(closed.jaxpr, closed.consts, [*consts, *others])]
 
-    jax.eval_shape(body, heard, *closed.in_avals[len(consts) :])
-    merged = []
-    for x, origin in zip(consts, origins, strict=True):
-        if isinstance(x, Split) and origin.done("merged"):
-            x.note(*origin.done("merged")[0])
-            merged.append(x.merged())
-        else:
-            merged.append(x)
+    jax.eval_shape(body, logged, *closed.in_avals[len(consts) :])
+    merged = list(consts)
+    for i, log in enumerate(logs):
+        if merges := log.with_effect("merged"):
+            consts[i].record(*merges[0])
+            merged[i] = consts[i].merged()
     return merged
 
 
-def _custom_jvp(evaluate: Evaluate, primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    closed = params["call_jaxpr"]
-    inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in (*closed.in_avals, *closed.out_avals)]
-    moves = inexact[: len(closed.in_avals)]
-    if not _has(values) or params["symbolic_zeros"] or not all(inexact[len(moves) :]) or closed.effects:
-        return None  # effects would happen once for each part
-    values = [_read(value) for value in values]
-    subfunctions, bound = _bound(primitive, params)
-    _, rule = subfunctions or bound["subfuns"]
+def _with_log(x: Any, log: OperationLog) -> Any:
+    return dataclasses.replace(x, log=log) if isinstance(x, SplitArray) else x
 
-    def rule_of_moving(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        left = iter(tangents)
-        zeros = [np.zeros(np.shape(p), jax.dtypes.float0) for p in primals]
-        return rule.call_wrapped(*primals, *(next(left) if m else z for m, z in zip(moves, zeros, strict=True)))
 
-    def function(*values: Any) -> list[Any]:
-        return evaluate(closed.jaxpr, closed.consts, values)
+class _CustomJvp(NamedTuple):
+    """The function of a ``custom_jvp`` call and its rule, evaluated with split arrays."""
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        moving = [t for t, m in zip(tangents, moves, strict=True) if m]
-        shapes = [aval for aval, m in zip(closed.in_avals, moves, strict=True) if m]
-        of_rule = jax.make_jaxpr(rule_of_moving)(closed.in_avals, shapes)
-        primals = [x.like(x.guarded(x.frozen), x.rows) if isinstance(x, Split) else x for x in primals]
-        return evaluate(of_rule.jaxpr, of_rule.consts, [_in_rule(x) for x in (*primals, *moving)])
+    eqn: Equation
+    inexact: Sequence[bool]  # which inputs have tangents
 
-    def with_derivative(finish: Callable[[Any], Any], values: Sequence[Any] = values) -> list[Any]:
-        of_parts = jax.custom_jvp(lambda *values: [finish(out) for out in function(*values)])
+    def function(self, *values: Any) -> list[Any]:
+        closed = self.eqn.params["call_jaxpr"]
+        return self.eqn.evaluate(closed.jaxpr, closed.consts, values)
 
-        @of_parts.defjvp
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """The outputs and their tangents, by the custom rule."""
+        avals = self.eqn.params["call_jaxpr"].in_avals
+        closed = jax.make_jaxpr(self._rule)(avals, list(compress(avals, self.inexact)))
+        primals = [x.like(x.guarded(x.frozen), x.rows) if isinstance(x, SplitArray) else x for x in primals]
+        operands = [*primals, *compress(tangents, self.inexact)]
+        operands = [dataclasses.replace(x, in_jvp=True) if isinstance(x, SplitArray) else x for x in operands]
+        return self.eqn.evaluate(closed.jaxpr, closed.consts, operands)
+
+    def _rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        functions, params = self.eqn.bind_params()
+        _, rule = functions or params["subfuns"]
+        inexact_tangents = iter(tangents)
+        every_tangent = [
+            next(inexact_tangents) if inexact else np.zeros(np.shape(primal), jax.dtypes.float0)
+            for primal, inexact in zip(primals, self.inexact, strict=True)
+        ]
+        return rule.call_wrapped(*primals, *every_tangent)
+
+    def apply(self, finish: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+        """The outputs, each passed through ``finish``, with the custom rule for their tangents."""
+        function = jax.custom_jvp(lambda *values: [finish(out) for out in self.function(*values)])
+
+        @function.defjvp
         def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            outs = [finish(out) for out in derivative(primals, tangents)]
+            outs = [finish(out) for out in self.jvp(primals, tangents)]
             return outs[: len(outs) // 2], outs[len(outs) // 2 :]
 
-        return of_parts(*values)
+        return function(*values)
+
+    def index_of_outputs(self, values: Sequence[Any]) -> Any:
+        """The rows of the outputs, if the function and its rule treat each row alone and all alike; else None.
+
+        A custom rule may call the function. In a trial of the rule only the function is tried, not the rule again.
+        """
+        splits = [value for value in values if isinstance(value, SplitArray)]
+        in_trial = any(x.log is not None and x.log.is_trial for x in splits)
+        log = OperationLog(is_trial=True)
+        logged = [_with_log(x, log) for x in values]
+        outs = jax.eval_shape(self.function, *logged)
+        if not in_trial:
+            outs = [*outs, *jax.eval_shape(self.jvp, logged, logged)]
+        indices = {out.index if isinstance(out, SplitArray) else None for out in outs}
+        return indices.pop() if len(indices) == 1 and not log.with_effect("read", "merged") else None
+
+
+@rule("custom_jvp_call", enters=True)
+def custom_jvp(eqn: Equation, *values: Any) -> Any:
+    """Keeps the custom rule: for each part if it treats each row alone, else for the merged outputs."""
+    closed = eqn.params["call_jaxpr"]
+    inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.in_avals]
+    outs_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals)
+    if not _has_split(values) or eqn.params["symbolic_zeros"] or not outs_inexact or closed.effects:
+        return None  # effects would happen once for each part
+    values = tuple(_read(value) for value in values)
+    call = _CustomJvp(eqn, inexact)
 
     def merge(out: Any) -> Any:
-        _note_merged(out, primitive)
+        eqn.record("merged", out)
         return dense(out)
 
-    index = _acts_on_rows(function, derivative, values)
+    index = call.index_of_outputs(values)
     if index is None:
-        return with_derivative(merge)
-    rows = with_derivative(lambda out: out.rows if isinstance(out, Split) else take(index, out))
-    if any(m and isinstance(value, Tracer) for value, m in zip(values, moves, strict=True)):
-        constant = [x.like(x.frozen, take(x.index, x.frozen)) if isinstance(x, Split) else x for x in values]
-        frozen = with_derivative(lambda out: out.frozen if isinstance(out, Split) else out, constant)
+        return call.apply(merge, values)
+    rows = call.apply(lambda out: out.rows if isinstance(out, SplitArray) else take(index, out), values)
+    if any(isinstance(value, Tracer) for value in compress(values, inexact)):
+        constant = [x.like(x.frozen, take(x.index, x.frozen)) if isinstance(x, SplitArray) else x for x in values]
+        frozen = call.apply(lambda out: out.frozen if isinstance(out, SplitArray) else out, constant)
     else:
-        frozen = bind(primitive, params, [x.frozen if isinstance(x, Split) else x for x in values])
-    first = next(value for value in values if isinstance(value, Split))
-    return [Split(*parts, index, first.origin) for parts in zip(frozen, rows, strict=True)]
-
-
-def _in_rule(x: Any) -> Any:
-    return x.heard((x.origin or Origin()).of_rule()) if isinstance(x, Split) else x
-
-
-def _acts_on_rows(function: Any, derivative: Any, values: Sequence[Any]) -> Any:
-    """The rows of the outputs, if a function and its derivative treat each row alone and all alike; else None.
-
-    A derivative may call the function: asked about the derivative of the derivative, the function alone answers.
-    """
-    trying = any(isinstance(value, Split) and value.origin is not None and value.origin.trying for value in values)
-    origin = Origin(trying=True)
-    heard = [value.heard(origin) if isinstance(value, Split) else value for value in values]
-    outs = jax.eval_shape(function, *heard)
-    if not trying:
-        outs = [*outs, *jax.eval_shape(derivative, heard, heard)]
-    indices = {out.index if isinstance(out, Split) else None for out in outs}
-    return indices.pop() if len(indices) == 1 and not origin.done("read") + origin.done("merged") else None
-
-
-def bind(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """An equation of a jaxpr, as it is."""
-    subfunctions, params = _bound(primitive, params)
-    return primitive.bind(*subfunctions, *values, **params)
-
-
-def _bound(primitive: Any, params: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """What ``bind`` takes for the parameters: functions to stand before the operands (up to JAX 0.9), and the rest."""
-    bound = primitive.get_bind_params(params)
-    return bound if isinstance(bound, tuple) else ((), bound)
-
-
-CONTROL: dict[str, Control] = {
-    "call": _inline,
-    "checkpoint": _remat,
-    "closed_call": _inline,
-    "core_call": _inline,
-    "custom_jvp_call": _custom_jvp,
-    "jit": _jit,
-    "pjit": _jit,
-    "remat": _remat,
-    "remat2": _remat,
-    "scan": _scan,
-}
+        frozen = eqn.bind(*(x.frozen if isinstance(x, SplitArray) else x for x in values))
+    first = next(value for value in values if isinstance(value, SplitArray))
+    return [first.like(*parts, index=index) for parts in zip(frozen, rows, strict=True)]

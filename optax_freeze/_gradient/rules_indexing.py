@@ -1,25 +1,25 @@
-"""Operations that read rows: slices, lookups and matmuls, each from the part in which the rows are.
+"""Rules for operations that read rows: slices, lookups and matmuls, each from the part that has the rows.
 
-Neither part is copied or padded to the size of the leaf, and the gradient of what trains has its size. The room below
-says what a rule is.
+Neither part is copied or padded to the size of the leaf, and the gradient has the size of the trainable rows.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_freeze._gradient.split_array import Split, at_axis, join, locate, numbers, of_numbers, take
+from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.split_array import SplitArray, at_axis, join, locate, numbers, of_numbers, take
 
-Rule: TypeAlias = Callable[[Any, dict[str, Any], Sequence[Any]], Any]
+_FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
 
 
-def cut(x: Split, start: int, stop: int, step: int = 1) -> Any:
-    """The rows of a static slice; dense where all of them are frozen or all train."""
+def _slice_rows(x: SplitArray, start: int, stop: int, step: int = 1) -> Any:
+    """The rows of a static slice; dense where all of them are frozen or all are trainable."""
     if (start, stop, step) == (0, x.size, 1):
         return x
     trains = numbers(x.index)
@@ -35,14 +35,14 @@ def cut(x: Split, start: int, stop: int, step: int = 1) -> Any:
         rows = jnp.take(x.rows, places, axis=x.axis, mode="clip", unique_indices=True, indices_are_sorted=True)
     if places.size == size:
         return rows
-    return Split(frozen, rows, of_numbers(x.index, (trains[inside] - start) // step, size), x.origin)
+    return x.like(frozen, rows, index=of_numbers(x.index, (trains[inside] - start) // step, size))
 
 
-def static_slice(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """A static slice."""
-    [x] = values
-    start, stop = params["start_indices"], params["limit_indices"]
-    step = params["strides"] or (1,) * len(start)
+@rule("slice")
+def static_slice(eqn: Equation, x: SplitArray) -> Any:
+    """A static slice: of the other axes, then of the rows."""
+    start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
+    step = eqn.params["strides"] or (1,) * len(start)
     bounds = start[x.axis], stop[x.axis], step[x.axis]
     start, step = at_axis(start, x.axis, 0), at_axis(step, x.axis, 1)
     if (start, at_axis(stop, x.axis, x.size)) != ((0,) * len(start), x.frozen.shape) or set(step) != {1}:
@@ -50,145 +50,139 @@ def static_slice(primitive: Any, params: dict[str, Any], values: Sequence[Any]) 
             jax.lax.slice(part, start, at_axis(stop, x.axis, part.shape[x.axis]), step) for part in (x.frozen, x.rows)
         )
         x = x.like(frozen, rows)
-    return cut(x, *bounds)
+    return _slice_rows(x, *bounds)
 
 
-def consecutive_slices(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+@rule("split")
+def consecutive_slices(eqn: Equation, x: SplitArray) -> Any:
     """Static slices one after another."""
-    [x] = values
-    sizes, axis = params["sizes"], params["axis"]
-    if axis == x.axis:
-        edges = np.cumsum([0, *sizes]).tolist()
-        return [cut(x, *edge) for edge in itertools.pairwise(edges)]
-    return [x.like(*parts) for parts in zip(*(primitive.bind(p, **params) for p in (x.frozen, x.rows)), strict=True)]
+    if eqn.params["axis"] == x.axis:
+        return [_slice_rows(x, *edge) for edge in itertools.pairwise(np.cumsum([0, *eqn.params["sizes"]]).tolist())]
+    return [x.like(*parts) for parts in zip(eqn.bind(x.frozen), eqn.bind(x.rows), strict=True)]
 
 
-def dynamic_slice(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+@rule("dynamic_slice")
+def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
     """All rows, or some from a row that is known only when the program runs."""
-    x, *starts = values
-    if any(isinstance(start, Split) for start in starts):
+    if any(isinstance(start, SplitArray) for start in starts):
         return None
-    sizes = params["slice_sizes"]
+    sizes, start = eqn.params["slice_sizes"], starts[x.axis]
+    of_rows = at_axis(sizes, x.axis, x.index.count)
     if sizes[x.axis] == x.size:
-        of_rows = {**params, "slice_sizes": at_axis(sizes, x.axis, x.index.count)}
-        return x.like(primitive.bind(x.frozen, *starts, **params), primitive.bind(x.rows, *starts, **of_rows))
-    start = starts[x.axis]
+        return eqn.bind_parts(x, *starts, slice_sizes=of_rows)
     if not isinstance(start, Tracer):
         first = min(max(int(start), 0), x.size - sizes[x.axis])
         whole = at_axis(sizes, x.axis, x.size)
         if whole != x.frozen.shape:
-            x = dynamic_slice(primitive, {**params, "slice_sizes": whole}, [x, *starts])
-        return cut(x, first, first + sizes[x.axis])
+            x = dynamic_slice(eqn._replace(params={**eqn.params, "slice_sizes": whole}), x, *starts)
+        return _slice_rows(x, first, first + sizes[x.axis])
     start = jnp.clip(_wide(start), 0, x.size - sizes[x.axis])
     trains, place = locate(x.index, start + jnp.arange(sizes[x.axis], dtype=start.dtype))
-    of_rows = {**params, "slice_sizes": at_axis(sizes, x.axis, x.index.count)}
     others = [jnp.zeros_like(s) if d == x.axis else s for d, s in enumerate(starts)]
-    rows = jnp.take(primitive.bind(x.rows, *others, **of_rows), place, axis=x.axis, mode="clip")
+    rows = jnp.take(eqn.bind(x.rows, *others, slice_sizes=of_rows), place, axis=x.axis, mode="clip")
     shape = [-1 if d == x.axis else 1 for d in range(rows.ndim)]
-    return jnp.where(trains.reshape(shape), rows, primitive.bind(x.frozen, *starts, **params))
+    return jnp.where(trains.reshape(shape), rows, eqn.bind(x.frozen, *starts))
 
 
-def gather(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """A lookup: one row for each index, from the part that it is in; or other axes of all rows."""
-    x, indices = values
-    numbering, sizes = params["dimension_numbers"], params["slice_sizes"]
-    if not isinstance(x, Split) or isinstance(indices, Split) or x.axis in numbering.operand_batching_dims:
+@rule("gather")
+def gather(eqn: Equation, x: Any, indices: Any) -> Any:
+    """A lookup of rows, or of other axes in all rows."""
+    numbering, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    if not isinstance(x, SplitArray) or isinstance(indices, SplitArray) or x.axis in numbering.operand_batching_dims:
         return None
-    rank = len(numbering.offset_dims) + indices.ndim - 1
-    of_batch = [d for d in range(rank) if d not in numbering.offset_dims]
+    if x.axis in numbering.start_index_map:
+        return _look_up_rows(eqn, x, indices) if sizes[x.axis] == 1 else None
     gone = (*numbering.collapsed_slice_dims, *numbering.operand_batching_dims)
-    if x.axis not in numbering.start_index_map:
-        kept = [d for d in range(x.frozen.ndim) if d not in gone]
-        if x.axis not in kept or sizes[x.axis] != x.size:
-            return None
-        of_rows = {**params, "slice_sizes": at_axis(sizes, x.axis, x.index.count)}
-        axis = numbering.offset_dims[kept.index(x.axis)]
-        return x.like(primitive.bind(x.frozen, indices, **params), primitive.bind(x.rows, indices, **of_rows), axis)
-    if sizes[x.axis] != 1:
+    kept = [d for d in range(x.frozen.ndim) if d not in gone]
+    if x.axis not in kept or sizes[x.axis] != x.size:
         return None
+    axis = numbering.offset_dims[kept.index(x.axis)]
+    return eqn.bind_parts(x, indices, axis=axis, slice_sizes=at_axis(sizes, x.axis, x.index.count))
+
+
+def _look_up_rows(eqn: Equation, x: SplitArray, indices: Any) -> jax.Array:
+    """One row for each index, from the part that has it."""
+    numbering = eqn.params["dimension_numbers"]
     column = numbering.start_index_map.index(x.axis)
     number = _wide(indices[..., column])
-    if params["mode"] == jax.lax.GatherScatterMode.CLIP:
+    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         number = jnp.clip(number, 0, x.size - 1)
     trains, place = locate(x.index, number)
     columns = [place if c == column else _wide(indices[..., c]) for c in range(indices.shape[-1])]
-    frozen = primitive.bind(x.frozen, indices, **params)
+    frozen = eqn.bind(x.frozen, indices)
+    index_axes = [d for d in range(frozen.ndim) if d not in numbering.offset_dims]
 
-    def broadcast(of_batches: Any) -> jax.Array:
-        return jax.lax.broadcast_in_dim(of_batches, frozen.shape, of_batch)
+    def with_second_lookup() -> jax.Array:
+        is_trainable = jax.lax.broadcast_in_dim(trains, frozen.shape, index_axes)
+        rows = eqn.bind(x.rows, jnp.stack(columns, -1), unique_indices=False, indices_are_sorted=False)
+        return jnp.where(is_trainable, rows, frozen)
 
-    def looked_up() -> jax.Array:
-        unordered = {**params, "unique_indices": False, "indices_are_sorted": False}
-        return jnp.where(broadcast(trains), primitive.bind(x.rows, jnp.stack(columns, -1), **unordered), frozen)
-
-    def selected() -> jax.Array:
-        chosen, across = frozen, [d for d in range(frozen.ndim) if d not in of_batch]
-        for i in range(x.index.count):
-            row = jax.lax.index_in_dim(x.rows, i, x.axis, keepdims=False)
-            row = jax.lax.broadcast_in_dim(row, frozen.shape, across)
-            chosen = jnp.where(broadcast(trains & (place == i)), row, chosen)
-        return chosen
-
-    whole_rows = sizes == at_axis(x.frozen.shape, x.axis, 1) and numbering.collapsed_slice_dims == (x.axis,)
+    whole_rows = (
+        len(columns) == 1
+        and eqn.params["slice_sizes"] == at_axis(x.frozen.shape, x.axis, 1)
+        and numbering.collapsed_slice_dims == (x.axis,)
+    )
     explicit = jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    if x.index.count <= _FEW_ROWS and len(columns) == 1 and whole_rows and not explicit:
-        return jax.lax.platform_dependent(tpu=selected, default=looked_up)
-    return looked_up()
+    if not whole_rows or explicit or x.index.count > _FEW_ROWS:
+        return with_second_lookup()
+    return jax.lax.platform_dependent(
+        tpu=lambda: _select_rows(x, frozen, trains, place, index_axes), default=with_second_lookup
+    )
 
 
-_FEW_ROWS = 16
-"""So many rows a TPU selects, fused with what reads them, instead of a second lookup in memory."""
+def _select_rows(x: SplitArray, frozen: Any, trains: Any, place: Any, index_axes: Sequence[int]) -> jax.Array:
+    """``frozen`` with each trainable row of ``x`` selected where an index names it."""
+    chosen, row_axes = frozen, [d for d in range(frozen.ndim) if d not in index_axes]
+    place = jax.lax.broadcast_in_dim(jnp.where(trains, place, -1), frozen.shape, index_axes)
+    for i in range(x.index.count):
+        row = jax.lax.index_in_dim(x.rows, i, x.axis, keepdims=False)
+        chosen = jnp.where(place == i, jax.lax.broadcast_in_dim(row, frozen.shape, row_axes), chosen)
+    return chosen
 
 
-def dot_general(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+@rule("dot_general")
+def dot_general(eqn: Equation, *operands: Any) -> Any:
     """A matmul of which the rows are a free, a batch or a contracted dimension."""
-    left, right = values
-    mine = 0 if isinstance(left, Split) else 1
-    x, other = (left, right) if mine == 0 else (right, left)
-    contracting, batch = params["dimension_numbers"]
-    if isinstance(other, Split) and x.axis in (*contracting[mine], *batch[mine]):
+    mine = 0 if isinstance(operands[0], SplitArray) else 1
+    x, other = operands[mine], operands[1 - mine]
+    contracting, batch = eqn.params["dimension_numbers"]
+    contracted, batched = x.axis in contracting[mine], x.axis in batch[mine]
+    if isinstance(other, SplitArray) and (contracted or batched):
+        return None
+    if not contracted and eqn.params.get("out_sharding") is not None:
         return None
 
-    def product(part: Any, with_other: Any) -> Any:
-        operands = (part, with_other) if mine == 0 else (with_other, part)
-        if isinstance(with_other, Split):
-            return dot_general(primitive, params, operands)
-        return primitive.bind(*operands, **params)
-
-    few = 4 * x.index.count <= x.size
-    trains = numbers(x.index)
-    rest = None if few else of_numbers(x.index, np.setdiff1d(np.arange(x.size), trains), x.size)
-
-    if x.axis in contracting[mine]:
+    # The axis of the other operand that is that of the rows, if any, and the axis of the rows in the result.
+    axis = out = None
+    if contracted:
         axis = contracting[1 - mine][contracting[mine].index(x.axis)]
-        rows = product(x.rows, take(x.index, other, axis))
-        if rest is not None:
-            return product(take(rest, x.frozen), take(rest, other, axis)) + rows
-        return product(x.cleared(), x.cleared(other, axis)) + rows
-    if params.get("out_sharding") is not None:
-        return None
-    if x.axis in batch[mine]:
-        at = batch[mine].index(x.axis)
-        out, axis = at, batch[1 - mine][at]
-        rows = product(x.rows, take(x.index, other, axis))
-        if rest is None:
-            return join(x.index, out, product(x.cleared(), other), rows)
-        frozen = product(take(rest, x.frozen), take(rest, other, axis))
+    elif batched:
+        out = batch[mine].index(x.axis)
+        axis = batch[1 - mine][out]
     else:
         free = [d for d in range(x.frozen.ndim) if d not in (*contracting[mine], *batch[mine])]
-        before = len(batch[0]) + (0 if mine == 0 else _ndim(other) - len(contracting[1]) - len(batch[1]))
+        other_rank = np.ndim(other.frozen if isinstance(other, SplitArray) else other)
+        before = len(batch[0]) + (0 if mine == 0 else other_rank - len(contracting[1]) - len(batch[1]))
         out = before + free.index(x.axis)
-        rows = product(x.rows, other)
-        if rest is None:
-            return join(x.index, out, product(x.cleared(), other), rows)
-        frozen = product(take(rest, x.frozen), other)
-    order = np.argsort(np.concatenate([numbers(rest), trains]))
-    together = jnp.concatenate([frozen, rows], axis=out)
-    return jnp.take(together, order, axis=out, mode="clip", unique_indices=True)
 
+    def product(part: Any, with_other: Any) -> Any:
+        ordered = (part, with_other) if mine == 0 else (with_other, part)
+        return dot_general(eqn, *ordered) if isinstance(with_other, SplitArray) else eqn.bind(*ordered)
 
-def _ndim(value: Any) -> int:
-    return np.ndim(value.frozen if isinstance(value, Split) else value)
+    def other_at(index: Any) -> Any:
+        return other if axis is None else take(index, other, axis)
+
+    rows = product(x.rows, other_at(x.index))
+    if 4 * x.index.count <= x.size:  # few rows: the product of the full array is cheaper than a copy of the others
+        if out is None:
+            return product(x.cleared(), x.cleared(other, axis)) + rows
+        return join(x.index, out, product(x.cleared(), other), rows)
+    rest = of_numbers(x.index, np.setdiff1d(np.arange(x.size), numbers(x.index)), x.size)
+    frozen = product(take(rest, x.frozen), other_at(rest))
+    if out is None:
+        return frozen + rows
+    order = np.argsort(np.concatenate([numbers(rest), numbers(x.index)]))
+    return jnp.take(jnp.concatenate([frozen, rows], axis=out), order, axis=out, mode="clip", unique_indices=True)
 
 
 def _wide(i: Any) -> jax.Array:

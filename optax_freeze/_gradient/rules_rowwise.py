@@ -1,177 +1,126 @@
-"""What the primitives of JAX make of an array in two parts, one rule for each kind of operation.
-
-A rule is ``rule(primitive, params, values)``, where some of the values are a ``Split``. It
-returns the result, in two parts as long as the rows stay apart and dense where they are read, or None where the
-operation needs the array in one piece. A rule is exact in both parts: it holds whichever is differentiated, and how
-often. Here are the operations on each row alone, which keep the rows apart, and the table of all.
-"""
+"""Rules for operations on each row alone, which keep the array split."""
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from optax_freeze._gradient.rules_indexing import (
-    Rule,
-    consecutive_slices,
-    dot_general,
-    dynamic_slice,
-    gather,
-    static_slice,
-)
-from optax_freeze._gradient.split_array import Split, at_axis, numbers, of_numbers, take
+from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.split_array import SplitArray, at_axis, numbers, of_numbers, take
 
-_NAMES = """
+_ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
 cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
 logistic lt max min mul name ne neg nextafter not or pow pvary real reduce_precision rem round rsqrt select_n
 sign sin sinh sqrt square stop_gradient sub tan tanh xor
 """
-ELEMENTWISE = frozenset(_NAMES.split())
-"""Operations on the elements at one place, by name."""
 
 
-def rule_of(primitive: Any) -> Rule | None:
-    """The rule for a primitive, if there is one. Primitives are known by their names."""
-    return elementwise if primitive.name in ELEMENTWISE else RULES.get(primitive.name)
-
-
-def elementwise(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+@rule(*_ELEMENTWISE.split())
+def elementwise(eqn: Equation, *operands: Any) -> Any:
     """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
 
-    Where several are in parts, the rows that train in any of them are the trainable rows of the result.
+    Where several operands are split, rows that are trainable in any of them are trainable in the result.
     """
-    if primitive.multiple_results:  # pvary, before JAX 0.9
-        return jax.tree.map(lambda part: primitive.bind(part, **params)[0], list(values))
-    splits = [value for value in values if isinstance(value, Split)]
-    first = splits[0]
-    trains = functools.reduce(np.union1d, [numbers(split.index) for split in splits])
-    if params.get("sharding") is not None or len(trains) == first.size or len({x.axis for x in splits}) > 1:
+    if eqn.primitive.multiple_results:  # pvary, before JAX 0.9
+        return jax.tree.map(lambda part: eqn.bind(part)[0], list(operands))
+    splits = [x for x in operands if isinstance(x, SplitArray)]
+    trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
+    if eqn.params.get("sharding") is not None or len(trains) == splits[0].size or len({x.axis for x in splits}) > 1:
         return None
-    first = first.widened(trains)
+    first = splits[0].widened(trains)
     frozen, rows = [], []
-    for value in values:
-        if isinstance(value, Split):
-            frozen.append(value.frozen if value.in_rule else first.guarded(value.frozen))
-            rows.append(value.widened(trains).rows)
+    for x in operands:
+        if isinstance(x, SplitArray):
+            frozen.append(x.frozen if x.in_jvp else first.guarded(x.frozen))
+            rows.append(x.widened(trains).rows)
         else:
-            by_rows = np.ndim(value) and np.shape(value)[first.axis] == first.size
-            frozen.append(first.guarded(value))
-            rows.append(take(first.index, value) if by_rows else value)
-    return first.like(primitive.bind(*frozen, **params), primitive.bind(*rows, **params))
+            by_rows = np.ndim(x) and np.shape(x)[first.axis] == first.size
+            frozen.append(first.guarded(x))
+            rows.append(take(first.index, x) if by_rows else x)
+    return first.like(eqn.bind(*frozen), eqn.bind(*rows))
 
 
-def optimization_barrier(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
+@rule("optimization_barrier")
+def optimization_barrier(eqn: Equation, *operands: Any) -> Any:
     """Both parts of each operand behind one barrier."""
-    leaves, treedef = jax.tree.flatten(list(values))
-    return jax.tree.unflatten(treedef, primitive.bind(*leaves, **params))
+    leaves, treedef = jax.tree.flatten(operands)
+    return jax.tree.unflatten(treedef, eqn.bind(*leaves))
 
 
-def transpose(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """The axis of the rows moves along."""
-    [x] = values
-    parts = (primitive.bind(part, **params) for part in (x.frozen, x.rows))
-    return x.like(*parts, axis=params["permutation"].index(x.axis))
+@rule("transpose")
+def transpose(eqn: Equation, x: SplitArray) -> Any:
+    """Moves the axis of the rows."""
+    return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))
 
 
-def reshape(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """Where an axis of the result is that of the rows: as long, and with as much before it."""
-    if len(values) > 1 or params["dimensions"] is not None or params.get("sharding") is not None:
+@rule("reshape")
+def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
+    """Keeps the rows apart if an axis of the result has as many entries and as many elements before it."""
+    if dynamic_sizes or eqn.params["dimensions"] is not None or eqn.params.get("sharding") is not None:
         return None
-    [x] = values
-    before, sizes = math.prod(x.frozen.shape[: x.axis]), params["new_sizes"]
+    before, sizes = math.prod(x.frozen.shape[: x.axis]), eqn.params["new_sizes"]
     for axis, size in enumerate(sizes):
         if size == x.size and math.prod(sizes[:axis]) == before:
-            of_rows = {**params, "new_sizes": at_axis(sizes, axis, x.index.count)}
-            return x.like(primitive.bind(x.frozen, **params), primitive.bind(x.rows, **of_rows), axis)
+            return eqn.bind_parts(x, axis=axis, new_sizes=at_axis(sizes, axis, x.index.count))
     return None
 
 
-def broadcast_in_dim(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """New axes beside that of the rows."""
-    if len(values) > 1 or params.get("sharding") is not None:
+@rule("broadcast_in_dim")
+def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
+    """Adds axes beside that of the rows."""
+    if dynamic_sizes or eqn.params.get("sharding") is not None:
         return None
-    [x] = values
-    axis = params["broadcast_dimensions"][x.axis]
-    of_rows = {**params, "shape": at_axis(params["shape"], axis, x.index.count)}
-    return x.like(primitive.bind(x.frozen, **params), primitive.bind(x.rows, **of_rows), axis)
+    axis = eqn.params["broadcast_dimensions"][x.axis]
+    return eqn.bind_parts(x, axis=axis, shape=at_axis(eqn.params["shape"], axis, x.index.count))
 
 
-def squeeze(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """Other axes go; that of the rows has several."""
-    [x] = values
-    axis = x.axis - sum(d < x.axis for d in params["dimensions"])
-    return x.like(primitive.bind(x.frozen, **params), primitive.bind(x.rows, **params), axis)
+@rule("squeeze")
+def squeeze(eqn: Equation, x: SplitArray) -> Any:
+    """Removes other axes; a split array has more than one row."""
+    return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["dimensions"]))
 
 
-def rev(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """Another order, of the rows as well."""
-    [x] = values
-    out = x.like(primitive.bind(x.frozen, **params), primitive.bind(x.rows, **params))
-    if x.axis not in params["dimensions"]:
+@rule("rev")
+def rev(eqn: Equation, x: SplitArray) -> Any:
+    """Reverses axes, and the row numbers if the axis of the rows is among them."""
+    out = eqn.bind_parts(x)
+    if x.axis not in eqn.params["dimensions"]:
         return out
-    index = of_numbers(x.index, (x.size - 1 - numbers(x.index))[::-1], x.size)
-    return Split(out.frozen, out.rows, index, x.origin)
+    return out.like(out.frozen, out.rows, index=of_numbers(x.index, (x.size - 1 - numbers(x.index))[::-1], x.size))
 
 
-def reduction(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """Within the rows; or a sum over them."""
-    [x] = values
-    if params.get("out_sharding") is not None:
+@rule("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")
+def reduction(eqn: Equation, x: SplitArray) -> Any:
+    """Reduces within the rows, or sums over them."""
+    axes = eqn.params["axes"]
+    if eqn.params.get("out_sharding") is not None:
         return None
-    if x.axis not in params["axes"]:
-        parts = (primitive.bind(part, **params) for part in (x.frozen, x.rows))
-        return x.like(*parts, axis=x.axis - sum(d < x.axis for d in params["axes"]))
-    if primitive.name != "reduce_sum":
-        return None
-    return primitive.bind(x.cleared(), **params) + primitive.bind(x.rows, **params)
+    if x.axis not in axes:
+        return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in axes))
+    return eqn.bind(x.cleared()) + eqn.bind(x.rows) if eqn.primitive.name == "reduce_sum" else None
 
 
-def sharding_constraint(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """The same for both parts, but that the axis of the trainable rows, which are few, is not sharded."""
-    [x] = values
-    frozen, sharding = primitive.bind(x.frozen, **params), params["sharding"]
+@rule("sharding_constraint")
+def sharding_constraint(eqn: Equation, x: SplitArray) -> Any:
+    """Constrains both parts, but does not shard the axis of the trainable rows, which are few."""
+    frozen, sharding = eqn.bind(x.frozen), eqn.params["sharding"]
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     spec = [*sharding.spec, *[None] * (x.frozen.ndim - len(sharding.spec))]
     if spec[x.axis] is None:
-        return x.like(frozen, primitive.bind(x.rows, **params))
+        return x.like(frozen, eqn.bind(x.rows))
     spec[x.axis] = None
     of_rows = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec))
     return x.like(frozen, jax.lax.with_sharding_constraint(x.rows, of_rows))
 
 
-def all_gather(primitive: Any, params: dict[str, Any], values: Sequence[Any]) -> Any:
-    """The shards of a leaf, inside of ``jax.shard_map``, along another axis than that of the rows."""
-    [x] = values
-    along, tiled = params["all_gather_dimension"], params["tiled"]
+@rule("all_gather")
+def all_gather(eqn: Equation, x: SplitArray) -> Any:
+    """Gathers shards, inside of ``jax.shard_map``, along another axis than that of the rows."""
+    along, tiled = eqn.params["all_gather_dimension"], eqn.params["tiled"]
     if tiled and along == x.axis:
         return None
-    axis = x.axis if tiled or along > x.axis else x.axis + 1
-    return x.like(primitive.bind(x.frozen, **params), primitive.bind(x.rows, **params), axis)
-
-
-RULES: dict[str, Rule] = {
-    "all_gather": all_gather,
-    "broadcast_in_dim": broadcast_in_dim,
-    "dot_general": dot_general,
-    "dynamic_slice": dynamic_slice,
-    "gather": gather,
-    "optimization_barrier": optimization_barrier,
-    "reduce_and": reduction,
-    "reduce_max": reduction,
-    "reduce_min": reduction,
-    "reduce_or": reduction,
-    "reduce_prod": reduction,
-    "reduce_sum": reduction,
-    "reshape": reshape,
-    "rev": rev,
-    "sharding_constraint": sharding_constraint,
-    "slice": static_slice,
-    "split": consecutive_slices,
-    "squeeze": squeeze,
-    "transpose": transpose,
-}
+    return eqn.bind_parts(x, axis=x.axis if tiled or along > x.axis else x.axis + 1)

@@ -1,14 +1,13 @@
-"""An array in two parts: the frozen rows where they lie, and the rows that train.
+"""What is a split array? The full array with frozen rows, read in place and not differentiated, and the trainable rows.
 
-A gradient with respect to ``Split.rows`` is all that differentiation can ask of a leaf that is frozen by rows, and has
-their size. What the primitives of JAX make of such a value is in the rooms below; here is what they need to know of it:
-which rows train, the dense values at those rows, and the two parts as one dense array.
+A gradient with respect to ``SplitArray.rows`` has the size of the trainable rows. The rules for operations of JAX share
+the functions below: row numbers, the values of a dense array at the trainable rows, the merge of both parts.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +18,57 @@ from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "origin"])
+class Operation(NamedTuple):
+    """An operation in a log."""
+
+    name: str
+    effect: str  # it "kept" the array split, "read" rows of it or "merged" it
+    source: Any
+
+
+@dataclasses.dataclass(eq=False)
+class OperationLog:
+    """The operations applied to a split array and to the split arrays made of it.
+
+    A mutable object in a static field of ``SplitArray``, compared by identity: ``jit`` then traces again for each log,
+    instead of reusing a trace whose operations were recorded elsewhere.
+    """
+
+    is_trial: bool = False  # a rule asks which operations a function would apply
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+
+    def with_effect(self, *effects: str) -> list[Operation]:
+        """The operations that had one of these effects, in order."""
+        return [operation for operation in self.operations if operation.effect in effects]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "log", "in_jvp"]
+)
 @dataclasses.dataclass(frozen=True, eq=False)
-class Split:
+class SplitArray:
     """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
 
-    ``frozen`` has the full shape. What it holds at the trainable rows is stale, and may be NaN: it is selected away,
+    ``frozen`` has the full shape. Its values at the trainable rows are stale, and may be NaN: they are selected away,
     and never multiplied by zero, here or in a gradient. An operation on ``frozen`` may compute anything at these rows,
     as long as its other operands are :meth:`guarded` or :meth:`cleared`.
+
+    ``in_jvp`` marks an operand of a custom JVP rule. The rule may be transposed, so ``frozen`` is not a constant there.
     """
 
     frozen: Any
     rows: Any
     index: RowIndex
-    origin: "Origin | None" = None  # only while someone listens; static, so that no cached trace is deaf
+    log: OperationLog | None = None  # only for `explain` and in trials
+    in_jvp: bool = False
 
     @classmethod
-    def of(cls, frozen: Any, rows: Any, index: RowIndex, origin: "Origin | None") -> "Split":
-        """The two parts made to vary over the same axes of a mesh, inside of ``jax.shard_map``."""
+    def of(cls, frozen: Any, rows: Any, index: RowIndex, log: OperationLog | None) -> "SplitArray":
+        """The two parts, made to vary over the same axes of a mesh inside of ``jax.shard_map``."""
         if _varies(frozen) != _varies(rows):
             rows = jnp.where(True, rows, take(index, frozen))
             frozen = jnp.where(True, frozen, join(index, index.axis, frozen, rows))
-        return cls(frozen, rows, index, origin)
+        return cls(frozen, rows, index, log)
 
     @property
     def axis(self) -> int:
@@ -52,33 +80,25 @@ class Split:
         """The length of that axis."""
         return self.index.size
 
-    @property
-    def in_rule(self) -> bool:
-        """Whether it is an array in the rule of a derivative, which may be transposed: nothing in it is a constant."""
-        return self.origin is not None and self.origin.in_rule
+    def like(self, frozen: Any, rows: Any, axis: int | None = None, index: RowIndex | None = None) -> "SplitArray":
+        """Two new parts, of the same rows if no other index is given; possibly along another axis."""
+        if index is None:
+            index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
+        return SplitArray(frozen, rows, index, self.log, self.in_jvp)
 
-    def like(self, frozen: Any, rows: Any, axis: int | None = None) -> "Split":
-        """Two new parts, of the same rows; along another axis, maybe."""
-        index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
-        return Split(frozen, rows, index, self.origin)
+    def record(self, operation: str, effect: str, source: Any) -> None:
+        """Adds an operation to the log, if there is one."""
+        if self.log is not None:
+            self.log.operations.append(Operation(operation, effect, source))
 
-    def note(self, operation: str, how: str, source: Any) -> None:
-        """Tells who listens that an operation ``"kept"`` the parts apart, ``"read"`` rows or ``"merged"`` them."""
-        if self.origin is not None:
-            self.origin.events.append((operation, how, source))
-
-    def heard(self, origin: "Origin") -> "Split":
-        """The same array, of which ``origin`` hears."""
-        return dataclasses.replace(self, origin=origin)
-
-    def widened(self, trains: np.ndarray) -> "Split":
-        """The same array with more rows, which these numbers name, among those that train."""
+    def widened(self, trains: np.ndarray) -> "SplitArray":
+        """The same array with more trainable rows: those with these numbers."""
         if len(trains) == self.index.count:
             return self
         index = of_numbers(self.index, trains, self.size)
         places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
         rows = take(index, self.frozen)
-        return Split(self.frozen, places.put(rows, Part(self.rows)), index, self.origin)
+        return self.like(self.frozen, places.put(rows, Part(self.rows)), index=index)
 
     def cleared(self, operand: Any = None, axis: int | None = None) -> jax.Array:
         """``frozen`` (or another operand, of these rows along an axis) with zeros at the stale rows: it fuses."""
@@ -94,7 +114,7 @@ class Split:
         if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
             return operand
         operand = jnp.broadcast_to(operand, jnp.shape(self.frozen))
-        if self.in_rule:
+        if self.in_jvp:
             return self.cleared(operand, self.axis)
         return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
 
@@ -103,45 +123,24 @@ class Split:
         return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "row"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False)
-class Frozen:
-    """A leaf that is frozen whole, or row ``at`` of one: read as late as possible, so that nothing copies it."""
+class FrozenArray:
+    """A wholly frozen leaf, or one ``row`` of it: read as late as possible, so that nothing copies it."""
 
     array: Any
-    at: Any = None
+    row: Any = None
 
     def read(self) -> Any:
-        """The array itself."""
-        return self.array if self.at is None else jax.lax.dynamic_index_in_dim(self.array, self.at, 0, keepdims=False)
-
-
-jax.tree_util.register_dataclass(Frozen, data_fields=["array", "at"], meta_fields=[])
-
-
-class Origin:
-    """Hears what is done to an array, and to whatever is made of it in parts: ``(operation, how, source)``."""
-
-    def __init__(self, *, trying: bool = False, in_rule: bool = False):
-        self.trying = trying  # a rule asks what would be done
-        self.in_rule = in_rule
-        self.events: list[tuple[str, str, Any]] = []
-
-    def of_rule(self) -> "Origin":
-        """One that hears for this one what is done in the rule of a derivative."""
-        origin = Origin(trying=self.trying, in_rule=True)
-        origin.events = self.events
-        return origin
-
-    def done(self, how: str) -> list[tuple[str, str, Any]]:
-        """What was done that way."""
-        return [event for event in self.events if event[1] == how]
+        """The dense array."""
+        return self.array if self.row is None else jax.lax.dynamic_index_in_dim(self.array, self.row, 0, keepdims=False)
 
 
 def dense(value: Any) -> Any:
     """``value`` as one array."""
-    if isinstance(value, Split):
+    if isinstance(value, SplitArray):
         return value.merged()
-    return value.read() if isinstance(value, Frozen) else value
+    return value.read() if isinstance(value, FrozenArray) else value
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,7 +151,7 @@ def numbers(index: RowIndex) -> np.ndarray:
 
 
 def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
-    """An index like another, of ``size`` rows of which those numbered train."""
+    """An index along the same axis, of ``size`` rows with these trainable ones."""
     breaks = np.flatnonzero(np.diff(trains) != 1) + 1
     runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
     return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
@@ -165,7 +164,7 @@ def take(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
 
 
 def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether rows ``i`` train, and their places among the trainable rows: 0 for frozen rows, and out of range."""
+    """Whether rows ``i`` are trainable, and their places among the trainable rows: 0 if frozen or out of range."""
     runs = index.runs
     if runs is not None and len(runs) <= 8:
         trains, place, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
@@ -180,7 +179,7 @@ def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
-    """A dense array from computed parts, by a selection that fuses with whatever computed them."""
+    """A dense array from computed parts, selected so that it fuses with their computation."""
     i = jax.lax.broadcasted_iota(jnp.int32, [index.size if d == axis else 1 for d in range(jnp.ndim(frozen))], axis)
     if index.runs is not None and len(index.runs) == 1:
         [(start, stop)] = index.runs
@@ -192,8 +191,8 @@ def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
     return jnp.where(trains.reshape(i.shape), spread, frozen)
 
 
-def segments(splits: Sequence[Split], length: int) -> list[tuple[int, int]]:
-    """The stretches of rows in which each of the arrays is all frozen or all trains."""
+def segments(splits: Sequence[SplitArray], length: int) -> list[tuple[int, int]]:
+    """The stretches of rows in which each array is all frozen or all trainable."""
     trains = np.zeros((len(splits), length), bool)
     for row, split in zip(trains, splits, strict=True):
         row[numbers(split.index)] = True

@@ -5,6 +5,7 @@ place of a leaf that is in the other part: Optax's transformations, accumulation
 already skip it, and ``None`` keeps its own meaning.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -89,22 +90,23 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
       {'encoder': 2.0, 'head': 1.0}
     """
-    return assemble(trainable, rest, lambda path, rest, part: rest.selection.put(rest.array, part))
+    leaves, treedef = assemble(trainable, rest, lambda rest, part: rest.selection.put(rest.array, part))
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], Any]) -> PyTree:
-    """:func:`combine` with ``place(path, rest, part)`` for a leaf that is frozen in part."""
+def assemble(trainable: PyTree, rest: PyTree, place: Callable[[Rest, Any], Any]) -> tuple[list[Any], Any]:
+    """The leaves and the treedef of :func:`combine`, with ``place(rest, part)`` for a leaf that is frozen in part."""
     left, treedef = _tree.flatten(trainable)
     right, other = _tree.flatten(rest)
     if treedef != other:
         _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two parts of one fz.partition")
-    whole = []
-    names = _tree.paths(rest) if any(isinstance(b, Rest) for b in right) else []
+    whole, paths = [], functools.cache(lambda: _tree.paths(rest))  # of use in errors only, and for dense masks
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
-            leaf = Leaf(names[i], tuple(b.array.shape), index=b.selection.part_index)
-            refuse_other_leaf(a, leaf, b.selection, "trainable")
-            whole.append(place(names[i], b, a))
+            shape, index = tuple(b.array.shape), b.selection.part_index
+            if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
+                refuse_other_leaf(a, Leaf(paths()[i], shape, index=index), b.selection, "trainable")
+            whole.append(place(b, a))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
         elif _tree.is_hole(b):
@@ -112,12 +114,12 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[str, Rest, Any], 
         else:
             raise value_error(
                 "what trains of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
-                at=_tree.paths(rest)[i],
+                at=paths()[i],
                 got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
                 expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
                 fix="pass the two parts of one fz.partition",
             )
-    return jax.tree.unflatten(treedef, whole)
+    return whole, treedef
 
 
 def stop_gradient(params: Tree, frozen: Spec) -> Tree:
