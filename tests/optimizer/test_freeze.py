@@ -249,10 +249,10 @@ class TestWrongArguments:
         [
             (("encoder",), r"goes around an optimizer(.|\n)*masked_zero_updates\('encoder'\)"),
             (({"encoder": True, "head": False},), "goes around an optimizer"),
-            (("encoder", optax.sgd(1.0)), r"takes the optimizer first(.|\n)*swap"),
+            (("encoder", optax.sgd(1.0)), r"not an optimizer(.|\n)*swap"),
             ((optax.sgd(1.0),), "not told what is frozen"),
-            ((optax.adam, "encoder"), r"no optimizer(.|\n)*call the factory"),
-            ((3, "encoder"), "no optimizer"),
+            ((optax.adam, "encoder"), r"not an optimizer(.|\n)*call the factory"),
+            ((3, "encoder"), "not an optimizer"),
         ],
         ids=["optax.freeze", "mask alone", "swapped", "optimizer alone", "factory", "number"],
     )

@@ -409,10 +409,10 @@ class TestBadGroups:
         ("args", "error"),
         [
             ((optax.sgd(0.1), "encoder"), "takes a mapping"),
-            ((optax.sgd, {"encoder": True}), r"no optimizer(.|\n)*call the factory"),
-            (({"encoder": True}, optax.sgd(0.1)), "no optimizer"),
+            ((optax.sgd, {"encoder": True}), r"not an optimizer(.|\n)*call the factory"),
+            (({"encoder": True}, optax.sgd(0.1)), "not an optimizer"),
             ((optax.sgd(0.1), {3: True}), "neither a pattern nor a selector"),
-            ((optax.sgd(0.1), {"encoder": True}, 1.0), "`coupled` is no optimizer"),
+            ((optax.sgd(0.1), {"encoder": True}, 1.0), "`coupled` is not an optimizer"),
         ],
     )
     def test_refused_at_once(self, args, error):
