@@ -59,7 +59,7 @@ def unfreeze_at(step: int) -> Condition:
       A function ``step -> bool``.
 
     Raises:
-      TypeError, ValueError: if ``step`` is no int, or negative.
+      TypeError, ValueError: if ``step`` is not an int, or negative.
 
     Example:
       >>> import optax_freeze as fz
@@ -79,7 +79,7 @@ def freeze_at(step: int) -> Condition:
       A function ``step -> bool``.
 
     Raises:
-      TypeError, ValueError: if ``step`` is no int, or negative.
+      TypeError, ValueError: if ``step`` is not an int, or negative.
 
     Example:
       >>> import optax_freeze as fz
@@ -101,7 +101,7 @@ def alternate(period: int, offset: int = 0) -> Condition:
       A function ``step -> bool``: frozen while ``(step + offset) // period`` is even.
 
     Raises:
-      TypeError, ValueError: if an argument is no int, ``period`` is less than 1 or ``offset`` negative.
+      TypeError, ValueError: if an argument is not an int, ``period`` is less than 1 or ``offset`` negative.
 
     Example:
       >>> import optax_freeze as fz
@@ -122,7 +122,7 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition
       The groups for :func:`optax_freeze.freeze_when`: group ``i`` is frozen until step ``i * every``.
 
     Raises:
-      TypeError, ValueError: if ``patterns`` is no list of patterns, one is named twice, or ``every`` is less than 1.
+      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, or ``every`` is less than 1.
 
     Example:
       >>> import optax_freeze as fz
@@ -155,7 +155,7 @@ def ask(name: str, condition: Condition, step: jax.Array) -> Any:
 
 
 def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
-    """A ``TypeError`` for what is no bool, a ``ValueError`` for several."""
+    """A ``TypeError`` for a value that is not a bool, a ``ValueError`` for an array of bools."""
     array: Any = value if is_array(value) else None
     is_bool = isinstance(value, bool) or (array is not None and array.dtype == np.bool_)
     if is_bool and np.shape(value) == ():

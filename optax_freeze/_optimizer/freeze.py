@@ -95,11 +95,11 @@ def freeze(
     full_updates: bool = True,
     tied: Tied = "error",
 ) -> optax.GradientTransformationExtraArgs:
-    """Freezes leaves, or parts of them, for a whole optimizer: ``inner`` runs on what trains, the rest gets zeros.
+    """Freezes leaves, or parts of them, for a whole optimizer, which runs on the trainable part alone.
 
-    ``optax.multi_transform`` with ``inner`` for what trains, then :func:`masked_zero_updates`. ``inner`` never sees a
-    frozen leaf: no moments, no weight decay, no share in a global norm, no NaN. The update and the state of a leaf that
-    trains are those of ``inner`` run on the trainable part alone. Wrappers that hold state of the parameters' shape
+    ``optax.multi_transform`` with ``inner`` for the trainable part, then :func:`masked_zero_updates`. ``inner`` never
+    sees a frozen leaf: no moments, no weight decay, no share in a global norm, no NaN. The updates and the state of
+    trainable parameters are those of ``inner`` run on them alone. Wrappers that hold state of the parameters' shape
     (``optax.MultiSteps``, ``optax.contrib.schedule_free``, averages) belong inside.
 
     Args:
@@ -118,7 +118,7 @@ def freeze(
       parameters as given to ``update``.
 
     Raises:
-      TypeError: if ``inner`` is no optimizer.
+      TypeError: if ``inner`` is not an optimizer.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz

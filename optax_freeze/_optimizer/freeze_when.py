@@ -78,7 +78,7 @@ def freeze_when(
       ``update`` takes and gives updates of the structure given to ``init``, which may have holes.
 
     Raises:
-      TypeError, ValueError: if an argument is none of these; in ``init``, if a condition returns no bool, or several.
+      TypeError, ValueError: if an argument is none of these; in ``init``, if a condition does not return one bool.
 
     Example:
       >>> import optax_freeze as fz

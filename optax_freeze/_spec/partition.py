@@ -1,4 +1,4 @@
-"""The parameters in two parts: what trains and the rest.
+"""The parameters in two parts: the trainable part and the rest.
 
 The same idea as ``equinox.partition`` and ``equinox.combine``, with ``optax.MaskedNode()`` instead of ``None`` in the
 place of a leaf that is in the other part: Optax's transformations, accumulation, finite checks and line searches
@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 
 
 def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[PyTree, PyTree]:
-    """Splits the parameters into what trains and the rest.
+    """Splits the parameters into the trainable part and the rest.
 
     Args:
       params: any pytree of arrays.
@@ -34,7 +34,7 @@ def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[Py
 
     Returns:
       ``(trainable, rest)``, both of the structure of ``params``, with a hole (``optax.MaskedNode()``) in the place of
-      each leaf that is in the other part. Whatever is no floating-point or complex array is in ``rest``.
+      each leaf that is in the other part. Leaves that are not floating-point or complex arrays are in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit, or leaves are tied as above.
@@ -76,8 +76,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     """Puts together again what :func:`partition` took apart.
 
     Args:
-      trainable: the part that trains, with holes in the place of the rest.
-      rest: the rest, with holes in the place of what trains.
+      trainable: the trainable part, with holes in the place of the rest.
+      rest: the rest, with holes in the place of trainable leaves.
 
     Returns:
       The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both stays a hole.
@@ -113,7 +113,7 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[Rest, Any], Any])
             whole.append(a)
         else:
             raise value_error(
-                "what trains of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
+                "the trainable part of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
                 at=paths()[i],
                 got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
                 expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
@@ -123,7 +123,7 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[Rest, Any], Any])
 
 
 def stop_gradient(params: Tree, frozen: Spec) -> Tree:
-    """Makes constants of the gradient out of what is frozen.
+    """Makes frozen parameters constants of the gradient.
 
     An optimizer still sees these leaves, with a gradient of zero, and decays them or moves them by momentum: train
     with :func:`optax_freeze.freeze` or on the trainable part, and use this where only the gradient matters.
@@ -240,7 +240,7 @@ def _shape(leaf: Any) -> str:
 
 
 def is_nothing(change: Any) -> bool:
-    """Whether an update is none: a hole, None, or the float0 of an integer leaf."""
+    """Whether there is no update: a hole, None, or the float0 of an integer leaf."""
     return change is None or _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
 
 

@@ -38,14 +38,14 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
       frozen: the spec, in any form.
 
     Returns:
-      A tree of the structure of ``params`` with True (frozen), False or an element mask at every leaf. Whatever is no
-      floating-point or complex array is True, and so is a hole.
+      A tree of the structure of ``params`` with True (frozen), False or an element mask at every leaf. Leaves that are
+      not floating-point or complex arrays, and holes, are True.
 
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
         bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
       TypeError: if a function of the spec takes paths, returns one bool for the whole tree or looks at values, or if a
-        leaf holds an array and is none (a Keras variable).
+        leaf is not an array but holds one (a Keras variable).
 
     Example:
       >>> import optax_freeze as fz

@@ -1,9 +1,9 @@
 """An optimizer state from one spec to another, in mid-training.
 
-A new spec is another state: made anew, it has no moments and counts from 0. Here every array of the new state is looked
-up in the old one by its *place*, its path without what freezing put around it, so that plain optimizers,
-:func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and ``optax.multi_transform`` can follow one another.
-Parts of leaves give what they have, element by element.
+With a new spec the state of an optimizer has another structure: made anew, it has no moments and counts from 0. Here
+every array of the new state is looked up in the old one by its *address*, its path without what freezing adds, so that
+plain optimizers, :func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and ``optax.multi_transform`` can follow
+one another. Parts of leaves give the elements that they have.
 """
 
 import collections
@@ -27,12 +27,12 @@ from optax_freeze._state.entries import Entry, Group, entries_of
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-    """What became of a state: the places of its arrays; one that survives in part stands in two lists.
+    """What became of a state: the addresses of its arrays; one that survives in part is in two lists.
 
     Attributes:
       carried: arrays of the new state that come from the old one.
       created: arrays of the new state that are new.
-      dropped: arrays of the old state that are in the new one no more.
+      dropped: arrays of the old state that are not in the new one.
     """
 
     carried: tuple[str, ...]
@@ -41,7 +41,7 @@ class Migration:
 
     def __str__(self) -> str:
         lists = dataclasses.asdict(self).items()
-        return "\n".join(f"{name}: {', '.join(map(printable, places)) or 'nothing'}" for name, places in lists)
+        return "\n".join(f"{name}: {', '.join(map(printable, addresses)) or 'nothing'}" for name, addresses in lists)
 
 
 @overload
@@ -71,11 +71,11 @@ def migrate(
       report: whether to return what was carried, created and dropped, too.
 
     Returns:
-      The state for ``tx``; with ``report``, a pair of it and a :class:`Migration` of three tuples of places.
+      The state for ``tx``; with ``report``, a pair of it and a :class:`Migration` of three tuples of addresses.
 
     Raises:
       ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.
-      TypeError: if ``tx`` is no optimizer, or the state and the parameters are swapped.
+      TypeError: if ``tx`` is not an optimizer, or the state and the parameters are swapped.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -213,10 +213,10 @@ class _Carry:
 
 
 def _alike(new: Entry, old: Entry) -> bool:
-    """Whether a value that is no array of elements of its parameter can be taken as it is.
+    """Whether the whole value of an old entry, whose elements are not those of its parameter, fits the new one.
 
     Raises:
-      ValueError: if both belong to no part of a leaf, and have other shapes; if which part cannot be known.
+      ValueError: if their shapes differ and neither is a ``Part``; if it is unknown which elements a ``Part`` has.
     """
     same_shape = jax.tree.structure(new.value) == jax.tree.structure(old.value) and all(
         np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
@@ -269,7 +269,7 @@ def _spread(entry: Entry, value: Any) -> Any:
 
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
-    """A ``ValueError`` if an array of a state has no place in the other for another reason than freezing.
+    """A ``ValueError`` if an array of one state is missing in the other for another reason than freezing.
 
     ``by_type``: parameters that NNX froze or thawed by their type are not in one of the two states at all.
     """
@@ -297,25 +297,25 @@ def _whole_shape(part: Part) -> tuple[int, ...]:
 
 
 def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
-    """Whether a state has a tree like the parameters at the place where an entry of another stands in one."""
+    """Whether an entry of another state would be in one of this state's trees like the parameters."""
     trees = {other.tree for other in others if other.leaf is not None}
     return any(str(entry.address).startswith(f"{tree}/" if tree else "") for tree in trees)
 
 
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Arrays at whose place there is nothing in the other state, not even the hole of a frozen leaf or subtree."""
-    places = {entry.address for entry in others}
+    """Arrays at whose address the other state has nothing, not even the hole of a frozen leaf or subtree."""
+    addresses = {entry.address for entry in others}
     holes = {entry.address for entry in others if not entry.is_array}
 
-    def has_home(place: str) -> bool:
-        segments = place.split("/")
-        return place in places or any("/".join(segments[:n]) in holes for n in range(len(segments)))
+    def has_home(address: str) -> bool:
+        segments = address.split("/")
+        return address in addresses or any("/".join(segments[:n]) in holes for n in range(len(segments)))
 
     return [entry for entry in entries if entry.is_array and not entry.optional and not has_home(str(entry.address))]
 
 
 def _no_fit(
-    entry: Entry, got: str, expected: str = "the same places in the old state and in that of `tx`"
+    entry: Entry, got: str, expected: str = "the same arrays in the old state and in that of `tx`"
 ) -> ValueError:
     return value_error(
         "fz.migrate: the state does not belong to these parameters, or to another optimizer",

@@ -29,7 +29,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
     Raises:
       KeyError: if there is no such group; the groups are listed.
       ValueError: if a schedule says when the group is frozen, or there is no such state.
-      TypeError, ValueError: if a value is no bool, or several.
+      TypeError, ValueError: if a value is not one bool.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz

@@ -41,7 +41,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
       shape (counts, factored moments, compact elements) is replicated.
 
     Raises:
-      TypeError: if ``tx`` is no optimizer.
+      TypeError: if ``tx`` is not an optimizer.
       ValueError: if an array of the parameters has no sharding, or one that is neither a ``NamedSharding`` nor that of
         a single device; if the parameters lie on different meshes.
 

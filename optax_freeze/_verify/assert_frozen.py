@@ -25,7 +25,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
 
     Bits are compared: -0.0 is not 0.0, and a NaN equals only a NaN of the same bits. Sharded arrays are compared where
     they lie; where the two trees are placed differently, one leaf after the other goes to the smaller shards of the
-    two. What trains is not looked at. An object that is no array must be the same object, or equal.
+    two. Trainable elements are not compared. A leaf that is not an array must be the same object, or equal.
 
     Args:
       before: the parameters as they were; any pytree of arrays, JAX's or NumPy's. Under donation keep a copy,
@@ -117,7 +117,7 @@ def _difference(old: Any, new: Any, selection: Selection) -> Any:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether two objects that are no arrays are the same; numbers by their digits, for -0.0 and NaN."""
+    """Whether two leaves that are not arrays are the same; numbers by their digits, for -0.0 and NaN."""
     if type(old) is not type(new):
         return False
     if isinstance(old, (float, complex)):

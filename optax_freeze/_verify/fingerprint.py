@@ -23,11 +23,11 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     """A digest of what is frozen: it changes when a bit of that does, and not otherwise.
 
     It is a function of the set of frozen elements: of their bits, their places, and the path, dtype and shape of
-    their leaf. It does not depend on the containers, on how a mask was said (rows, or the same rows as a boolean
-    array), on sharding, device or ``jit``, on 64-bit mode, nor on what trains. A leaf of which nothing is frozen, an
-    empty one and a hole contribute nothing, so that ``rest`` of :func:`optax_freeze.partition` has the fingerprint of
-    the whole. Of an object that is no array its path counts, with the value of a Python number or string, the name of a
-    function, the type of anything else.
+    their leaf. It does not depend on the containers, on the form of a mask (rows, or the same rows as a boolean array),
+    on sharding, device, ``jit`` or 64-bit mode, nor on trainable elements. Trainable leaves, empty ones and holes
+    contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the whole. A leaf that is
+    not an array contributes its path, with the value of a Python number or string, the name of a function, or the type
+    of anything else.
 
     The arrays are read once, and nothing of their size is written. Every element gives a word in each of four lanes,
     and a lane is the sum of its words modulo 2**32, so that their order does not matter. A word is made of the

@@ -44,7 +44,7 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
 def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
     if isinstance(value, Part):
         raise value_error(
-            f"{name}: what trains of a leaf, in the place of a leaf that is frozen in part",
+            f"{name}: the trainable part of a leaf in the place of the leaf",
             at=path,
             got=f"a Part of a leaf of shape {value.shape}",
             expected="the full leaf",

@@ -134,7 +134,7 @@ class VariableFreezer:
                 f"a parameter is not in the collection {missing_in!r}",
                 at="/".join((*here.path, *paths[0])),
                 got=f"variables in {sorted(here.root.variables())}",
-                expected=f"what is frozen in {collection!r}, what trains in 'params', at the same paths",
+                expected=f"frozen parameters in {collection!r}, the others in 'params', at the same paths",
                 fix=fix,
             )
 

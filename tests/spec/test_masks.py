@@ -367,7 +367,7 @@ class TestElements:
 
     def test_combine_without_what_trains(self):
         trainable, rest = fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.rows(0)})
-        with pytest.raises(ValueError, match=r"what trains of a leaf is missing\n  at: w"):
+        with pytest.raises(ValueError, match=r"the trainable part of a leaf is missing\n  at: w"):
             fz.combine({"w": optax.MaskedNode()}, rest)
         with pytest.raises(ValueError, match="both parts have a leaf"):
             fz.combine(trainable, {"w": jnp.ones((2, 2))})

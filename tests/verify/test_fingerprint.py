@@ -489,7 +489,7 @@ class TestAssertFrozen:
         params = {"w": jnp.ones((4, 2))}
         frozen = {"w": fz.rows(0)}
         trainable, _ = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match=r"after: what trains of a leaf(.|\n)*at: w"):
+        with pytest.raises(ValueError, match=r"after: the trainable part of a leaf(.|\n)*at: w"):
             fz.assert_frozen(params, trainable, frozen)
 
     def test_another_structure(self, params, frozen):
