@@ -158,13 +158,11 @@ def freeze(
         if params is not None:
             olds, params_treedef = plan.align(params, "params")
             trainable = plan.trainable(params_treedef, olds)
+        extra_args = without_frozen(extra_args, plan, treedef, params)
+        inner_state = variables_outside(state.inner_state, plan)
+        tx = transform(plan.labels(treedef))
         try:
-            new, inner_state = transform(plan.labels(treedef)).update(
-                plan.trainable(treedef, values),
-                variables_outside(state.inner_state, plan),
-                trainable,
-                **without_frozen(extra_args, plan, treedef, params),
-            )
+            new, inner_state = tx.update(plan.trainable(treedef, values), inner_state, trainable, **extra_args)
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
                 raise
