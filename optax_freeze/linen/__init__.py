@@ -228,7 +228,7 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
         raise value_error(
             "no module was applied inside freeze_variables, and nothing is frozen",
             at="freeze_variables",
-            got="a context without a call of a Linen module; a jitted function that is already compiled does not call one",
+            got="a context without a call of a Linen module; an already compiled function does not call one",
             expected="at least one application",
             fix="open the context inside the function that is jitted or differentiated",
         )
