@@ -15,6 +15,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, Rows, elements
 from optax_freeze._spec.selector_algebra import (
     Choice,
+    Choices,
     Not,
     Path,
     Regex,
@@ -154,8 +155,9 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
             expected="{pattern or selector: True, False or an element mask}",
             fix="for a list of patterns, use fz.path(*patterns)",
         )
-    pairs = tuple((as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items())
-    return Rules(pairs, as_choice(default, "default"))
+    pairs = [(as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items()]
+    choices = Choices([choice for _, choice in pairs] + [as_choice(default, "default")])
+    return Rules(tuple(selector for selector, _ in pairs), choices)
 
 
 def distinct(name: str, patterns: Any) -> list[Any]:
