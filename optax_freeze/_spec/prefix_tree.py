@@ -123,13 +123,9 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     covers, covered = _prefix_paths(prefix), _tree.paths(params)
     bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
     loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
-    if bare or loose:
-        at = (bare + loose)[0]
-        missing = f"no entry for {bare[:3]}" if bare else ""
-        unknown = f"an entry for {loose[:3]}, where the parameters have nothing" if loose else ""
-        got = "; ".join(filter(None, [missing, unknown]))
-    else:
-        at, got = "", f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
+    missing = f"no entry for {bare[:3]}" if bare else ""
+    unknown = f"an entry for {loose[:3]}, where the parameters have nothing" if loose else ""
+    got = "; ".join(filter(None, [missing, unknown])) or f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
     fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
     if isinstance(params, (str, Selector)):
         got = f"{params!r}, and no tree of parameters"
@@ -144,7 +140,7 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
         fix = "nothing is named: for nothing frozen give False"
     return value_error(
         "`frozen` does not fit the parameters",
-        at=at,
+        at=[*bare, *loose, ""][0],
         got=got,
         expected=f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})",
         fix=fix,

@@ -1,8 +1,8 @@
-"""Selectors: values that say of each leaf whether it is frozen, and that combine by ``|``, ``&`` and ``~``.
+"""Selectors decide for each leaf whether it is frozen. They combine by ``|``, ``&`` and ``~``.
 
-Like the filters of ``flax.nnx`` they are small frozen values with a repr, equality and a hash; unlike them they are
-strict: a pattern that matches no leaf is an error. They are pytrees, whose leaves are the arrays of dense masks, so
-that a spec can be an argument of a compiled function.
+Like the filters of ``flax.nnx`` they are small immutable objects with a repr, equality and a hash, but a pattern that
+matches no leaf is an error. They are pytrees whose leaves are the arrays of dense masks, so that a spec can be an
+argument of a jitted function.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from optax_freeze._spec.masks import ElementMask, Elements
 from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 Choice: TypeAlias = bool | ElementMask
-"""What a spec says of one leaf: True is frozen, False trains, an element mask freezes a part."""
+"""What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
 
 class Selector:
     """Chooses leaves by path, shape and dtype. Combine selectors with ``|``, ``&`` and ``~``."""
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        """For each leaf whether it is selected; rules may select a part of one."""
+        """Whether each leaf is selected; for rules the choice may also be an element mask."""
         raise NotImplementedError
 
     def __or__(self, other: "Selector | str") -> "Selector":
@@ -97,12 +97,11 @@ class Where(Selector):
     fn: Callable[[str, jax.ShapeDtypeStruct], bool]
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [
-            leaf.dtype is not None and any(self._ask(leaf, path) for path in (leaf.path, *leaf.aliases))
-            for leaf in leaves
-        ]
+        return [any(self._ask(leaf, path) for path in (leaf.path, *leaf.aliases)) for leaf in leaves]
 
     def _ask(self, leaf: Leaf, path: str) -> bool:
+        if leaf.dtype is None:
+            return False
         answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
         if not isinstance(answer, (bool, np.bool_)):
             raise type_error(
@@ -121,7 +120,7 @@ class Where(Selector):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class NnxFilter(Selector):
-    """A filter of ``flax.nnx`` for the variables that are selected; it sees shapes in the place of their values."""
+    """Selects NNX variables by a filter of ``flax.nnx``, which is called with shapes instead of values."""
 
     filter: Callable[[tuple[Any, ...], Any], bool]
 
@@ -138,8 +137,8 @@ class NnxFilter(Selector):
 
     def _ask(self, leaf: VariableLeaf) -> bool:
         shapes = jax.tree.map(_tree.struct_of, leaf.variable, is_leaf=_tree.is_leaf)
-        ask = lambda: any(self.filter(names, shapes) for names in leaf.names)  # noqa: E731
-        return ask_without_values(ask, repr(self), leaf.path)
+        selects = lambda: any(self.filter(names, shapes) for names in leaf.names)  # noqa: E731
+        return ask_without_values(selects, repr(self), leaf.path)
 
     def __repr__(self) -> str:
         return repr(self.filter)
@@ -255,7 +254,7 @@ def _operand(selector: Selector) -> str:
 
 
 def as_selector(value: Any, name: str) -> Selector:
-    """A selector as it is; a pattern, or a list of them, as ``fz.path``; a filter of NNX."""
+    """A selector as it is; a selector for a pattern, a list of patterns or an NNX filter."""
     if isinstance(value, Selector):
         return value
     if (nnx_filter := _tree.nnx_filter(value)) is not None:
@@ -274,7 +273,7 @@ def as_selector(value: Any, name: str) -> Selector:
 
 
 def is_selector(value: Any) -> bool:
-    """Whether :func:`as_selector` takes a value."""
+    """Whether :func:`as_selector` accepts a value."""
     return isinstance(value, (str, Selector)) or is_patterns(value) or _tree.nnx_filter(value) is not None
 
 
@@ -284,7 +283,7 @@ def is_patterns(value: Any) -> bool:
 
 
 def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[int | None]:
-    """For each leaf the number of the first selector that selects it; one that is never the first is an error."""
+    """The index of the first selector that selects each leaf; a selector that is first for no leaf is an error."""
     first: list[int | None] = [None] * len(leaves)
     for n, selector in enumerate(selectors):
         selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
@@ -303,7 +302,7 @@ def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[i
 
 
 def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
-    """What a user's function says of shapes; a ``TypeError`` that explains it if the function looks at values."""
+    """The result of a user's function of shapes; a ``TypeError`` if it looks at values."""
     try:
         return ask()
     except (TypeError, AttributeError) as error:

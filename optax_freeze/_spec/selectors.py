@@ -161,13 +161,13 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
 
 
 def distinct(name: str, patterns: Any) -> list[Any]:
-    """Patterns and selectors with lists of patterns as selectors; an error if one is named twice."""
+    """A list of patterns and selectors, where a list of patterns is made a selector; an error if one is named twice."""
     if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
         raise type_error(
             f"{name} takes a list of patterns",
             at=name,
             got=described(patterns),
-            expected="patterns or selectors, from the output end to the input end",
+            expected="patterns or selectors, from the output to the input layers",
             fix="[pattern, ...]",
         )
     for i, pattern in enumerate(patterns):
@@ -184,17 +184,17 @@ def distinct(name: str, patterns: Any) -> list[Any]:
 
 
 def as_choice(value: Any, at: str) -> Choice:
-    """A bool, or an element mask, which a boolean array is turned into; a ``ValueError`` for anything else."""
+    """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
     if is_bool(value):
         return bool(value)
     if isinstance(value, (Rows, Elements)):
         return value
     if is_array(value) and value.dtype == np.bool_:
         return elements(value)
-    name = "selector" if isinstance(value, Selector) else type(value).__name__
-    kind = f"an array of {value.dtype}" if is_array(value) else with_article(name)
+    kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
     fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
+        kind = "a selector" if isinstance(value, Selector) else kind
         fix = "a tree holds neither labels nor patterns: fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
     elif isinstance(value, (set, frozenset)):
         fix = "unpack it: fz.path(*patterns)"
