@@ -221,7 +221,7 @@ MUTANTS = [
         "tests/state/test_shardings.py -k Explicit",
     ),
     Mutant(
-        "_spec/explicit_mesh.py",
+        "_spec/layout.py",
         "if size % math.prod(mesh.shape[name] for name in _names(axis)) == 0 else None",
         "if True else None",
         "tests/state/test_shardings.py -k Explicit",
@@ -234,8 +234,8 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/tree.py",
-        "return (beside, treedef) if flatten(full)[1] == treedef else (values, other)",
-        "return values, other",
+        "        if flatten(full)[1] == treedef:",
+        "        if False:",
         "tests/test_model_libraries.py -k not_an_array",
     ),
     Mutant(
@@ -264,7 +264,7 @@ MUTANTS = [
         "tests/spec/test_resolve.py tests/report/test_summary.py",
     ),
     Mutant(
-        "_spec/element_index.py",
+        "_spec/fit_mask.py",
         "rows.index.stop is None and not rows.allow_empty:",
         "False:",
         "tests/spec/test_masks.py -k selects_no_row",

@@ -1,4 +1,4 @@
-"""An element mask meets its leaf: which rows or elements a description names there, and whether it fits."""
+"""From an element mask and a leaf to a selection; a ``ValueError`` if the mask does not fit the leaf."""
 
 import dataclasses
 
@@ -46,9 +46,7 @@ def fit_mask(choice: bool | ElementMask, leaf: Leaf) -> Selection:
             expected="an array with values: the number of trainable elements is static",
             fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
         )
-    if choice.count == 0:
-        return FROZEN
-    return DenseMask(choice.array, choice.compact, choice.count)
+    return FROZEN if choice.count == 0 else DenseMask(choice.array, choice.compact, choice.count)
 
 
 def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
@@ -81,31 +79,27 @@ def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
 
 
 def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
-    index = rows.index
+    """The named rows as ascending progressions (start, stop, step)."""
+    index = (rows.index,) if isinstance(rows.index, int) else rows.index
+    numbers = [n for n in (index[:2] if isinstance(index, Slice) else index) if n is not None]
+    last = size if isinstance(index, Slice) else size - 1
+    outside = [n for n in numbers if not -size <= n <= last]
+    if outside:
+        raise value_error(
+            f"{rows!r}: a row out of range",
+            at=leaf.path,
+            got=f"{outside[0]}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
+            expected=f"numbers from {-size} to {size - 1}",
+            fix="leave an end of a slice open (None) to go to the last row",
+        )
     if isinstance(index, Slice):
-        outside = [b for b in (index.start, index.stop) if b is not None and not -size <= b <= size]
-        if outside:
-            raise _out_of_range(rows, outside[0], size, leaf)
         found = range(*slice(*index).indices(size))
         found = found[::-1] if found.step < 0 else found
         return ((found[0], found[-1] + 1, found.step if len(found) > 1 else 1),) if found else ()
-    numbers = index if isinstance(index, tuple) else (index,)
-    for number in numbers:
-        if not -size <= number < size:
-            raise _out_of_range(rows, number, size, leaf)
     ordered = sorted(number % size for number in numbers)
-    if len(set(ordered)) < len(ordered):
+    named = set(ordered)
+    if len(named) < len(ordered):
         raise named_twice(leaf.path, numbers)
-    breaks = [i for i in range(1, len(ordered)) if ordered[i] != ordered[i - 1] + 1]
-    starts, ends = [0, *breaks], [*breaks, len(ordered)]
-    return tuple((ordered[a], ordered[b - 1] + 1, 1) for a, b in zip(starts, ends, strict=True)) if ordered else ()
-
-
-def _out_of_range(rows: Rows, number: int, size: int, leaf: Leaf) -> ValueError:
-    return value_error(
-        f"{rows!r}: a row out of range",
-        at=leaf.path,
-        got=f"{number}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
-        expected=f"numbers from {-size} to {size - 1}",
-        fix="leave an end of a slice open (None) to go to the last row",
-    )
+    starts = [n for n in ordered if n - 1 not in named]
+    stops = [n + 1 for n in ordered if n + 1 not in named]
+    return tuple((start, stop, 1) for start, stop in zip(starts, stops, strict=True))

@@ -1,7 +1,7 @@
-"""Slices, gathers, scatters and selections that keep every bit of what they move, NaN payloads included.
+"""Slices, gathers, scatters and selects that keep every bit of the values that they move, also the payload of a NaN.
 
-XLA computes floats of 8 and 16 bits in float32 on some devices, even where they are only moved. Here they are moved as
-unsigned integers, and differentiated as floats.
+On some devices XLA converts floats of 8 and 16 bits to float32 even to move them. Here they are moved as unsigned
+integers and differentiated as floats.
 """
 
 import functools
@@ -27,7 +27,7 @@ def cut(axis: int, full: Any, start: int, stop: int) -> jax.Array:
     def move(_: Any, full: Any) -> jax.Array:
         return jax.lax.slice_in_dim(full, start, stop, axis=axis)
 
-    # On a CPU XLA computes even the slice of an 8-bit float in another float, since JAX 0.12.
+    # On CPU, XLA converts even the slice of an 8-bit float to another float since JAX 0.12.
     return _keep_bits(move, None, full) if full.dtype.itemsize == 1 else move(None, full)
 
 
@@ -47,7 +47,7 @@ def scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
 
 
 def write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
-    """:func:`scatter` in place: XLA for TPU copies what goes through a bitcast, and keeps the bits of other rows."""
+    """:func:`scatter` in place. On TPU without bitcasts: XLA would copy the array there, and keeps bits anyway."""
     if is_concrete(full) or not _integer_of(full.dtype):
         return scatter(axis, full, indices, values)
     return jax.lax.platform_dependent(indices, full, values, **_writers(axis))
@@ -71,14 +71,14 @@ def at(array: Any, axis: int, indices: Any) -> Any:
 
 
 def _integer_of(dtype: Any) -> Any:
-    """The unsigned integer as which a float of 8 or 16 bits is moved, or None."""
+    """The unsigned integer dtype as which a float of 8 or 16 bits is moved, or None."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
     return {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(dtype).bits)
 
 
 def _keep_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
-    """``move(where, *arrays)``, which is linear in the arrays and computes nothing."""
+    """``move(where, *arrays)`` for a function that only moves values."""
     narrow = _integer_of(arrays[-1].dtype) and all(array.dtype == arrays[-1].dtype for array in arrays)
     return _move_integers(move, where, *arrays) if narrow else move(where, *arrays)
 

@@ -1,7 +1,7 @@
-"""A word for each leaf: label functions for ``optax.multi_transform``, and learning rates to go with them.
+"""Label functions for ``optax.multi_transform``, and learning rates by depth.
 
-Optax calls a label function on the parameters and, in every ``update``, on the updates again. These go by paths, which
-holes and other dtypes leave as they are.
+Optax calls a label function on the parameters and in every ``update`` again on the updates. These functions use paths
+only, so the labels are the same although updates may have holes and other dtypes.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,15 +21,15 @@ from optax_freeze._spec.tree import PyTree
 def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
     """A label function for ``optax.multi_transform`` (``optax.partition``).
 
-    Optax calls it on the updates again, in every ``update``: :func:`optax_freeze.freeze` resolves once and is the
-    better choice where there are no other labels.
+    Optax calls it again in every ``update``. Without other labels prefer :func:`optax_freeze.freeze`, which resolves
+    the spec once.
 
     Args:
       frozen: the spec, in any form.
 
     Returns:
-      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at each frozen leaf or hole
-      and ``"trainable"`` at any other: a leaf frozen in part trains.
+      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at frozen leaves and holes,
+      and ``"trainable"`` at all others, also those frozen in part.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -48,18 +48,18 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
 
 
 def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None = None) -> Callable[[PyTree], PyTree]:
-    """A label function for ``optax.multi_transform`` with labels of your own.
+    """A label function for ``optax.multi_transform`` with other labels.
 
     Args:
-      labels: a mapping from patterns or selectors to labels; the first that matches a leaf counts.
-      default: the label of a leaf that no pattern matches; None is an error for such a leaf.
+      labels: a mapping from patterns or selectors to labels; the first that matches a leaf gives its label.
+      default: the label of leaves that no pattern matches; if None, such a leaf is an error.
 
     Returns:
       A function of ``params`` that returns a tree of the same structure with a label at each leaf or hole. It raises
       ``ValueError`` if a pattern matches nothing, earlier ones match all its leaves, or a leaf has no label.
 
     Raises:
-      TypeError: if ``labels`` is no mapping, a key is neither a pattern nor a selector, or a label is None or a
+      TypeError: if ``labels`` is not a mapping, a key is neither a pattern nor a selector, or a label is None or a
         container.
 
     Example:
@@ -109,18 +109,19 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
 
 
 def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[Any, Any]:
-    """Learning rates that fall from the output end to the input end (discriminative fine-tuning of ULMFiT).
+    """Learning rates that decrease from output to input layers (the discriminative fine-tuning of ULMFiT).
 
     Args:
-      patterns: patterns or selectors, from the output end to the input end.
-      base: the learning rate of the first, or a schedule of it.
-      factor: what each next one is multiplied by; ULMFiT takes 1 / 2.6.
+      patterns: patterns or selectors, from the output to the input layers.
+      base: the learning rate of the first pattern, a number or a schedule.
+      factor: the ratio of one learning rate to the one before; ULMFiT uses 1 / 2.6.
 
     Returns:
-      ``{pattern: learning rate}``: ``base * factor**i`` for pattern ``i``, or schedules of that if ``base`` is one.
+      ``{pattern: learning rate}``: ``base * factor**i`` for pattern ``i``; schedules if ``base`` is a schedule.
 
     Raises:
-      TypeError, ValueError: if ``patterns`` is no list of patterns, one is named twice, or ``factor`` is not positive.
+      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, or ``factor`` is not
+        positive.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -130,8 +131,9 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
       >>> labels = fz.labels_by_path({pattern: pattern for pattern in rates})
       >>> tx = optax.multi_transform({pattern: optax.adam(rate) for pattern, rate in rates.items()}, labels)
     """
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, np.floating)) or not factor > 0:
-        raise (value_error if isinstance(factor, (int, float, np.floating)) else type_error)(
+    is_number = isinstance(factor, (int, float, np.floating))
+    if isinstance(factor, bool) or not is_number or not factor > 0:
+        raise (value_error if is_number else type_error)(
             "fz.layerwise_decay multiplies learning rates",
             at="factor",
             got=described(factor),

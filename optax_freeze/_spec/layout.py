@@ -1,8 +1,8 @@
-"""On which devices a result lies: like the leaf that it belongs to.
+"""Shardings: a result has the sharding of the leaf that it belongs to.
 
-On a mesh with explicit axes a sharding is part of an array's type, and JAX refuses operations whose result it cannot
-shard without a decision of the caller: a gather along a sharded axis, a flattened array, a sum of arrays with different
-shardings. Here every result takes the sharding of its leaf, and XLA partitions the operation as on any other mesh.
+On a mesh with explicit axes a sharding is part of an array's type, and JAX refuses operations whose output sharding is
+ambiguous: a gather along a sharded axis, a flattened array, a sum of arrays with different shardings. Here every result
+gets the sharding of its leaf, and XLA partitions the operation as on any other mesh.
 """
 
 import math
@@ -17,7 +17,7 @@ from optax_freeze._errors import is_concrete
 
 
 def explicit_sharding(like: Any, shape: Sequence[int] | None = None) -> NamedSharding | None:
-    """The sharding of an array, for another shape perhaps; None unless its mesh has explicit axes."""
+    """The sharding of an array, or a similar one for ``shape``; None unless its mesh has explicit axes."""
     sharding: Any = getattr(jax.typeof(like), "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -25,7 +25,10 @@ def explicit_sharding(like: Any, shape: Sequence[int] | None = None) -> NamedSha
 
 
 def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSharding:
-    """The sharding of an array of ``ndim`` axes, for another: of its last axes, without those it does not divide."""
+    """The sharding of an array of ``ndim`` axes for an array of ``shape``, aligned at the last axes.
+
+    Axes whose size the mesh does not divide are not sharded.
+    """
     mesh, spec = sharding.mesh, sharding.spec
     ahead = len(shape) - ndim
     names = (*[None] * ahead, *spec, *[None] * (ndim - len(spec))) if ahead >= 0 else [None] * len(shape)
@@ -37,7 +40,7 @@ def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSh
 
 
 def laid_out(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    """``operation(*arrays)``; given a sharding, partitioned by XLA, and its result laid out so."""
+    """``operation(*arrays)``; if ``sharding`` is given, partitioned by XLA and with this output sharding."""
     if sharding is None or not hasattr(jax.sharding, "auto_axes"):
         return operation(*arrays)
     mesh = sharding.mesh
@@ -51,7 +54,7 @@ def _names(axis: Any) -> tuple[str, ...]:
 
 
 def copy_like(array: Any, like: Any) -> jax.Array:
-    """A copy of an array, on the devices of another one."""
+    """A copy of ``array`` on the devices of ``like``."""
     copy = jnp.array(array)
     if is_concrete(copy) and isinstance(like, jax.Array) and is_concrete(like) and like.committed:
         return jax.device_put(copy, like.sharding)

@@ -1,8 +1,7 @@
-"""Which elements of one leaf are frozen: whole rows by their numbers, single elements by a boolean array.
+"""Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array.
 
-``rows`` is a description and no array: a slice leaves no constant in a compiled program and takes no memory. A dense
-mask is an array: a leaf of the pytree that its ``elements`` is, so that it can be an argument of a jitted function.
-Optax and Equinox know whole leaves only.
+``rows`` holds numbers and not an array, so a slice takes no memory and adds no constant to a compiled program.
+``elements`` is a pytree whose leaf is the mask, so the mask can be an argument of a jitted function.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from optax_freeze._errors import described, is_array, is_concrete, is_int, type_
 
 
 class Slice(NamedTuple):
-    """A slice that can be hashed."""
+    """A hashable slice."""
 
     start: int | None
     stop: int | None
@@ -28,7 +27,7 @@ class Slice(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rows:
-    """Frozen rows, before a leaf is known: made by :func:`rows`."""
+    """Frozen rows of any leaf, made by :func:`rows`."""
 
     index: int | tuple[int, ...] | Slice
     axis: int = 0
@@ -49,11 +48,11 @@ class Rows:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Elements:
-    """Frozen elements as a boolean array: made by :func:`elements`."""
+    """Frozen elements as a boolean array, made by :func:`elements`."""
 
     array: Any
     compact: bool = False
-    count: int | None = None  # how many elements train; known if compact
+    count: int | None = None  # of trainable elements, if `compact` and the array has values
 
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
@@ -76,13 +75,13 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
       allow_empty: whether an open slice (``slice(n, None)``) may select no row of a leaf, as in a sweep over ``n``.
 
     Returns:
-      An element mask, for a tree of bools or a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. It is
-      resolved against each leaf that it is given for: rows that name all or none of a leaf's are True or False there.
+      An element mask, to be used in a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other
+      rows. For a leaf of which all rows or none are named, it means True or False.
 
     Raises:
-      TypeError: if ``index`` or ``axis`` is none of these.
+      TypeError: if ``index`` or ``axis`` has another type.
       ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
-        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows in silence.
+        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows.
 
     Example:
       >>> import optax_freeze as fz
@@ -93,31 +92,18 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
       >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
       ~fz.rows(slice(32000, None, None))
     """
-    if not is_int(axis):
-        pass
-    elif isinstance(index, slice):
-        bounds = [
-            bound if bound is None else int(bound)
-            for bound in (index.start, index.stop, index.step)
-            if _is_bound(bound)
-        ]
-        if len(bounds) == 3 and index.step != 0:
-            return Rows(Slice(*bounds), int(axis), allow_empty=allow_empty)
-    elif isinstance(index, (Sequence, np.ndarray)):
-        if all(map(is_int, index)):
-            numbers = tuple(map(int, index))
-            if len(set(numbers)) < len(numbers):
-                raise named_twice("fz.rows", numbers)
-            return Rows(numbers, int(axis), allow_empty=allow_empty)
-    elif is_int(index):
-        return Rows(int(index), int(axis), allow_empty=allow_empty)
-    raise type_error(
-        "fz.rows takes the numbers of rows",
-        at="fz.rows",
-        got=f"index={described(index)}, axis={described(axis)}",
-        expected="a slice, an int or a list of ints, and an int for the axis",
-        fix="for a boolean array use fz.elements(array)",
-    )
+    hashable = _hashable(index)
+    if hashable is None or not is_int(axis):
+        raise type_error(
+            "fz.rows takes the numbers of rows",
+            at="fz.rows",
+            got=f"index={described(index)}, axis={described(axis)}",
+            expected="a slice, an int or a list of ints, and an int for the axis",
+            fix="for a boolean array use fz.elements(array)",
+        )
+    if not isinstance(hashable, (int, Slice)) and len(set(hashable)) < len(hashable):
+        raise named_twice("fz.rows", hashable)
+    return Rows(hashable, int(axis), allow_empty=allow_empty)
 
 
 def elements(array: Any, compact: bool = False) -> Elements:
@@ -127,17 +113,18 @@ def elements(array: Any, compact: bool = False) -> Elements:
 
     Args:
       array: a boolean array of the leaf's shape, True where frozen.
-      compact: False: an optimizer sees the full leaf, zero at the frozen elements, and holds state of its shape. True:
-        it sees the trainable elements as one vector and holds state for them alone; their number is then fixed.
+      compact: if False, an optimizer receives the full leaf, with zeros at the frozen elements, and holds state of its
+        shape. If True, it receives the trainable elements as a vector and holds state for them alone; their number is
+        then fixed.
 
     Returns:
-      An element mask, for a tree of bools or a value of :func:`optax_freeze.rules`; ``~`` gives the other elements.
-      It is a pytree whose one leaf is the array.
+      An element mask, to be used in a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other
+      elements. It is a pytree whose one leaf is the array.
 
     Raises:
-      TypeError: if ``array`` is no boolean array.
-      ValueError: when resolved, if the shape is not the leaf's; if ``compact`` and the array is traced, so that its
-        elements cannot be counted.
+      TypeError: if ``array`` is not a boolean array.
+      ValueError: when resolved, if its shape is not the shape of the leaf, or if ``compact`` and the array is traced,
+        so that its elements cannot be counted.
 
     Example:
       >>> import optax_freeze as fz
@@ -156,14 +143,12 @@ def elements(array: Any, compact: bool = False) -> Elements:
             expected="an array of bool, True where frozen",
             fix="compare: fz.elements(scores < threshold); for rows use fz.rows(...)",
         )
-    count = None
-    if compact and is_concrete(array):
-        count = int(array.size - np.count_nonzero(np.asarray(array)))
-    return Elements(array, compact, count)
+    counts = compact and is_concrete(array)
+    return Elements(array, compact, int(array.size - np.count_nonzero(np.asarray(array))) if counts else None)
 
 
 def named_twice(at: str, numbers: Sequence[int]) -> ValueError:
-    """The error for a list that names a row twice."""
+    """The error for a list in which a row is named twice."""
     return value_error(
         "a row is named twice",
         at=at,
@@ -173,5 +158,15 @@ def named_twice(at: str, numbers: Sequence[int]) -> ValueError:
     )
 
 
-def _is_bound(value: Any) -> bool:
-    return value is None or is_int(value)
+def _hashable(index: Any) -> int | tuple[int, ...] | Slice | None:
+    """An index of ints as a hashable value, or None if it is not one."""
+    if is_int(index):
+        return int(index)
+    if isinstance(index, slice):
+        bounds = [index.start, index.stop, index.step]
+        if index.step == 0 or not all(bound is None or is_int(bound) for bound in bounds):
+            return None
+        return Slice(*(None if bound is None else int(bound) for bound in bounds))
+    if isinstance(index, (Sequence, np.ndarray)) and all(map(is_int, index)):
+        return tuple(map(int, index))
+    return None

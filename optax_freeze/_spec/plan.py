@@ -15,7 +15,7 @@ import numpy as np
 from optax_freeze._errors import described, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
-from optax_freeze._spec.selector_algebra import Known
+from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -48,9 +48,9 @@ class Plan:
         return any(leaf.index is not None or selection.part_index is not None for leaf, selection in pairs)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> ResolvedSpec:
         """The plan as a spec, for trees with the same leaves."""
-        return Known(tuple(leaf.path for leaf in self.leaves), tuple(s.as_spec() for s in self.selections))
+        return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(s.as_spec() for s in self.selections))
 
     @property
     def masks(self) -> list[Any]:

@@ -1,8 +1,9 @@
-"""A tree of bools and element masks, of the parameters' structure or a prefix of it, or a function that makes one.
+"""Specs in the form of an Optax mask: a tree of bools and element masks, or a function that returns one.
 
-The shape of an Optax mask, with True for frozen. Optax takes a boolean array without axes for a bool, and so does this.
+The tree has the structure of the parameters or is a prefix of it. As in Optax, a boolean array without axes is a bool.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,17 +34,17 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         if _tree.is_hole(choice) and _tree.is_hole(subtree):
             answers.append(True)
         elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
-            answers.append(elements(choice))  # the mask of a scalar, which may be replaced like any other
+            answers.append(elements(choice))  # an element mask, so that `replace_masks` can replace it
         else:
             answers += [as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
     return answers
 
 
 def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    """What a function of the tree of shapes returns: a spec, and not one bool for the whole tree.
+    """The spec that a function of the tree of shapes returns.
 
     Raises:
-      TypeError: if it is a function of paths or leaves, which belongs into ``fz.where``, or looks at values.
+      TypeError: if it is a function of paths or leaves, returns one bool for the whole tree or looks at values.
     """
     values, treedef = _tree.flatten(params)
     structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
@@ -54,10 +55,9 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
     try:
         answer = ask_without_values(lambda: function(shapes), name, "frozen")
     except TypeError as error:
-        if _took_it_for_a_leaf(error.__cause__, shapes):
-            raise TypeError(
-                _of_each_leaf(name, f"a function of a path or a leaf: {error.__cause__}")
-            ) from error.__cause__
+        cause = error.__cause__
+        if _expects_a_leaf(cause, shapes):
+            raise _of_each_leaf(name, f"a function of a path or a leaf: {cause}") from cause
         raise
     if is_bool(answer) and not jax.tree_util.treedef_is_leaf(treedef):
         raise _of_each_leaf(name, f"{bool(answer)}, one bool for the whole tree")
@@ -65,18 +65,17 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument; True where Python does not know its signature."""
+    """Whether a function can be called with one argument, as far as its signature is known."""
     try:
-        inspect.signature(function).bind(None)
+        with contextlib.suppress(ValueError):  # no signature: a class implemented in C, such as bool
+            inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # no signature: a class of C, such as bool
-        pass
     return True
 
 
-def _took_it_for_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
-    """Whether a function failed since it was given a tree, and wanted a path or a ``jax.ShapeDtypeStruct``."""
+def _expects_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
+    """Whether a function raised ``error`` because it expects a path or a ``jax.ShapeDtypeStruct`` and not a tree."""
     if isinstance(error, AttributeError):
         return error.obj is tree and error.name in {*dir(str), *dir(jax.ShapeDtypeStruct)}
     return "expected str" in str(error)  # `re.match` and `fnmatch` on a dict
@@ -93,7 +92,7 @@ def _of_each_leaf(name: str, got: str) -> TypeError:
 
 
 def _in_mappings_of(params: PyTree, prefix: PyTree) -> PyTree:
-    """A prefix with the mappings of ``params`` in the place of others with the same keys: a FrozenDict, a dict."""
+    """A prefix with its mappings converted to the types in ``params`` where the keys agree: FrozenDict and dict."""
     if any(_is_choice(node) or jax.tree_util.all_leaves([node], _tree.is_leaf) for node in (params, prefix)):
         return prefix
     pairs, treedef = _children(params)
@@ -117,24 +116,20 @@ def _is_choice(node: Any) -> bool:
 
 
 def _prefix_paths(prefix: PyTree) -> list[str]:
-    marked = jax.tree.map(lambda choice: True, prefix, is_leaf=_is_choice)
-    return _tree.paths(marked)
+    return _tree.paths(jax.tree.map(lambda choice: True, prefix, is_leaf=_is_choice))
 
 
 def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     covers, covered = _prefix_paths(prefix), _tree.paths(params)
     bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
     loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
-    if bare or loose:
-        at = (bare + loose)[0]
-        missing = [f"no entry for {bare[:3]}"] if bare else []
-        got = "; ".join(missing + ([f"an entry for {loose[:3]}, where the parameters have nothing"] if loose else []))
-    else:
-        at, got = "", f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
+    missing = f"no entry for {bare[:3]}" if bare else ""
+    unknown = f"an entry for {loose[:3]}, where the parameters have nothing" if loose else ""
+    got = "; ".join(filter(None, [missing, unknown])) or f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
     fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
     if isinstance(params, (str, Selector)):
         got = f"{params!r}, and no tree of parameters"
-        fix = f"swap the arguments: {params!r} is what is frozen, and came where the parameters belong"
+        fix = f"swap the arguments: {params!r} is a spec, and was passed as the parameters"
     elif isinstance(prefix, optax.GradientTransformation):
         fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
@@ -145,7 +140,7 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
         fix = "nothing is named: for nothing frozen give False"
     return value_error(
         "`frozen` does not fit the parameters",
-        at=at,
+        at=[*bare, *loose, ""][0],
         got=got,
         expected=f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})",
         fix=fix,

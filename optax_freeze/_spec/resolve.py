@@ -21,7 +21,7 @@ from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
-from optax_freeze._spec.selector_algebra import Choice, Known, Selector, as_selector, is_selector
+from optax_freeze._spec.selector_algebra import Choice, ResolvedSpec, Selector, as_selector, is_selector
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
 
 Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
@@ -106,7 +106,7 @@ def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice
 
 def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
     """Warns if patterns, a selector or a function come to nothing or everything; bools and trees say what they mean."""
-    decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, Known)
+    decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, ResolvedSpec)
     extent = plan.extent(params) if decides else None
     if extent is not None:
         inexact = sum(leaf.inexact for leaf in plan.leaves)

@@ -1,12 +1,11 @@
-"""Selectors: values that say of each leaf whether it is frozen, and that combine by ``|``, ``&`` and ``~``.
+"""Selectors decide for each leaf whether it is frozen. They combine by ``|``, ``&`` and ``~``.
 
-Like the filters of ``flax.nnx`` they are small frozen values with a repr, equality and a hash; unlike them they are
-strict: a pattern that matches no leaf is an error. They are pytrees, whose leaves are the arrays of dense masks, so
-that a spec can be an argument of a compiled function.
+Like the filters of ``flax.nnx`` they are small immutable objects with a repr, equality and a hash, but a pattern that
+matches no leaf is an error. They are pytrees whose leaves are the arrays of dense masks, so that a spec can be an
+argument of a jitted function.
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -21,14 +20,14 @@ from optax_freeze._spec.masks import ElementMask, Elements
 from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 Choice: TypeAlias = bool | ElementMask
-"""What a spec says of one leaf: True is frozen, False trains, an element mask freezes a part."""
+"""What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
 
 class Selector:
     """Chooses leaves by path, shape and dtype. Combine selectors with ``|``, ``&`` and ``~``."""
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        """For each leaf whether it is selected; rules may select a part of one."""
+        """Whether each leaf is selected; for rules the choice may also be an element mask."""
         raise NotImplementedError
 
     def __or__(self, other: "Selector | str") -> "Selector":
@@ -57,48 +56,39 @@ class Selector:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Patterns(Selector):
+class _Patterns(Selector):
     patterns: tuple[str, ...]
-    _is_regex: ClassVar[bool] = False
+    name: ClassVar[str]
+    compile: ClassVar[Callable[[str], re.Pattern[str]]]
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
-            self._compile(pattern)
+            self.compile(pattern)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         hits: list[Choice] = [False] * len(leaves)
         for pattern in self.patterns:
-            matches = self._compile(pattern).fullmatch
+            matches = self.compile(pattern).fullmatch
             found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
             if not found:
                 paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
-                raise _glob.no_match(pattern, paths, is_regex=self._is_regex)
+                raise _glob.no_match(pattern, paths, is_regex=self.name == "regex")
             for i in found:
                 hits[i] = True
         return hits
 
-    def _compile(self, pattern: str) -> re.Pattern[str]:
-        raise NotImplementedError
+    def __repr__(self) -> str:
+        return f"fz.{self.name}({', '.join(map(repr, self.patterns))})"
 
 
 @jax.tree_util.register_static
-class Path(Patterns):
-    def _compile(self, pattern: str) -> re.Pattern[str]:
-        return _glob.glob(pattern)
-
-    def __repr__(self) -> str:
-        return f"fz.path({', '.join(map(repr, self.patterns))})"
+class Path(_Patterns):
+    name, compile = "path", staticmethod(_glob.glob)
 
 
 @jax.tree_util.register_static
-class Regex(Patterns):
-    _is_regex = True
-
-    def _compile(self, pattern: str) -> re.Pattern[str]:
-        return _glob.regex(pattern)
-
-    def __repr__(self) -> str:
-        return f"fz.regex({', '.join(map(repr, self.patterns))})"
+class Regex(_Patterns):
+    name, compile = "regex", staticmethod(_glob.regex)
 
 
 @jax.tree_util.register_static
@@ -107,12 +97,11 @@ class Where(Selector):
     fn: Callable[[str, jax.ShapeDtypeStruct], bool]
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [
-            leaf.dtype is not None and any(self._ask(leaf, path) for path in (leaf.path, *leaf.aliases))
-            for leaf in leaves
-        ]
+        return [any(self._ask(leaf, path) for path in (leaf.path, *leaf.aliases)) for leaf in leaves]
 
     def _ask(self, leaf: Leaf, path: str) -> bool:
+        if leaf.dtype is None:
+            return False
         answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
         if not isinstance(answer, (bool, np.bool_)):
             raise type_error(
@@ -131,7 +120,7 @@ class Where(Selector):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class NnxFilter(Selector):
-    """A filter of ``flax.nnx`` for the variables that are selected; it sees shapes in the place of their values."""
+    """Selects NNX variables by a filter of ``flax.nnx``, which is called with shapes instead of values."""
 
     filter: Callable[[tuple[Any, ...], Any], bool]
 
@@ -148,44 +137,58 @@ class NnxFilter(Selector):
 
     def _ask(self, leaf: VariableLeaf) -> bool:
         shapes = jax.tree.map(_tree.struct_of, leaf.variable, is_leaf=_tree.is_leaf)
-        ask = lambda: any(self.filter(names, shapes) for names in leaf.names)  # noqa: E731
-        return ask_without_values(ask, repr(self), leaf.path)
+        selects = lambda: any(self.filter(names, shapes) for names in leaf.names)  # noqa: E731
+        return ask_without_values(selects, repr(self), leaf.path)
 
     def __repr__(self) -> str:
         return repr(self.filter)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, repr=False)
-class Or(Selector):
+class _Binary(Selector):
     left: Selector
     right: Selector
+    symbol: ClassVar[str]
+    winner: ClassVar[bool]
+    """The choice for a leaf that is made if either operand makes it: True for ``|``, False for ``&``."""
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return _combine(self, leaves, winner=True)
+        pairs = zip(self.left.select(leaves), self.right.select(leaves), leaves, strict=True)
+        return [self._combine(a, b, leaf) for a, b, leaf in pairs]
+
+    def _combine(self, a: Choice, b: Choice, leaf: Leaf) -> Choice:
+        if a is self.winner or b is (not self.winner):
+            return a
+        if b is self.winner or a is (not self.winner):
+            return b
+        raise value_error(
+            f"{self!r}: two element masks at one leaf",
+            at=leaf.path,
+            got=f"{a!r} and {b!r}",
+            expected="at most one element mask for a leaf",
+            fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
+        )
 
     def __repr__(self) -> str:
-        return f"{_operand(self.left, Or)} | {_operand(self.right)}"
+        left = repr(self.left) if type(self.left) is type(self) else _operand(self.left)
+        return f"{left} {self.symbol} {_operand(self.right)}"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, repr=False)
-class And(Selector):
-    left: Selector
-    right: Selector
-
-    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return _combine(self, leaves, winner=False)
-
-    def __repr__(self) -> str:
-        return f"{_operand(self.left, And)} & {_operand(self.right)}"
+@jax.tree_util.register_dataclass
+class Or(_Binary):
+    symbol, winner = "|", True
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["spelled_only"])
+@jax.tree_util.register_dataclass
+class And(_Binary):
+    symbol, winner = "&", False
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Not(Selector):
     operand: Selector
-    spelled_only: bool = dataclasses.field(default=False, compare=False)
+    spelled_only: bool = dataclasses.field(default=False, compare=False, metadata={"static": True})
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
@@ -200,79 +203,58 @@ class Not(Selector):
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True, repr=False)
-class Rules(Selector):
-    pairs: tuple[tuple[Selector, Choice], ...]
-    default: Choice
+class Choices(tuple[Choice, ...]):
+    """Choices as a pytree: dense masks are its children, and everything else is static."""
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        values, static = _dense_apart([*(value for _, value in self.pairs), self.default])
-        return (tuple(selector for selector, _ in self.pairs), values), static
+        masks = [choice for choice in self if isinstance(choice, Elements)]
+        return masks, tuple(None if isinstance(choice, Elements) else choice for choice in self)
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "Rules":
-        selectors, values = children
-        *choices, default = _dense_back(values, static)
-        return cls(tuple(zip(selectors, choices, strict=True)), default)
+    def tree_unflatten(cls, static: Any, masks: Any) -> "Choices":
+        masks = iter(masks)
+        return cls(next(masks) if choice is None else choice for choice in static)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rules(Selector):
+    selectors: tuple[Selector, ...]
+    choices: Choices  # one for each selector, and the default
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        first = first_match([selector for selector, _ in self.pairs], leaves)
-        return [self.default if n is None else self.pairs[n][1] for n in first]
+        return [self.choices[-1 if n is None else n] for n in first_match(self.selectors, leaves)]
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"{_key(selector)}: {value!r}" for selector, value in self.pairs)
-        return f"fz.rules({{{pairs}}}{'' if self.default is False else f', default={self.default!r}'})"
+        *choices, default = self.choices
+        keys = (s.patterns[0] if isinstance(s, Path) and len(s.patterns) == 1 else s for s in self.selectors)
+        pairs = ", ".join(f"{key!r}: {choice!r}" for key, choice in zip(keys, choices, strict=True))
+        return f"fz.rules({{{pairs}}}{'' if default is False else f', default={default!r}'})"
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Known(Selector):
-    """The choices of a spec that is resolved already, by path."""
+class ResolvedSpec(Selector):
+    """A spec that is already resolved: one choice for each path."""
 
-    paths: tuple[str, ...]
-    choices: tuple[Choice, ...]
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    choices: Choices
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         fix = "use the spec of the state that belongs to these parameters"
         _tree.refuse_other_paths([leaf.path for leaf in leaves], self.paths, repr(self), fix)
         return list(self.choices)
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        values, static = _dense_apart(self.choices)
-        return values, (self.paths, static)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "Known":
-        return cls(static[0], tuple(_dense_back(children, static[1])))
-
     def __repr__(self) -> str:
         return f"fz.spec_of(<state of {len(self.paths)} leaves>)"
 
 
-def _dense_apart(choices: Sequence[Choice]) -> tuple[tuple[Elements, ...], tuple[Any, ...]]:
-    """Dense masks, whose arrays are leaves of a pytree, and everything else, which is static."""
-    values = tuple(choice for choice in choices if isinstance(choice, Elements))
-    return values, tuple(None if isinstance(choice, Elements) else choice for choice in choices)
-
-
-def _dense_back(values: Sequence[Elements], static: Sequence[Any]) -> list[Choice]:
-    remaining = iter(values)
-    return [next(remaining) if choice is None else choice for choice in static]
-
-
-def _operand(selector: Selector, same: type | None = None) -> str:
-    binary = isinstance(selector, (Or, And)) and type(selector) is not same
-    return f"({selector!r})" if binary else repr(selector)
-
-
-def _key(selector: Selector) -> str:
-    if isinstance(selector, Path) and len(selector.patterns) == 1:
-        return repr(selector.patterns[0])
-    return repr(selector)
+def _operand(selector: Selector) -> str:
+    return f"({selector!r})" if isinstance(selector, _Binary) else repr(selector)
 
 
 def as_selector(value: Any, name: str) -> Selector:
-    """A selector as it is; a pattern, or a list of them, as ``fz.path``; a filter of NNX."""
+    """A selector as it is; a selector for a pattern, a list of patterns or an NNX filter."""
     if isinstance(value, Selector):
         return value
     if (nnx_filter := _tree.nnx_filter(value)) is not None:
@@ -291,7 +273,7 @@ def as_selector(value: Any, name: str) -> Selector:
 
 
 def is_selector(value: Any) -> bool:
-    """Whether :func:`as_selector` takes a value."""
+    """Whether :func:`as_selector` accepts a value."""
     return isinstance(value, (str, Selector)) or is_patterns(value) or _tree.nnx_filter(value) is not None
 
 
@@ -301,7 +283,7 @@ def is_patterns(value: Any) -> bool:
 
 
 def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[int | None]:
-    """For each leaf the number of the first selector that selects it; one that is never the first is an error."""
+    """The index of the first selector that selects each leaf; a selector that is first for no leaf is an error."""
     first: list[int | None] = [None] * len(leaves)
     for n, selector in enumerate(selectors):
         selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
@@ -319,27 +301,8 @@ def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[i
     return first
 
 
-def _combine(selector: "Or | And", leaves: Sequence[Leaf], *, winner: bool) -> list[Choice]:
-    """Or (True wins) and and (False wins) of two selectors; one of two element masks at a leaf cannot win."""
-    choices: list[Choice] = []
-    for a, b, leaf in zip(selector.left.select(leaves), selector.right.select(leaves), leaves, strict=True):
-        if a is winner or b is (not winner):
-            choices.append(a)
-        elif b is winner or a is (not winner):
-            choices.append(b)
-        else:
-            raise value_error(
-                f"{selector!r}: two element masks at one leaf",
-                at=leaf.path,
-                got=f"{a!r} and {b!r}",
-                expected="at most one element mask for a leaf",
-                fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
-            )
-    return choices
-
-
 def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
-    """What a user's function says of shapes; a ``TypeError`` that explains it if the function looks at values."""
+    """The result of a user's function of shapes; a ``TypeError`` if it looks at values."""
     try:
         return ask()
     except (TypeError, AttributeError) as error:

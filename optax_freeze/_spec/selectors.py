@@ -1,7 +1,7 @@
-"""What is frozen, as a user writes it: ``path``, ``only``, ``regex``, ``where`` and ``rules``.
+"""The functions that make selectors: ``path``, ``only``, ``regex``, ``where`` and ``rules``.
 
-A selector sees the path, shape and dtype of each leaf and says which are frozen. ``True`` means frozen, everywhere: the
-opposite of ``optax.masked`` (True is transformed there) and of ``equinox.partition`` (True is kept).
+A selector decides by the path, shape and dtype of each leaf. ``True`` always means frozen, unlike in ``optax.masked``
+(True is transformed) and ``equinox.partition`` (True is kept).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, Rows, elements
 from optax_freeze._spec.selector_algebra import (
     Choice,
+    Choices,
     Not,
     Path,
     Regex,
@@ -29,9 +30,9 @@ from optax_freeze._spec.selector_algebra import (
 def path(*patterns: str) -> Selector:
     """Selects leaves by glob patterns on their paths.
 
-    Paths read ``encoder/layer_0/kernel``. Within a segment ``*`` stands for any characters, ``?`` for one and ``[a-c]``
-    for one of these (``[[]`` for a bracket); the segment ``**`` stands for any number of segments. A pattern selects a
-    leaf when it matches the whole path or any part of it that ends before a ``/``: ``"encoder"`` is ``"encoder/**"``.
+    A path looks like ``encoder/layer_0/kernel``. Within a segment ``*`` matches any characters, ``?`` one character and
+    ``[a-c]`` one of these characters (``[[]`` matches a bracket); the segment ``**`` matches any number of segments. A
+    pattern also selects everything below its match: ``"encoder"`` means the same as ``"encoder/**"``.
 
     Args:
       *patterns: one or more patterns; a leaf is selected if any of them matches.
@@ -41,8 +42,8 @@ def path(*patterns: str) -> Selector:
 
     Raises:
       TypeError: if a pattern is not a string.
-      ValueError: if there is no pattern, ``**`` shares its segment with something else, or brackets hold numbers of
-        several digits (``layer_[0-11]``), which they cannot match.
+      ValueError: if there is no pattern, ``**`` is only a part of its segment, or brackets contain numbers of several
+        digits (``layer_[0-11]``), which they cannot match.
 
     Example:
       >>> import optax_freeze as fz
@@ -57,7 +58,7 @@ def path(*patterns: str) -> Selector:
 
 
 def only(*patterns: str) -> Selector:
-    """Everything is frozen but the leaves that these glob patterns match: ``~fz.path(*patterns)``.
+    """Selects every leaf that no glob pattern matches, so that only the matched leaves train: ``~fz.path(*patterns)``.
 
     Args:
       *patterns: one or more patterns, as in :func:`path`.
@@ -84,7 +85,7 @@ def regex(*patterns: str) -> Selector:
 
     Raises:
       TypeError: if a pattern is not a string.
-      ValueError: if there is no pattern, or one is no regular expression.
+      ValueError: if there is no pattern, or one is not a regular expression.
 
     Example:
       >>> import optax_freeze as fz
@@ -98,14 +99,14 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
     """Selects leaves by a function of their path, shape and dtype.
 
     Args:
-      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``, never with values; returns a bool. It is not
-        asked about leaves that are no arrays: they are frozen anyway.
+      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``; returns a bool. It is not called for leaves
+        that are not arrays: they are frozen anyway.
 
     Returns:
       A selector; it may select nothing.
 
     Raises:
-      TypeError: if ``fn`` is not callable; when used, if ``fn`` looks at values or returns no bool.
+      TypeError: if ``fn`` is not callable; when used, if ``fn`` looks at values or does not return a bool.
 
     Example:
       >>> import optax_freeze as fz
@@ -130,14 +131,14 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
     Args:
       rules: a mapping from glob patterns or selectors to True (frozen), False or an element mask
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements` or a boolean array).
-      default: what holds for a leaf that no rule matches.
+      default: the value for leaves that no rule matches.
 
     Returns:
-      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError``, and so is a rule that earlier ones
-      shadow wholly.
+      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError``, and so is a rule that never
+      applies because earlier rules match all its leaves.
 
     Raises:
-      TypeError: if ``rules`` is no mapping, or a key is neither a pattern nor a selector.
+      TypeError: if ``rules`` is not a mapping, or a key is neither a pattern nor a selector.
       ValueError: if a value is neither a bool nor an element mask.
 
     Example:
@@ -154,18 +155,19 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
             expected="{pattern or selector: True, False or an element mask}",
             fix="for a list of patterns, use fz.path(*patterns)",
         )
-    pairs = tuple((as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items())
-    return Rules(pairs, as_choice(default, "default"))
+    pairs = [(as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items()]
+    choices = Choices([choice for _, choice in pairs] + [as_choice(default, "default")])
+    return Rules(tuple(selector for selector, _ in pairs), choices)
 
 
 def distinct(name: str, patterns: Any) -> list[Any]:
-    """A list of patterns and selectors, each of which stands there once."""
+    """A list of patterns and selectors, where a list of patterns is made a selector; an error if one is named twice."""
     if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
         raise type_error(
             f"{name} takes a list of patterns",
             at=name,
             got=described(patterns),
-            expected="patterns or selectors, from the output end to the input end",
+            expected="patterns or selectors, from the output to the input layers",
             fix="[pattern, ...]",
         )
     for i, pattern in enumerate(patterns):
@@ -182,14 +184,14 @@ def distinct(name: str, patterns: Any) -> list[Any]:
 
 
 def as_choice(value: Any, at: str) -> Choice:
-    """A bool or an element mask as it is, a boolean array as one; a ``ValueError`` for anything else."""
+    """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
     if is_bool(value):
         return bool(value)
     if isinstance(value, (Rows, Elements)):
         return value
-    kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
     if is_array(value) and value.dtype == np.bool_:
         return elements(value)
+    kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
     fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
         kind = "a selector" if isinstance(value, Selector) else kind

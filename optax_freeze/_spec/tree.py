@@ -1,15 +1,15 @@
-"""Paths, holes and leaves: how this library looks at a pytree.
+"""Paths, holes and leaves: how this library traverses a pytree.
 
-Patterns, error messages and tables all name a leaf by the same path, and every function walks a tree by the same
-:func:`flatten`, in which a *hole* (``optax.MaskedNode()``, the place of a leaf that was taken out) still has a path.
-Optax, for comparison, walks past its own holes: they are nodes without children there.
+Patterns, error messages and tables all name a leaf by the same path. A *hole* is ``optax.MaskedNode()`` in the place of
+a leaf that was taken out. Here it counts as a leaf and has a path; for Optax it is a node without children.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -22,7 +22,7 @@ PyTree: TypeAlias = Any
 """Any nesting of containers known to JAX."""
 
 HOLE = optax.MaskedNode()
-"""The place of a leaf that was taken out: a node without leaves, which every Optax transformation skips."""
+"""Stands in the place of a leaf that was taken out; every Optax transformation skips it."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["index", "shape"])
@@ -30,8 +30,8 @@ HOLE = optax.MaskedNode()
 class Part:
     """The trainable part of a partially frozen leaf: a pytree node whose one child is an array.
 
-    A bare array of a few rows would broadcast silently against the full leaf; a ``Part`` combines only with a ``Part``
-    of the same rows. Optax's transformations map over it as over any node.
+    An array of a few rows would silently broadcast against the full leaf; a ``Part`` combines only with a ``Part`` of
+    the same rows. Optax's transformations map over it as over any node.
 
     Attributes:
       values: the trainable rows, of the leaf's shape but for the axis of the rows; or the trainable elements, a vector.
@@ -58,13 +58,13 @@ class Part:
         raise type_error(
             "part of a leaf does not add to all of it",
             at=f"a leaf of shape {self.shape}",
-            got="optax.apply_updates, or a sum, with updates of what trains alone",
+            got="optax.apply_updates, or a sum, with updates of the trainable parameters alone",
             expected="fz.apply_updates(params, updates)",
-            fix="use that, or fz.freeze(optimizer, frozen) with full updates",
+            fix="use fz.apply_updates, or fz.freeze(optimizer, frozen) with full updates",
         )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "selection"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rest:
     """The frozen part of a partially frozen leaf, stored as the full array, with the selection of what is frozen."""
@@ -74,10 +74,10 @@ class Rest:
 
 
 class Leaf(NamedTuple):
-    """What a selector may see of a leaf: never its values.
+    """What a selector sees of a leaf, which never includes its values.
 
-    ``shape`` and ``dtype`` are None for a hole and for an object that is no array. ``aliases`` are the other paths of
-    a shared NNX variable: a pattern may match any of them. ``index`` is that of a ``Part``.
+    ``shape`` and ``dtype`` are None for a hole and for objects that are not arrays. ``aliases`` are the other paths of
+    a shared NNX variable; a pattern may match any of them. ``index`` is the index of a ``Part``.
     """
 
     path: str
@@ -88,7 +88,7 @@ class Leaf(NamedTuple):
 
     @property
     def inexact(self) -> bool:
-        """Whether a gradient can move the leaf: a floating-point (float8 too) or complex array."""
+        """Whether the leaf can have a gradient: a floating-point (float8 too) or complex array."""
         return self.dtype is not None and _is_inexact(self.dtype)
 
     @property
@@ -99,9 +99,9 @@ class Leaf(NamedTuple):
 
 
 class VariableLeaf(Leaf):
-    """A leaf of a tree of NNX variables, while a spec is resolved: what an NNX filter may see of it.
+    """A leaf of a tree of NNX variables, with what an NNX filter sees of it while a spec is resolved.
 
-    ``names`` are the keys of its path and of each alias; ``variable`` is the variable, or the leaf outside of any.
+    ``names`` are the keys of its path and of each alias; ``variable`` is its variable, or the leaf itself if none.
     """
 
     names: tuple[tuple[Any, ...], ...]
@@ -114,8 +114,8 @@ class VariableLeaf(Leaf):
         return self
 
 
-class _Struct(jax.ShapeDtypeStruct):
-    """A shape that refuses to be taken for its values, instead of being true, or equal to nothing."""
+class ShapeDtypeStruct(jax.ShapeDtypeStruct):
+    """A shape and dtype that raise where a value is needed; JAX's are true, and unequal to any number."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("a jax.ShapeDtypeStruct has no values")
@@ -130,26 +130,21 @@ class _Struct(jax.ShapeDtypeStruct):
     __hash__ = jax.ShapeDtypeStruct.__hash__
 
 
-_Struct.__name__ = "ShapeDtypeStruct"  # as Python's own errors name it
+_struct = functools.lru_cache(ShapeDtypeStruct)
 
 
 def struct_of(value: Any) -> Any:
-    """An array without its values; anything else as it is."""
+    """The shape and dtype of an array; anything else as it is."""
     return _struct(tuple(value.shape), value.dtype) if is_array(value) else value
 
 
-@functools.lru_cache
-def _struct(shape: tuple[int, ...], dtype: Any) -> _Struct:
-    return _Struct(shape, dtype)
-
-
 def is_hole(node: Any) -> bool:
-    """Whether ``node`` is the place of a leaf that was taken out."""
+    """Whether ``node`` is ``optax.MaskedNode()``, in the place of a leaf that was taken out."""
     return isinstance(node, optax.MaskedNode)
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether ``node`` stands in the place of one leaf of the parameters: a hole, a ``Part`` or a ``Rest``."""
+    """Whether ``node`` stands for one leaf of the parameters: a hole, a ``Part`` or a ``Rest``."""
     return isinstance(node, (optax.MaskedNode, Part, Rest))
 
 
@@ -164,12 +159,9 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> tuple[list[Any], Any]:
-    """``jax.tree.flatten``, in which a hole is a leaf, and so is what stands for a leaf frozen in part."""
-    try:
+    """``jax.tree.flatten`` in which holes, and nodes that stand for a partially frozen leaf, are leaves."""
+    with _refuse_unsortable(tree):
         return jax.tree.flatten(tree, is_leaf=is_leaf)
-    except ValueError:
-        _refuse_unsortable(tree)
-        raise
 
 
 def flatten_beside(treedef: Any, tree: PyTree) -> tuple[list[Any], Any]:
@@ -177,38 +169,46 @@ def flatten_beside(treedef: Any, tree: PyTree) -> tuple[list[Any], Any]:
     values, other = flatten(tree)
     if treedef is None or other == treedef:
         return values, other
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         beside = treedef.flatten_up_to(tree)
-    except (ValueError, TypeError):
-        return values, other
-    full = jax.tree.unflatten(treedef, [HOLE if value is None else value for value in beside])
-    return (beside, treedef) if flatten(full)[1] == treedef else (values, other)
+        full = jax.tree.unflatten(treedef, [HOLE if value is None else value for value in beside])
+        if flatten(full)[1] == treedef:
+            return beside, treedef
+    return values, other
 
 
-def _refuse_unsortable(tree: PyTree, path: tuple[Any, ...] = ()) -> None:
-    """A ``ValueError`` for a dict in ``tree`` that JAX cannot flatten, since its keys do not compare."""
+@contextlib.contextmanager
+def _refuse_unsortable(tree: PyTree) -> Iterator[None]:
+    """Raises a ``ValueError`` with the path of the dict if JAX cannot sort the keys of a dict in ``tree``."""
     try:
-        children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+        yield
     except ValueError as error:
-        if isinstance(tree, dict):
-            raise value_error(
-                "the keys of a dict do not sort",
-                at=keystr(path),
-                got=f"{[*tree][:3]}" + (f" and {len(tree) - 3} more" if len(tree) > 3 else ""),
-                expected="keys that compare with one another: JAX takes the leaves of a dict in their order",
-                fix="write every key as a string, or use a list",
-            ) from error
+        pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_does_not_sort)[0]
+        for key, node in pairs:
+            if _does_not_sort(node):
+                raise value_error(
+                    "the keys of a dict do not sort",
+                    at=keystr(key),
+                    got=f"{[*node][:3]}" + (f" and {len(node) - 3} more" if len(node) > 3 else ""),
+                    expected="keys that can be compared: JAX orders the leaves of a dict by its keys",
+                    fix="write every key as a string, or use a list",
+                ) from error
         raise
-    for key, child in children:
-        if child is not tree:
-            _refuse_unsortable(child, (*path, *key))
+
+
+def _does_not_sort(node: Any) -> bool:
+    try:
+        jax.tree.structure(node, is_leaf=lambda child: child is not node)
+    except ValueError:
+        return isinstance(node, dict)
+    return False
 
 
 class Walk(NamedTuple):
-    """What one walk over a tree finds: of each leaf and hole the path and the value, in order, and the treedef.
+    """The path and the value of each leaf and hole of a tree, in order, and the treedef.
 
-    ``variables`` has the key path and the NNX variable that each leaf is of, or else the leaf itself; it is empty where
-    there are none. The ``value`` segment of a variable is left out of the paths.
+    ``variables`` holds for each leaf the key path of its NNX variable and the variable, or the key path of the leaf and
+    the leaf; it is empty if the tree has no variables. Paths omit the ``value`` segment of a variable.
     """
 
     paths: list[str]
@@ -217,13 +217,12 @@ class Walk(NamedTuple):
     variables: list[tuple[Any, Any]]
 
     def leaves(self) -> list[Leaf]:
-        """A :class:`Leaf` for each leaf and hole, as :func:`leaves` gives them."""
-        values = (node.array if isinstance(node, Rest) else node for node in self.values)
-        described = [_describe(path, value) for path, value in zip(self.paths, values, strict=True)]
+        """The leaves, as :func:`leaves` gives them."""
+        described = list(map(_describe, self.paths, self.values))
         if len(set(self.paths)) < len(self.paths):
-            twice = next(path for path, count in collections.Counter(self.paths).items() if count > 1)
+            [(twice, _)] = collections.Counter(self.paths).most_common(1)
             numbered = jax.tree.unflatten(self.treedef, range(len(self.paths)))
-            keys = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
+            keys = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(numbered)]
             raise value_error(
                 "two leaves have the same path",
                 at=twice,
@@ -231,42 +230,40 @@ class Walk(NamedTuple):
                 expected="a path of its own for each leaf: str(key) of each key, joined by '/'",
                 fix="rename one of the keys",
             )
-        if self.variables:
-            pairs = zip(described, self.variables, strict=True)
-            return [VariableLeaf.of(leaf, [tuple(map(name_of, key))], variable) for leaf, (key, variable) in pairs]
-        return described
+        if not self.variables:
+            return described
+        pairs = zip(described, self.variables, strict=True)
+        return [VariableLeaf.of(leaf, [tuple(map(name_of, key))], variable) for leaf, (key, variable) in pairs]
 
 
 def walk(tree: PyTree) -> Walk:
-    """The paths, leaves and holes of a tree, from one walk over it."""
-    try:
+    """The paths, leaves and holes of a tree."""
+    with _refuse_unsortable(tree):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    except ValueError:
-        _refuse_unsortable(tree)
-        raise
-    paths = [keystr(key) for key, _ in pairs]
-    found = _nnx_variables(tree, [key for (key, _), path in zip(pairs, paths, strict=True) if "value" in path])
-    variables = []
-    for i, (key, value) in enumerate(pairs if found else ()):
-        n = next((n for n in range(len(key) - 1, -1, -1) if key[:n] in found), None)
-        if n is not None:
-            paths[i] = keystr((*key[:n], *key[n + 1 :]))
-        variables.append((key, value) if n is None else (key[:n], found[key[:n]]))
-    return Walk(paths, [value for _, value in pairs], treedef, variables)
+    paths, values, variables = [keystr(key) for key, _ in pairs], [value for _, value in pairs], []
+    if "flax.nnx" in sys.modules and any("value" in path for path in paths) and any(_VALUE in key for key, _ in pairs):
+        nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: is_variable(node) or is_leaf(node))
+        found = {key: node for key, node in nodes if is_variable(node)}
+        for i, (key, value) in enumerate(pairs if found else ()):
+            n = next((n for n in reversed(range(len(key))) if key[:n] in found), None)
+            if n is not None:
+                paths[i] = keystr((*key[:n], *key[n + 1 :]))
+            variables.append((key, value) if n is None else (key[:n], found[key[:n]]))
+    return Walk(paths, values, treedef, variables)
 
 
 def paths(tree: PyTree) -> list[str]:
-    """The path of each leaf and hole, in order; the ``value`` segment of an NNX variable is left out."""
+    """The path of each leaf and hole, in order."""
     return walk(tree).paths
 
 
 def keystr(key: Sequence[Any]) -> str:
-    """``encoder/layer_0/kernel`` for a JAX key path: ``jax.tree_util.keystr``, simple, in a third of its time."""
+    """``encoder/layer_0/kernel`` for a JAX key path: a faster ``jax.tree_util.keystr(simple=True, separator="/")``."""
     return "/".join([str(name_of(entry)) for entry in key])
 
 
 def name_of(entry: Any) -> Any:
-    """The key, index or field name that one entry of a JAX key path holds."""
+    """The key, index or field name in one entry of a JAX key path."""
     return getattr(entry, _NAME[type(entry)]) if type(entry) in _NAME else entry
 
 
@@ -277,21 +274,25 @@ _NAME: dict[type, str] = {
     jax.tree_util.FlattenedIndexKey: "key",
 }
 
+_VALUE = jax.tree_util.GetAttrKey("value")
+"""The key of the array in an NNX variable."""
+
 
 def leaves(tree: PyTree) -> list[Leaf]:
     """A :class:`Leaf` for each leaf and hole.
 
     Raises:
-      ValueError: if two leaves have the same path (a key that holds a ``/`` reads as several segments).
-      TypeError: if a leaf holds an array and is none: a Keras ``Variable``.
+      ValueError: if two leaves have the same path (a key that contains a ``/`` reads as several segments).
+      TypeError: if a leaf is an object that holds an array, such as a Keras ``Variable``.
     """
     return walk(tree).leaves()
 
 
 def _describe(path: str, value: Any) -> Leaf:
+    value = value.array if isinstance(value, Rest) else value
     if not is_array(value):
         return Leaf(path)
-    if isinstance(value.dtype, str):  # neither jit nor grad takes such an object, and nothing here can update it
+    if isinstance(value.dtype, str):  # jit and grad do not accept such an object either
         raise type_error(
             "no array, but an object that holds one",
             at=path,
@@ -307,21 +308,20 @@ def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> N
 
     Trees of NNX variables and of their values have the same paths, and pass.
     """
-    got, expected = paths(tree), paths(like)
-    if got == expected and (has_variables(tree) or has_variables(like)):
-        return
-    refuse_other_paths(got, expected, name, fix)
-    raise value_error(
-        f"{name}: the same paths in other containers",
-        at=got[0] if got else "",
-        got=str(jax.tree.structure(tree))[:200],
-        expected=str(jax.tree.structure(like))[:200],
-        fix=fix,
-    )
+    got, expected = walk(tree), walk(like)
+    refuse_other_paths(got.paths, expected.paths, name, fix)
+    if not got.variables and not expected.variables:
+        raise value_error(
+            f"{name}: the same paths in other containers",
+            at=got.paths[0] if got.paths else "",
+            got=str(got.treedef)[:200],
+            expected=str(expected.treedef)[:200],
+            fix=fix,
+        )
 
 
 def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, fix: str) -> None:
-    """A ``ValueError`` that names the first path by which two lists differ, and their order if that is all."""
+    """A ``ValueError`` if two lists of paths differ; it names the first path that is in one of them only."""
     if list(got) == list(expected):
         return
     in_got, in_expected = set(got), set(expected)
@@ -348,17 +348,8 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
 
 
-def _nnx_variables(tree: PyTree, keys: list[Any]) -> dict[Any, Any]:
-    """The NNX variables in ``tree`` by key path; ``keys`` may be in one."""
-    value = jax.tree_util.GetAttrKey("value")
-    if "flax.nnx" not in sys.modules or not any(value in key for key in keys):
-        return {}
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_variable(x) or is_leaf(x))[0]
-    return {key: node for key, node in found if is_variable(node)}
-
-
 def nnx_filter(value: Any) -> Any:
-    """``value`` if it is an NNX filter, one for a type of NNX variable, else None; found without importing Flax."""
+    """The NNX filter for a type of NNX variable, ``value`` if it is a filter, else None; does not import Flax."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return None

@@ -21,7 +21,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Rows, Slice, elements
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, RowIndex, Selection
-from optax_freeze._spec.selector_algebra import Choice, Known
+from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._verify.bits import LANES
 
@@ -65,7 +65,7 @@ def is_dense(record: Mapping[str, Any]) -> bool:
     return isinstance(record["frozen"], dict) and "compact" in record["frozen"]
 
 
-def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> Known:
+def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> ResolvedSpec:
     """The spec that was saved; ``masks`` are the arrays of the dense masks, one for each leaf."""
 
     def choice(frozen: Any, mask: Any) -> Choice:
@@ -79,7 +79,7 @@ def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -
         return Rows(tuple(numbers), frozen["axis"], frozen["train"])
 
     choices = (choice(record["frozen"], mask) for record, mask in zip(records, masks, strict=True))
-    return Known(tuple(record["path"] for record in records), tuple(choices))
+    return ResolvedSpec(tuple(record["path"] for record in records), Choices(choices))
 
 
 @contextlib.contextmanager
