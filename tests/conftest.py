@@ -14,7 +14,6 @@ import pytest
 
 import optax_freeze as fz
 
-
 PROGRAMS_ARE_MEASURED = ("test_tpu.py", "test_fingerprint.py", "test_failures.py")
 
 
