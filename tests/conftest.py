@@ -33,6 +33,14 @@ def _programs_of_one_module(request):
     jax.clear_caches()
 
 
+@pytest.fixture
+def optimized():
+    """The programs of one test are optimized, since it measures them or runs them for long."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def bits(tree):
     """Path, dtype, shape and bytes of every array: what "did not move" is judged by."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
