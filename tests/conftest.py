@@ -14,9 +14,11 @@ import pytest
 
 import optax_freeze as fz
 
+PROGRAMS_ARE_MEASURED = ("test_tpu.py", "test_fingerprint.py", "test_failures.py")
+
 
 def pytest_configure():
-    """Compiled programs stand on disk, for the files of tests that compile them again."""
+    """Compiled programs are kept on disk, since the cache in memory is cleared after each file."""
     directory = tempfile.TemporaryDirectory(prefix="optax_freeze-programs-", ignore_cleanup_errors=True)
     atexit.register(directory.cleanup)
     jax.config.update("jax_compilation_cache_dir", directory.name)
@@ -24,10 +26,19 @@ def pytest_configure():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _programs_of_one_module():
-    """The system limits how many maps of memory, and so compiled programs, a process holds."""
+def _programs_of_one_module(request):
+    """Compiles quickly, where no test measures the program; and bounds how many programs a process maps to memory."""
+    jax.config.update("jax_disable_most_optimizations", request.node.name.split("/")[-1] not in PROGRAMS_ARE_MEASURED)
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def optimized():
+    """The programs of one test are optimized, since it measures them or runs them for long."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def bits(tree):
@@ -128,10 +139,3 @@ def odd_bits():
 def frozen():
     """The spec that goes with ``params``."""
     return fz.path("encoder")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _bounded_memory():
-    """Compiled programs are kept for the tests of one file alone."""
-    yield
-    jax.clear_caches()

@@ -84,8 +84,9 @@ def test_new_token_rows_refuses_no_steps(run):
         run("new_token_rows", "--steps", 0)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_last_layers_of_a_scanned_transformer(run):
-    output = run("last_layers_of_a_scanned_transformer", "--steps", 40)
+    output = run("last_layers_of_a_scanned_transformer", "--steps", 20)
     before, after = (float(cell) for cell in row(output, "held-out loss"))
     assert after < before
     for name in ("a step", "optimizer state"):

@@ -166,7 +166,7 @@ The other is the optimizer on what trains alone, the tree of `fz.partition`. A t
   still bit for bit.
 
 `tests/matrix.py` is the cell, `make compatibility` runs all of them and writes this page; the tests run a cover in
-which every optimizer meets every form, dtype and mode. Run with Optax {optax} and JAX {jax}.
+which any form, dtype and mode meet, and every optimizer meets four modes. Run with Optax {optax} and JAX {jax}.
 
 ## The matrix
 
