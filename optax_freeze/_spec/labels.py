@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, type_error, value_error
+from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selector_algebra import as_selector, first_match
@@ -71,14 +71,8 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
       >>> transforms = {"no decay": optax.adam(1e-3), "decay": optax.adamw(1e-3), "slow": optax.adam(1e-4)}
       >>> state = optax.multi_transform(transforms, label_fn).init(params)
     """
-    if not isinstance(labels, Mapping):
-        raise type_error(
-            "fz.labels_by_path takes a mapping",
-            at="its first argument",
-            got=described(labels),
-            expected="{pattern or selector: label}",
-            fix='for "trainable" and "frozen" alone, use fz.labels(frozen)',
-        )
+    fix = 'for "trainable" and "frozen" alone, use fz.labels(frozen)'
+    refuse_no_mapping("fz.labels_by_path", labels, "{pattern or selector: label}", at="its first argument", fix=fix)
     selectors = [as_selector(key, "fz.labels_by_path") for key in labels]
     words = list(labels.values())
     for word in words if default is None else [*words, default]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, is_concrete, message, type_error, value_error
+from optax_freeze._errors import described, is_concrete, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.plan import Plan
@@ -85,10 +85,7 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
       tied: ``"error"`` refuses one array that is frozen at one path and trains at another.
       leaves: the leaves of ``params``, where more is known of them than the tree tells.
     """
-    if tied not in ("error", "ignore"):
-        raise value_error(
-            "unknown choice", at="tied", got=described(tied), expected="'error' or 'ignore'", fix="use one of them"
-        )
+    refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
     return plan_of_choices(walk, leaves, _choose(frozen, params, leaves) if leaves else [], tied)

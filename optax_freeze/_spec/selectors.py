@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, is_array, is_bool, type_error, value_error, with_article
+from optax_freeze._errors import described, is_array, is_bool, refuse_no_mapping, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, Rows, elements
 from optax_freeze._spec.selector_algebra import (
@@ -147,14 +147,9 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
       >>> fz.resolve(params, fz.rules({"**/norm": False, "encoder": True}))
       {'encoder': {'kernel': True, 'norm': False}, 'head': False}
     """
-    if not isinstance(rules, Mapping):
-        raise type_error(
-            "fz.rules takes a mapping",
-            at="its first argument",
-            got=described(rules),
-            expected="{pattern or selector: True, False or an element mask}",
-            fix="for a list of patterns, use fz.path(*patterns)",
-        )
+    expected = "{pattern or selector: True, False or an element mask}"
+    fix = "for a list of patterns, use fz.path(*patterns)"
+    refuse_no_mapping("fz.rules", rules, expected, at="its first argument", fix=fix)
     pairs = [(as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items()]
     choices = Choices([choice for _, choice in pairs] + [as_choice(default, "default")])
     return Rules(tuple(selector for selector, _ in pairs), choices)
