@@ -138,8 +138,8 @@ def freeze_when(
         call = _Call(treedef, params, olds, params_treedef, extra_args)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
         frozen = [
-            group_state.frozen if group.condition is None else ask(group.name, group.condition, state.step)
-            for group, group_state in zip(named, group_states, strict=True)
+            group_state.frozen if condition is None else ask(name, condition, state.step)
+            for group_state, name, condition in zip(group_states, plans.names, plans.conditions, strict=True)
         ]
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:

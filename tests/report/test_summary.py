@@ -224,7 +224,11 @@ def test_an_optimizer_that_freezes_already_is_refused(params, place):
 
 @pytest.mark.parametrize(
     ("tx", "cure"),
-    [(optax.adam, "call the factory"), (3e-4, "pass the optimizer itself"), (optax.EmptyState(), "pass the optimizer")],
+    [
+        (optax.adam, "call the factory"),
+        (3e-4, "pass an Optax optimizer"),
+        (optax.EmptyState(), "pass an Optax optimizer"),
+    ],
     ids=["a factory", "a number", "a state"],
 )
 def test_what_is_no_optimizer_is_refused(params, tx, cure):
