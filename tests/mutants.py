@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/rules_indexing.py",
-        "jnp.where(trains, place, -1)",
+        "jnp.where(trains, position, -1)",
         "place",
         "tests/gradient/test_rules.py -k lookup_on_tpu",
     ),
@@ -156,7 +156,7 @@ MUTANTS = [
         'return "\\n".join(lines)',
         "tests/test_errors.py",
     ),
-    Mutant("_state/migrate.py", "', '.join(map(printable, places))", "', '.join(places)", "tests/test_errors.py"),
+    Mutant("_state/migrate.py", "', '.join(map(printable, addresses))", "', '.join(addresses)", "tests/test_errors.py"),
     Mutant(
         "_report/summary.py",
         "_state(tx.init, params, keep=_can_train)",

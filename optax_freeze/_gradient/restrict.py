@@ -81,14 +81,14 @@ def call_in_parts(
     """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows."""
     logs, splits = iter(logs), []
 
-    def place(of_rest: Rest, part: Any) -> Any:
+    def combine_part(of_rest: Rest, part: Any) -> Any:
         if not isinstance(of_rest.selection, RowIndex):
             return of_rest.selection.put(of_rest.array, part)
         array = jnp.asarray(of_rest.array)
         splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs)))
         return splits[-1]
 
-    leaves, treedef = assemble(trainable, rest, place)
+    leaves, treedef = assemble(trainable, rest, combine_part)
     if not splits:
         return fun(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
 

@@ -21,7 +21,15 @@ from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.jaxprs import is_inlined, scan_counts
 from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import FrozenArray, OperationLog, SplitArray, dense, numbers, segments, take
+from optax_freeze._gradient.split_array import (
+    FrozenArray,
+    OperationLog,
+    SplitArray,
+    dense,
+    numbers,
+    segments,
+    trainable_rows,
+)
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _MOST_SEGMENTS = 32  # a scan of more stretches would be a large program: it takes the merged array
@@ -133,9 +141,9 @@ def _stretch(x: Any, start: int, stop: int) -> Any:
         return jax.lax.slice_in_dim(x, start, stop)
     if x.axis:
         return x.like(jax.lax.slice_in_dim(x.frozen, start, stop), jax.lax.slice_in_dim(x.rows, start, stop))
-    place = int(np.searchsorted(numbers(x.index), start))
-    trains = place < x.index.count and numbers(x.index)[place] == start
-    return jax.lax.slice_in_dim(x.rows, place, place + stop - start) if trains else FrozenArray(x.frozen)
+    position = int(np.searchsorted(numbers(x.index), start))
+    trains = position < x.index.count and numbers(x.index)[position] == start
+    return jax.lax.slice_in_dim(x.rows, position, position + stop - start) if trains else FrozenArray(x.frozen)
 
 
 def _of_step(x: Any, i: Any, part: Any) -> Any:
@@ -246,9 +254,11 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
     index = call.index_of_outputs(values)
     if index is None:
         return call.apply(merge, values)
-    rows = call.apply(lambda out: out.rows if isinstance(out, SplitArray) else take(index, out), values)
+    rows = call.apply(lambda out: out.rows if isinstance(out, SplitArray) else trainable_rows(index, out), values)
     if any(isinstance(value, Tracer) for value in compress(values, inexact)):
-        constant = [x.like(x.frozen, take(x.index, x.frozen)) if isinstance(x, SplitArray) else x for x in values]
+        constant = [
+            x.like(x.frozen, trainable_rows(x.index, x.frozen)) if isinstance(x, SplitArray) else x for x in values
+        ]
         frozen = call.apply(lambda out: out.frozen if isinstance(out, SplitArray) else out, constant)
     else:
         frozen = eqn.bind(*(x.frozen if isinstance(x, SplitArray) else x for x in values))

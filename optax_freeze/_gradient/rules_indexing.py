@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, join, locate, numbers, of_numbers, take
+from optax_freeze._gradient.split_array import SplitArray, at_axis, join, locate, numbers, of_numbers, trainable_rows
 
 _FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
 
@@ -77,9 +77,9 @@ def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
             x = dynamic_slice(eqn._replace(params={**eqn.params, "slice_sizes": whole}), x, *starts)
         return _slice_rows(x, first, first + sizes[x.axis])
     start = jnp.clip(_wide(start), 0, x.size - sizes[x.axis])
-    trains, place = locate(x.index, start + jnp.arange(sizes[x.axis], dtype=start.dtype))
+    trains, position = locate(x.index, start + jnp.arange(sizes[x.axis], dtype=start.dtype))
     others = [jnp.zeros_like(s) if d == x.axis else s for d, s in enumerate(starts)]
-    rows = jnp.take(eqn.bind(x.rows, *others, slice_sizes=of_rows), place, axis=x.axis, mode="clip")
+    rows = jnp.take(eqn.bind(x.rows, *others, slice_sizes=of_rows), position, axis=x.axis, mode="clip")
     shape = [-1 if d == x.axis else 1 for d in range(rows.ndim)]
     return jnp.where(trains.reshape(shape), rows, eqn.bind(x.frozen, *starts))
 
@@ -107,8 +107,8 @@ def _look_up_rows(eqn: Equation, x: SplitArray, indices: Any) -> jax.Array:
     number = _wide(indices[..., column])
     if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         number = jnp.clip(number, 0, x.size - 1)
-    trains, place = locate(x.index, number)
-    columns = [place if c == column else _wide(indices[..., c]) for c in range(indices.shape[-1])]
+    trains, position = locate(x.index, number)
+    columns = [position if c == column else _wide(indices[..., c]) for c in range(indices.shape[-1])]
     frozen = eqn.bind(x.frozen, indices)
     index_axes = [d for d in range(frozen.ndim) if d not in numbering.offset_dims]
 
@@ -126,17 +126,17 @@ def _look_up_rows(eqn: Equation, x: SplitArray, indices: Any) -> jax.Array:
     if not whole_rows or explicit or x.index.count > _FEW_ROWS:
         return with_second_lookup()
     return jax.lax.platform_dependent(
-        tpu=lambda: _select_rows(x, frozen, trains, place, index_axes), default=with_second_lookup
+        tpu=lambda: _select_rows(x, frozen, trains, position, index_axes), default=with_second_lookup
     )
 
 
-def _select_rows(x: SplitArray, frozen: Any, trains: Any, place: Any, index_axes: Sequence[int]) -> jax.Array:
+def _select_rows(x: SplitArray, frozen: Any, trains: Any, position: Any, index_axes: Sequence[int]) -> jax.Array:
     """``frozen`` with each trainable row of ``x`` selected where an index names it."""
     chosen, row_axes = frozen, [d for d in range(frozen.ndim) if d not in index_axes]
-    place = jax.lax.broadcast_in_dim(jnp.where(trains, place, -1), frozen.shape, index_axes)
+    position = jax.lax.broadcast_in_dim(jnp.where(trains, position, -1), frozen.shape, index_axes)
     for i in range(x.index.count):
         row = jax.lax.index_in_dim(x.rows, i, x.axis, keepdims=False)
-        chosen = jnp.where(place == i, jax.lax.broadcast_in_dim(row, frozen.shape, row_axes), chosen)
+        chosen = jnp.where(position == i, jax.lax.broadcast_in_dim(row, frozen.shape, row_axes), chosen)
     return chosen
 
 
@@ -170,7 +170,7 @@ def dot_general(eqn: Equation, *operands: Any) -> Any:
         return dot_general(eqn, *ordered) if isinstance(with_other, SplitArray) else eqn.bind(*ordered)
 
     def other_at(index: Any) -> Any:
-        return other if axis is None else take(index, other, axis)
+        return other if axis is None else trainable_rows(index, other, axis)
 
     rows = product(x.rows, other_at(x.index))
     if 4 * x.index.count <= x.size:  # few rows: the product of the full array is cheaper than a copy of the others
@@ -178,7 +178,7 @@ def dot_general(eqn: Equation, *operands: Any) -> Any:
             return product(x.cleared(), x.cleared(other, axis)) + rows
         return join(x.index, out, product(x.cleared(), other), rows)
     rest = of_numbers(x.index, np.setdiff1d(np.arange(x.size), numbers(x.index)), x.size)
-    frozen = product(take(rest, x.frozen), other_at(rest))
+    frozen = product(trainable_rows(rest, x.frozen), other_at(rest))
     if out is None:
         return frozen + rows
     order = np.argsort(np.concatenate([numbers(rest), numbers(x.index)]))

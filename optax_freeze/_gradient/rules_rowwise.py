@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, numbers, of_numbers, take
+from optax_freeze._gradient.split_array import SplitArray, at_axis, numbers, of_numbers, trainable_rows
 
 _ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
@@ -39,7 +39,7 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
         else:
             by_rows = np.ndim(x) and np.shape(x)[first.axis] == first.size
             frozen.append(first.guarded(x))
-            rows.append(take(first.index, x) if by_rows else x)
+            rows.append(trainable_rows(first.index, x) if by_rows else x)
     return first.like(eqn.bind(*frozen), eqn.bind(*rows))
 
 

@@ -66,7 +66,7 @@ class SplitArray:
     def of(cls, frozen: Any, rows: Any, index: RowIndex, log: OperationLog | None) -> "SplitArray":
         """The two parts, made to vary over the same axes of a mesh inside of ``jax.shard_map``."""
         if _varies(frozen) != _varies(rows):
-            rows = jnp.where(True, rows, take(index, frozen))
+            rows = jnp.where(True, rows, trainable_rows(index, frozen))
             frozen = jnp.where(True, frozen, join(index, index.axis, frozen, rows))
         return cls(frozen, rows, index, log)
 
@@ -97,7 +97,7 @@ class SplitArray:
             return self
         index = of_numbers(self.index, trains, self.size)
         places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
-        rows = take(index, self.frozen)
+        rows = trainable_rows(index, self.frozen)
         return self.like(self.frozen, places.put(rows, Part(self.rows)), index=index)
 
     def cleared(self, operand: Any = None, axis: int | None = None) -> jax.Array:
@@ -157,7 +157,7 @@ def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
     return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
 
 
-def take(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
+def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
     """The trainable rows of a dense array along an axis (that of the index)."""
     at = index if axis is None else dataclasses.replace(index, axis=axis)
     return at.take(array).values
@@ -167,15 +167,15 @@ def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
     """Whether rows ``i`` are trainable, and their places among the trainable rows: 0 if frozen or out of range."""
     runs = index.runs
     if runs is not None and len(runs) <= 8:
-        trains, place, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
+        trains, position, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
         for start, stop in runs:
             here = (i >= start) & (i < stop)
-            trains, place = trains | here, jnp.where(here, i - (start - before), place)
+            trains, position = trains | here, jnp.where(here, i - (start - before), position)
             before += stop - start
-        return trains, place
-    places = jnp.full(index.size, -1, jnp.int32).at[index.indices()].set(jnp.arange(index.count, dtype=jnp.int32))
-    place = jnp.take(places, i, mode="clip")
-    return (i >= 0) & (i < index.size) & (place >= 0), jnp.maximum(place, 0).astype(jnp.result_type(i))
+        return trains, position
+    positions = jnp.full(index.size, -1, jnp.int32).at[index.indices()].set(jnp.arange(index.count, dtype=jnp.int32))
+    position = jnp.take(positions, i, mode="clip")
+    return (i >= 0) & (i < index.size) & (position >= 0), jnp.maximum(position, 0).astype(jnp.result_type(i))
 
 
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
@@ -186,8 +186,8 @@ def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
         edges = [(start, index.size - stop, 0) if d == axis else (0, 0, 0) for d in range(jnp.ndim(frozen))]
         spread = jax.lax.pad(rows, jnp.zeros((), rows.dtype), edges)
         return jnp.where((i >= start) & (i < stop), spread, frozen)
-    trains, place = locate(index, jnp.arange(index.size, dtype=jnp.int32))
-    spread = jnp.take(rows, place, axis=axis, mode="clip")
+    trains, position = locate(index, jnp.arange(index.size, dtype=jnp.int32))
+    spread = jnp.take(rows, position, axis=axis, mode="clip")
     return jnp.where(trains.reshape(i.shape), spread, frozen)
 
 

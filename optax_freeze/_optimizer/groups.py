@@ -139,7 +139,7 @@ def make_group_plans(groups: Sequence[Group], params: PyTree, tied: Tied) -> Gro
     whole = plan_of_choices(walk, leaves, taken, "ignore")
     plans = []
     for group in groups if leaves else ():
-        selected, others = _take(group, leaves, walk.values, taken)
+        selected, others = _divide(group, leaves, walk.values, taken)
         plans.append(plan_of_choices(walk, leaves, others, tied))
         if all(leaves[i].inexact and plans[-1].selections[i] is FROZEN for i in selected):
             raise _nothing_left(group, leaves, selected)
@@ -150,7 +150,7 @@ def make_group_plans(groups: Sequence[Group], params: PyTree, tied: Tied) -> Gro
     return GroupPlans(names, conditions, whole, tuple(plans))
 
 
-def _take(
+def _divide(
     group: Group, leaves: Sequence[Leaf], values: Sequence[Any], taken: list[Choice]
 ) -> tuple[list[int], list[Choice]]:
     """The leaves that a group names, and what is not its own at each leaf; ``taken`` gains what it owns."""

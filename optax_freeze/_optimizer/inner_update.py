@@ -26,7 +26,7 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree
 def without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params: PyTree | None) -> dict[str, Any]:
     """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
 
-    def take(tree: PyTree) -> PyTree:
+    def trainable_of(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
         lone = len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape  # a scalar beside a lone leaf
         if structure != treedef or lone:
@@ -39,8 +39,8 @@ def without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params:
         for name in _OF_PARAMS:
             if callable(extra_args.get(name)):
                 fun = restrict(extra_args[name], rest)
-                extra_args = {**extra_args, name: _taking(fun, take) if name == "grad_fn" else fun}
-    return {name: value if name in _OF_PARAMS else take(value) for name, value in extra_args.items()}
+                extra_args = {**extra_args, name: _composed(trainable_of, fun) if name == "grad_fn" else fun}
+    return {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
 
 
 def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
@@ -56,12 +56,12 @@ _OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
 """Extra arguments that Optax's transformations call with the parameters."""
 
 
-def _taking(fun: Callable[..., PyTree], take: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
+def _composed(after: Callable[[PyTree], PyTree], fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.wraps(fun)
-    def taking(*args: Any, **kwargs: Any) -> PyTree:
-        return take(fun(*args, **kwargs))
+    def composed(*args: Any, **kwargs: Any) -> PyTree:
+        return after(fun(*args, **kwargs))
 
-    return taking
+    return composed
 
 
 def parts_outside(state: PyTree, plan: Plan) -> PyTree:

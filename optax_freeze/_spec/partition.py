@@ -94,8 +94,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def assemble(trainable: PyTree, rest: PyTree, place: Callable[[Rest, Any], Any]) -> tuple[list[Any], Any]:
-    """The leaves and the treedef of :func:`combine`, with ``place(rest, part)`` for a leaf that is frozen in part."""
+def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any], Any]) -> tuple[list[Any], Any]:
+    """The leaves and the treedef of :func:`combine`; ``combine_part(rest, part)`` makes a leaf frozen in part."""
     left, treedef = _tree.flatten(trainable)
     right, other = _tree.flatten(rest)
     if treedef != other:
@@ -106,7 +106,7 @@ def assemble(trainable: PyTree, rest: PyTree, place: Callable[[Rest, Any], Any])
             shape, index = tuple(b.array.shape), b.selection.part_index
             if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
                 refuse_other_leaf(a, Leaf(paths()[i], shape, index=index), b.selection, "trainable")
-            whole.append(place(b, a))
+            whole.append(combine_part(b, a))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
         elif _tree.is_hole(b):

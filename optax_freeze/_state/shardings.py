@@ -72,8 +72,8 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     shardings = []
     for path, node in zip(paths, nodes, strict=True):
         owner = owner_of(path)
-        place = None if owner is None else placed[owner]
-        shardings.append(jax.tree.map(lambda x, p=place: beside(x, p, default) if is_array(x) else x, node))
+        parameter = None if owner is None else placed[owner]
+        shardings.append(jax.tree.map(lambda x, p=parameter: beside(x, p, default) if is_array(x) else x, node))
     return jax.tree.unflatten(treedef, shardings)
 
 

@@ -31,12 +31,12 @@ def digest(value: Any, key: Any, selection: Selection) -> tuple[jax.Array, ...]:
     reduction, so that the leaf is read once. They are not stacked: a scalar is whole on every device.
     """
     words = _words(value)
-    places = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
+    coordinates = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
     lanes = []
     for lane in range(LANES):
         at = key[lane]
-        for axis, place in enumerate(places):
-            at = at + place * hashed("axis", axis)[lane]
+        for axis, coordinate in enumerate(coordinates):
+            at = at + coordinate * hashed("axis", axis)[lane]
         mixed = [_mix(word + (at + hashed("word", i)[lane])) for i, word in enumerate(words)]
         lanes.append(_frozen_alone(functools.reduce(jnp.add, mixed), selection))
     return _sum(tuple(lanes), lambda a, b: tuple(map(jnp.add, a, b)))
