@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "_gradient/rules_indexing.py",
         "jnp.where(trains, position, -1)",
-        "place",
+        "position",
         "tests/gradient/test_rules.py -k lookup_on_tpu",
     ),
     Mutant(
