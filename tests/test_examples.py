@@ -127,7 +127,7 @@ def test_lora_and_frozen_base(run):
 
 def test_freeze_a_backbone_linen(run):
     output = run("freeze_a_backbone_linen", "--epochs", 6)
-    assert all(float(cell.rstrip("%")) > 60 for cell in row(output, "accuracy"))
+    assert all(float(cell.rstrip("%")) > 50 for cell in row(output, "accuracy"))
     assert row(output, "optimizer state") == ["2,644 bytes"] * 2
     assert row(output, "parameters of the backbone") == ["the same", "the same"]
     assert row(output, "statistics of the backbone") == ["the same", "moved"]

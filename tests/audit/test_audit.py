@@ -443,7 +443,7 @@ def test_strict_promotion_of_dtypes(dtype):
 @pytest.mark.parametrize(
     ("args", "kind", "text"),
     [
-        ((optax.adam, PARAMS, FROZEN), TypeError, r"at: its first argument(.|\n)*optax.adam\(1e-3\), not optax.adam"),
+        ((optax.adam, PARAMS, FROZEN), TypeError, r"at: fz.audit(.|\n)*optax.adam\(1e-3\), not optax.adam"),
         ((PARAMS, SGD, FROZEN), TypeError, r"not an optimizer(.|\n)*got: a dict of 3 leaves"),
         ((SGD, PARAMS, FROZEN, 0), ValueError, r"at: steps\n  got: 0"),
         ((SGD, PARAMS, FROZEN, True), TypeError, r"at: steps\n  got: True"),
