@@ -589,7 +589,7 @@ def test_the_record_is_readable(base, tmp_path):
 def test_a_process_killed_while_saving_leaves_the_last_complete_checkpoint(tmp_path):
     moments = random.Random(0)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
-    for round_ in range(5):
+    for round_ in range(3):
         directories = [tmp_path / f"{round_}_{i}" for i in range(4)]
         children = [
             subprocess.Popen(

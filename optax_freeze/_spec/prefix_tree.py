@@ -128,7 +128,7 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     got = "; ".join(filter(None, [missing, unknown])) or f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
     fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
     if isinstance(params, (str, Selector)):
-        got = f"{params!r}, and no tree of parameters"
+        got = f"{params!r}, which is not a tree of parameters"
         fix = f"swap the arguments: {params!r} is a spec, and was passed as the parameters"
     elif isinstance(prefix, optax.GradientTransformation):
         fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
