@@ -1,4 +1,4 @@
-"""The house: what importing it loads, which names it has, and that each room keeps to its place."""
+"""The package as a whole: what importing it loads, its public names, and which file imports which."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ import optax_freeze as fz
 PACKAGE = pathlib.Path(fz.__file__).parent
 PAGE = pathlib.Path("docs/architecture.md").read_text()
 SECTIONS = dict(re.findall(r"^## `(_\w+)`: (.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
-ROOMS = [f"{folder}.{file}" for folder, text in SECTIONS.items() for file in re.findall(r"^\| `(\w+)\.py`", text, re.M)]
+FILES = [f"{folder}.{file}" for folder, text in SECTIONS.items() for file in re.findall(r"^\| `(\w+)\.py`", text, re.M)]
 OUTER = ["linen", "nnx", "checkpoint"]  # you import these yourself: they bring Flax or Orbax with them
 MAP = (PACKAGE / "__init__.py").read_text()
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
@@ -49,7 +49,7 @@ def is_listed(module):
 
 def test_the_architecture_lists_the_folders_and_files_that_exist():
     files = [module_of(path) for path in PACKAGE.glob("_*/*.py") if path.stem != "__init__"]
-    assert sorted(ROOMS) == sorted(files)
+    assert sorted(FILES) == sorted(files)
     assert sorted(SECTIONS) == sorted(path.name for path in PACKAGE.glob("_*/") if path.name != "__pycache__")
     assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "_errors", "_version", "nnx"}
     assert list(SECTIONS) == list(dict.fromkeys(re.findall(r"^from optax_freeze\.(\w+)\.", MAP, re.MULTILINE)))
@@ -60,9 +60,12 @@ def test_a_file_imports_only_files_above_it(path):
     module, text = module_of(path), path.read_text()
     imported = re.findall(r"^ *from optax_freeze\.([\w.]+) import", text, re.MULTILINE)
     imported += map(".".join, re.findall(r"^ *from optax_freeze\.(_\w+) import (\w+) as", text, re.MULTILINE))
+    assert (
+        not re.search(r"^ *(import optax_freeze|from optax_freeze import)", text, re.MULTILINE) or module == "__main__"
+    )
     listed = {name for name in imported if is_listed(name)}
-    assert listed <= set(ROOMS[: ROOMS.index(module)] if module in ROOMS else ROOMS)
-    if module in ROOMS:
+    assert listed <= set(FILES[: FILES.index(module)] if module in FILES else FILES)
+    if module in FILES:
         assert not {name.split(".")[0] for name in imported} & set(OUTER)
 
 
@@ -77,8 +80,8 @@ def test_the_architecture_has_a_reason_for_each_long_file():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name):
     function = getattr(fz, name)
-    room = function.__module__.rpartition(".")[2]
-    page = pathlib.Path("docs/api", f"{room}.md").read_text()
+    module = function.__module__.rpartition(".")[2]
+    page = pathlib.Path("docs/api", f"{module}.md").read_text()
     assert re.search(rf"optax_freeze\.{name}$", page, re.MULTILINE)
     doc = inspect.getdoc(function)
     assert doc is not None
@@ -90,15 +93,15 @@ def test_every_public_name_is_documented(name):
     assert all(re.search(rf"^  \*{{0,2}}{parameter}: ", doc, re.MULTILINE) for parameter in parameters)
 
 
-@pytest.mark.parametrize("room", OUTER)
-def test_every_public_name_of_an_outer_room_is_documented(room):
-    module = importlib.import_module(f"optax_freeze.{room}")
+@pytest.mark.parametrize("outer", OUTER)
+def test_every_public_name_of_an_outer_module_is_documented(outer):
+    module = importlib.import_module(f"optax_freeze.{outer}")
     here = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     public = {name: inspect.getdoc(value) for name, value in here.items() if not name.startswith("_")}
     assert public
-    page = pathlib.Path("docs/api", f"{room}.md").read_text()
+    page = pathlib.Path("docs/api", f"{outer}.md").read_text()
     for name, doc in public.items():
-        assert re.search(rf"optax_freeze\.{room}\.{name}$", page, re.MULTILINE)
+        assert re.search(rf"optax_freeze\.{outer}\.{name}$", page, re.MULTILINE)
         assert re.search(r"Example:\n  >>> ", doc)
 
 

@@ -13,14 +13,14 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, register_exclusion, user_context
 
-import optax_freeze
 from optax_freeze._gradient import rules_control_flow as rules_control_flow
 from optax_freeze._gradient import rules_indexing as rules_indexing
 from optax_freeze._gradient import rules_rowwise as rules_rowwise
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation
 from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense
 
-register_exclusion(os.path.join(os.path.dirname(optax_freeze.__file__), ""))  # an operation's source line is the user's
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line of the user
 
 _TRACED = object()
 
