@@ -15,7 +15,6 @@ from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
@@ -221,9 +220,7 @@ def _make_plan(params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans
     for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
         if isinstance(value, Part) and selection.in_part:
             refuse_other_leaf(value, leaf, selection, "params")
-    copies = [
-        copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(plan.masks, values, strict=True)
-    ]
+    copies = plan.copied_masks(values)
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
     return accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, copies) if dense else ()

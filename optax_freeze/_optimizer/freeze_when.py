@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import is_array, type_error, value_error
+from optax_freeze._errors import type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
@@ -22,7 +22,6 @@ from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, 
 from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._optimizer.update_unless import update_unless
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
 from optax_freeze._spec.selection import FROZEN, DenseMask, Selection
@@ -109,7 +108,7 @@ def freeze_when(
         plans = make_group_plans(named, params, tied)
         values, treedef = _tree.flatten(params)
         own = [
-            _copies(plan.masks, values) if group.has_array else []
+            plan.copied_masks(values) if group.has_array else []
             for group, plan in zip(named, plans.plans, strict=False)
         ]
         plans = plans.with_masks(own)
@@ -180,7 +179,7 @@ class _Call(NamedTuple):
 
     def run(self, tx: Any, plan: Plan, state: PyTree, values: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
         """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
-        if all(selection is FROZEN for selection in plan.selections):
+        if plan.all_frozen:
             return [_tree.HOLE] * len(values), state
         updates = plan.trainable(self.treedef, values)
         params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
@@ -192,10 +191,6 @@ class _Call(NamedTuple):
 def plans_of(state: FreezeWhenState) -> GroupPlans:
     """The plans of a state, with its dense masks."""
     return state.spec.with_masks([_tree.flatten(state.groups[name].masks)[0] for name in state.spec.names])
-
-
-def _copies(masks: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    return [copy_like(mask, value) if is_array(mask) else mask for mask, value in zip(masks, values, strict=True)]
 
 
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: jax.grad(loss), or fz.grad(loss, False)"

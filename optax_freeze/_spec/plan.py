@@ -14,6 +14,7 @@ import numpy as np
 
 from optax_freeze._errors import described, value_error
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -37,9 +38,9 @@ class Plan:
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
 
     @property
-    def in_part(self) -> bool:
-        """Whether some leaf is frozen in part."""
-        return any(selection.in_part for selection in self.selections)
+    def all_frozen(self) -> bool:
+        """Whether no leaf trains."""
+        return all(selection is FROZEN for selection in self.selections)
 
     @property
     def has_parts(self) -> bool:
@@ -56,6 +57,11 @@ class Plan:
     def masks(self) -> list[Any]:
         """For each leaf the array of its dense mask, or a hole."""
         return [s.array if isinstance(s, DenseMask) else _tree.HOLE for s in self.selections]
+
+    def copied_masks(self, values: Sequence[Any]) -> list[Any]:
+        """:attr:`masks` with a copy of each array, on the devices of its parameter."""
+        pairs = zip(self.selections, values, strict=True)
+        return [copy_like(s.array, value) if isinstance(s, DenseMask) else _tree.HOLE for s, value in pairs]
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
         """The same plan with these arrays in its dense masks; an empty list changes nothing."""
@@ -90,7 +96,7 @@ class Plan:
 
     def refuse_all_frozen(self, what: str, frozen: Any) -> None:
         """A ``ValueError`` if no leaf trains."""
-        if all(s is FROZEN for s in self.selections):
+        if self.all_frozen:
             could_train = sum(leaf.inexact for leaf in self.leaves)
             raise value_error(
                 f"{what}: every leaf is frozen",
