@@ -150,7 +150,10 @@ def _of_step(x: Any, i: Any, part: Any) -> Any:
     """One step of an input ``x`` of a scan, sliced to ``part``; the rows are one axis further to the left there."""
     if isinstance(x, FrozenArray):
         return FrozenArray(x.array, i)
-    return part.like(part.frozen, part.rows, part.axis - 1) if isinstance(part, SplitArray) else part
+    if isinstance(part, SplitArray):
+        part = dataclasses.replace(part, elements=part.frozen.size)
+        return part.like(part.frozen, part.rows, part.axis - 1)
+    return part
 
 
 def _read(x: Any) -> Any:
@@ -196,7 +199,8 @@ class _CustomJvp(NamedTuple):
         closed = jax.make_jaxpr(self._rule)(avals, list(compress(avals, self.inexact)))
         primals = [x.like(x.guarded(x.frozen), x.rows) if isinstance(x, SplitArray) else x for x in primals]
         operands = [*primals, *compress(tangents, self.inexact)]
-        operands = [dataclasses.replace(x, in_jvp=True) if isinstance(x, SplitArray) else x for x in operands]
+        in_jvp = functools.partial(dataclasses.replace, in_jvp=True, whole=False)
+        operands = [in_jvp(x) if isinstance(x, SplitArray) else x for x in operands]
         return self.eqn.evaluate(closed.jaxpr, closed.consts, operands)
 
     def _rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -233,7 +237,7 @@ class _CustomJvp(NamedTuple):
         if not in_trial:
             outs = [*outs, *jax.eval_shape(self.jvp, logged, logged)]
         indices = {out.index if isinstance(out, SplitArray) else None for out in outs}
-        return indices.pop() if len(indices) == 1 and not log.with_effect("read", "merged") else None
+        return indices.pop() if len(indices) == 1 and not log.with_effect("read", "whole", "merged") else None
 
 
 @rule("custom_jvp_call", enters=True)
@@ -262,5 +266,6 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
         frozen = call.apply(lambda out: out.frozen if isinstance(out, SplitArray) else out, constant)
     else:
         frozen = eqn.bind(*(x.frozen if isinstance(x, SplitArray) else x for x in values))
-    first = next(value for value in values if isinstance(value, SplitArray))
+    splits = [value for value in values if isinstance(value, SplitArray)]
+    first = dataclasses.replace(splits[0], whole=all(x.whole for x in splits))
     return [first.like(*parts, index=index) for parts in zip(frozen, rows, strict=True)]

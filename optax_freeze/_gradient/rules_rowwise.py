@@ -1,5 +1,6 @@
 """Rules for operations on each row alone, which keep the array split."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
 from optax_freeze._gradient.split_array import SplitArray, at_axis, numbers, of_numbers, trainable_rows
 
 _ELEMENTWISE = """
@@ -22,14 +23,24 @@ sign sin sinh sqrt square stop_gradient sub tan tanh xor
 def elementwise(eqn: Equation, *operands: Any) -> Any:
     """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
 
-    Where several operands are split, rows that are trainable in any of them are trainable in the result.
+    Where several operands are split, rows that are trainable in any of them are trainable in the result. A result with
+    an activation, or larger than the leaf, goes on as a whole: split further, each operation on it would be done twice.
     """
     if eqn.primitive.multiple_results:  # pvary, before JAX 0.9
         return jax.tree.map(lambda part: eqn.bind(part)[0], list(operands))
     splits = [x for x in operands if isinstance(x, SplitArray)]
     trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
-    if eqn.params.get("sharding") is not None or len(trains) == splits[0].size or len({x.axis for x in splits}) > 1:
+    if eqn.params.get("sharding") is not None:
         return None
+    activations = [np.ndim(x) and not known for x, known in zip(operands, eqn.of_params, strict=True)]
+    shape = np.broadcast_shapes(*(np.shape(x.frozen if isinstance(x, SplitArray) else x) for x in operands))
+    if (
+        any(activations)
+        or math.prod(shape) > splits[0].elements
+        or len(trains) == splits[0].size
+        or len({x.axis for x in splits}) > 1
+    ):
+        return eqn.bind_whole(*operands)
     first = splits[0].widened(trains)
     frozen, rows = [], []
     for x in operands:
@@ -40,7 +51,8 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
             by_rows = np.ndim(x) and np.shape(x)[first.axis] == first.size
             frozen.append(first.guarded(x))
             rows.append(trainable_rows(first.index, x) if by_rows else x)
-    return first.like(eqn.bind(*frozen), eqn.bind(*rows))
+    out = first.like(eqn.bind(*frozen), eqn.bind(*rows))
+    return dataclasses.replace(out, whole=all(x.whole for x in splits))
 
 
 @rule("optimization_barrier")
@@ -70,11 +82,14 @@ def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Adds axes beside that of the rows."""
+    """Adds axes beside that of the rows; a result larger than the leaf goes on as a whole."""
+    shape = eqn.params["shape"]
     if dynamic_sizes or eqn.params.get("sharding") is not None:
         return None
+    if math.prod(shape) > x.elements:
+        return eqn.bind_whole(x)
     axis = eqn.params["broadcast_dimensions"][x.axis]
-    return eqn.bind_parts(x, axis=axis, shape=at_axis(eqn.params["shape"], axis, x.index.count))
+    return eqn.bind_parts(x, axis=axis, shape=at_axis(shape, axis, x.index.count))
 
 
 @rule("squeeze")
@@ -100,7 +115,17 @@ def reduction(eqn: Equation, x: SplitArray) -> Any:
         return None
     if x.axis not in axes:
         return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in axes))
-    return eqn.bind(x.cleared()) + eqn.bind(x.rows) if eqn.primitive.name == "reduce_sum" else None
+    if eqn.primitive.name == "reduce_sum":
+        return multilinear([x], eqn.bind, {0: InRows(eqn.bind, axis=None)})
+    return eqn.bind_whole(x)
+
+
+@rule("argmax", "argmin")
+def without_gradient(eqn: Equation, x: SplitArray) -> Any:
+    """The position of an extreme, within the rows or over them."""
+    if x.axis in eqn.params["axes"]:
+        return eqn.bind_whole(x)
+    return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["axes"]))
 
 
 @rule("sharding_constraint")

@@ -34,7 +34,7 @@ def test_operations_and_source_lines():
     assert f"test_explain.py:{line_of('tokens]')}" in embed.in_parts[0].source
     assert embed.merged is None
     assert (out.path, out.rows, out.trainable_rows) == ("out", 4, 2)
-    assert [operation.name for operation in out.in_parts] == ["dot_general"]
+    assert [operation.name for operation in out.whole] == ["dot_general"]
     assert out.merged.name == "cumsum"
     assert f"test_explain.py:{line_of('cumsum')}" in out.merged.source
     assert "(loss)" in out.merged.source
