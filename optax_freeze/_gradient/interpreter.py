@@ -13,9 +13,13 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, register_exclusion, user_context
 
+from optax_freeze._gradient import rules_calls as rules_calls
 from optax_freeze._gradient import rules_control_flow as rules_control_flow
 from optax_freeze._gradient import rules_indexing as rules_indexing
+from optax_freeze._gradient import rules_layout as rules_layout
 from optax_freeze._gradient import rules_rowwise as rules_rowwise
+from optax_freeze._gradient import rules_writing as rules_writing
+from optax_freeze._gradient.constants import as_array, folded
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation
 from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense
 
@@ -53,7 +57,7 @@ def call(fun: Callable[..., Any], leaves: Sequence[SplitArray], frozen: Sequence
     frozen_ids = {id(array) for array in frozen}
     consts = [FrozenArray(const) if id(const) in frozen_ids else const for const in closed.consts]
     outs = iter(evaluate(closed.jaxpr, consts, leaves))
-    return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
+    return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source: Any = None) -> list[Any]:
@@ -68,7 +72,9 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source:
     for i, eqn in enumerate(jaxpr.eqns):
         name_stack = current_name_stack() + eqn.source_info.name_stack
         with user_context((source or eqn.source_info).traceback, name_stack=name_stack):
-            outs = _apply(eqn, [read(v) for v in eqn.invars])
+            values = [read(v) for v in eqn.invars]
+            constant = folded(eqn, values)
+            outs = _apply(eqn, values) if constant is None else constant
         env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
         for v in {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}:
             if last.get(v, i) <= i:

@@ -1,10 +1,10 @@
 """Rules for operations on each row alone, which keep the array split."""
 
 import functools
-import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._gradient.rules import Equation, rule
@@ -56,18 +56,6 @@ def transpose(eqn: Equation, x: SplitArray) -> Any:
     return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))
 
 
-@rule("reshape")
-def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Keeps the rows apart if an axis of the result has as many entries and as many elements before it."""
-    if dynamic_sizes or eqn.params["dimensions"] is not None or eqn.params.get("sharding") is not None:
-        return None
-    before, sizes = math.prod(x.frozen.shape[: x.axis]), eqn.params["new_sizes"]
-    for axis, size in enumerate(sizes):
-        if size == x.size and math.prod(sizes[:axis]) == before:
-            return eqn.bind_parts(x, axis=axis, new_sizes=at_axis(sizes, axis, x.index.count))
-    return None
-
-
 @rule("broadcast_in_dim")
 def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
     """Adds axes beside that of the rows."""
@@ -101,6 +89,21 @@ def reduction(eqn: Equation, x: SplitArray) -> Any:
     if x.axis not in axes:
         return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in axes))
     return eqn.bind(x.cleared()) + eqn.bind(x.rows) if eqn.primitive.name == "reduce_sum" else None
+
+
+@rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+def cumulative(eqn: Equation, x: SplitArray) -> Any:
+    """Accumulates within the rows, or sums over them: to each row come the sums of the rows on one side of it."""
+    axis = eqn.params["axis"]
+    if axis != x.axis:
+        return eqn.bind_parts(x)
+    if eqn.primitive.name != "cumsum":
+        return None
+    reverse, trains, everywhere = eqn.params["reverse"], numbers(x.index), np.arange(x.size, dtype=np.int32)
+    nearest = np.searchsorted(trains, everywhere, "left" if reverse else "right") - (not reverse)
+    nearest = np.where(nearest < 0, x.index.count, nearest)  # none on that side: out of range, where the sum is zero
+    of_rows = jnp.take(eqn.bind(x.rows), nearest, axis=axis, mode="fill", fill_value=0)
+    return eqn.bind(x.cleared()) + of_rows
 
 
 @rule("sharding_constraint")

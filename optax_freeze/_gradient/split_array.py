@@ -209,3 +209,35 @@ def _varies(array: Any) -> Any:
 def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     """A shape with another size at one axis."""
     return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def has_split(values: Sequence[Any]) -> bool:
+    """Whether any of these is a split array."""
+    return any(isinstance(value, SplitArray) for value in values)
+
+
+def made_of(splits: Sequence[SplitArray], trains: np.ndarray) -> SplitArray:
+    """An array made of several, for :meth:`SplitArray.like`: the first, with these rows trainable."""
+    return splits[0].widened(trains)
+
+
+def read(value: Any) -> Any:
+    """``value``, dense if it is a :class:`FrozenArray`."""
+    return value.read() if isinstance(value, FrozenArray) else value
+
+
+def with_log(value: Any, log: OperationLog) -> Any:
+    """``value`` with another log if it is split."""
+    return dataclasses.replace(value, log=log) if isinstance(value, SplitArray) else value
+
+
+def undifferentiated(x: SplitArray, operand: Any) -> Any:
+    """A dense operand as it may stand at the stale rows of ``x.frozen``: nothing is differentiated through these."""
+    if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return operand
+    return jnp.where(x.in_jvp, jnp.zeros((), operand.dtype), jax.lax.stop_gradient(operand))
+
+
+def with_guarded_rows(x: SplitArray) -> SplitArray:
+    """``x`` after dense operands came into ``frozen``: nothing is differentiated through the stale rows."""
+    return x.like(x.guarded(x.frozen), x.rows)

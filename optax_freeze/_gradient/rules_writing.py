@@ -1,0 +1,140 @@
+"""Rules for operations that write into an array: scatters and slice updates.
+
+Both parts are written to, so that nothing is merged. What is written into a frozen row, and may have a gradient, makes
+the row trainable where the number of the row is known.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._gradient.constants import known
+from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.split_array import (
+    SplitArray,
+    has_split,
+    locate,
+    numbers,
+    trainable_rows,
+    undifferentiated,
+    with_guarded_rows,
+)
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(eqn: Equation, x: Any, updates: Any, *starts: Any) -> Any:
+    """Writes a block, into all rows or into some of them."""
+    if has_split((updates, *starts)):
+        return None
+    length = np.shape(updates)[x.axis]
+    if length == x.size:
+        return _write_all(x, updates, x.axis, lambda array, block: eqn.bind(array, block, *starts))
+    start = _clipped(known(starts[x.axis]), x.size - length)
+
+    def write(array: Any, block: Any, start: Any) -> Any:
+        return eqn.bind(array, block, *starts[: x.axis], start, *starts[x.axis + 1 :])
+
+    return _write_block(x, updates, x.axis, start, write)
+
+
+@rule("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
+def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
+    """Writes columns into all rows, single rows, or one block of rows."""
+    numbering = eqn.params["dimension_numbers"]
+    indices, gone = known(indices), (*numbering.inserted_window_dims, *numbering.operand_batching_dims)
+    if has_split((indices, updates)) or x.axis in numbering.operand_batching_dims:
+        return None
+    indexed = x.axis in numbering.scatter_dims_to_operand_dims
+    if x.axis in gone:
+        return _write_single_rows(eqn, x, indices, updates) if indexed else None
+    along = numbering.update_window_dims[[d for d in range(x.frozen.ndim) if d not in gone].index(x.axis)]
+    if not indexed:
+        if np.shape(updates)[along] != x.size:
+            return None
+        return _write_all(x, updates, along, lambda array, block: eqn.bind(array, indices, block))
+    column = numbering.scatter_dims_to_operand_dims.index(x.axis)
+    linear = eqn.primitive.name in ("scatter", "scatter-add", "scatter-sub")
+    if not linear or np.ndim(indices) != 1 or not isinstance(indices, np.ndarray):
+        return None
+    start = int(indices[column])
+    if not 0 <= start <= x.size - np.shape(updates)[along]:
+        return None
+
+    def write(array: Any, block: Any, start: int) -> Any:
+        at = np.array(indices)
+        at[column] = start
+        return eqn.bind(array, at, block)
+
+    return _write_block(x, updates, along, start, write)
+
+
+def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any]) -> SplitArray:
+    """Writes into all rows, of which ``updates`` has one each ``along`` an axis."""
+    rows = write(x.rows, trainable_rows(x.index, updates, along))
+    return with_guarded_rows(x.like(write(x.frozen, updates), rows))
+
+
+def _write_block(x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any]) -> SplitArray | None:
+    """Writes as many rows as ``updates`` has ``along`` an axis, from row ``start`` on."""
+    length = np.shape(updates)[along]
+    written = start + np.arange(length)
+    prepared = _prepared(x, updates, written)
+    if prepared is None:
+        return None
+    x, for_frozen = prepared
+    offsets, first = numbers(x.index) - start, (jnp if isinstance(start, Tracer) else np).zeros_like(start)
+    inside = ((offsets >= 0) & (offsets < length)).reshape([-1 if d == x.axis else 1 for d in range(x.rows.ndim)])
+    block = jnp.take(updates, offsets.clip(0, length - 1), axis=along, mode="clip")
+    rows = jnp.where(inside, write(x.rows, block, first), x.rows)
+    return with_guarded_rows(x.like(write(x.frozen, for_frozen, start), rows))
+
+
+def _write_single_rows(eqn: Equation, x: SplitArray, indices: Any, updates: Any) -> SplitArray | None:
+    """Writes one row for each index; into the trainable rows those that name them, and others out of range."""
+    numbering, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+    if clips and indices.shape[-1] > 1:
+        return None
+    column = numbering.scatter_dims_to_operand_dims.index(x.axis)
+    number = indices[..., column]
+    number = number if number.dtype.itemsize >= 4 else number.astype(np.int32)
+    number = _clipped(number, x.size - 1) if clips else number
+    prepared = _prepared(x, updates, number)
+    if prepared is None:
+        return None
+    x, for_frozen = prepared
+    trains, position = locate(x.index, jnp.asarray(number))
+    nowhere = x.index.count + np.arange(number.size, dtype=np.int32).reshape(number.shape)  # unique, as indices may be
+    columns = [
+        jnp.where(trains, position, nowhere) if c == column else indices[..., c] for c in range(indices.shape[-1])
+    ]
+    rows = eqn.bind(
+        x.rows,
+        jnp.stack(columns, -1),
+        updates,
+        mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        indices_are_sorted=False,
+    )
+    return with_guarded_rows(x.like(eqn.bind(x.frozen, indices, for_frozen), rows))
+
+
+def _prepared(x: SplitArray, updates: Any, written: Any) -> tuple[SplitArray, Any] | None:
+    """``x`` before rows with the numbers ``written`` get ``updates``, and what its frozen part gets.
+
+    If they are known, and there may be a gradient, the rows become trainable; None if all rows would.
+    """
+    if not (isinstance(written, np.ndarray) and isinstance(updates, Tracer)):
+        return x, updates
+    written = np.unique(written)
+    trains = np.union1d(numbers(x.index), written[(written >= 0) & (written < x.size)])
+    if len(trains) == x.size:
+        return None
+    x = x.widened(trains)
+    return x, undifferentiated(x, updates)
+
+
+def _clipped(start: Any, most: int) -> Any:
+    return (np if isinstance(start, np.ndarray) else jnp).clip(start, 0, most)
