@@ -111,9 +111,17 @@ def while_loop(eqn: Equation, *values: Any) -> Any:
         return dense(*eqn.evaluate(condition.jaxpr, condition.consts, [*for_condition, *carry]))
 
     def step(carry: Sequence[Any]) -> list[Any]:
-        return [dense(out) for out in eqn.evaluate(body.jaxpr, body.consts, [*for_body, *carry])]
+        outs = [dense(out) for out in eqn.evaluate(body.jaxpr, body.consts, [*for_body, *carry])]
+        if not np.ndim(condition.out_avals[0]):
+            return outs
+        here = goes_on(carry)
+        return [
+            jnp.where(jnp.expand_dims(here, range(here.ndim, out.ndim)), out, old)
+            for out, old in zip(outs, carry, strict=True)
+        ]
 
-    return jax.lax.while_loop(goes_on, step, [dense(value) for value in carry])
+    # Under vmap, a condition may differ between examples, and the carry of those that ended stays.
+    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, [dense(value) for value in carry])
 
 
 @rule("cond", enters=True)

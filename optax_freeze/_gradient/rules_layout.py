@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -131,13 +132,25 @@ def pad(eqn: Equation, x: SplitArray, value: Any) -> Any:
     """Pads the rows, and between and around them with frozen ones; rows may be cut off by negative padding."""
     config, axis = eqn.params["padding_config"], x.axis
     low, _, interior = map(int, config[axis])
-    frozen = eqn.bind(x.frozen, value)
+    frozen = _padded(eqn, x, x.frozen, value, config)
     size, moved = frozen.shape[axis], low + numbers(x.index) * (1 + interior)
     inside = (moved >= 0) & (moved < size)
     if not inside.any():
         return frozen
     rows = x.rows if inside.all() else jnp.take(x.rows, np.flatnonzero(inside), axis, mode="clip", unique_indices=True)
-    rows = eqn.bind(rows, value, padding_config=(*config[:axis], (0, 0, 0), *config[axis + 1 :]))
+    rows = _padded(eqn, x, rows, value, (*config[:axis], (0, 0, 0), *config[axis + 1 :]))
     if rows.shape[axis] == size:
         return rows
     return with_guarded_rows(x.like(frozen, rows, index=of_numbers(x.index, moved[inside], size)))
+
+
+def _padded(eqn: Equation, x: SplitArray, part: Any, value: Any, config: Sequence[Any]) -> jax.Array:
+    """A part of ``x`` with padding. A value that may have a gradient is selected.
+
+    JAX cannot transpose a padding whose value alone is differentiated.
+    """
+    padded = eqn.bind(part, undifferentiated(x, value), padding_config=config)
+    if not isinstance(value, Tracer):
+        return padded
+    is_padding = eqn.bind(np.zeros(part.shape, bool), np.bool_(True), padding_config=config)
+    return jnp.where(is_padding, value, padded)

@@ -4,6 +4,7 @@ Both parts are written to, so that nothing is merged. What is written into a fro
 the row trainable where the number of the row is known.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -43,21 +44,21 @@ def dynamic_update_slice(eqn: Equation, x: Any, updates: Any, *starts: Any) -> A
 
 @rule("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
-    """Writes columns into all rows, single rows, or one block of rows."""
+    """Writes columns into all rows, single rows, or one block of rows; products only into all."""
     numbering = eqn.params["dimension_numbers"]
     indices, gone = known(indices), (*numbering.inserted_window_dims, *numbering.operand_batching_dims)
     if has_split((indices, updates)) or x.axis in numbering.operand_batching_dims:
         return None
     indexed = x.axis in numbering.scatter_dims_to_operand_dims
+    linear = eqn.primitive.name in ("scatter", "scatter-add", "scatter-sub")
     if x.axis in gone:
-        return _write_single_rows(eqn, x, indices, updates) if indexed else None
+        return _write_single_rows(eqn, x, indices, updates) if indexed and linear else None
     along = numbering.update_window_dims[[d for d in range(x.frozen.ndim) if d not in gone].index(x.axis)]
     if not indexed:
         if np.shape(updates)[along] != x.size:
             return None
         return _write_all(x, updates, along, lambda array, block: eqn.bind(array, indices, block))
     column = numbering.scatter_dims_to_operand_dims.index(x.axis)
-    linear = eqn.primitive.name in ("scatter", "scatter-add", "scatter-sub")
     if not linear or np.ndim(indices) != 1 or not isinstance(indices, np.ndarray):
         return None
     start = int(indices[column])
@@ -74,8 +75,9 @@ def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
 
 def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any]) -> SplitArray:
     """Writes into all rows, of which ``updates`` has one each ``along`` an axis."""
-    rows = write(x.rows, trainable_rows(x.index, updates, along))
-    return with_guarded_rows(x.like(write(x.frozen, updates), rows))
+    is_frozen = dataclasses.replace(x.index, axis=along).frozen(np.ndim(updates))
+    for_frozen = jnp.where(is_frozen, updates, undifferentiated(x, updates))
+    return x.like(write(x.frozen, for_frozen), write(x.rows, trainable_rows(x.index, updates, along)))
 
 
 def _write_block(x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any]) -> SplitArray | None:

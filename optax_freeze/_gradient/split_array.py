@@ -235,7 +235,9 @@ def undifferentiated(x: SplitArray, operand: Any) -> Any:
     """A dense operand as it may stand at the stale rows of ``x.frozen``: nothing is differentiated through these."""
     if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
         return operand
-    return jnp.where(x.in_jvp, jnp.zeros((), operand.dtype), jax.lax.stop_gradient(operand))
+    if x.in_jvp:  # where it may be transposed
+        return jnp.where(False, operand, jnp.zeros((), operand.dtype))
+    return jax.lax.stop_gradient(operand)
 
 
 def with_guarded_rows(x: SplitArray) -> SplitArray:
