@@ -25,6 +25,8 @@ from optax_freeze._gradient.split_array import (
     with_guarded_rows,
 )
 
+_CLIP = jax.lax.GatherScatterMode.CLIP
+
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(eqn: Equation, x: Any, updates: Any, *starts: Any) -> Any:
@@ -59,18 +61,16 @@ def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
             return None
         return _write_all(x, updates, along, lambda array, block: eqn.bind(array, indices, block))
     column = numbering.scatter_dims_to_operand_dims.index(x.axis)
-    if not linear or np.ndim(indices) != 1 or not isinstance(indices, np.ndarray):
+    if not linear or np.ndim(indices) != 1:
         return None
-    start = int(indices[column])
-    if not 0 <= start <= x.size - np.shape(updates)[along]:
-        return None
+    most = x.size - np.shape(updates)[along]
+    start = _clipped(indices[column], most) if eqn.params["mode"] == _CLIP else indices[column]
 
-    def write(array: Any, block: Any, start: int) -> Any:
-        at = np.array(indices)
-        at[column] = start
-        return eqn.bind(array, at, block)
+    def write(array: Any, block: Any, start: Any) -> Any:
+        at = [start if c == column else indices[c] for c in range(len(indices))]
+        return eqn.bind(array, (np if isinstance(indices, np.ndarray) else jnp).stack(at), block)
 
-    return _write_block(x, updates, along, start, write)
+    return _write_block(x, updates, along, start, write, (start >= 0) & (start <= most))
 
 
 def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any]) -> SplitArray:
@@ -80,16 +80,17 @@ def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any
     return x.like(write(x.frozen, for_frozen), write(x.rows, trainable_rows(x.index, updates, along)))
 
 
-def _write_block(x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any]) -> SplitArray | None:
-    """Writes as many rows as ``updates`` has ``along`` an axis, from row ``start`` on."""
+def _write_block(
+    x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any], is_inside: Any = True
+) -> SplitArray:
+    """Writes as many rows as ``updates`` has ``along`` an axis, from row ``start`` on, if the block is inside."""
     length = np.shape(updates)[along]
     written = start + np.arange(length)
-    prepared = _prepared(x, updates, written)
-    if prepared is None:
-        return None
-    x, for_frozen = prepared
+    x, for_frozen = _prepared(x, updates, written)
     offsets, first = numbers(x.index) - start, (jnp if isinstance(start, Tracer) else np).zeros_like(start)
-    inside = ((offsets >= 0) & (offsets < length)).reshape([-1 if d == x.axis else 1 for d in range(x.rows.ndim)])
+    inside = ((offsets >= 0) & (offsets < length) & is_inside).reshape(
+        [-1 if d == x.axis else 1 for d in range(x.rows.ndim)]
+    )
     block = jnp.take(updates, offsets.clip(0, length - 1), axis=along, mode="clip")
     rows = jnp.where(inside, write(x.rows, block, first), x.rows)
     return with_guarded_rows(x.like(write(x.frozen, for_frozen, start), rows))
@@ -97,17 +98,14 @@ def _write_block(x: SplitArray, updates: Any, along: int, start: Any, write: Cal
 
 def _write_single_rows(eqn: Equation, x: SplitArray, indices: Any, updates: Any) -> SplitArray | None:
     """Writes one row for each index; into the trainable rows those that name them, and others out of range."""
-    numbering, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+    numbering, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == _CLIP
     if clips and indices.shape[-1] > 1:
         return None
     column = numbering.scatter_dims_to_operand_dims.index(x.axis)
     number = indices[..., column]
     number = number if number.dtype.itemsize >= 4 else number.astype(np.int32)
     number = _clipped(number, x.size - 1) if clips else number
-    prepared = _prepared(x, updates, number)
-    if prepared is None:
-        return None
-    x, for_frozen = prepared
+    x, for_frozen = _prepared(x, updates, number)
     trains, position = locate(x.index, jnp.asarray(number))
     nowhere = x.index.count + np.arange(number.size, dtype=np.int32).reshape(number.shape)  # unique, as indices may be
     columns = [
@@ -123,17 +121,17 @@ def _write_single_rows(eqn: Equation, x: SplitArray, indices: Any, updates: Any)
     return with_guarded_rows(x.like(eqn.bind(x.frozen, indices, for_frozen), rows))
 
 
-def _prepared(x: SplitArray, updates: Any, written: Any) -> tuple[SplitArray, Any] | None:
+def _prepared(x: SplitArray, updates: Any, written: Any) -> tuple[SplitArray, Any]:
     """``x`` before rows with the numbers ``written`` get ``updates``, and what its frozen part gets.
 
-    If they are known, and there may be a gradient, the rows become trainable; None if all rows would.
+    If they are known, and there may be a gradient, the rows become trainable, unless all rows would.
     """
     if not (isinstance(written, np.ndarray) and isinstance(updates, Tracer)):
         return x, updates
     written = np.unique(written)
     trains = np.union1d(numbers(x.index), written[(written >= 0) & (written < x.size)])
     if len(trains) == x.size:
-        return None
+        return x, updates
     x = x.widened(trains)
     return x, undifferentiated(x, updates)
 

@@ -89,6 +89,11 @@ def chunked_head(w):
     return jax.lax.map(lambda x: jax.nn.logsumexp(x @ w.T), X)
 
 
+def _scattered(w, start, block, mode=None):
+    numbering = jax.lax.ScatterDimensionNumbers((0, 1), (), (0,))
+    return jax.lax.scatter(w, jnp.array([start]), block, numbering, unique_indices=True, mode=mode)[TOKENS]
+
+
 TABLE = {
     "lookup": lambda w: w[TOKENS],
     "lookup of one": lambda w: w[TOKENS[0, 1]],
@@ -165,6 +170,10 @@ TABLE = {
     "rows set, dropped": lambda w: w.at[TOKENS[0] + 3].set(X, mode="drop")[TOKENS],
     "rows with a step set": lambda w: w.at[::2].set(1.0)[TOKENS],
     "a block set": lambda w: w.at[1:4].set(X)[TOKENS],
+    "nearly all rows set": lambda w: w.at[:5].set(w[1:])[TOKENS],
+    "an unknown block set": lambda w: _scattered(w, TOKENS[0, 1], X),
+    "an unknown block set, clip": lambda w: _scattered(w, TOKENS[0, 1], X, "clip"),
+    "a block dropped": lambda w: _scattered(w, 4, X),
     "a block of columns set": lambda w: w.at[1:4, 1].set(X[:, 0])[TOKENS],
     "a column set": lambda w: w.at[:, 0].set(0.0)[TOKENS],
     "columns multiplied": lambda w: w.at[:, jnp.array([0, 2])].multiply(3.0, unique_indices=True)[TOKENS],
@@ -213,7 +222,6 @@ MERGED = {
     "sort": lambda w: jnp.sort(w, axis=0),
     "joined along two axes": lambda w: jnp.concatenate([w[1:5], w[1:5].T])[TOKENS],
     "joined, all rows trainable": lambda w: jnp.concatenate([w[3:5], w[3:5][::-1]], 1),
-    "all frozen rows set": lambda w: w.at[:4].set(w[2:]),
     "a column set in some rows": lambda w: jnp.zeros((6, 4)).at[:, 1].set(w[:, 0]),
     "a branch that merges": lambda w: jax.lax.cond(X[0, 0] > 0, lambda w: jnp.sort(w, 0), lambda w: w, w),
     "cumprod": lambda w: jnp.cumprod(w, axis=0),
@@ -1063,6 +1071,19 @@ TABLE_ON_MESH = {
     "vmap": lambda w, x: jax.vmap(lambda r: jax.nn.silu(w @ r))(x),
     "inner gradient": lambda w, x: jax.grad(lambda x: jnp.sum(jax.nn.silu(x @ w.T)))(x),
     "optimization_barrier": lambda w, x: jax.lax.optimization_barrier((w, x))[0][TOKENS],
+    "joined": lambda w, x: jnp.concatenate([x, w, jnp.ones((2, 4))])[TOKENS * 2 + 3],
+    "joined, what does not vary": lambda w, x: jnp.concatenate([w * 2, w])[TOKENS + 3],
+    "side by side": lambda w, x: jnp.concatenate([w, w * x[:1]], 1)[TOKENS],
+    "padded": lambda w, x: jnp.pad(w, ((1, 1), (0, 2)), constant_values=x[0, 0])[TOKENS],
+    "a row set": lambda w, x: w.at[0].set(x[0]).at[1].set(2.0)[TOKENS],
+    "rows added": lambda w, x: w.at[by_device(x)].add(x)[TOKENS],
+    "a block set": lambda w, x: w.at[1:3].set(x[:2]).at[:, 0].set(x[0, 0])[TOKENS],
+    "updated": lambda w, x: jax.lax.dynamic_update_slice(w, x[:2], (jax.lax.axis_index("data"), 0))[TOKENS],
+    "flattened": lambda w, x: w.reshape(-1)[TOKENS] * x[0, 0],
+    "cumsum": lambda w, x: jnp.cumsum(w, 0) * x[0],
+    "cond": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: w @ x.T, lambda w: 2 * w @ x.T, w),
+    "cond of what is split": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: w * x[:1], lambda w: w * x[1], w)[TOKENS],
+    "switch on what does not vary": lambda w, x: jax.lax.switch(TOKENS[0, 2], [jnp.sin, jnp.tanh] * 2, w)[TOKENS],
 }
 STACK_ON_MESH = {
     "scan": lambda w, x: jax.lax.scan(layer, x, w),
