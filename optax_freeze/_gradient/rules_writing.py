@@ -36,12 +36,11 @@ def dynamic_update_slice(eqn: Equation, x: Any, updates: Any, *starts: Any) -> A
     length = np.shape(updates)[x.axis]
     if length == x.size:
         return _write_all(x, updates, x.axis, lambda array, block: eqn.bind(array, block, *starts))
-    start = _clipped(known(starts[x.axis]), x.size - length)
 
     def write(array: Any, block: Any, start: Any) -> Any:
         return eqn.bind(array, block, *starts[: x.axis], start, *starts[x.axis + 1 :])
 
-    return _write_block(x, updates, x.axis, start, write)
+    return _write_block(x, updates, x.axis, known(starts[x.axis]), write, clips=True)
 
 
 @rule("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
@@ -63,14 +62,12 @@ def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
     column = numbering.scatter_dims_to_operand_dims.index(x.axis)
     if not linear or np.ndim(indices) != 1:
         return None
-    most = x.size - np.shape(updates)[along]
-    start = _clipped(indices[column], most) if eqn.params["mode"] == _CLIP else indices[column]
 
     def write(array: Any, block: Any, start: Any) -> Any:
         at = [start if c == column else indices[c] for c in range(len(indices))]
         return eqn.bind(array, (np if isinstance(indices, np.ndarray) else jnp).stack(at), block)
 
-    return _write_block(x, updates, along, start, write, (start >= 0) & (start <= most))
+    return _write_block(x, updates, along, indices[column], write, eqn.params["mode"] == _CLIP)
 
 
 def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any]) -> SplitArray:
@@ -81,17 +78,21 @@ def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any
 
 
 def _write_block(
-    x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any], is_inside: Any = True
+    x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any], clips: bool
 ) -> SplitArray:
-    """Writes as many rows as ``updates`` has ``along`` an axis, from row ``start`` on, if the block is inside."""
+    """Writes as many rows as ``updates`` has ``along`` an axis, from row ``start`` on.
+
+    A block that is not inside is moved inside (``clips``) or dropped.
+    """
     length = np.shape(updates)[along]
-    written = start + np.arange(length)
-    x, for_frozen = _prepared(x, updates, written)
-    offsets, first = numbers(x.index) - start, (jnp if isinstance(start, Tracer) else np).zeros_like(start)
-    inside = ((offsets >= 0) & (offsets < length) & is_inside).reshape(
-        [-1 if d == x.axis else 1 for d in range(x.rows.ndim)]
-    )
+    most, number = x.size - length, _wide(start)
+    number = _clipped(number, most) if clips else number
+    x, for_frozen = _prepared(x, updates, number + np.arange(length))
+    offsets = numbers(x.index) - number
+    inside = (offsets >= 0) & (offsets < length) & (number >= 0) & (number <= most)
+    inside = inside.reshape([-1 if d == x.axis else 1 for d in range(x.rows.ndim)])
     block = jnp.take(updates, offsets.clip(0, length - 1), axis=along, mode="clip")
+    first = (jnp if isinstance(start, jax.Array) else np).zeros_like(start)
     rows = jnp.where(inside, write(x.rows, block, first), x.rows)
     return with_guarded_rows(x.like(write(x.frozen, for_frozen, start), rows))
 
@@ -102,8 +103,7 @@ def _write_single_rows(eqn: Equation, x: SplitArray, indices: Any, updates: Any)
     if clips and indices.shape[-1] > 1:
         return None
     column = numbering.scatter_dims_to_operand_dims.index(x.axis)
-    number = indices[..., column]
-    number = number if number.dtype.itemsize >= 4 else number.astype(np.int32)
+    number = _wide(indices[..., column])
     number = _clipped(number, x.size - 1) if clips else number
     x, for_frozen = _prepared(x, updates, number)
     trains, position = locate(x.index, jnp.asarray(number))
@@ -136,5 +136,10 @@ def _prepared(x: SplitArray, updates: Any, written: Any) -> tuple[SplitArray, An
     return x, undifferentiated(x, updates)
 
 
+def _wide(i: Any) -> Any:
+    """Row numbers in at least 32 bits, so that any row can be named."""
+    return i if i.dtype.itemsize >= 4 else i.astype(np.int32)
+
+
 def _clipped(start: Any, most: int) -> Any:
-    return (np if isinstance(start, np.ndarray) else jnp).clip(start, 0, most)
+    return (jnp if isinstance(start, jax.Array) else np).clip(start, 0, most)

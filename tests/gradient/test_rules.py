@@ -170,7 +170,7 @@ TABLE = {
     "rows set, dropped": lambda w: w.at[TOKENS[0] + 3].set(X, mode="drop")[TOKENS],
     "rows with a step set": lambda w: w.at[::2].set(1.0)[TOKENS],
     "a block set": lambda w: w.at[1:4].set(X)[TOKENS],
-    "nearly all rows set": lambda w: w.at[:5].set(w[1:])[TOKENS],
+    "nearly all rows set": lambda w: w.at[:5].set(X[TOKENS[0, [0, 0, 0, 0, 0]]])[TOKENS],
     "an unknown block set": lambda w: _scattered(w, TOKENS[0, 1], X),
     "an unknown block set, clip": lambda w: _scattered(w, TOKENS[0, 1], X, "clip"),
     "a block dropped": lambda w: _scattered(w, 4, X),
@@ -183,6 +183,12 @@ TABLE = {
     "updated": lambda w: jax.lax.dynamic_update_slice(w, X[:2], (3, 0))[TOKENS],
     "updated beyond the end": lambda w: jax.lax.dynamic_update_slice(w, X[:2, :3], (9, 1))[TOKENS],
     "updated at an unknown row": lambda w: jax.lax.dynamic_update_slice(w, X, (TOKENS[0, 1], 0))[TOKENS],
+    "updated at a row in a byte": lambda w: jax.lax.dynamic_update_slice(
+        jnp.pad(w, ((0, 300), (0, 0))), X, (jnp.uint8(2), jnp.uint8(0))
+    )[TOKENS],
+    "updated at an unknown row in a byte": lambda w: jax.lax.dynamic_update_slice(
+        jnp.pad(w, ((0, 300), (0, 0))), X, (TOKENS[0, 1].astype(jnp.uint8), jnp.uint8(0))
+    )[TOKENS],
     "updated columns": lambda w: jax.lax.dynamic_update_slice(w, jnp.ones((6, 2)), (0, TOKENS[0, 2]))[TOKENS],
     "rows flattened": lambda w: w.reshape(-1)[TOKENS],
     "rows flattened after others": lambda w: jnp.stack([w, w]).reshape(12, 4)[TOKENS],
