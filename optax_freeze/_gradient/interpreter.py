@@ -13,10 +13,14 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, register_exclusion, user_context
 
+from optax_freeze._gradient import rules_calls as rules_calls
 from optax_freeze._gradient import rules_control_flow as rules_control_flow
 from optax_freeze._gradient import rules_indexing as rules_indexing
+from optax_freeze._gradient import rules_layout as rules_layout
 from optax_freeze._gradient import rules_products as rules_products
 from optax_freeze._gradient import rules_rowwise as rules_rowwise
+from optax_freeze._gradient import rules_writing as rules_writing
+from optax_freeze._gradient.constants import as_array, folded
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole
 from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense
 
@@ -62,7 +66,7 @@ def call(
     consts = [FrozenArray(const) if id(const) in frozen_ids else const for const in closed.consts]
     known, unknown = set(map(id, params)), set(map(id, inputs))
     outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
-    return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
+    return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
 
 
 def evaluate(
@@ -91,8 +95,10 @@ def evaluate(
     for i, eqn in enumerate(jaxpr.eqns):
         name_stack = current_name_stack() + eqn.source_info.name_stack
         with user_context((source or eqn.source_info).traceback, name_stack=name_stack):
+            values = [read(v) for v in eqn.invars]
             known = [isinstance(v, Literal) or v in of_params for v in eqn.invars]
-            outs = _apply(eqn, [read(v) for v in eqn.invars], known)
+            constant = folded(eqn, values)
+            outs = _apply(eqn, values, known) if constant is None else constant
         if all(known):
             of_params.update(eqn.outvars)
         env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))

@@ -1,15 +1,15 @@
 """Rules for operations on each row alone, which keep the array split."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, numbers, of_numbers, trainable_rows
+from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, numbers, of_numbers, trainable_rows
 
 _ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
@@ -41,18 +41,17 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
         or len({x.axis for x in splits}) > 1
     ):
         return eqn.bind_whole(*operands)
-    first = splits[0].widened(trains)
+    first = made_of(splits, trains)
     frozen, rows = [], []
     for x in operands:
         if isinstance(x, SplitArray):
-            frozen.append(x.frozen if x.in_jvp else first.guarded(x.frozen))
+            frozen.append(x.frozen if x.in_jvp else first.guarded(x.frozen, shape))
             rows.append(x.widened(trains).rows)
         else:
             by_rows = np.ndim(x) and np.shape(x)[first.axis] == first.size
-            frozen.append(first.guarded(x))
+            frozen.append(first.guarded(x, shape))
             rows.append(trainable_rows(first.index, x) if by_rows else x)
-    out = first.like(eqn.bind(*frozen), eqn.bind(*rows))
-    return dataclasses.replace(out, whole=all(x.whole for x in splits))
+    return first.like(eqn.bind(*frozen), eqn.bind(*rows))
 
 
 @rule("optimization_barrier")
@@ -66,18 +65,6 @@ def optimization_barrier(eqn: Equation, *operands: Any) -> Any:
 def transpose(eqn: Equation, x: SplitArray) -> Any:
     """Moves the axis of the rows."""
     return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))
-
-
-@rule("reshape")
-def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Keeps the rows apart if an axis of the result has as many entries and as many elements before it."""
-    if dynamic_sizes or eqn.params["dimensions"] is not None or eqn.params.get("sharding") is not None:
-        return None
-    before, sizes = math.prod(x.frozen.shape[: x.axis]), eqn.params["new_sizes"]
-    for axis, size in enumerate(sizes):
-        if size == x.size and math.prod(sizes[:axis]) == before:
-            return eqn.bind_parts(x, axis=axis, new_sizes=at_axis(sizes, axis, x.index.count))
-    return None
 
 
 @rule("broadcast_in_dim")
@@ -126,6 +113,25 @@ def without_gradient(eqn: Equation, x: SplitArray) -> Any:
     if x.axis in eqn.params["axes"]:
         return eqn.bind_whole(x)
     return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["axes"]))
+
+
+@rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+def cumulative(eqn: Equation, x: SplitArray) -> Any:
+    """Accumulates within the rows, or sums over them: to each row come the sums of the rows on one side of it."""
+    axis = eqn.params["axis"]
+    if axis != x.axis:
+        return eqn.bind_parts(x)
+    if eqn.primitive.name != "cumsum":
+        return None
+
+    reverse, trains, everywhere = eqn.params["reverse"], numbers(x.index), np.arange(x.size, dtype=np.int32)
+    nearest = np.searchsorted(trains, everywhere, "left" if reverse else "right") - (not reverse)
+    nearest = np.where(nearest < 0, x.index.count, nearest)  # none on that side: out of range, where the sum is zero
+
+    def of_rows(rows: Any) -> jax.Array:
+        return jnp.take(eqn.bind(rows), nearest, axis=axis, mode="fill", fill_value=0)
+
+    return multilinear([x], eqn.bind, {0: InRows(of_rows, axis=None)})
 
 
 @rule("sharding_constraint")

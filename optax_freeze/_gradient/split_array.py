@@ -115,14 +115,14 @@ class SplitArray:
         index = dataclasses.replace(self.index, axis=axis)
         return jnp.where(index.frozen(jnp.ndim(operand)), operand, jnp.zeros((), operand.dtype))
 
-    def guarded(self, operand: Any) -> Any:
-        """An operand of an elementwise operation on these rows, with constants at the stale ones.
+    def guarded(self, operand: Any, shape: tuple[int, ...]) -> Any:
+        """An operand of an elementwise operation with a result of some shape, with constants at the stale rows.
 
         The derivative may be infinite there, and infinity times the zero that comes back from these rows is NaN.
         """
         if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
             return operand
-        operand = jnp.broadcast_to(operand, jnp.shape(self.frozen))
+        operand = jnp.broadcast_to(operand, shape)
         if self.in_jvp:
             return self.cleared(operand, self.axis)
         return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
@@ -248,3 +248,37 @@ def _varies(array: Any) -> Any:
 def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     """A shape with another size at one axis."""
     return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def has_split(values: Sequence[Any]) -> bool:
+    """Whether any of these is a split array."""
+    return any(isinstance(value, SplitArray) for value in values)
+
+
+def made_of(splits: Sequence[SplitArray], trains: np.ndarray) -> SplitArray:
+    """An array made of several, for :meth:`SplitArray.like`: the first, with these rows trainable."""
+    return dataclasses.replace(splits[0].widened(trains), whole=all(x.whole for x in splits))
+
+
+def read(value: Any) -> Any:
+    """``value``, dense if it is a :class:`FrozenArray`."""
+    return value.read() if isinstance(value, FrozenArray) else value
+
+
+def with_log(value: Any, log: OperationLog) -> Any:
+    """``value`` with another log if it is split."""
+    return dataclasses.replace(value, log=log) if isinstance(value, SplitArray) else value
+
+
+def undifferentiated(x: SplitArray, operand: Any) -> Any:
+    """A dense operand as it may stand at the stale rows of ``x.frozen``: nothing is differentiated through these."""
+    if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return operand
+    if x.in_jvp:  # where it may be transposed
+        return jnp.where(False, operand, jnp.zeros((), operand.dtype))
+    return jax.lax.stop_gradient(operand)
+
+
+def with_guarded_rows(x: SplitArray) -> SplitArray:
+    """``x`` after dense operands came into ``frozen``: nothing is differentiated through the stale rows."""
+    return x.like(x.guarded(x.frozen, jnp.shape(x.frozen)), x.rows)
