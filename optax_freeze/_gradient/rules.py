@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.source_info_util import current
 
+from optax_freeze._gradient.row_numbers import padding
 from optax_freeze._gradient.split_array import SplitArray, dense
 from optax_freeze._gradient.with_rows import is_zero, spread, spread_tangent
 
@@ -30,7 +32,7 @@ class Equation(NamedTuple):
 
     primitive: Any
     params: dict[str, Any]
-    evaluate: Callable[..., list[Any]]
+    evaluate: Any = None
     of_params: Sequence[bool] = ()  # which operands are computed from parameters and constants alone
 
     def bind_params(self, **changed: Any) -> tuple[Any, dict[str, Any]]:
@@ -49,7 +51,11 @@ class Equation(NamedTuple):
 
     def bind_whole(self, *operands: Any) -> Whole:
         """The operation applied to whole arrays, if XLA fuses it, and so the cut of its gradient to the rows."""
-        return Whole(self.bind(*(x.joined() if isinstance(x, SplitArray) else x for x in operands)))
+        return Whole(self.bind(*(x.joined() if isinstance(x, SplitArray) else dense(x) for x in operands)))
+
+    def has_activation(self, operands: Sequence[Any]) -> bool:
+        """Whether one of the operands is computed from more than parameters and constants."""
+        return any(np.ndim(x) and not known for x, known in zip(operands, self.of_params, strict=True))
 
     def record(self, effect: str, *values: Any) -> None:
         """Adds the operation to the logs of the split arrays among the values."""
@@ -89,7 +95,7 @@ def multilinear(operands: Sequence[Any], of_whole: Callable[..., Any], of_rows: 
             apply, part = of_whole, tangent
             if isinstance(x, SplitArray):
                 part = spread_tangent(x.index, tangent.frozen, tangent.rows, x.frozen)
-                if is_zero(tangent.frozen):
+                if is_zero(tangent.frozen) and not _is_dearer_in_rows(x, of_rows[i].axis, dense_values, out):
                     apply, part = of_rows[i].apply, tangent.rows
             if part is None or is_zero(part):
                 continue
@@ -101,6 +107,14 @@ def multilinear(operands: Sequence[Any], of_whole: Callable[..., Any], of_rows: 
 
     function.defjvp(jvp, symbolic_zeros=True)
     return Whole(function(*wholes))
+
+
+def _is_dearer_in_rows(x: SplitArray, axis: int | None, operands: Sequence[Any], out: Any) -> bool:
+    """Whether scattered rows had to be looked up in more elements of activations than the leaf has."""
+    if padding(x.index, x.axis, x.frozen.ndim) is not None:
+        return False
+    read = [out] if axis is not None else [y for y in operands if np.shape(y) != np.shape(x.frozen)]
+    return sum(map(np.size, read)) * x.index.count > x.frozen.size * x.size
 
 
 class Rule(NamedTuple):

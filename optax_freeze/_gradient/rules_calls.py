@@ -19,7 +19,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.jaxprs import is_inlined
-from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.row_numbers import numbers, padding
+from optax_freeze._gradient.rows_of_outputs import has_rows, rows_of_outputs
+from optax_freeze._gradient.rules import Equation, Whole, rule
 from optax_freeze._gradient.split_array import (
     FrozenArray,
     OperationLog,
@@ -27,7 +29,6 @@ from optax_freeze._gradient.split_array import (
     dense,
     has_split,
     made_of,
-    numbers,
     read,
     trainable_rows,
     with_log,
@@ -178,3 +179,40 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
         frozen = eqn.bind(*(x.frozen if isinstance(x, SplitArray) else x for x in values))
     first = made_of([value for value in values if isinstance(value, SplitArray)], numbers(index))
     return [first.like(*parts, index=index) for parts in zip(frozen, rows, strict=True)]
+
+
+@rule("custom_vjp_call")
+def custom_vjp(eqn: Equation, *operands: Any) -> Any:
+    """Keeps the custom rule for the whole array, and cuts its cotangent where the rule ends in operations on rows."""
+    splits = {i: x for i, x in enumerate(operands) if isinstance(x, SplitArray)}
+    scattered = any(padding(x.index, x.axis, x.frozen.ndim) is None for x in splits.values())
+    if eqn.params["symbolic_zeros"] or scattered or any(x.in_jvp for x in splits.values()):
+        return None
+    inexact = [i for i, x in enumerate(operands) if jnp.issubdtype(jnp.result_type(dense(x)), jnp.inexact)]
+
+    def forward(*values: Any) -> Any:
+        return jax.vjp(eqn.bind, *map(dense, values))
+
+    def pullback(back: Any, cotangents: Any) -> list[Any]:
+        every = back(cotangents)
+        return [every[i] for i in inexact]
+
+    backward_of_shapes = jax.make_jaxpr(lambda *values: pullback(forward(*values)[1], forward(*values)[0]))(*operands)
+    if not all(has_rows(backward_of_shapes, inexact.index(i)) for i in splits):
+        return None
+    function = jax.custom_vjp(lambda *values: eqn.bind(*map(dense, values)))
+
+    def backward(back: Any, cotangents: Any) -> tuple[Any, ...]:
+        closed = jax.make_jaxpr(pullback)(back, cotangents)
+        indices = {inexact.index(i): x.index for i, x in splits.items()}
+        outs, rows = rows_of_outputs(closed, jax.tree.leaves((back, cotangents)), indices)
+        every: list[Any] = [None] * len(operands)
+        for position, i in enumerate(inexact):
+            every[i] = outs[position]
+            if position in rows:
+                of_frozen = splits[i].index.choose(outs[position], jnp.zeros_like(outs[position]))
+                every[i] = dataclasses.replace(splits[i], frozen=of_frozen, rows=rows[position], whole=True)
+        return tuple(every)
+
+    function.defvjp(forward, backward)
+    return Whole(function(*(x.made_whole() if isinstance(x, SplitArray) else x for x in operands)))

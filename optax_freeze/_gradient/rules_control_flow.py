@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._gradient.jaxprs import scan_counts
+from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import (
     FrozenArray,
@@ -24,7 +25,6 @@ from optax_freeze._gradient.split_array import (
     dense,
     has_split,
     made_of,
-    numbers,
     read,
     segments,
     with_log,

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, locate, numbers, of_numbers
+from optax_freeze._gradient.split_array import SplitArray, at_axis
 
 _FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.row_numbers import numbers, of_numbers
+from optax_freeze._gradient.rules import Equation, Whole, rule
 from optax_freeze._gradient.split_array import (
     SplitArray,
     at_axis,
     made_of,
-    numbers,
-    of_numbers,
     read,
     trainable_rows,
     undifferentiated,
@@ -72,8 +71,10 @@ def concatenate(eqn: Equation, *operands: Any) -> Any:
     """Joins arrays along the axis of the rows, or along another one."""
     axis = eqn.params["dimension"]
     splits = [x for x in operands if isinstance(x, SplitArray)]
-    if not splits or any(x.axis != splits[0].axis for x in splits):
+    if not splits:
         return None
+    if eqn.has_activation(operands) or any(x.axis != splits[0].axis for x in splits):
+        return eqn.bind_whole(*operands)
     if axis != splits[0].axis:
         return _side_by_side(eqn, operands, splits[0].axis)
     joined = _one_after_another(eqn, operands, axis)
@@ -106,17 +107,19 @@ def _one_after_another(eqn: Equation, operands: Sequence[Any], axis: int) -> Spl
 def stack(eqn: Equation, *operands: Any) -> Any:
     """Joins arrays along a new axis."""
     splits = [x for x in operands if isinstance(x, SplitArray)]
-    if not splits or any(x.axis != splits[0].axis for x in splits):
+    if not splits:
         return None
+    if eqn.has_activation(operands) or any(x.axis != splits[0].axis for x in splits):
+        return eqn.bind_whole(*operands)
     return _side_by_side(eqn, operands, splits[0].axis + (eqn.params["axis"] <= splits[0].axis))
 
 
-def _side_by_side(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray | None:
+def _side_by_side(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray | Whole:
     """The operands beside each other. The rows, along ``axis``, are trainable if they are in any operand."""
     splits = [x for x in operands if isinstance(x, SplitArray)]
     trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
     if len(trains) == splits[0].size:
-        return None
+        return eqn.bind_whole(*operands)
     first = made_of(splits, trains)
     frozen = [x.frozen if isinstance(x, SplitArray) else read(x) for x in operands]
     rows = [

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
-from optax_freeze._gradient.split_array import SplitArray, numbers, trainable_rows
+from optax_freeze._gradient.split_array import SplitArray, trainable_rows
 
 
 @rule("dot_general")

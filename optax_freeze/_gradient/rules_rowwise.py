@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._gradient.row_numbers import numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, numbers, of_numbers, trainable_rows
+from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, trainable_rows
 
-_ELEMENTWISE = """
+ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
 cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
 logistic lt max min mul name ne neg nextafter not or pow pvary real reduce_precision rem round rsqrt select_n
@@ -19,7 +20,7 @@ sign sin sinh sqrt square stop_gradient sub tan tanh xor
 """
 
 
-@rule(*_ELEMENTWISE.split())
+@rule(*ELEMENTWISE.split())
 def elementwise(eqn: Equation, *operands: Any) -> Any:
     """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
 
@@ -32,10 +33,9 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
     trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
     if eqn.params.get("sharding") is not None:
         return None
-    activations = [np.ndim(x) and not known for x, known in zip(operands, eqn.of_params, strict=True)]
     shape = np.broadcast_shapes(*(np.shape(x.frozen if isinstance(x, SplitArray) else x) for x in operands))
     if (
-        any(activations)
+        eqn.has_activation(operands)
         or math.prod(shape) > splits[0].elements
         or len(trains) == splits[0].size
         or len({x.axis for x in splits}) > 1

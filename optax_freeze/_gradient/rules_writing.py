@@ -14,12 +14,11 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._gradient.constants import known
+from optax_freeze._gradient.row_numbers import locate, numbers
 from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import (
     SplitArray,
     has_split,
-    locate,
-    numbers,
     trainable_rows,
     undifferentiated,
     with_guarded_rows,

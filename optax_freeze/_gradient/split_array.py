@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers, padding
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
@@ -171,50 +172,10 @@ def dense(value: Any) -> Any:
     return value.read() if isinstance(value, FrozenArray) else value
 
 
-@functools.lru_cache(maxsize=256)
-def numbers(index: RowIndex) -> np.ndarray:
-    """The numbers of the trainable rows, ascending."""
-    picked = np.concatenate([np.arange(*progression) for progression in index.picked])
-    return picked if index.picked_train else np.setdiff1d(np.arange(index.size), picked)
-
-
-def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
-    """An index along the same axis, of ``size`` rows with these trainable ones."""
-    breaks = np.flatnonzero(np.diff(trains) != 1) + 1
-    runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
-    return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
-
-
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
     """The trainable rows of a dense array along an axis (that of the index)."""
     at = index if axis is None else dataclasses.replace(index, axis=axis)
     return at.take(array).values
-
-
-def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether rows ``i`` are trainable, and their places among the trainable rows: 0 if frozen or out of range."""
-    runs = index.runs
-    if runs is not None and len(runs) <= 8:
-        trains, position, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0
-        for start, stop in runs:
-            here = (i >= start) & (i < stop)
-            trains, position = trains | here, jnp.where(here, i - (start - before), position)
-            before += stop - start
-        return trains, position
-    positions = jnp.full(index.size, -1, jnp.int32).at[index.indices()].set(jnp.arange(index.count, dtype=jnp.int32))
-    position = jnp.take(positions, i, mode="clip")
-    return (i >= 0) & (i < index.size) & (position >= 0), jnp.maximum(position, 0).astype(jnp.result_type(i))
-
-
-@functools.lru_cache(maxsize=256)
-def padding(index: RowIndex, axis: int, ndim: int) -> list[tuple[int, int, int]] | None:
-    """The padding that puts the trainable rows in their places, if these have one step; the gradient is a slice."""
-    steps = np.unique(np.diff(numbers(index)))
-    if len(steps) > 1:
-        return None
-    first, last = numbers(index)[[0, -1]].tolist()
-    of_rows = (first, index.size - 1 - last, int(steps[0]) - 1 if len(steps) else 0)
-    return [of_rows if d == axis else (0, 0, 0) for d in range(ndim)]
 
 
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from optax_freeze._gradient.split_array import padding
+from optax_freeze._gradient.row_numbers import padding
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part

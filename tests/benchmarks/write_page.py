@@ -36,6 +36,7 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("transformer", "A decoder of which the last block and the head train", "performance.md"),
     Section("frozen_rows", "Frozen rows", "frozen_rows.md"),
+    Section("rows_cost", "Rows in ordinary places", "frozen_rows.md"),
     Section("scale", "Scale", "scale.md"),
     Section("element_masks", "Single elements", "performance.md"),
     Section("schedules", "Freezing that changes", "performance.md"),

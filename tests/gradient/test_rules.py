@@ -69,6 +69,28 @@ def backwards_doubled(w):
 backwards_doubled.defvjp(lambda w: (w, None), lambda _, ct: (2 * ct,))
 
 
+@jax.custom_vjp
+def sorted_backwards(w):
+    return w
+
+
+sorted_backwards.defvjp(lambda w: (w, None), lambda _, ct: (jnp.sort(ct, axis=0),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product_of_own_rule(w, x, scale):
+    return scale * x @ w.T
+
+
+def _own_cotangents(scale, operands, ct):
+    """Twice the cotangent of ``w``, to tell it from the derivative."""
+    w, x = operands
+    return 2 * scale * (x.T @ ct).T + jnp.zeros((1, w.shape[1])), scale * ct @ w
+
+
+product_of_own_rule.defvjp(lambda w, x, scale: (scale * x @ w.T, (w, x)), _own_cotangents)
+
+
 def layer(x, w):
     return jnp.tanh(x @ w), x.sum()
 
@@ -148,6 +170,16 @@ TABLE = {
     "fori_loop": lambda w: jax.lax.fori_loop(0, 6, lambda i, x: jnp.tanh(x + w[i]), jnp.ones(4)),
     "custom_jvp of elements": lambda w: quantised(w)[TOKENS],
     "custom_jvp of a lookup": lambda w: looked_up(w, TOKENS),
+    "custom_vjp of a product": lambda w: product_of_own_rule(w, X, 3.0),
+    "added to activations": lambda w: jnp.tanh(X) + w[:3],
+    "broadcast to activations": lambda w: jnp.sin(jnp.ones((3, 6, 4)) * X.sum() + w) * w,
+    "a column times activations": lambda w: w[:3, :1] * 2 + jnp.sin(jnp.arange(6.0) * X[0, 0]),
+    "joined with activations": lambda w: jnp.sin(jnp.concatenate([w, X, w[:1]])) @ jnp.ones((4, 3)),
+    "maximum over the rows": lambda w: jnp.max(w * 2.0, axis=0),
+    "nearest row": lambda w: w[jnp.argmin(jnp.sum((X[:, None] - w) ** 2, -1), 0)],
+    "convolution": lambda w: jax.lax.conv_general_dilated(
+        jnp.sin(jnp.arange(24.0)).reshape(1, 6, 4), w[None], (1,), "SAME", dimension_numbers=("NWC", "WOI", "NWC")
+    ),
     "stop_gradient": lambda w: (w - jax.lax.stop_gradient(w) * 2)[TOKENS],
     "optimization_barrier": lambda w: jax.lax.optimization_barrier(w)[TOKENS],
     "checkpoint_name": lambda w: checkpoint_name(w, "embed")[TOKENS],
@@ -232,7 +264,7 @@ MERGED = {
     "a branch that merges": lambda w: jax.lax.cond(X[0, 0] > 0, lambda w: jnp.sort(w, 0), lambda w: w, w),
     "cumprod": lambda w: jnp.cumprod(w, axis=0),
     "rows multiplied": lambda w: w.at[TOKENS[0] % 3].multiply(X, unique_indices=True)[TOKENS],
-    "custom_vjp": lambda w: backwards_doubled(w)[TOKENS],
+    "custom_vjp": lambda w: sorted_backwards(w)[TOKENS],
     "custom_jvp across rows": normalised,
     "reshaped across rows": lambda w: w.reshape(8, 3),
     "a constant of a scan, sorted": lambda w: jax.lax.map(lambda x: jnp.sort(w, axis=0) @ x, X),
@@ -276,6 +308,16 @@ def test_a_table_in_parts(i, name):
 @pytest.mark.parametrize(("i", "name"), list(enumerate(STACK)))
 def test_a_stack_in_parts(i, name):
     check(STACK[name], jax.random.normal(jax.random.key(0), (6, 4, 4)), ROWS[i % len(ROWS)])
+
+
+def test_custom_vjp():
+    """The cotangent is cut, if it ends in operations on rows and the cut is a slice: scattered rows are merged."""
+
+    def fun(w):
+        return backwards_doubled(w)[TOKENS]
+
+    check(fun, jax.random.normal(jax.random.key(0), (6, 4)), slice(0, 4))
+    check(fun, jax.random.normal(jax.random.key(0), (6, 4)), [3], in_parts=False)
 
 
 @pytest.mark.parametrize("name", MERGED)
@@ -1607,7 +1649,7 @@ class TestFlax:
         chex.assert_trees_all_close(*both(params), rtol=1e-5, atol=1e-5)
         rows = fz.explain(loss, params, frozen).rows
         assert rows
-        assert all(row.merged is None and row.in_parts for row in rows), "\n".join(map(str, rows))
+        assert all(row.merged is None and (row.in_parts or row.whole) for row in rows), "\n".join(map(str, rows))
 
     @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
     def test_linen_embed(self, dtype):
