@@ -101,7 +101,8 @@ def multilinear(operands: Sequence[Any], of_whole: Callable[..., Any], of_rows: 
                 continue
             term = apply(*dense_values[:i], part, *dense_values[i + 1 :])
             if apply is not of_whole and of_rows[i].axis is not None:
-                term = spread(dataclasses.replace(x.index, axis=of_rows[i].axis), term, out)
+                index = dataclasses.replace(x.index, axis=of_rows[i].axis)
+                term = jax.lax.optimization_barrier(spread(index, term, out))  # else a TPU stores the gradient twice
             terms.append(term)
         return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
 
