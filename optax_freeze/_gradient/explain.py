@@ -1,4 +1,4 @@
-"""Which operations read a leaf in parts, and which forced a merge?
+"""Which operations read a leaf in parts, which the whole of it forward, and which forced a merge?
 
 The function is traced as :func:`optax_freeze.restrict` traces it, with a log for each leaf that is frozen by rows.
 """
@@ -75,7 +75,7 @@ class Explanation:
 
     Attributes:
       rows: for each leaf that is frozen by rows its path, how many rows it has and how many are trainable, the
-        operations that read it in parts (name and source line), and the first that forced a merge or None.
+        operations that read it in parts or as a whole (name and source line), and the first that merged it or None.
 
     Example:
       >>> import optax_freeze as fz
@@ -92,10 +92,11 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> Explanation:
-    """Says which operations read a leaf that is frozen by rows in two parts, and which forced a merge.
+    """Says how operations read a leaf that is frozen by rows: in parts, whole with a gradient of the rows, or merged.
 
-    Frozen rows cost nothing as long as operations read them in place. Any other operation gets the merged array: the
-    result is the same, but the gradient has the size of the leaf. The function is traced and not executed: none of its
+    Frozen rows cost nothing as long as operations read them in place, or read the whole array and have a gradient of
+    the trainable rows alone. Any other operation gets the merged array: the result is the same, but the gradient has
+    the size of the leaf. The function is traced and not executed: none of its
     operations and callbacks runs.
 
     Args:

@@ -88,26 +88,45 @@ def multilinear(operands: Sequence[Any], of_whole: Callable[..., Any], of_rows: 
         return of_whole(*map(dense, values))
 
     def jvp(values: Any, tangents: Any) -> Any:
-        out = function(*values)
-        dense_values = [dense(x) for x in values]
+        out, operands = function(*values), [dense(x) for x in values]
         terms = []
         for i, (x, tangent) in enumerate(zip(values, tangents, strict=True)):
-            apply, part = of_whole, tangent
+            with_operand = functools.partial(_with_operand, operands, i)
             if isinstance(x, SplitArray):
-                part = spread_tangent(x.index, tangent.frozen, tangent.rows, x.frozen)
-                if is_zero(tangent.frozen) and not _is_dearer_in_rows(x, of_rows[i].axis, dense_values, out):
-                    apply, part = of_rows[i].apply, tangent.rows
-            if part is None or is_zero(part):
-                continue
-            term = apply(*dense_values[:i], part, *dense_values[i + 1 :])
-            if apply is not of_whole and of_rows[i].axis is not None:
-                index = dataclasses.replace(x.index, axis=of_rows[i].axis)
-                term = jax.lax.optimization_barrier(spread(index, term, out))  # else a TPU stores the gradient twice
-            terms.append(term)
+                terms.append(_of_split(x, tangent, of_whole, of_rows[i], with_operand, operands, out))
+            elif not is_zero(tangent):
+                terms.append(with_operand(of_whole, tangent))
+        terms = [term for term in terms if term is not None]
         return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
 
     function.defjvp(jvp, symbolic_zeros=True)
     return Whole(function(*wholes))
+
+
+def _of_split(
+    x: SplitArray,
+    tangent: SplitArray,
+    of_whole: Callable[..., Any],
+    of_rows: InRows,
+    with_operand: Callable[..., Any],
+    operands: Sequence[Any],
+    out: Any,
+) -> Any:
+    """The tangent of the result ``out`` from that of ``x``; None if it is zero."""
+    if not is_zero(tangent.frozen) or _is_dearer_in_rows(x, of_rows.axis, operands, out):
+        part = spread_tangent(x.index, tangent.frozen, tangent.rows, x.frozen)
+        return None if part is None else with_operand(of_whole, part)
+    if is_zero(tangent.rows):
+        return None
+    term = with_operand(of_rows.apply, tangent.rows)
+    if of_rows.axis is None:
+        return term
+    index = dataclasses.replace(x.index, axis=of_rows.axis)
+    return jax.lax.optimization_barrier(spread(index, term, out))  # else a TPU stores the gradient of `out` twice
+
+
+def _with_operand(operands: Sequence[Any], i: int, apply: Callable[..., Any], value: Any) -> Any:
+    return apply(*operands[:i], value, *operands[i + 1 :])
 
 
 def _is_dearer_in_rows(x: SplitArray, axis: int | None, operands: Sequence[Any], out: Any) -> bool:
