@@ -41,19 +41,31 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class LeafExplanation:
-    """One leaf: the operations that read it in parts, in order, and the first that forced a merge, if any did."""
+    """One leaf: the operations that read it, in order, and the first that forced a merge, if any did.
+
+    Attributes:
+      path: of the leaf.
+      rows: how many rows it has.
+      trainable_rows: how many of them train.
+      in_parts: the operations that read the frozen and the trainable rows apart.
+      whole: those that read the whole array, of which only the trainable rows are differentiated.
+      merged: the first for which the gradient of the whole array is computed.
+    """
 
     path: str
     rows: int
     trainable_rows: int
     in_parts: tuple[Operation, ...]
+    whole: tuple[Operation, ...]
     merged: Operation | None
 
     def __str__(self) -> str:
-        verdict = "in parts throughout" if self.merged is None else f"merged by {self.merged}"
+        verdict = "never merged" if self.whole else "in parts throughout"
+        verdict = verdict if self.merged is None else f"merged by {self.merged}"
         path = self.path or "(the root)"
         lines = [f"{path}: {self.trainable_rows} of {self.rows} rows train; {verdict}"]
         lines += [f"  in parts: {operation}" for operation in self.in_parts]
+        lines += [f"  whole forward, gradient of the rows: {operation}" for operation in self.whole]
         return "\n".join(map(printable, lines))
 
 
@@ -125,7 +137,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         left = iter(arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
-        call_in_parts(fun, *split(params, plan), args, kwargs, logs.values())
+        call_in_parts(fun, *split(params, plan), args, kwargs, logs.values(), whole=True)
 
     try:
         jax.eval_shape(traced, list(compress(everything, abstract)))
@@ -136,9 +148,11 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
 
 
 def _of_leaf(path: str, index: RowIndex, log: OperationLog) -> LeafExplanation:
-    in_parts = tuple(dict.fromkeys(map(_with_line, log.with_effect("kept", "read"))))
+    in_parts, whole = (
+        tuple(dict.fromkeys(map(_with_line, log.with_effect(*effects)))) for effects in [("kept", "read"), ("whole",)]
+    )
     merged = next(map(_with_line, log.with_effect("merged")), None)
-    return LeafExplanation(path, index.size, index.count, in_parts, merged)
+    return LeafExplanation(path, index.size, index.count, in_parts, whole, merged)
 
 
 def _with_line(operation: split_array.Operation) -> Operation:

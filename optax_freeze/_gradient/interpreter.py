@@ -5,7 +5,7 @@ rule, and gets merged arrays if it has none.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,15 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, register_exclusion, user_context
 
+from optax_freeze._gradient import rules_calls as rules_calls
 from optax_freeze._gradient import rules_control_flow as rules_control_flow
 from optax_freeze._gradient import rules_indexing as rules_indexing
+from optax_freeze._gradient import rules_layout as rules_layout
+from optax_freeze._gradient import rules_products as rules_products
 from optax_freeze._gradient import rules_rowwise as rules_rowwise
-from optax_freeze._gradient.rules import NO_RULE, RULES, Equation
+from optax_freeze._gradient import rules_writing as rules_writing
+from optax_freeze._gradient.constants import as_array, folded
+from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole
 from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -25,14 +30,21 @@ register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line
 _TRACED = object()
 
 
-def call(fun: Callable[..., Any], leaves: Sequence[SplitArray], frozen: Sequence[Any] = ()) -> Any:
+def call(
+    fun: Callable[..., Any],
+    leaves: Sequence[SplitArray],
+    frozen: Sequence[Any] = (),
+    params: Sequence[Any] = (),
+    inputs: Sequence[Any] = (),
+) -> Any:
     """``fun`` of split arrays.
 
     It is traced as ``jit`` traces, which executes nothing, and the program is evaluated: effects happen once, in order.
     If it cannot be traced (Python branches on a value), it is called with the merged arrays, and may raise its error.
 
     ``frozen`` are the frozen arrays that ``fun`` closes over. They are recognised by their identity among the constants
-    of the program: as arguments they would be tracers, on which ``fun`` cannot branch.
+    of the program: as arguments they would be tracers, on which ``fun`` cannot branch. So are
+    ``params``, the other parameters, and ``inputs``, from which activations are computed.
     """
     treedef, flat = None, []
 
@@ -52,13 +64,28 @@ def call(fun: Callable[..., Any], leaves: Sequence[SplitArray], frozen: Sequence
         return fun(*(leaf.merged() for leaf in leaves))
     frozen_ids = {id(array) for array in frozen}
     consts = [FrozenArray(const) if id(const) in frozen_ids else const for const in closed.consts]
-    outs = iter(evaluate(closed.jaxpr, consts, leaves))
-    return jax.tree.unflatten(treedef, [dense(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
+    known, unknown = set(map(id, params)), set(map(id, inputs))
+    outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
+    return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
 
 
-def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source: Any = None) -> list[Any]:
-    """The outputs of a jaxpr, dense or split, under its name scopes; ``source``: the source line of all of it."""
+def evaluate(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    source: Any = None,
+    params: Container[int] = (),
+    inputs: Container[int] = (),
+) -> list[Any]:
+    """The outputs of a jaxpr, dense or split, under its name scopes.
+
+    ``source``: the source line of all of it; ``params`` and ``inputs``: the identities of values. What is
+    computed from parameters and constants alone is no activation.
+    """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+    of_params = {
+        v for v, value in env.items() if id(value) in params or not (isinstance(value, Tracer) or id(value) in inputs)
+    }
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, Literal)}
     last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
 
@@ -68,7 +95,12 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source:
     for i, eqn in enumerate(jaxpr.eqns):
         name_stack = current_name_stack() + eqn.source_info.name_stack
         with user_context((source or eqn.source_info).traceback, name_stack=name_stack):
-            outs = _apply(eqn, [read(v) for v in eqn.invars])
+            values = [read(v) for v in eqn.invars]
+            known = [isinstance(v, Literal) or v in of_params for v in eqn.invars]
+            constant = folded(eqn, values)
+            outs = _apply(eqn, values, known) if constant is None else constant
+        if all(known):
+            of_params.update(eqn.outvars)
         env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
         for v in {v for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, Literal)}:
             if last.get(v, i) <= i:
@@ -76,8 +108,8 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], source:
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: Any, values: list[Any]) -> Any:
-    equation, rule = Equation(eqn.primitive, eqn.params, evaluate), RULES.get(eqn.primitive.name, NO_RULE)
+def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
+    equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     if not rule.enters:
         values = [value.read() if isinstance(value, FrozenArray) else value for value in values]
     out = None
@@ -89,6 +121,9 @@ def _apply(eqn: Any, values: list[Any]) -> Any:
         operands = [dense(value) for value in values]
         with eqn.ctx.manager:
             return equation.bind(*operands)
+    if isinstance(out, Whole):
+        equation.record("whole", *values)
+        return out.out
     if not rule.enters:
         outs = out if eqn.primitive.multiple_results else [out]
         equation.record("kept" if any(isinstance(out, SplitArray) for out in outs) else "read", *values)

@@ -77,15 +77,19 @@ def call_in_parts(
     args: Iterable[Any],
     kwargs: dict[str, Any],
     logs: Iterable[OperationLog | None] = repeat(None),
+    whole: bool = False,
 ) -> T:
-    """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows."""
+    """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows.
+
+    ``whole`` says that the rows of ``trainable`` are those of the arrays in ``rest``.
+    """
     logs, splits = iter(logs), []
 
     def combine_part(of_rest: Rest, part: Any) -> Any:
         if not isinstance(of_rest.selection, RowIndex):
             return of_rest.selection.put(of_rest.array, part)
         array = jnp.asarray(of_rest.array)
-        splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs)))
+        splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs), whole))
         return splits[-1]
 
     leaves, treedef = assemble(trainable, rest, combine_part)
@@ -100,7 +104,7 @@ def call_in_parts(
     from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
 
     frozen = [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
-    return call(of_arrays, splits, frozen)
+    return call(of_arrays, splits, frozen, leaves, jax.tree.leaves((args, kwargs)))
 
 
 def value_and_grad(
@@ -155,11 +159,12 @@ def value_and_grad(
         i = argnums % len(args)
         trainable, rest = split(args[i], _something_trains(args[i], frozen))
 
-        def of_params(params: PyTree) -> Any:
-            with_params: Any = (*args[:i], params, *args[i + 1 :])
+        def of_params(params: PyTree, /, *others: Any, **kwargs: Any) -> Any:
+            with_params: Any = (*others[:i], params, *others[i:])
             return fun(*with_params, **kwargs)
 
-        return jax.value_and_grad(restrict(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)(trainable)
+        at_params = jax.value_and_grad(_at_params(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)
+        return at_params(trainable, *args[:i], *args[i + 1 :], **kwargs)
 
     return value_and_grad_fn
 
@@ -233,9 +238,18 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
     @functools.wraps(fun)
     def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         trainable, rest = split(params, _something_trains(params, frozen))
-        return optax.value_and_grad_from_state(restrict(fun, rest))(trainable, *args, state=state, **kwargs)
+        return optax.value_and_grad_from_state(_at_params(fun, rest))(trainable, *args, state=state, **kwargs)
 
     return value_and_grad_fn
+
+
+def _at_params(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
+    """:func:`restrict`, if the function is called with the trainable part of the same parameters."""
+
+    def at_params(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
+        return call_in_parts(fun, trainable, rest, args, kwargs, whole=True)
+
+    return at_params
 
 
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:

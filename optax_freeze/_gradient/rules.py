@@ -2,15 +2,27 @@
 
 A rule is ``rule(eqn, *operands)``, where some operands are a :class:`SplitArray`. It returns the result, split as long
 as the rows stay apart and dense where they are read, or None where the operation needs the merged array. A rule is
-exact in both parts, so it holds whichever part is differentiated, and how often.
+exact in both parts, so it holds whichever part is differentiated, and how often. A rule that reads the whole array and
+has the gradient of the rows alone returns its result as :class:`Whole`.
 """
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend.source_info_util import current
 
-from optax_freeze._gradient.split_array import SplitArray
+from optax_freeze._gradient.split_array import SplitArray, dense
+from optax_freeze._gradient.with_rows import is_zero, spread, spread_tangent
+
+
+class Whole(NamedTuple):
+    """The result of an operation on a whole array, of which only the trainable rows are differentiated."""
+
+    out: Any
 
 
 class Equation(NamedTuple):
@@ -19,6 +31,7 @@ class Equation(NamedTuple):
     primitive: Any
     params: dict[str, Any]
     evaluate: Callable[..., list[Any]]
+    of_params: Sequence[bool] = ()  # which operands are computed from parameters and constants alone
 
     def bind_params(self, **changed: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments of ``primitive.bind``: functions that come before the operands (up to JAX 0.9), and params."""
@@ -34,11 +47,60 @@ class Equation(NamedTuple):
         """The operation applied to both parts of ``x``; ``of_rows`` are the params that differ for the rows."""
         return x.like(self.bind(x.frozen, *others), self.bind(x.rows, *others, **of_rows), axis)
 
+    def bind_whole(self, *operands: Any) -> Whole:
+        """The operation applied to whole arrays, if XLA fuses it, and so the cut of its gradient to the rows."""
+        return Whole(self.bind(*(x.joined() if isinstance(x, SplitArray) else x for x in operands)))
+
     def record(self, effect: str, *values: Any) -> None:
         """Adds the operation to the logs of the split arrays among the values."""
         for value in values:
             if isinstance(value, SplitArray):
                 value.record(self.primitive.name, effect, current())
+
+
+class InRows(NamedTuple):
+    """What an operation makes of the trainable rows of one operand."""
+
+    apply: Callable[..., Any]  # called with the operands, of which this one has its trainable rows alone
+    axis: int | None  # of the rows in the result; None if the operation sums over them
+
+
+def multilinear(operands: Sequence[Any], of_whole: Callable[..., Any], of_rows: dict[int, InRows]) -> Whole | None:
+    """The result of an operation on whole arrays, which is linear in each of its operands.
+
+    Args:
+      operands: split or dense.
+      of_whole: the operation.
+      of_rows: for each split operand, by its position, what the operation makes of the trainable rows.
+    """
+    if any(isinstance(x, SplitArray) and x.in_jvp for x in operands):
+        return None
+    wholes = [x.made_whole() if isinstance(x, SplitArray) else x for x in operands]
+
+    @jax.custom_jvp
+    def function(*values: Any) -> Any:
+        return of_whole(*map(dense, values))
+
+    def jvp(values: Any, tangents: Any) -> Any:
+        out = function(*values)
+        dense_values = [dense(x) for x in values]
+        terms = []
+        for i, (x, tangent) in enumerate(zip(values, tangents, strict=True)):
+            apply, part = of_whole, tangent
+            if isinstance(x, SplitArray):
+                part = spread_tangent(x.index, tangent.frozen, tangent.rows, x.frozen)
+                if is_zero(tangent.frozen):
+                    apply, part = of_rows[i].apply, tangent.rows
+            if part is None or is_zero(part):
+                continue
+            term = apply(*dense_values[:i], part, *dense_values[i + 1 :])
+            if apply is not of_whole and of_rows[i].axis is not None:
+                term = spread(dataclasses.replace(x.index, axis=of_rows[i].axis), term, out)
+            terms.append(term)
+        return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
+
+    function.defjvp(jvp, symbolic_zeros=True)
+    return Whole(function(*wholes))
 
 
 class Rule(NamedTuple):

@@ -1,93 +1,36 @@
-"""Rules for operations that contain programs, which are entered with split arrays.
+"""Rules for loops and branches, whose programs are entered with split arrays.
 
-``jit`` and ``remat`` pass the split arrays on. A ``scan`` over the rows becomes one scan for each stretch of rows: that
-of frozen rows reads them by their number, so that nothing is copied and, before the first trainable row, nothing is
-differentiated. A function with a custom JVP rule keeps it: the rule is evaluated with split arrays, too.
+A ``scan`` over the rows becomes one scan for each stretch of rows: that of frozen rows reads them by their number, so
+that nothing is copied and, before the first trainable row, nothing is differentiated. What is the same in every step of
+a loop stays split inside of it, and so do the operands of a branch.
 """
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.extend.source_info_util import current
+from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._gradient.jaxprs import is_inlined, scan_counts
+from optax_freeze._gradient.jaxprs import scan_counts
 from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import (
     FrozenArray,
     OperationLog,
     SplitArray,
     dense,
+    has_split,
+    made_of,
     numbers,
+    read,
     segments,
-    trainable_rows,
+    with_log,
 )
 
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _MOST_SEGMENTS = 32  # a scan of more stretches would be a large program: it takes the merged array
-
-
-def _has_split(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, SplitArray) for value in values)
-
-
-@rule("call", "closed_call", "core_call", enters=True)
-def inline(eqn: Equation, *values: Any) -> Any:
-    """Evaluates the program in place of the call."""
-    if not _has_split(values):
-        return None
-    closed = eqn.params["call_jaxpr"]
-    jaxpr, consts = (closed, ()) if isinstance(closed, Jaxpr) else (closed.jaxpr, closed.consts)
-    return eqn.evaluate(jaxpr, consts, values)
-
-
-@rule("jit", "pjit", enters=True)
-def jit(eqn: Equation, *values: Any) -> Any:
-    """Keeps the call, except of functions of ``jax.numpy`` and where the program is to be inlined."""
-    params = eqn.params
-    placed = any(type(s).__name__ != "UnspecifiedValue" for s in (*params["in_shardings"], *params["out_shardings"]))
-    if not _has_split(values) or placed or any(params["donated_invars"]):
-        return None
-    closed = params["jaxpr"]
-    if _JAX in closed.jaxpr.debug_info.func_src_info:  # the user knows the line of the call only
-        with jax.named_scope(params["name"]):
-            return eqn.evaluate(closed.jaxpr, closed.consts, values, current())
-    if is_inlined(params):
-        return eqn.evaluate(closed.jaxpr, closed.consts, values)
-    return _jitted(eqn.evaluate, closed, params["name"])(*values)
-
-
-@functools.lru_cache(maxsize=512)
-def _jitted(evaluate: Callable[..., list[Any]], closed: ClosedJaxpr, name: str) -> Callable[..., list[Any]]:
-    def function(*values: Any) -> list[Any]:
-        return evaluate(closed.jaxpr, closed.consts, values)
-
-    function.__name__ = function.__qualname__ = name
-    return jax.jit(function)
-
-
-@rule("checkpoint", "remat", "remat2", enters=True)
-def remat(eqn: Equation, *values: Any) -> Any:
-    """Keeps the rematerialisation; rows of frozen arrays are read again in the backward pass."""
-    params = eqn.params
-    rows_to_read = any(isinstance(value, FrozenArray) and value.row is not None for value in values)
-    if params["differentiated"] or not (_has_split(values) or rows_to_read):
-        return None
-
-    def function(*values: Any) -> list[Any]:
-        return eqn.evaluate(params["jaxpr"], (), values)
-
-    prevent_cse = params["prevent_cse"]
-    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
-    return jax.checkpoint(function, prevent_cse=prevent_cse, policy=params["policy"])(*values)
 
 
 @rule("scan", enters=True)
@@ -98,15 +41,15 @@ def scan(eqn: Equation, *values: Any) -> Any:
     carry = [dense(value) for value in values[num_consts:][:num_carry]]
     by_rows = [x for x in xs if isinstance(x, SplitArray) and x.axis == 0]
     stretches = segments(by_rows, eqn.params["length"]) if by_rows else [(0, eqn.params["length"])]
-    if not _has_split((*consts, *xs)) or len(stretches) > _MOST_SEGMENTS:
+    if not has_split((*consts, *xs)) or len(stretches) > _MOST_SEGMENTS:
         return None
-    consts = _merged_outside(eqn, consts)
+    consts = _merged_outside(eqn, eqn.params["jaxpr"], consts)
     eqn.record("read", *by_rows)
     eqn.record("merged", *values[num_consts:][:num_carry])
 
     reverse, ys = eqn.params["reverse"], []
     for start, stop in stretches[::-1] if reverse else stretches:
-        inputs = [_stretch(x, start, stop) for x in xs] if by_rows else [_read(x) for x in xs]
+        inputs = [_stretch(x, start, stop) for x in xs] if by_rows else [read(x) for x in xs]
         carry, y = _scan_stretch(eqn, consts, carry, inputs, start, stop)
         ys.append(y)
     ys = ys[::-1] if reverse else ys
@@ -150,117 +93,93 @@ def _of_step(x: Any, i: Any, part: Any) -> Any:
     """One step of an input ``x`` of a scan, sliced to ``part``; the rows are one axis further to the left there."""
     if isinstance(x, FrozenArray):
         return FrozenArray(x.array, i)
-    return part.like(part.frozen, part.rows, part.axis - 1) if isinstance(part, SplitArray) else part
+    if isinstance(part, SplitArray):
+        part = dataclasses.replace(part, elements=part.frozen.size)
+        return part.like(part.frozen, part.rows, part.axis - 1)
+    return part
 
 
-def _read(x: Any) -> Any:
-    return x.read() if isinstance(x, FrozenArray) else x
+@rule("while", enters=True)
+def while_loop(eqn: Equation, *values: Any) -> Any:
+    """What the condition and the body read in every step stays split; what changes from step to step is merged."""
+    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    if not has_split(values[: of_condition + of_body]):
+        return None
+    for_condition = _merged_outside(eqn, condition, values[:of_condition])
+    for_body = _merged_outside(eqn, body, values[of_condition:][:of_body])
+    carry = values[of_condition + of_body :]
+    eqn.record("merged", *carry)
+
+    def goes_on(carry: Sequence[Any]) -> Any:
+        return dense(*eqn.evaluate(condition.jaxpr, condition.consts, [*for_condition, *carry]))
+
+    def step(carry: Sequence[Any]) -> list[Any]:
+        outs = [dense(out) for out in eqn.evaluate(body.jaxpr, body.consts, [*for_body, *carry])]
+        if not np.ndim(condition.out_avals[0]):
+            return outs
+        here = goes_on(carry)
+        return [
+            jnp.where(jnp.expand_dims(here, range(here.ndim, out.ndim)), out, old)
+            for out, old in zip(outs, carry, strict=True)
+        ]
+
+    # Under vmap, a condition may differ between examples, and the carry of those that ended stays.
+    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, [dense(value) for value in carry])
 
 
-def _merged_outside(eqn: Equation, consts: Sequence[Any]) -> list[Any]:
-    """The constants of a scan: those that its body would merge in every step are merged before it."""
-    if not _has_split(consts):
+@rule("cond", enters=True)
+def cond(eqn: Equation, which: Any, *operands: Any) -> Any:
+    """Branches with split operands. An output is split if it is in every branch, along the same axis."""
+    if not has_split(operands) or eqn.params.get("branches_platforms") is not None:
+        return None
+
+    def outputs(branch: ClosedJaxpr) -> list[Any]:
+        return eqn.evaluate(branch.jaxpr, branch.consts, operands)
+
+    branches = eqn.params["branches"]
+    results = zip(*(jax.eval_shape(functools.partial(outputs, branch)) for branch in branches), strict=True)
+    layouts = [_common(alternatives) for alternatives in results]
+
+    def taken(branch: ClosedJaxpr) -> list[Any]:
+        return [_finished(eqn, out, layout) for out, layout in zip(outputs(branch), layouts, strict=True)]
+
+    finished = jax.lax.switch(which, [functools.partial(taken, branch) for branch in branches])
+    return [layout.like(*out) if layout else out for out, layout in zip(finished, layouts, strict=True)]
+
+
+def _common(alternatives: Sequence[Any]) -> SplitArray | None:
+    """One output of each branch: a split array with the rows that are trainable in any of them, or None if merged."""
+    first = alternatives[0]
+    if not all(isinstance(out, SplitArray) and out.axis == first.axis for out in alternatives):
+        return None
+    trains = functools.reduce(np.union1d, [numbers(out.index) for out in alternatives])
+    return None if len(trains) == first.size else jax.eval_shape(lambda *splits: made_of(splits, trains), *alternatives)
+
+
+def _finished(eqn: Equation, out: Any, layout: SplitArray | None) -> Any:
+    """An output of a branch: both its parts, or the merged array."""
+    if layout is None:
+        eqn.record("merged", out)
+        return dense(out)
+    out = out.widened(numbers(layout.index))
+    return out.frozen, out.rows
+
+
+def _merged_outside(eqn: Equation, body: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
+    """The constants of a loop: those that its body would merge in every step are merged before it."""
+    if not has_split(consts):
         return list(consts)
-    closed, logs = eqn.params["jaxpr"], [OperationLog() for _ in consts]
-    logged = [_with_log(x, log) for x, log in zip(consts, logs, strict=True)]
+    logs = [OperationLog() for _ in consts]
+    logged = [with_log(x, log) for x, log in zip(consts, logs, strict=True)]
 
-    def body(consts: Any, *others: Any) -> list[Any]:
-        return [dense(out) for out in eqn.evaluate(closed.jaxpr, closed.consts, [*consts, *others])]
+    def outputs(consts: Any, *others: Any) -> list[Any]:
+        return [dense(out) for out in eqn.evaluate(body.jaxpr, body.consts, [*consts, *others])]
 
-    jax.eval_shape(body, logged, *closed.in_avals[len(consts) :])
+    jax.eval_shape(outputs, logged, *body.in_avals[len(consts) :])
     merged = list(consts)
     for i, log in enumerate(logs):
         if merges := log.with_effect("merged"):
             consts[i].record(*merges[0])
             merged[i] = consts[i].merged()
     return merged
-
-
-def _with_log(x: Any, log: OperationLog) -> Any:
-    return dataclasses.replace(x, log=log) if isinstance(x, SplitArray) else x
-
-
-class _CustomJvp(NamedTuple):
-    """The function of a ``custom_jvp`` call and its rule, evaluated with split arrays."""
-
-    eqn: Equation
-    inexact: Sequence[bool]  # which inputs have tangents
-
-    def function(self, *values: Any) -> list[Any]:
-        closed = self.eqn.params["call_jaxpr"]
-        return self.eqn.evaluate(closed.jaxpr, closed.consts, values)
-
-    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """The outputs and their tangents, by the custom rule."""
-        avals = self.eqn.params["call_jaxpr"].in_avals
-        closed = jax.make_jaxpr(self._rule)(avals, list(compress(avals, self.inexact)))
-        primals = [x.like(x.guarded(x.frozen), x.rows) if isinstance(x, SplitArray) else x for x in primals]
-        operands = [*primals, *compress(tangents, self.inexact)]
-        operands = [dataclasses.replace(x, in_jvp=True) if isinstance(x, SplitArray) else x for x in operands]
-        return self.eqn.evaluate(closed.jaxpr, closed.consts, operands)
-
-    def _rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        functions, params = self.eqn.bind_params()
-        _, rule = functions or params["subfuns"]
-        inexact_tangents = iter(tangents)
-        every_tangent = [
-            next(inexact_tangents) if inexact else np.zeros(np.shape(primal), jax.dtypes.float0)
-            for primal, inexact in zip(primals, self.inexact, strict=True)
-        ]
-        return rule.call_wrapped(*primals, *every_tangent)
-
-    def apply(self, finish: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-        """The outputs, each passed through ``finish``, with the custom rule for their tangents."""
-        function = jax.custom_jvp(lambda *values: [finish(out) for out in self.function(*values)])
-
-        @function.defjvp
-        def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-            outs = [finish(out) for out in self.jvp(primals, tangents)]
-            return outs[: len(outs) // 2], outs[len(outs) // 2 :]
-
-        return function(*values)
-
-    def index_of_outputs(self, values: Sequence[Any]) -> Any:
-        """The rows of the outputs, if the function and its rule treat each row alone and all alike; else None.
-
-        A custom rule may call the function. In a trial of the rule only the function is tried, not the rule again.
-        """
-        splits = [value for value in values if isinstance(value, SplitArray)]
-        in_trial = any(x.log is not None and x.log.is_trial for x in splits)
-        log = OperationLog(is_trial=True)
-        logged = [_with_log(x, log) for x in values]
-        outs = jax.eval_shape(self.function, *logged)
-        if not in_trial:
-            outs = [*outs, *jax.eval_shape(self.jvp, logged, logged)]
-        indices = {out.index if isinstance(out, SplitArray) else None for out in outs}
-        return indices.pop() if len(indices) == 1 and not log.with_effect("read", "merged") else None
-
-
-@rule("custom_jvp_call", enters=True)
-def custom_jvp(eqn: Equation, *values: Any) -> Any:
-    """Keeps the custom rule: for each part if it treats each row alone, else for the merged outputs."""
-    closed = eqn.params["call_jaxpr"]
-    inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.in_avals]
-    outs_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals)
-    if not _has_split(values) or eqn.params["symbolic_zeros"] or not outs_inexact or closed.effects:
-        return None  # effects would happen once for each part
-    values = tuple(_read(value) for value in values)
-    call = _CustomJvp(eqn, inexact)
-
-    def merge(out: Any) -> Any:
-        eqn.record("merged", out)
-        return dense(out)
-
-    index = call.index_of_outputs(values)
-    if index is None:
-        return call.apply(merge, values)
-    rows = call.apply(lambda out: out.rows if isinstance(out, SplitArray) else trainable_rows(index, out), values)
-    if any(isinstance(value, Tracer) for value in compress(values, inexact)):
-        constant = [
-            x.like(x.frozen, trainable_rows(x.index, x.frozen)) if isinstance(x, SplitArray) else x for x in values
-        ]
-        frozen = call.apply(lambda out: out.frozen if isinstance(out, SplitArray) else out, constant)
-    else:
-        frozen = eqn.bind(*(x.frozen if isinstance(x, SplitArray) else x for x in values))
-    first = next(value for value in values if isinstance(value, SplitArray))
-    return [first.like(*parts, index=index) for parts in zip(frozen, rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Rules for operations that read rows: slices, lookups and matmuls, each from the part that has the rows.
+"""Rules for operations that read rows: slices and lookups, each from the part that has the rows.
 
 Neither part is copied or padded to the size of the leaf, and the gradient has the size of the trainable rows.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, join, locate, numbers, of_numbers, trainable_rows
+from optax_freeze._gradient.split_array import SplitArray, at_axis, locate, numbers, of_numbers
 
 _FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
 
@@ -138,51 +138,6 @@ def _select_rows(x: SplitArray, frozen: Any, trains: Any, position: Any, index_a
         row = jax.lax.index_in_dim(x.rows, i, x.axis, keepdims=False)
         chosen = jnp.where(position == i, jax.lax.broadcast_in_dim(row, frozen.shape, row_axes), chosen)
     return chosen
-
-
-@rule("dot_general")
-def dot_general(eqn: Equation, *operands: Any) -> Any:
-    """A matmul of which the rows are a free, a batch or a contracted dimension."""
-    mine = 0 if isinstance(operands[0], SplitArray) else 1
-    x, other = operands[mine], operands[1 - mine]
-    contracting, batch = eqn.params["dimension_numbers"]
-    contracted, batched = x.axis in contracting[mine], x.axis in batch[mine]
-    if isinstance(other, SplitArray) and (contracted or batched):
-        return None
-    if not contracted and eqn.params.get("out_sharding") is not None:
-        return None
-
-    # The axis of the other operand that is that of the rows, if any, and the axis of the rows in the result.
-    axis = out = None
-    if contracted:
-        axis = contracting[1 - mine][contracting[mine].index(x.axis)]
-    elif batched:
-        out = batch[mine].index(x.axis)
-        axis = batch[1 - mine][out]
-    else:
-        free = [d for d in range(x.frozen.ndim) if d not in (*contracting[mine], *batch[mine])]
-        other_rank = np.ndim(other.frozen if isinstance(other, SplitArray) else other)
-        before = len(batch[0]) + (0 if mine == 0 else other_rank - len(contracting[1]) - len(batch[1]))
-        out = before + free.index(x.axis)
-
-    def product(part: Any, with_other: Any) -> Any:
-        ordered = (part, with_other) if mine == 0 else (with_other, part)
-        return dot_general(eqn, *ordered) if isinstance(with_other, SplitArray) else eqn.bind(*ordered)
-
-    def other_at(index: Any) -> Any:
-        return other if axis is None else trainable_rows(index, other, axis)
-
-    rows = product(x.rows, other_at(x.index))
-    if 4 * x.index.count <= x.size:  # few rows: the product of the full array is cheaper than a copy of the others
-        if out is None:
-            return product(x.cleared(), x.cleared(other, axis)) + rows
-        return join(x.index, out, product(x.cleared(), other), rows)
-    rest = of_numbers(x.index, np.setdiff1d(np.arange(x.size), numbers(x.index)), x.size)
-    frozen = product(trainable_rows(rest, x.frozen), other_at(rest))
-    if out is None:
-        return frozen + rows
-    order = np.argsort(np.concatenate([numbers(rest), numbers(x.index)]))
-    return jnp.take(jnp.concatenate([frozen, rows], axis=out), order, axis=out, mode="clip", unique_indices=True)
 
 
 def _wide(i: Any) -> jax.Array:

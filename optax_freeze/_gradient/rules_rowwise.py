@@ -5,10 +5,11 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, numbers, of_numbers, trainable_rows
+from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
+from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, numbers, of_numbers, trainable_rows
 
 _ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
@@ -22,23 +23,33 @@ sign sin sinh sqrt square stop_gradient sub tan tanh xor
 def elementwise(eqn: Equation, *operands: Any) -> Any:
     """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
 
-    Where several operands are split, rows that are trainable in any of them are trainable in the result.
+    Where several operands are split, rows that are trainable in any of them are trainable in the result. A result with
+    an activation, or larger than the leaf, goes on as a whole: split further, each operation on it would be done twice.
     """
     if eqn.primitive.multiple_results:  # pvary, before JAX 0.9
         return jax.tree.map(lambda part: eqn.bind(part)[0], list(operands))
     splits = [x for x in operands if isinstance(x, SplitArray)]
     trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
-    if eqn.params.get("sharding") is not None or len(trains) == splits[0].size or len({x.axis for x in splits}) > 1:
+    if eqn.params.get("sharding") is not None:
         return None
-    first = splits[0].widened(trains)
+    activations = [np.ndim(x) and not known for x, known in zip(operands, eqn.of_params, strict=True)]
+    shape = np.broadcast_shapes(*(np.shape(x.frozen if isinstance(x, SplitArray) else x) for x in operands))
+    if (
+        any(activations)
+        or math.prod(shape) > splits[0].elements
+        or len(trains) == splits[0].size
+        or len({x.axis for x in splits}) > 1
+    ):
+        return eqn.bind_whole(*operands)
+    first = made_of(splits, trains)
     frozen, rows = [], []
     for x in operands:
         if isinstance(x, SplitArray):
-            frozen.append(x.frozen if x.in_jvp else first.guarded(x.frozen))
+            frozen.append(x.frozen if x.in_jvp else first.guarded(x.frozen, shape))
             rows.append(x.widened(trains).rows)
         else:
             by_rows = np.ndim(x) and np.shape(x)[first.axis] == first.size
-            frozen.append(first.guarded(x))
+            frozen.append(first.guarded(x, shape))
             rows.append(trainable_rows(first.index, x) if by_rows else x)
     return first.like(eqn.bind(*frozen), eqn.bind(*rows))
 
@@ -56,25 +67,16 @@ def transpose(eqn: Equation, x: SplitArray) -> Any:
     return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))
 
 
-@rule("reshape")
-def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Keeps the rows apart if an axis of the result has as many entries and as many elements before it."""
-    if dynamic_sizes or eqn.params["dimensions"] is not None or eqn.params.get("sharding") is not None:
-        return None
-    before, sizes = math.prod(x.frozen.shape[: x.axis]), eqn.params["new_sizes"]
-    for axis, size in enumerate(sizes):
-        if size == x.size and math.prod(sizes[:axis]) == before:
-            return eqn.bind_parts(x, axis=axis, new_sizes=at_axis(sizes, axis, x.index.count))
-    return None
-
-
 @rule("broadcast_in_dim")
 def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Adds axes beside that of the rows."""
+    """Adds axes beside that of the rows; a result larger than the leaf goes on as a whole."""
+    shape = eqn.params["shape"]
     if dynamic_sizes or eqn.params.get("sharding") is not None:
         return None
+    if math.prod(shape) > x.elements:
+        return eqn.bind_whole(x)
     axis = eqn.params["broadcast_dimensions"][x.axis]
-    return eqn.bind_parts(x, axis=axis, shape=at_axis(eqn.params["shape"], axis, x.index.count))
+    return eqn.bind_parts(x, axis=axis, shape=at_axis(shape, axis, x.index.count))
 
 
 @rule("squeeze")
@@ -100,7 +102,36 @@ def reduction(eqn: Equation, x: SplitArray) -> Any:
         return None
     if x.axis not in axes:
         return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in axes))
-    return eqn.bind(x.cleared()) + eqn.bind(x.rows) if eqn.primitive.name == "reduce_sum" else None
+    if eqn.primitive.name == "reduce_sum":
+        return multilinear([x], eqn.bind, {0: InRows(eqn.bind, axis=None)})
+    return eqn.bind_whole(x)
+
+
+@rule("argmax", "argmin")
+def without_gradient(eqn: Equation, x: SplitArray) -> Any:
+    """The position of an extreme, within the rows or over them."""
+    if x.axis in eqn.params["axes"]:
+        return eqn.bind_whole(x)
+    return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["axes"]))
+
+
+@rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+def cumulative(eqn: Equation, x: SplitArray) -> Any:
+    """Accumulates within the rows, or sums over them: to each row come the sums of the rows on one side of it."""
+    axis = eqn.params["axis"]
+    if axis != x.axis:
+        return eqn.bind_parts(x)
+    if eqn.primitive.name != "cumsum":
+        return None
+
+    reverse, trains, everywhere = eqn.params["reverse"], numbers(x.index), np.arange(x.size, dtype=np.int32)
+    nearest = np.searchsorted(trains, everywhere, "left" if reverse else "right") - (not reverse)
+    nearest = np.where(nearest < 0, x.index.count, nearest)  # none on that side: out of range, where the sum is zero
+
+    def of_rows(rows: Any) -> jax.Array:
+        return jnp.take(eqn.bind(rows), nearest, axis=axis, mode="fill", fill_value=0)
+
+    return multilinear([x], eqn.bind, {0: InRows(of_rows, axis=None)})
 
 
 @rule("sharding_constraint")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
 
@@ -22,7 +23,7 @@ class Operation(NamedTuple):
     """An operation in a log."""
 
     name: str
-    effect: str  # it "kept" the array split, "read" rows of it or "merged" it
+    effect: str  # it "kept" the array split, "read" rows of it, took the "whole" array forward or "merged" it
     source: Any
 
 
@@ -43,7 +44,9 @@ class OperationLog:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["frozen", "rows"], meta_fields=["index", "log", "in_jvp"]
+    jax.tree_util.register_dataclass,
+    data_fields=["frozen", "rows"],
+    meta_fields=["index", "elements", "log", "whole", "in_jvp"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitArray:
@@ -53,22 +56,28 @@ class SplitArray:
     and never multiplied by zero, here or in a gradient. An operation on ``frozen`` may compute anything at these rows,
     as long as its other operands are :meth:`guarded` or :meth:`cleared`.
 
-    ``in_jvp`` marks an operand of a custom JVP rule. The rule may be transposed, so ``frozen`` is not a constant there.
+    If it is ``whole``, ``frozen`` has the values of ``rows``, too, as where a gradient is taken at the parameters
+    themselves. Then an operation may read the whole array as it is, and add the gradient of the rows to its result.
+
+    ``elements`` is the size of the leaf that the array was made of. ``in_jvp`` marks an operand of a custom JVP rule.
+    The rule may be transposed, so ``frozen`` is not a constant there.
     """
 
     frozen: Any
     rows: Any
     index: RowIndex
+    elements: int
     log: OperationLog | None = None  # only for `explain` and in trials
+    whole: bool = False
     in_jvp: bool = False
 
     @classmethod
-    def of(cls, frozen: Any, rows: Any, index: RowIndex, log: OperationLog | None) -> "SplitArray":
+    def of(cls, frozen: Any, rows: Any, index: RowIndex, log: OperationLog | None, whole: bool) -> "SplitArray":
         """The two parts, made to vary over the same axes of a mesh inside of ``jax.shard_map``."""
         if _varies(frozen) != _varies(rows):
             rows = jnp.where(True, rows, trainable_rows(index, frozen))
-            frozen = jnp.where(True, frozen, join(index, index.axis, frozen, rows))
-        return cls(frozen, rows, index, log)
+            frozen = jnp.where(True, frozen, join(index, index.axis, frozen, jax.lax.stop_gradient(rows)))
+        return cls(frozen, rows, index, np.size(frozen), log, whole)
 
     @property
     def axis(self) -> int:
@@ -84,7 +93,7 @@ class SplitArray:
         """Two new parts, of the same rows if no other index is given; possibly along another axis."""
         if index is None:
             index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
-        return SplitArray(frozen, rows, index, self.log, self.in_jvp)
+        return dataclasses.replace(self, frozen=frozen, rows=rows, index=index)
 
     def record(self, operation: str, effect: str, source: Any) -> None:
         """Adds an operation to the log, if there is one."""
@@ -106,21 +115,40 @@ class SplitArray:
         index = dataclasses.replace(self.index, axis=axis)
         return jnp.where(index.frozen(jnp.ndim(operand)), operand, jnp.zeros((), operand.dtype))
 
-    def guarded(self, operand: Any) -> Any:
-        """An operand of an elementwise operation on these rows, with constants at the stale ones.
+    def guarded(self, operand: Any, shape: tuple[int, ...]) -> Any:
+        """An operand of an elementwise operation with a result of some shape, with constants at the stale rows.
 
         The derivative may be infinite there, and infinity times the zero that comes back from these rows is NaN.
         """
         if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
             return operand
-        operand = jnp.broadcast_to(operand, jnp.shape(self.frozen))
+        operand = jnp.broadcast_to(operand, shape)
         if self.in_jvp:
             return self.cleared(operand, self.axis)
         return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
 
     def merged(self) -> jax.Array:
-        """The array itself, which copies ``frozen``."""
+        """The array itself: where it is not whole, a copy of ``frozen``."""
+        if self.whole:
+            from optax_freeze._gradient.with_rows import with_rows  # loads jax.extend
+
+            return with_rows(self.index, self.frozen, self.rows)
         return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
+
+    def made_whole(self) -> "SplitArray":
+        """The same array as a whole one."""
+        if self.whole:
+            return self
+        fuse = functools.partial(join, self.index, self.axis)
+        rows = jax.lax.stop_gradient(self.rows)
+        whole = laid_out(explicit_sharding(self.frozen), fuse, self.frozen, rows)
+        return dataclasses.replace(self, frozen=whole, whole=True)
+
+    def joined(self) -> jax.Array:
+        """The array itself, for an operation that fuses with the selection of the rows and with its gradient."""
+        if self.in_jvp:
+            return join(self.index, self.axis, self.frozen, self.rows)
+        return self.made_whole().merged()
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "row"], meta_fields=[])
@@ -178,14 +206,25 @@ def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
     return (i >= 0) & (i < index.size) & (position >= 0), jnp.maximum(position, 0).astype(jnp.result_type(i))
 
 
+@functools.lru_cache(maxsize=256)
+def padding(index: RowIndex, axis: int, ndim: int) -> list[tuple[int, int, int]] | None:
+    """The padding that puts the trainable rows in their places, if these have one step; the gradient is a slice."""
+    steps = np.unique(np.diff(numbers(index)))
+    if len(steps) > 1:
+        return None
+    first, last = numbers(index)[[0, -1]].tolist()
+    of_rows = (first, index.size - 1 - last, int(steps[0]) - 1 if len(steps) else 0)
+    return [of_rows if d == axis else (0, 0, 0) for d in range(ndim)]
+
+
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
     """A dense array from computed parts, selected so that it fuses with their computation."""
     i = jax.lax.broadcasted_iota(jnp.int32, [index.size if d == axis else 1 for d in range(jnp.ndim(frozen))], axis)
-    if index.runs is not None and len(index.runs) == 1:
-        [(start, stop)] = index.runs
-        edges = [(start, index.size - stop, 0) if d == axis else (0, 0, 0) for d in range(jnp.ndim(frozen))]
+    if edges := padding(index, axis, jnp.ndim(frozen)):
         spread = jax.lax.pad(rows, jnp.zeros((), rows.dtype), edges)
-        return jnp.where((i >= start) & (i < stop), spread, frozen)
+        start, after, between = edges[axis]
+        inside = (i >= start) & (i < index.size - after)
+        return jnp.where(inside & ((i - start) % (between + 1) == 0) if between else inside, spread, frozen)
     trains, position = locate(index, jnp.arange(index.size, dtype=jnp.int32))
     spread = jnp.take(rows, position, axis=axis, mode="clip")
     return jnp.where(trains.reshape(i.shape), spread, frozen)
@@ -209,3 +248,37 @@ def _varies(array: Any) -> Any:
 def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     """A shape with another size at one axis."""
     return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def has_split(values: Sequence[Any]) -> bool:
+    """Whether any of these is a split array."""
+    return any(isinstance(value, SplitArray) for value in values)
+
+
+def made_of(splits: Sequence[SplitArray], trains: np.ndarray) -> SplitArray:
+    """An array made of several, for :meth:`SplitArray.like`: the first, with these rows trainable."""
+    return dataclasses.replace(splits[0].widened(trains), whole=all(x.whole for x in splits))
+
+
+def read(value: Any) -> Any:
+    """``value``, dense if it is a :class:`FrozenArray`."""
+    return value.read() if isinstance(value, FrozenArray) else value
+
+
+def with_log(value: Any, log: OperationLog) -> Any:
+    """``value`` with another log if it is split."""
+    return dataclasses.replace(value, log=log) if isinstance(value, SplitArray) else value
+
+
+def undifferentiated(x: SplitArray, operand: Any) -> Any:
+    """A dense operand as it may stand at the stale rows of ``x.frozen``: nothing is differentiated through these."""
+    if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return operand
+    if x.in_jvp:  # where it may be transposed
+        return jnp.where(False, operand, jnp.zeros((), operand.dtype))
+    return jax.lax.stop_gradient(operand)
+
+
+def with_guarded_rows(x: SplitArray) -> SplitArray:
+    """``x`` after dense operands came into ``frozen``: nothing is differentiated through the stale rows."""
+    return x.like(x.guarded(x.frozen, jnp.shape(x.frozen)), x.rows)

@@ -19,7 +19,7 @@ TOKENS = jnp.array([0, 5])
 def loss(params, tokens, *, power=2):
     x = params["embed"][tokens]
     y = jnp.sort(x @ params["out"] + params["bias"])
-    return jnp.sum(jnp.cumsum(params["out"], 1) @ y.T) ** power
+    return jnp.sum(jnp.cumprod(params["out"], 1) @ y.T) ** power
 
 
 def line_of(text):
@@ -34,9 +34,9 @@ def test_operations_and_source_lines():
     assert f"test_explain.py:{line_of('tokens]')}" in embed.in_parts[0].source
     assert embed.merged is None
     assert (out.path, out.rows, out.trainable_rows) == ("out", 4, 2)
-    assert [operation.name for operation in out.in_parts] == ["dot_general"]
-    assert out.merged.name == "cumsum"
-    assert f"test_explain.py:{line_of('cumsum')}" in out.merged.source
+    assert [operation.name for operation in out.whole] == ["dot_general"]
+    assert out.merged.name == "cumprod"
+    assert f"test_explain.py:{line_of('cumprod')}" in out.merged.source
     assert "(loss)" in out.merged.source
 
 
@@ -56,7 +56,7 @@ def test_prints_one_line_for_each_operation():
     text = str(fz.explain(loss, PARAMS, FROZEN, TOKENS)).splitlines()
     assert text[0] == "embed: 1 of 6 rows train; in parts throughout"
     assert text[1].startswith("  in parts: gather at ")
-    assert text[2].startswith("out: 2 of 4 rows train; merged by cumsum at ")
+    assert text[2].startswith("out: 2 of 4 rows train; merged by cumprod at ")
 
 
 def test_of_shapes():

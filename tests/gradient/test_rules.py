@@ -89,6 +89,11 @@ def chunked_head(w):
     return jax.lax.map(lambda x: jax.nn.logsumexp(x @ w.T), X)
 
 
+def _scattered(w, start, block, mode=None):
+    numbering = jax.lax.ScatterDimensionNumbers((0, 1), (), (0,))
+    return jax.lax.scatter(w, jnp.array([start]), block, numbering, unique_indices=True, mode=mode)[TOKENS]
+
+
 TABLE = {
     "lookup": lambda w: w[TOKENS],
     "lookup of one": lambda w: w[TOKENS[0, 1]],
@@ -146,6 +151,61 @@ TABLE = {
     "stop_gradient": lambda w: (w - jax.lax.stop_gradient(w) * 2)[TOKENS],
     "optimization_barrier": lambda w: jax.lax.optimization_barrier(w)[TOKENS],
     "checkpoint_name": lambda w: checkpoint_name(w, "embed")[TOKENS],
+    "joined": lambda w: jnp.concatenate([X, w, X, w])[TOKENS + 4],
+    "joined, all rows": lambda w: jnp.concatenate([w * 2, X.astype(jnp.float32), w]) ** 2,
+    "side by side": lambda w: jnp.concatenate([w, jnp.ones((6, 2)), w * 2], axis=1)[TOKENS],
+    "stacked": lambda w: jnp.stack([w, jnp.ones((6, 4)), 2 * w])[:, TOKENS],
+    "stacked within rows": lambda w: jnp.stack([w, w * w], axis=-1)[TOKENS],
+    "padded": lambda w: jnp.pad(w, ((2, 1), (1, 0)), constant_values=3.0) ** 2,
+    "padded and cut": lambda w: jax.lax.pad(w, 2.0, ((-2, 3, 0), (0, 0, 0)))[TOKENS],
+    "padded between": lambda w: jax.lax.pad(w, 0.0, ((-1, 0, 2), (1, -1, 1)))[:9],
+    "vocabulary of a multiple of 8": lambda w: X @ jnp.pad(w, ((0, -w.shape[0] % 8), (0, 0))).T,
+    "rolled": lambda w: jnp.roll(w, 2, axis=0)[TOKENS],
+    "a row set": lambda w: w.at[0].set(0.0)[TOKENS],
+    "a row set to another": lambda w: w.at[1].set(w[5] * 2)[TOKENS],
+    "rows set": lambda w: w.at[jnp.array([0, -1])].set(X[:2])[TOKENS],
+    "unknown rows set": lambda w: w.at[TOKENS[0]].set(X, unique_indices=True)[TOKENS],
+    "unknown rows set twice": lambda w: w.at[jnp.abs(TOKENS[0])].set(X)[TOKENS],
+    "rows set, clip": lambda w: w.at[TOKENS[0] + 3].set(X[:, :1] + jnp.zeros(4), mode="clip")[TOKENS],
+    "rows set, dropped": lambda w: w.at[TOKENS[0] + 3].set(X, mode="drop")[TOKENS],
+    "rows with a step set": lambda w: w.at[::2].set(1.0)[TOKENS],
+    "a block set": lambda w: w.at[1:4].set(X)[TOKENS],
+    "nearly all rows set": lambda w: w.at[:5].set(X[TOKENS[0, [0, 0, 0, 0, 0]]])[TOKENS],
+    "an unknown block set": lambda w: _scattered(w, TOKENS[0, 1], X),
+    "an unknown block set, clip": lambda w: _scattered(w, TOKENS[0, 1], X, "clip"),
+    "a block dropped": lambda w: _scattered(w, 4, X),
+    "a block of columns set": lambda w: w.at[1:4, 1].set(X[:, 0])[TOKENS],
+    "a column set": lambda w: w.at[:, 0].set(0.0)[TOKENS],
+    "columns multiplied": lambda w: w.at[:, jnp.array([0, 2])].multiply(3.0, unique_indices=True)[TOKENS],
+    "an element set": lambda w: w.at[1, 2].set(5.0)[TOKENS],
+    "rows added": lambda w: w.at[TOKENS].add(1.5)[TOKENS],
+    "a block added": lambda w: w.at[2:5].add(X)[TOKENS],
+    "updated": lambda w: jax.lax.dynamic_update_slice(w, X[:2], (3, 0))[TOKENS],
+    "updated beyond the end": lambda w: jax.lax.dynamic_update_slice(w, X[:2, :3], (9, 1))[TOKENS],
+    "updated at an unknown row": lambda w: jax.lax.dynamic_update_slice(w, X, (TOKENS[0, 1], 0))[TOKENS],
+    "updated at a row in a byte": lambda w: jax.lax.dynamic_update_slice(
+        jnp.pad(w, ((0, 300), (0, 0))), X, (jnp.uint8(2), jnp.uint8(0))
+    )[TOKENS],
+    "updated at an unknown row in a byte": lambda w: jax.lax.dynamic_update_slice(
+        jnp.pad(w, ((0, 300), (0, 0))), X, (TOKENS[0, 1].astype(jnp.uint8), jnp.uint8(0))
+    )[TOKENS],
+    "updated columns": lambda w: jax.lax.dynamic_update_slice(w, jnp.ones((6, 2)), (0, TOKENS[0, 2]))[TOKENS],
+    "rows flattened": lambda w: w.reshape(-1)[TOKENS],
+    "rows flattened after others": lambda w: jnp.stack([w, w]).reshape(12, 4)[TOKENS],
+    "rows unflattened": lambda w: w.reshape(-1).reshape(6, 2, 2)[TOKENS],
+    "cumsum": lambda w: jnp.cumsum(w, axis=0),
+    "reverse cumsum": lambda w: jax.lax.cumsum(w, reverse=True)[TOKENS],
+    "cumprod within rows": lambda w: jnp.cumprod(w, axis=1)[TOKENS],
+    "cummax within rows": lambda w: jax.lax.cummax(w, 1)[TOKENS],
+    "cond": lambda w: jax.lax.cond(X[0, 0] > 0, lambda w: X @ w.T, lambda w: X * w[0] @ jnp.tanh(w.T), w),
+    "cond of constants": lambda w: jax.lax.cond(X[0, 0] > 0, lambda: w[TOKENS], lambda: w[TOKENS] * 2),
+    "cond of what is split": lambda w: jax.lax.cond(X[0, 0] > 0, lambda w: w, jnp.tanh, w)[TOKENS],
+    "cond of other rows": lambda w: jax.lax.cond(X[0, 0] > 9, lambda w: w, lambda w: w[::-1], w * 2)[TOKENS],
+    "switch": lambda w: jax.lax.switch(
+        TOKENS[0, 2] - 2, [lambda w: X @ w.T, lambda w: (w @ X.T).T, lambda w: X * w[0] @ w.T], w
+    ),
+    "cond in a scan": lambda w: jax.lax.map(lambda i: jax.lax.cond(i > 1, lambda: w[i], lambda: w[0] * 2), TOKENS[0]),
+    "mapped cond": lambda w: jax.vmap(lambda i: jax.lax.cond(i > 1, lambda: w[i], lambda: w[0] * 2))(TOKENS[0]),
     "returned": lambda w: jnp.mean(w[TOKENS]) * 1.0,
 }
 STACK = {
@@ -166,13 +226,16 @@ STACK = {
 }
 MERGED = {
     "sort": lambda w: jnp.sort(w, axis=0),
-    "concatenate": lambda w: jnp.concatenate([w, w])[TOKENS],
-    "cond": lambda w: jax.lax.cond(X[0, 0] > 0, lambda w: w[TOKENS], lambda w: w[TOKENS] * 2, w),
+    "joined along two axes": lambda w: jnp.concatenate([w[1:5], w[1:5].T])[TOKENS],
+    "joined, all rows trainable": lambda w: jnp.concatenate([w[3:5], w[3:5][::-1]], 1),
+    "a column set in some rows": lambda w: jnp.zeros((6, 4)).at[:, 1].set(w[:, 0]),
+    "a branch that merges": lambda w: jax.lax.cond(X[0, 0] > 0, lambda w: jnp.sort(w, 0), lambda w: w, w),
+    "cumprod": lambda w: jnp.cumprod(w, axis=0),
+    "rows multiplied": lambda w: w.at[TOKENS[0] % 3].multiply(X, unique_indices=True)[TOKENS],
     "custom_vjp": lambda w: backwards_doubled(w)[TOKENS],
     "custom_jvp across rows": normalised,
-    "flattened": lambda w: w.reshape(-1),
+    "reshaped across rows": lambda w: w.reshape(8, 3),
     "a constant of a scan, sorted": lambda w: jax.lax.map(lambda x: jnp.sort(w, axis=0) @ x, X),
-    "all rows": lambda w: jnp.max(w, axis=0),
 }
 ROWS = [slice(0, 5), [0, 2, 5], slice(1, 3), [3], slice(None, None, 2)]
 
@@ -193,13 +256,16 @@ def check(fun, w, rows, *, axis=0, in_parts=True, run=jit):
         nothing = {"w": dataclasses.replace(trainable["w"], values=jnp.full_like(trainable["w"].values, jnp.nan))}
         _, stale = fz.partition(fz.combine(nothing, rest), frozen)
         value, grads = jax.value_and_grad(loss)(params)
-        return jax.value_and_grad(fz.restrict(loss, stale))(trainable), (value, fz.partition(grads, frozen)[0])
+        ours = jax.value_and_grad(fz.restrict(loss, stale))(trainable), fz.value_and_grad(loss, frozen)(params)
+        return *ours, (value, fz.partition(grads, frozen)[0])
 
     params, frozen = {"w": w}, {"w": fz.rows(rows, axis)}
-    chex.assert_trees_all_close(*run(both)(params), rtol=1e-5, atol=1e-5)
+    of_stale, of_whole, expected = run(both)(params)
+    chex.assert_trees_all_close(of_stale, expected, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(of_whole, expected, rtol=1e-5, atol=1e-5)
     [row] = fz.explain(loss, params, frozen).rows
     assert (row.merged is None) == in_parts, str(row)
-    assert row.in_parts or not in_parts
+    assert row.in_parts or row.whole or not in_parts
 
 
 @pytest.mark.parametrize(("i", "name"), list(enumerate(TABLE)))
@@ -225,7 +291,7 @@ def test_a_clipped_lookup_of_the_edges(rows):
 
 @pytest.mark.parametrize("fun", [lambda w: w * w.T, lambda w: jnp.where(w > 0, w.T, 1.0), lambda w: w.T - w**2])
 def test_rows_along_two_axes_of_a_square(fun):
-    check(fun, jax.random.normal(jax.random.key(0), (4, 4)), slice(0, 2), in_parts=False)
+    check(fun, jax.random.normal(jax.random.key(0), (4, 4)), slice(0, 2))
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -427,6 +493,29 @@ def _(primals, tangents):
     return ratio(w, x), dw / x - dx * w / x**2
 
 
+@jax.custom_jvp
+def arranged(w, x):
+    return jnp.concatenate([w, x])
+
+
+@arranged.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    written = dw.at[0].add(1.5 * dx[0]).at[:, 1].multiply(x[0, 0])
+    return arranged(w, x), jnp.concatenate([jnp.cumsum(written, 1), dx * 2])
+
+
+@jax.custom_jvp
+def joined(w, x):
+    return jnp.concatenate([w, x])
+
+
+@joined.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return joined(w, x), jax.lax.pad(jnp.concatenate([2 * dw * w, dx]), 0.0, ((0, 0, 0), (1, -1, 0)))
+
+
 OF_TWO = {
     "times": multiplied,
     "over": lambda w, x: w / x,
@@ -446,6 +535,9 @@ OF_TWO = {
     "xlogy": lambda w, x: jax.scipy.special.xlogy(jnp.abs(w), jnp.abs(x)),
     "custom_jvp": ratio,
     "custom_jvp, broadcast": lambda w, x: ratio(w, x[:1]),
+    "custom_jvp, rearranged": lambda w, x: arranged(w, x) * 2,
+    "custom_jvp, joined": lambda w, x: joined(w, x) ** 2,
+    "custom_jvp, joined constants": lambda w, x: joined(w, jnp.ones((2, 3))) * 2,
     "relu": lambda w, x: jax.nn.relu(w * x),
     "silu": lambda w, x: jax.nn.silu(w) * x,
     "norm of each row": lambda w, x: w / jnp.linalg.norm(w, axis=1, keepdims=True) * x,
@@ -469,8 +561,176 @@ OF_TWO = {
     "a constant of a scan": lambda w, x: jax.lax.map(lambda r: w @ r, x),
     "jit": jax.jit(multiplied),
     "remat": jax.checkpoint(multiplied),
+    "joined": lambda w, x: jnp.concatenate([x[:2], w, x]) ** 2,
+    "joined, times": lambda w, x: jnp.concatenate([w, x[1:3]])[1:7] * x,
+    "side by side": lambda w, x: jnp.prod(jnp.concatenate([w, x[:, 1:]], axis=1), axis=1),
+    "stacked": lambda w, x: jnp.prod(jnp.stack([w, x]), axis=0),
+    "padded": lambda w, x: jnp.cumprod(jnp.pad(w * x, ((1, 0), (1, 1)), constant_values=2.0), axis=1),
+    "rows set": lambda w, x: w.at[jnp.array([0, 5])].set(x[1:3]) * 2,
+    "a frozen row set": lambda w, x: jnp.log(jnp.abs(w.at[0].set(x[1]))),
+    "an unknown row set": lambda w, x: jnp.sqrt(jnp.abs(w.at[TOKENS[0, 1]].set(x[1]))),
+    "unknown rows added": lambda w, x: w.at[jnp.abs(TOKENS)].add(x.reshape(2, 3, 3))[TOKENS],
+    "a column set": lambda w, x: jnp.prod(w.at[:, 1].set(x[:, 1]), axis=1),
+    "a column multiplied": lambda w, x: w.at[:, 1].multiply(x[:, 1]),
+    "a block set": lambda w, x: w.at[0:2].set(x[1:3]) ** 2,
+    "a block added": lambda w, x: w.at[1:3, 1].add(x[:2, 1]) ** 2,
+    "updated": lambda w, x: jax.lax.dynamic_update_slice(w, x[1:3, :2], (4, 1)) ** 2,
+    "an unknown block": lambda w, x: jax.lax.dynamic_update_slice(w, x[1:3], (TOKENS[0, 1], 0)) ** 2,
+    "flattened": lambda w, x: (w * x).reshape(-1)[1:] ** 2,
+    "cumsum": lambda w, x: jnp.cumsum(w, axis=0) * x,
+    "reverse cumsum": lambda w, x: jax.lax.cumsum(w * x, reverse=True),
+    "cumprod within rows": lambda w, x: jnp.cumprod(w * x, axis=1),
+    "cumlogsumexp within rows": lambda w, x: jax.lax.cumlogsumexp(w, 1) * x,
+    "cond": lambda w, x: jax.lax.cond(TOKENS[0, 0] > 0, lambda w, x: w[:3], lambda w, x: (w * x)[3:], w, x),
+    "cond of what is split": lambda w, x: jax.lax.cond(TOKENS[0, 0] > 0, lambda w: w, lambda w: w / x, w) * x,
+    "cond of x": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: w @ x.T, lambda w: x @ w.T, w),
 }
 """Operations on the rows and another array of their shape, (6, 3)."""
+
+
+class TestOfSeveral:
+    """Operations that combine leaves, or their rows with other arrays."""
+
+    PARAMS = {  # noqa: RUF012
+        "w": np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32),
+        "v": np.random.default_rng(1).normal(size=(6, 4)).astype(np.float32),
+        "x": np.random.default_rng(2).normal(size=(3, 4)).astype(np.float32),
+        "frozen": np.random.default_rng(3).normal(size=(2, 4)).astype(np.float32),
+    }
+    FROZEN = {"w": fz.rows(slice(0, 4)), "v": fz.rows([0, 2, 5]), "x": False, "frozen": True}  # noqa: RUF012
+
+    def check(self, fun, merged=()):
+        def loss(p):
+            out = fun(**p)
+            return sum(jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)) for y in jax.tree.leaves(out))
+
+        @jit
+        def both(params):
+            value, grads = jax.value_and_grad(loss)(params)
+            return fz.value_and_grad(loss, self.FROZEN)(params), (value, fz.partition(grads, self.FROZEN)[0])
+
+        chex.assert_trees_all_close(*both(self.PARAMS), rtol=1e-5, atol=1e-5)
+        rows = fz.explain(loss, self.PARAMS, self.FROZEN).rows
+        assert [row.path for row in rows if row.merged] == list(merged), "\n".join(map(str, rows))
+        trainable, rest = fz.partition(self.PARAMS, self.FROZEN)
+        return set(shapes_in(jax.make_jaxpr(jax.grad(fz.restrict(loss, rest)))(trainable).jaxpr))
+
+    def test_joined(self):
+        self.check(lambda w, v, x, frozen: jnp.concatenate([w, x, v, frozen])[TOKENS * 2 + 3] ** 2)
+        self.check(lambda w, v, x, frozen: jnp.concatenate([v, w, jnp.cos(v)], 1)[TOKENS] ** 2)
+        self.check(lambda w, v, x, frozen: jnp.concatenate([w, w[::-1], v, v[::-1]], 1)[TOKENS] ** 2, merged=["v", "w"])
+        self.check(lambda w, v, x, frozen: jnp.stack([v, w], 1)[TOKENS] ** 2)
+
+    def test_a_frozen_leaf_stays_frozen_in_a_join(self):
+        shapes = self.check(lambda w, v, x, frozen: jnp.concatenate([frozen, w])[TOKENS] * v.sum())
+        assert (4, 4) not in shapes  # two trainable rows, and those of the frozen leaf
+
+    def test_what_is_written_into_a_frozen_row_trains(self):
+        """Nothing of the size of the leaf is computed to have the gradient of three rows."""
+
+        def written(w, v, x, frozen):
+            return w.at[0].set(x[1])[TOKENS] ** 2 * v.sum()
+
+        assert (3, 4) in self.check(written)
+        trainable, rest = fz.partition(self.PARAMS, {**self.FROZEN, "v": True})
+        program = jax.make_jaxpr(jax.grad(fz.restrict(lambda p: jnp.sum(written(**p)), rest)))(trainable)
+        assert str(program).count("f32[6,4] = scatter") == 1  # in the forward pass
+
+    def test_a_padding_that_trains(self):
+        self.check(lambda w, v, x, frozen: jnp.pad(w, ((1, 1), (2, 0)), constant_values=x[0, 0]) ** 2 * v.sum())
+
+    def test_branches_with_different_rows(self):
+        def branches(w, v, x, frozen):
+            of_x = jax.lax.switch(jnp.argmax(x[0]), [lambda w, v: w, lambda w, v: v * 2, lambda w, v: w + v] * 2, w, v)
+            return of_x[TOKENS] ** 2
+
+        self.check(branches)
+        self.check(lambda w, v, x, frozen: jax.lax.cond(x[0, 0] > 0, lambda: w @ frozen.T, lambda: v @ frozen.T))
+
+    def test_a_branch_that_returns_rows(self):
+        """What is split in one branch alone is merged there."""
+        self.check(
+            lambda w, v, x, frozen: jax.lax.cond(x[0, 0] < 9, lambda: w, lambda: x[:1] * jnp.ones((6, 1))), ["w"]
+        )
+
+    def test_platform_dependent(self):
+        def loss(w, v, x, frozen):
+            return jax.lax.platform_dependent(w, cpu=lambda w: w[TOKENS] * 2, default=lambda w: w[TOKENS])
+
+        self.check(loss, merged=["w"])
+
+
+class TestLoops:
+    """A ``while_loop``, which JAX differentiates forward only."""
+
+    PARAMS, FROZEN = {"w": jax.random.normal(jax.random.key(0), (6, 4))}, {"w": fz.rows([0, 1, 4])}
+
+    def derivatives(self, loss, merged=None):
+        """The forward derivative of the rows and of the whole leaf, and the explanation."""
+        [row] = fz.explain(loss, self.PARAMS, self.FROZEN).rows
+        assert (row.merged and row.merged.name) == merged, str(row)
+        trainable, rest = fz.partition(self.PARAMS, self.FROZEN)
+        tangents = jax.tree.map(jnp.cos, trainable)
+        ours = jit(lambda t, dt: jax.jvp(fz.restrict(loss, rest), (t,), (dt,)))(trainable, tangents)
+        dense = jit(lambda t, dt: jax.jvp(lambda t: loss(fz.combine(t, rest)), (t,), (dt,)))(trainable, tangents)
+        chex.assert_trees_all_close(ours, dense, rtol=1e-4)
+        assert abs(dense[1]) > 1e-3
+        return row
+
+    def test_while_loop(self):
+        def loss(p):
+            def step(state):
+                i, x = state
+                return i + 1, jnp.tanh(x @ p["w"].T @ p["w"] / 9 + p["w"][i])
+
+            return jax.lax.while_loop(lambda state: (state[0] < 4) & (p["w"][0] @ p["w"][3] < 99), step, (0, X))[
+                1
+            ].sum()
+
+        assert self.derivatives(loss).in_parts
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+            fz.grad(loss, self.FROZEN)(self.PARAMS)
+
+    def test_what_a_step_would_merge_is_merged_before_the_loop(self):
+        def loss(p):
+            def step(state):
+                return state[0] + 1, jnp.tanh(state[1] @ jnp.sort(p["w"], 0).T @ p["w"] / 9)
+
+            return jax.lax.while_loop(lambda state: state[0] < 4, step, (0, X))[1].sum()
+
+        self.derivatives(loss, "sort")
+
+    def test_a_carry_is_merged(self):
+        def loss(p):
+            def step(state):
+                return state[0] + 1, jnp.tanh(state[1]) + p["w"]
+
+            return jax.lax.while_loop(lambda state: state[0] < 4, step, (0, p["w"]))[1].sum()
+
+        self.derivatives(loss, "while")
+
+    def test_a_carry_that_stays(self):
+        """As Flax passes state through a loop."""
+
+        def loss(p):
+            def step(state):
+                i, x, w = state
+                return i + 1, jnp.tanh(x @ w.T @ w / 9), w
+
+            return jax.lax.while_loop(lambda state: state[0] < 4, step, (0, X, p["w"]))[1].sum()
+
+        self.derivatives(loss)
+
+    def test_mapped(self):
+        def loss(p):
+            def until(i):
+                return jax.lax.while_loop(
+                    lambda s: s[0] < i, lambda s: (s[0] + 1, s[1] * p["w"][s[0]]), (0, jnp.ones(4))
+                )[1]
+
+            return jax.vmap(until)(jnp.arange(5)).sum()
+
+        self.derivatives(loss)
 
 
 class TestNotFinite:
@@ -523,7 +783,14 @@ class TestNotFinite:
         """What the full array holds at the trainable rows reaches nothing, nor the gradient of the other operand."""
         self.same(*jit(self.both(OF_TWO[name], slice(0, 5), jnp.nan))(self.params()))
 
-    @pytest.mark.parametrize("name", ["times", "over", "custom_jvp", "contracted", "a scalar", "clip"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("times", "over", "custom_jvp", "contracted", "a scalar", "clip"),
+            *("joined", "side by side", "custom_jvp, rearranged", "custom_jvp, joined constants"),
+            *("rows set", "an unknown row set", "a block added", "cond of x"),
+        ],
+    )
     def test_other_rows_eagerly_and_mapped(self, name):
         places = [*((0, value) for value in self.VALUES), (5, jnp.inf), (5, 0.0)]
         params = [self.params(**{leaf: place}) for leaf in ("w", "x") for place in places]
@@ -559,7 +826,11 @@ class TestNotFinite:
             self.same(*jit(both)(self.params(x=at)))
 
     @pytest.mark.parametrize(
-        "name", ["times", "over", "under", "custom_jvp", "contracted", "a scalar", "to the power", "log"]
+        "name",
+        [
+            *("times", "over", "under", "custom_jvp", "contracted", "a scalar", "to the power", "log"),
+            *("joined, times", "stacked", "rows set", "a column multiplied", "a block added", "cumsum", "cond of x"),
+        ],
     )
     def test_second_derivatives(self, name):
         def second(fun):
@@ -809,6 +1080,19 @@ TABLE_ON_MESH = {
     "vmap": lambda w, x: jax.vmap(lambda r: jax.nn.silu(w @ r))(x),
     "inner gradient": lambda w, x: jax.grad(lambda x: jnp.sum(jax.nn.silu(x @ w.T)))(x),
     "optimization_barrier": lambda w, x: jax.lax.optimization_barrier((w, x))[0][TOKENS],
+    "joined": lambda w, x: jnp.concatenate([x, w, jnp.ones((2, 4))])[TOKENS * 2 + 3],
+    "joined, what does not vary": lambda w, x: jnp.concatenate([w * 2, w])[TOKENS + 3],
+    "side by side": lambda w, x: jnp.concatenate([w, w * x[:1]], 1)[TOKENS],
+    "padded": lambda w, x: jnp.pad(w, ((1, 1), (0, 2)), constant_values=x[0, 0])[TOKENS],
+    "a row set": lambda w, x: w.at[0].set(x[0]).at[1].set(2.0)[TOKENS],
+    "rows added": lambda w, x: w.at[by_device(x)].add(x)[TOKENS],
+    "a block set": lambda w, x: w.at[1:3].set(x[:2]).at[:, 0].set(x[0, 0])[TOKENS],
+    "updated": lambda w, x: jax.lax.dynamic_update_slice(w, x[:2], (jax.lax.axis_index("data"), 0))[TOKENS],
+    "flattened": lambda w, x: w.reshape(-1)[TOKENS] * x[0, 0],
+    "cumsum": lambda w, x: jnp.cumsum(w, 0) * x[0],
+    "cond": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: w @ x.T, lambda w: 2 * w @ x.T, w),
+    "cond of what is split": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda w: w * x[:1], lambda w: w * x[1], w)[TOKENS],
+    "switch on what does not vary": lambda w, x: jax.lax.switch(TOKENS[0, 2], [jnp.sin, jnp.tanh] * 2, w)[TOKENS],
 }
 STACK_ON_MESH = {
     "scan": lambda w, x: jax.lax.scan(layer, x, w),
@@ -1157,6 +1441,48 @@ class TestEffects:
         else:
             self.check(make, lambda fun: fun, merged="Python that needs a value")
 
+    @pytest.mark.parametrize("kind", ["cond", "switch", "while_loop"])
+    def test_only_the_branch_taken_runs_on_parts(self, compiled, kind):
+        def make():
+            seen = []
+
+            def call(name, w, x):
+                jax.debug.callback(lambda s: seen.append((name, float(s))), jax.lax.stop_gradient(w.sum()))
+                return w @ x
+
+            def loss(p):
+                w, x, yes = p["w"] * 2, jnp.ones(2) * p["b"], jnp.ones(()).sum() > 0
+                taken, other = functools.partial(call, "taken"), functools.partial(call, "not taken")
+                if kind == "cond":
+                    out = jax.lax.cond(yes, taken, other, w, x)
+                elif kind == "switch":
+                    out = jax.lax.switch(jnp.argmax(jnp.arange(3) % 2), [other, taken, other], w, x)
+                else:
+                    last = jax.lax.stop_gradient(x)
+                    state = jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1]), (0, last))
+                    out = call("after", w, x) + state[1].sum()
+                return out.sum()
+
+            return loss, lambda: list(seen)
+
+        self.check(make, compiled)
+
+    @needs_refs
+    def test_a_ref_in_a_branch(self, compiled):
+        def make():
+            ref = jax.new_ref(jnp.zeros(()))
+
+            def loss(p):
+                def taken(w):
+                    ref[...] += jax.lax.stop_gradient(w[0].sum())
+                    return w @ jnp.ones(2) * ref[...]
+
+                return jax.lax.cond(jnp.ones(()).sum() > 0, taken, lambda w: w @ jnp.zeros(2), p["w"]).sum() * p["b"]
+
+            return loss, lambda: float(ref[...])
+
+        self.check(make, compiled)
+
     @pytest.mark.parametrize("several", [False, True])
     def test_in_custom_jvp(self, compiled, several):
         def make():
@@ -1341,6 +1667,64 @@ class TestFlax:
         for rows in (fz.rows(slice(0, 1)), fz.rows(slice(0, 2), 1)):
             self.check(lambda params: jnp.sum(model.apply(params, X) ** 2), params, fz.rules({"**": rows}))
 
+    @pytest.mark.parametrize("remat", [False, True])
+    @pytest.mark.parametrize("check", [False, True])
+    def test_linen_scan_of_what_is_not_stacked(self, remat, check):
+        """Flax first evaluates what does not depend on the step, to have it before the loop."""
+
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, tokens):
+                embed = nn.Embed(6, 4)
+                return nn.tanh(nn.Dense(4)(x)) + embed(tokens) + embed.attend(x).sum(), None
+
+        class Model(nn.Module):
+            check: bool = True
+
+            @nn.compact
+            def __call__(self, x):
+                layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
+                scan = nn.scan(
+                    layer,
+                    variable_broadcast="params",
+                    split_rngs={"params": False},
+                    check_constancy_invariants=self.check,
+                )
+                return scan(name="layer")(x, jnp.arange(6).reshape(2, 3))[0]
+
+        params = Model().init(jax.random.key(0), X)
+        frozen = fz.rules({"**/embedding": fz.rows([0, 1, 4]), "**/kernel": fz.rows([1])}, default=True)
+        self.check(lambda params: jnp.sum(Model(check).apply(params, X) ** 2), params, frozen)
+
+    @pytest.mark.parametrize("remat", [lambda fun: fun, nnx.remat])
+    def test_nnx_scan_of_what_is_not_stacked(self, remat):
+        graph, params = nnx.split(nnx.Embed(6, 4, rngs=nnx.Rngs(0)))
+
+        def loss(params):
+            @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
+            @remat
+            def forward(embed, x, tokens):
+                return jnp.tanh(embed(tokens) + embed.attend(x).sum())
+
+            return jnp.sum(forward(nnx.merge(graph, params), X, jnp.arange(6).reshape(2, 3)) ** 2)
+
+        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
+
+    @pytest.mark.parametrize("kind", ["cond", "switch"])
+    def test_branches(self, kind):
+        """State passes through the branches, and is returned by them."""
+        graph, params = nnx.split(nnx.Embed(6, 4, rngs=nnx.Rngs(0)))
+
+        def loss(params):
+            embed, functions = nnx.merge(graph, params), [lambda e, x: e(x), lambda e, x: e(x) * 2, lambda e, x: e(x)]
+            if kind == "cond":
+                x = nnx.cond(params["embedding"][0, 0] > 0, *functions[:2], embed, TOKENS % 6)
+            else:
+                x = nnx.switch(TOKENS[0, 0], functions, embed, TOKENS % 6)
+            return jnp.mean(embed.attend(x) ** 2)
+
+        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
+
     def test_nnx_scan(self):
         @nnx.split_rngs(splits=6)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -1361,6 +1745,18 @@ class TestFlax:
 
 
 LAYOUTS = {
+    "join": (lambda w: jnp.concatenate([w * 2, w])[2 : 2 + len(w)], lambda axis: axis),
+    "beside": (
+        lambda w: jnp.concatenate([w[:, :2], jnp.ones((len(w), 1)), w], 1)[:, 1 : 1 + w.shape[1]],
+        lambda axis: axis,
+    ),
+    "pad": (lambda w: jnp.pad(w, ((1, 2), (2, 1)), constant_values=0.5)[2:-1, 1:-2], lambda axis: axis),
+    "roll": (lambda w: jnp.roll(w, 1, 1), lambda axis: axis),
+    "flatten": (lambda w: (w.reshape(-1) * 2).reshape(w.shape), lambda axis: axis),
+    "set": (lambda w: w.at[1].set(0.5).at[:, 0].add(1.0), lambda axis: axis),
+    "update": (lambda w: jax.lax.dynamic_update_slice(w, jnp.ones((2, 2)), (0, 1)), lambda axis: axis),
+    "cumsum": (lambda w: jnp.cumsum(w, axis=1), lambda axis: axis),
+    "cond": (lambda w: jax.lax.cond(jnp.ones(()).sum() > 0, jnp.sin, lambda w: w, w), lambda axis: axis),
     "transpose": (lambda w: w.T, lambda axis: 1 - axis),
     "cast": (lambda w: w.astype(jnp.float16).astype(jnp.float32), lambda axis: axis),
     "tanh": (jnp.tanh, lambda axis: axis),

@@ -1,0 +1,156 @@
+"""Rules for operations that join, pad and reshape, where the trainable rows get other numbers."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.split_array import (
+    SplitArray,
+    at_axis,
+    made_of,
+    numbers,
+    of_numbers,
+    read,
+    trainable_rows,
+    undifferentiated,
+    with_guarded_rows,
+)
+
+_MOST_NUMBERS = 2**20  # so long an axis may become by a reshape, since its numbers are listed
+
+
+@rule("reshape")
+def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
+    """Keeps the rows apart if an axis of the result tells them apart: theirs, a part of it or one that contains it."""
+    if dynamic_sizes or eqn.params["dimensions"] is not None or eqn.params.get("sharding") is not None:
+        return None
+    sizes = eqn.params["new_sizes"]
+    for axis in range(len(sizes)):
+        trains = _trains_after_reshape(x, sizes, axis)
+        if trains is not None:
+            index = of_numbers(dataclasses.replace(x.index, axis=axis), np.flatnonzero(trains), len(trains))
+            rows = eqn.bind(x.rows, new_sizes=at_axis(sizes, axis, index.count))
+            return x.like(eqn.bind(x.frozen), rows, index=index)
+    return None
+
+
+def _trains_after_reshape(x: SplitArray, sizes: Sequence[int], axis: int) -> np.ndarray | None:
+    """Which entries along an axis of the result are trainable; None if that does not say which elements are.
+
+    In the order of elements, an entry of the new axis holds several rows, or a row holds several entries.
+    """
+    before, new_before, size = math.prod(x.frozen.shape[: x.axis]), math.prod(sizes[:axis]), sizes[axis]
+    trains = np.zeros(x.size, bool)
+    trains[numbers(x.index)] = True
+    if before % new_before == 0:
+        trains = np.tile(trains, before // new_before) if before * x.size <= _MOST_NUMBERS * new_before else trains[:0]
+    elif new_before % before == 0 and x.size % (new_before // before) == 0:
+        blocks = trains.reshape(new_before // before, -1)
+        trains = blocks[0] if (blocks == blocks[0]).all() else trains[:0]
+    else:
+        return None
+    if not len(trains) or size == 1:
+        return None
+    if size % len(trains) == 0 and (size == len(trains) or size <= _MOST_NUMBERS):
+        return np.repeat(trains, size // len(trains))
+    if len(trains) % size == 0:
+        groups = trains.reshape(size, -1)
+        return groups[:, 0] if (groups == groups[:, :1]).all() else None
+    return None
+
+
+@rule("concatenate", enters=True)
+def concatenate(eqn: Equation, *operands: Any) -> Any:
+    """Joins arrays along the axis of the rows, or along another one."""
+    axis = eqn.params["dimension"]
+    splits = [x for x in operands if isinstance(x, SplitArray)]
+    if not splits or any(x.axis != splits[0].axis for x in splits):
+        return None
+    if axis != splits[0].axis:
+        return _side_by_side(eqn, operands, splits[0].axis)
+    joined = _one_after_another(eqn, operands, axis)
+    eqn.record("kept", *operands)
+    return joined
+
+
+def _one_after_another(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray:
+    """The rows of all operands; those of a dense operand that may have a gradient are trainable."""
+    splits = [x for x in operands if isinstance(x, SplitArray)]
+    first = made_of(splits, numbers(splits[0].index))
+    frozen, rows, trains, size = [], [], [], 0
+    for x in operands:
+        if isinstance(x, SplitArray):
+            frozen.append(x.frozen)
+            rows.append(x.rows)
+            trains.append(size + numbers(x.index))
+        elif isinstance(x, Tracer):
+            frozen.append(undifferentiated(first, x))
+            rows.append(x)
+            trains.append(size + np.arange(x.shape[axis]))
+        else:
+            frozen.append(read(x))
+        size += np.shape(frozen[-1])[axis]
+    index = of_numbers(first.index, np.concatenate(trains), size)
+    return first.like(eqn.bind(*frozen), jnp.concatenate(rows, axis), index=index)
+
+
+@rule("stack", enters=True)
+def stack(eqn: Equation, *operands: Any) -> Any:
+    """Joins arrays along a new axis."""
+    splits = [x for x in operands if isinstance(x, SplitArray)]
+    if not splits or any(x.axis != splits[0].axis for x in splits):
+        return None
+    return _side_by_side(eqn, operands, splits[0].axis + (eqn.params["axis"] <= splits[0].axis))
+
+
+def _side_by_side(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray | None:
+    """The operands beside each other. The rows, along ``axis``, are trainable if they are in any operand."""
+    splits = [x for x in operands if isinstance(x, SplitArray)]
+    trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
+    if len(trains) == splits[0].size:
+        return None
+    first = made_of(splits, trains)
+    frozen = [x.frozen if isinstance(x, SplitArray) else read(x) for x in operands]
+    rows = [
+        x.widened(trains).rows if isinstance(x, SplitArray) else trainable_rows(first.index, dense, first.axis)
+        for x, dense in zip(operands, frozen, strict=True)
+    ]
+    eqn.record("kept", *operands)
+    return with_guarded_rows(first.like(eqn.bind(*frozen), eqn.bind(*rows), axis))
+
+
+@rule("pad")
+def pad(eqn: Equation, x: SplitArray, value: Any) -> Any:
+    """Pads the rows, and between and around them with frozen ones; rows may be cut off by negative padding."""
+    config, axis = eqn.params["padding_config"], x.axis
+    low, _, interior = map(int, config[axis])
+    frozen = _padded(eqn, x, x.frozen, value, config)
+    size, moved = frozen.shape[axis], low + numbers(x.index) * (1 + interior)
+    inside = (moved >= 0) & (moved < size)
+    if not inside.any():
+        return frozen
+    rows = x.rows if inside.all() else jnp.take(x.rows, np.flatnonzero(inside), axis, mode="clip", unique_indices=True)
+    rows = _padded(eqn, x, rows, value, (*config[:axis], (0, 0, 0), *config[axis + 1 :]))
+    if rows.shape[axis] == size:
+        return rows
+    return with_guarded_rows(x.like(frozen, rows, index=of_numbers(x.index, moved[inside], size)))
+
+
+def _padded(eqn: Equation, x: SplitArray, part: Any, value: Any, config: Sequence[Any]) -> jax.Array:
+    """A part of ``x`` with padding. A value that may have a gradient is selected.
+
+    JAX cannot transpose a padding whose value alone is differentiated.
+    """
+    padded = eqn.bind(part, undifferentiated(x, value), padding_config=config)
+    if not isinstance(value, Tracer):
+        return padded
+    is_padding = eqn.bind(np.zeros(part.shape, bool), np.bool_(True), padding_config=config)
+    return jnp.where(is_padding, value, padded)

@@ -1,0 +1,96 @@
+"""Rules for matmuls, convolutions and the matmuls of experts, which are linear in each operand.
+
+The product is that of the whole array. Only its tangent is computed from the trainable rows alone, so the gradient is
+a product of their size, and nothing of the size of the result is computed twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
+from optax_freeze._gradient.split_array import SplitArray, numbers, trainable_rows
+
+
+@rule("dot_general")
+def dot_general(eqn: Equation, *operands: Any) -> Any:
+    """A matmul of which the rows are a free, a batch or a contracted dimension."""
+    return multilinear(operands, eqn.bind, {i: _in_product(eqn, i, x, operands) for i, x in _splits(operands)})
+
+
+def _in_product(eqn: Equation, mine: int, x: SplitArray, operands: Sequence[Any]) -> InRows:
+    """What a matmul makes of the trainable rows of its first or second operand."""
+    contracting, batch = eqn.params["dimension_numbers"]
+    if x.axis in contracting[mine]:
+        other_axis, out = contracting[1 - mine][contracting[mine].index(x.axis)], None
+    elif x.axis in batch[mine]:
+        out = batch[mine].index(x.axis)
+        other_axis = batch[1 - mine][out]
+    else:
+        free = [d for d in range(x.frozen.ndim) if d not in (*contracting[mine], *batch[mine])]
+        of_lhs = np.ndim(operands[0].frozen if isinstance(operands[0], SplitArray) else operands[0])
+        before = 0 if mine == 0 else of_lhs - len(contracting[0]) - len(batch[0])
+        other_axis, out = None, len(batch[0]) + before + free.index(x.axis)
+
+    return InRows(eqn.bind if other_axis is None else _with_cut(eqn, x, 1 - mine, other_axis), out)
+
+
+def _splits(operands: Sequence[Any]) -> list[tuple[int, SplitArray]]:
+    return [(i, x) for i, x in enumerate(operands) if isinstance(x, SplitArray)]
+
+
+def _with_cut(eqn: Equation, x: SplitArray, other: int, axis: int) -> Callable[..., Any]:
+    """The operation, which takes the trainable rows of ``x`` and cuts them out of another operand."""
+
+    def function(*values: Any) -> Any:
+        return eqn.bind(*(trainable_rows(x.index, v, axis) if i == other else v for i, v in enumerate(values)))
+
+    return function
+
+
+@rule("conv_general_dilated")
+def conv_general_dilated(eqn: Equation, *operands: Any) -> Any:
+    """A convolution of which the rows are output channels, input channels or examples."""
+    if eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1:
+        return None
+    (batch, of_inputs, *_), (of_outputs, of_kernel, *_), out = (tuple(spec) for spec in eqn.params["dimension_numbers"])
+    of_rows = {}
+    for i, x in _splits(operands):
+        free, contracted, other_axis = [(batch, of_inputs, of_kernel), (of_outputs, of_kernel, of_inputs)][i]
+        if x.axis == free:
+            of_rows[i] = InRows(eqn.bind, out[i])
+        elif x.axis == contracted:
+            of_rows[i] = InRows(_with_cut(eqn, x, 1 - i, other_axis), None)
+        else:  # along the window
+            return None
+    return multilinear(operands, eqn.bind, of_rows)
+
+
+@rule("ragged_dot_general")
+def ragged_dot(eqn: Equation, lhs: Any, rhs: Any, sizes: Any) -> Any:
+    """A matmul of groups of rows, each with its expert: experts are frozen."""
+    groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    if isinstance(lhs, SplitArray) or isinstance(sizes, SplitArray) or tuple(groups) != (rhs.axis,):
+        return None
+
+    def of_experts(lhs: Any, experts: Any, sizes: Any) -> Any:
+        return eqn.bind(lhs, *_among_zeros(rhs, experts, sizes))
+
+    return multilinear([lhs, rhs, sizes], eqn.bind, {1: InRows(of_experts, axis=None)})
+
+
+def _among_zeros(x: SplitArray, experts: Any, sizes: Any) -> tuple[jax.Array, jax.Array]:
+    """The trainable experts and the sizes of their groups, with one expert of zeros for those that lie between."""
+    zeros = jnp.zeros_like(jax.lax.slice_in_dim(experts, 0, 1, axis=x.axis))
+    arrays, of_groups, end = [], [], 0
+    for i, number in enumerate(numbers(x.index).tolist()):
+        if number > end:
+            arrays.append(zeros)
+            of_groups.append(sizes[..., end:number].sum(-1, keepdims=True, dtype=sizes.dtype))
+        arrays.append(jax.lax.slice_in_dim(experts, i, i + 1, axis=x.axis))
+        of_groups.append(sizes[..., number : number + 1])
+        end = number + 1
+    return jnp.concatenate(arrays, x.axis), jnp.concatenate(of_groups, -1)

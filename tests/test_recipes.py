@@ -1,0 +1,143 @@
+"""What `docs/recipes.md` says: for every way of freezing, and on several devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from flax import jax_utils
+from flax.training.dynamic_scale import DynamicScale
+
+import optax_freeze as fz
+
+MASK = np.array([[True, False], [False, True]])
+FROZEN = {
+    "leaf": "encoder",
+    "rows": fz.rules({"embed": fz.rows(slice(0, 4)), "encoder": True}),
+    "elements": fz.rules({"encoder": fz.elements(MASK)}),
+    "compact": fz.rules({"encoder": fz.elements(MASK, compact=True)}),
+}
+
+
+@pytest.fixture
+def params():
+    key = iter(jax.random.split(jax.random.key(0), 3))
+    return {
+        "embed": jax.random.normal(next(key), (6, 2)),
+        "encoder": jax.random.normal(next(key), (2, 2)),
+        "head": jax.random.normal(next(key), (2, 1)),
+    }
+
+
+def loss(params, tokens):
+    return jnp.mean((jnp.tanh(params["embed"][tokens] @ params["encoder"]) @ params["head"] - 1.0) ** 2)
+
+
+def copy_of(tree, device):
+    return jax.tree.map(lambda leaf: leaf[device], tree)
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+class TestDynamicScale:
+    def test_a_skip_keeps_every_bit(self, params, frozen):
+        tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), frozen)
+
+        def half(params, x):
+            params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
+            return jnp.mean(((x @ params["encoder"]) @ params["head"]).astype(jnp.float32) ** 2)
+
+        @jax.jit
+        def step(params, state, scale, x):
+            trainable, rest = fz.partition(params, fz.spec_of(state))
+            scale, finite, _, grads = scale.value_and_grad(fz.restrict(half, rest))(trainable, x)
+            updates, new_state = tx.update(grads, state, params)
+            new = optax.apply_updates(params, updates), new_state
+            return *jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state)), scale, finite
+
+        scale = DynamicScale(scale=jnp.float32(64), fin_steps=jnp.int32(0))
+        new, state, scale, finite = step(params, tx.init(params), scale, jnp.ones((3, 2)))
+        assert finite
+        fz.assert_frozen(params, new, frozen)
+        assert bits(new["head"]) != bits(params["head"])
+        after, after_state, scale, finite = step(new, state, scale, 6e4 * jnp.ones((3, 2)))
+        assert not finite
+        assert scale.scale == 32
+        assert bits(after) == bits(new)
+        assert bits(after_state) == bits(state)
+        assert step._cache_size() == 1
+
+    def test_devices_skip_together(self, params, frozen):
+        devices = jax.local_device_count()
+        trainable, rest = fz.partition(params, frozen)
+        x = jnp.ones(devices).at[0].set(jnp.inf)
+
+        def step(scale, trainable, x):
+            fun = fz.restrict(lambda params, x: x * loss(params, jnp.arange(6)), rest)
+            return scale.value_and_grad(fun, axis_name="batch")(trainable, x)
+
+        result = jax.pmap(step, axis_name="batch", in_axes=(None, None, 0))(DynamicScale(), trainable, x)
+        assert not result.finite.any()
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+class TestPmap:
+    def test_equals_one_device_on_the_whole_batch(self, params, frozen):
+        devices = jax.local_device_count()
+        assert devices > 1
+        tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), frozen, full_updates=False)
+
+        def step(params, state, tokens, mean=lambda grads: grads):
+            grads = mean(fz.grad(loss, frozen)(params, tokens))
+            updates, state = tx.update(grads, state, params)
+            return fz.apply_updates(params, updates, fz.spec_of(state)), state
+
+        parallel = jax.pmap(
+            lambda *args: step(*args, mean=lambda grads: jax.lax.pmean(grads, "batch")), axis_name="batch"
+        )
+        tokens = jnp.arange(devices * 6).reshape(devices, 6) % 6
+        copies, states = jax_utils.replicate((params, tx.init(params)))
+        expected, state = params, tx.init(params)
+        for _ in range(3):
+            copies, states = parallel(copies, states, tokens)
+            expected, state = jax.jit(step)(expected, state, tokens.reshape(-1))
+        for device in range(devices):
+            assert bits(copy_of((copies, states), device)) == bits(jax_utils.unreplicate((copies, states)))
+        new = jax_utils.unreplicate(copies)
+        fz.assert_frozen(params, new, frozen)
+        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_nothing_frozen_is_exchanged(self, params, frozen):
+        """What is exchanged has the shapes of the trainable part; with a dense mask, that of the leaf."""
+
+        def mean(params, tokens):
+            return jax.lax.pmean(fz.grad(loss, frozen)(params, tokens), "batch")
+
+        program = jax.make_jaxpr(mean, axis_env=[("batch", 8)])(params, jnp.arange(6))
+        exchanged = [var.aval.shape for eqn in program.eqns if "psum" in eqn.primitive.name for var in eqn.invars]
+        trainable = jax.tree.leaves(fz.partition(params, frozen)[0])
+        assert sorted(exchanged) == sorted(leaf.shape for leaf in trainable)
+
+
+def test_a_mean_of_equal_parameters_moves_frozen_bits(params):
+    copies = jax_utils.replicate(params)
+    mean = jax.pmap(lambda params: jax.lax.pmean(params, "batch"), axis_name="batch")(copies)
+    with pytest.raises(AssertionError, match="frozen leaves moved"):
+        fz.assert_frozen(copies, mean, True)
+
+
+@pytest.mark.parametrize("update", [optax.incremental_update, lambda a, b, _: optax.periodic_update(a, b, 4, 2)])
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+def test_a_target_network_follows_in_its_trainable_part(params, frozen, update, compiled):
+    online = jax.tree.map(lambda leaf: leaf + 1, params)
+
+    @compiled
+    def follow(online, target):
+        moves, rest = fz.partition(target, frozen)
+        return fz.combine(update(fz.partition(online, frozen)[0], moves, 0.3), rest)
+
+    new = follow(online, params)
+    fz.assert_frozen(params, new, frozen)
+    for a, b in zip(*(jax.tree.leaves(fz.partition(tree, frozen)[0]) for tree in (new, params)), strict=True):
+        assert (a != b).any()
