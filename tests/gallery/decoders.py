@@ -19,14 +19,14 @@ def next_token(logits, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype(jnp.float32), tokens[:, 1:]).mean()
 
 
-def of_transformers(flax_class, config, spec, by_hand=None):
+def of_transformers(flax_class, config, spec):
     """A model of transformers, with parameters of its own initialization."""
     model = flax_class(config, seed=0, input_shape=(1, 8))
 
     def loss(params, tokens):
         return next_token(model(tokens, params=params, train=False).logits, tokens)
 
-    return Model(model.params, loss, jnp.asarray(TOKENS), spec, by_hand)
+    return Model(model.params, loss, jnp.asarray(TOKENS), spec)
 
 
 def gpt2():

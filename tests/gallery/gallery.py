@@ -7,8 +7,12 @@ gradient three times: with the leaves that are frozen by rows trained whole, by 
 import functools
 import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.update(USE_FLAX="1", USE_TF="0", USE_TORCH="0")  # what transformers imports
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +22,11 @@ from jax.extend import core
 
 import optax_freeze as fz
 
-LIMIT = 1.05
+LIMIT = 1.05  # of FLOPs, bytes and memory, to the whole leaf's and to those of the program written by hand
 STEPS = 3
 ROUNDING = 2e-5
+JUDGED = ("flops", "accessed", "memory")
+UNMERGED = ("decoder", "encoder", "MoE", "ViT", "convolutional")  # in no model of these kinds is an array merged
 
 
 class Model(NamedTuple):
@@ -30,7 +36,6 @@ class Model(NamedTuple):
     loss: Callable[[Any, Any], jax.Array]
     batch: Any
     spec: Any
-    by_hand: Callable[[Any, Any], Any] | None = None  # (params, batch) -> the gradient, the model split by hand
 
 
 class Case(NamedTuple):
@@ -41,7 +46,6 @@ class Case(NamedTuple):
     kind: str
     frozen: str
     make: Callable[[], Model]
-    lines: int = 3  # of a training script: the gradient, the optimizer and the update; the model stays as it is
 
     @property
     def missing(self) -> str:
@@ -54,11 +58,21 @@ class Cost(NamedTuple):
 
     flops: float
     accessed: float
+    memory: float  # temporaries and outputs: XLA uses the buffers of outputs as scratch
     temporary: float
-    held: float  # temporaries and outputs: XLA computes in the buffers of outputs, too
 
     def over(self, other: "Cost") -> "Cost":
         return Cost(*(ours / max(theirs, 1.0) for ours, theirs in zip(self, other, strict=True)))
+
+
+class Exceeded(NamedTuple):
+    """A ratio that is above the limit, and known to be."""
+
+    measured: float
+    reason: str
+
+
+EXCEPTIONS: dict[tuple[str, str, str], Exceeded] = {}  # (name of the case, compared with, figure)
 
 
 class Figures(NamedTuple):
@@ -75,7 +89,8 @@ class Figures(NamedTuple):
 
     @property
     def to_hand(self) -> Cost:
-        return self.ours.over(Cost(*map(min, zip(*self.by_hand.values(), strict=True))))
+        """To the program written by hand that accesses fewer bytes."""
+        return self.ours.over(min(self.by_hand.values(), key=lambda cost: cost.accessed))
 
 
 class Checked(NamedTuple):
@@ -87,9 +102,30 @@ class Checked(NamedTuple):
     unmoved: tuple[str, ...]  # leaves that train in part or whole and did not move
 
 
+def problems(case: Case, checked: Checked, figures: Figures) -> Iterator[str]:
+    """What keeps a case from passing."""
+    if checked.compilations != 1:
+        yield f"{checked.compilations} compilations in {STEPS} steps"
+    if checked.wrong_bits:
+        yield f"{checked.wrong_bits} leaves have frozen bits that moved"
+    if checked.unmoved:
+        yield f"did not train: {', '.join(checked.unmoved)}"
+    if not checked.gradient_error <= ROUNDING:
+        yield f"a gradient differs by {checked.gradient_error:.1e} of its largest element"
+    if figures.merged and any(kind in case.kind for kind in UNMERGED):
+        yield f"merged: {', '.join(figures.merged)}"
+    for peer, ratios in (("whole leaf", figures.to_whole), ("by hand", figures.to_hand)):
+        for name in JUDGED:
+            ratio, known = getattr(ratios, name), EXCEPTIONS.get((case.name, peer, name))
+            if ratio > (LIMIT if known is None else known.measured + 0.02):
+                yield f"{name}: {ratio:.3f} of the {peer}"
+            if known is not None and ratio <= LIMIT:
+                yield f"{name}: {ratio:.3f} of the {peer} is within the limit: remove it from EXCEPTIONS"
+
+
 def check(model: Model) -> Checked:
     """Three steps of AdamW in one program."""
-    params, loss, batch, spec, _ = model
+    params, loss, batch, spec = model
     tx = fz.freeze(optax.adamw(1e-3), spec, full_updates=False)
     value_and_grad = fz.value_and_grad(loss, spec)
 
@@ -107,7 +143,7 @@ def check(model: Model) -> Checked:
     zeros = jax.tree.map(jnp.zeros_like, params)
     trains = fz.combine(fz.partition(jax.tree.map(jnp.ones_like, params), spec)[0], fz.partition(zeros, spec)[1])
     wrong, unmoved, error = 0, [], 0.0
-    grads = jax.jit(fz.grad(loss, spec))(params, batch)
+    _, grads = jax.jit(value_and_grad)(params, batch)
     dense = fz.combine(grads, fz.partition(zeros, spec)[1])
     wanted = jax.jit(jax.grad(loss))(params, batch)
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(wanted))
@@ -126,11 +162,9 @@ def check(model: Model) -> Checked:
 
 def measure(model: Model) -> Figures:
     """The gradient of the leaves trained whole, ours, and by hand, and the operations that merge rows."""
-    params, loss, batch, spec, by_hand = model
+    params, loss, batch, spec = model
     whole = jax.tree.map(lambda answer: answer is True, fz.resolve(params, spec), is_leaf=is_answer)
     ways = {"combined": functools.partial(combined, loss, spec), "joined": functools.partial(joined, loss, spec)}
-    if by_hand is not None:
-        ways["split"] = by_hand
     return Figures(
         cost(fz.value_and_grad(loss, whole), params, batch),
         cost(fz.value_and_grad(loss, spec), params, batch),
@@ -205,7 +239,7 @@ def cost(fn: Callable[..., Any], *args: Any) -> Cost:
         counted = jax.jit(core.jaxpr_as_fun(_unrolled(jaxpr))).lower(*jax.tree.leaves(args)).compile()
     figures = counted.cost_analysis()
     temporary = memory.temp_size_in_bytes
-    return Cost(figures["flops"], figures["bytes accessed"], temporary, temporary + memory.output_size_in_bytes)
+    return Cost(figures["flops"], figures["bytes accessed"], temporary + memory.output_size_in_bytes, temporary)
 
 
 def _scans(jaxpr: core.Jaxpr) -> Iterator[bool]:

@@ -22,7 +22,7 @@ def cross_entropy(logits, labels):
 def scanned_vit():
     """The ViT block of big_vision, as Gemma has it, scanned and rematerialized as in big_vision."""
     from flax import linen as nn
-    from gemma.multimodal.vision_utils import Encoder1DBlock
+    from gemma.gm.nn.vision._vision_utils import Encoder1DBlock
 
     class Layer(nn.Module):
         @nn.compact
