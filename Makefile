@@ -68,7 +68,9 @@ clean:  ## remove the environment
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	touch $@
 
+# By uv, since pip searches for hours among the versions of what these packages need.
 .venv/gallery/installed: tests/gallery/requirements.txt tests/gallery/constraints.txt pyproject.toml
 	test -x .venv/gallery/bin/python || $(PYTHON312) -m venv .venv/gallery
-	.venv/gallery/bin/python -m pip install --quiet --disable-pip-version-check -e . -r tests/gallery/requirements.txt -c tests/gallery/constraints.txt
+	.venv/gallery/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv/gallery/bin/python -m uv pip install --quiet --python .venv/gallery/bin/python -e . -r tests/gallery/requirements.txt -c tests/gallery/constraints.txt
 	touch $@

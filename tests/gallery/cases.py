@@ -3,4 +3,4 @@
 from gallery import decoders, others, vision
 
 CASES = [*decoders.CASES, *vision.CASES, *others.CASES]
-SMALL = [case for case in CASES if case.name in ("MobileNet", "ResNet V2", "LSTM")]
+SMALL = [case for case in CASES if case.name in ("Equinox attention", "Flax attention")]

@@ -70,7 +70,7 @@ def graph_network():
         return hk.Linear(8, name="head")(graph.nodes)
 
     net = hk.without_apply_rng(hk.transform(forward))
-    params = net.init(jax.random.key(0))
+    params = jax.jit(net.init)(jax.random.key(0))
 
     def loss(params, targets):
         return jnp.mean((net.apply(params) - targets) ** 2)
@@ -140,8 +140,8 @@ def haiku_lstm():
         return hk.Linear(256, name="head")(x)
 
     net = hk.without_apply_rng(hk.transform(forward))
-    tokens = NUMBERS.integers(0, 256, (4, 16))
-    params = net.init(jax.random.key(0), tokens)
+    tokens = NUMBERS.integers(0, 256, (4, 8))
+    params = jax.jit(net.init)(jax.random.key(0), tokens)
 
     def loss(params, tokens):
         scores = jax.nn.log_softmax(net.apply(params, tokens))
@@ -154,6 +154,42 @@ def haiku_lstm():
         "head/b": fz.rows(slice(0, 240)),
     }
     return Model(params, loss, tokens, fz.rules(spec))
+
+
+def equinox_attention():
+    """The attention of Equinox: the heads of each projection are its rows."""
+    import equinox as eqx
+
+    model = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+        attend = eqx.combine(params, static)
+        return jnp.mean((jax.vmap(lambda x: attend(x, x, x))(x) - x) ** 2)
+
+    spec = fz.rules({"output_proj": fz.rows(slice(0, 48), axis=1), "*": fz.rows(slice(0, 48))})
+    return Model(params, loss, NUMBERS.normal(size=(4, 16, 64)).astype(np.float32), spec)
+
+
+def flax_attention():
+    """The attention of Flax Linen: the heads of each projection are an axis of their own."""
+    from flax import linen as nn
+
+    model = nn.MultiHeadDotProductAttention(num_heads=4)
+    x = NUMBERS.normal(size=(4, 16, 64)).astype(np.float32)
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+
+    def loss(params, x):
+        return jnp.mean((model.apply({"params": params}, x) - x) ** 2)
+
+    heads = slice(0, 3)
+    spec = {
+        "out/kernel": fz.rows(heads),
+        "out/bias": True,
+        "*/kernel": fz.rows(heads, axis=1),
+        "*/bias": fz.rows(heads),
+    }
+    return Model(params, loss, x, fz.rules(spec))
 
 
 CASES = [
@@ -169,5 +205,7 @@ CASES = [
     ),
     Case("PPO", ("brax",), "policy and value", "old observations, old actions, a layer of the value", brax_ppo),
     Case("Autoregressive flow", ("flowjax",), "scanned flow", "3 of 4 layers", flow),
+    Case("Equinox attention", ("equinox",), "attention", "3 of 4 heads", equinox_attention),
+    Case("Flax attention", ("flax",), "attention", "3 of 4 heads, the output biases", flax_attention),
     Case("LSTM", ("haiku",), "recurrent", "old tokens, their columns of the head, 3 of 4 gates", haiku_lstm),
 ]

@@ -27,3 +27,9 @@ def test_a_model(case):
         row |= {"whole": figures.to_whole._asdict(), "hand": figures.to_hand._asdict()}
         pathlib.Path(FOLDER, f"{case.name}.json").write_text(json.dumps(row), encoding="utf-8")
     assert not [*gallery.problems(case, checked, figures)]
+
+
+@pytest.mark.skipif(bool(FOLDER), reason="the page is written after these tests")
+def test_the_page_has_every_model():
+    page = pathlib.Path("docs/gallery.md").read_text()
+    assert [case.name for case in cases.CASES if f"| {case.name} ({case.kind}) |" not in page] == []

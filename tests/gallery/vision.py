@@ -40,7 +40,7 @@ def scanned_vit():
             return nn.Dense(CLASSES, name="head")(nn.LayerNorm(name="norm")(x).mean(1))
 
     model = ViT()
-    params = model.init(jax.random.key(0), IMAGES)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), IMAGES)["params"]
 
     def loss(params, batch):
         return cross_entropy(model.apply({"params": params}, batch[0]), batch[1])
@@ -127,7 +127,7 @@ def flax_resnet():
     import flaxmodels
 
     model = flaxmodels.ResNet18(output="logits", pretrained=None, num_classes=CLASSES)
-    variables = model.init(jax.random.key(0), IMAGES)
+    variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
 
     def loss(params, batch):
         images, labels = batch
@@ -151,7 +151,7 @@ def haiku_resnet():
         return net(images, is_training=train)
 
     net = hk.without_apply_rng(hk.transform_with_state(forward))
-    params, stats = net.init(jax.random.key(0), IMAGES, True)
+    params, stats = jax.jit(net.init, static_argnums=2)(jax.random.key(0), IMAGES, True)
 
     def loss(params, batch):
         return cross_entropy(net.apply(params, stats, batch[0], False)[0], batch[1])
@@ -167,7 +167,7 @@ def haiku_resnet():
 
 def convnext():
     import equinox as eqx
-    from equimo.models import convnext
+    from equimo.vision.models import convnext
 
     model = convnext.ConvNeXt(
         3,
