@@ -1,10 +1,11 @@
 # The environment is .venv; each command makes it, or what is missing of it.
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest docs bench mutants compatibility format clean
+.PHONY: help demo test test-oldest test-newest docs bench gallery mutants compatibility format clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-24s %s\n' "make $$name" "$$what"; done
@@ -39,6 +40,12 @@ docs: .venv/test  ## build the documentation, in .venv/html
 bench: .venv/bench  ## run the benchmarks and write their page
 	$(BIN)/python tests/benchmarks/write_page.py
 
+# The gallery has an environment of its own, for Python 3.12; its figures stand in a folder beside it.
+gallery: .venv/gallery/installed  ## test models of other packages (Python 3.12) and write their page
+	rm -rf .venv/gallery/figures && mkdir .venv/gallery/figures
+	GALLERY=.venv/gallery/figures .venv/gallery/bin/python -m pytest tests/gallery
+	.venv/gallery/bin/python tests/gallery/write_page.py .venv/gallery/figures
+
 mutants: .venv/test  ## check that the tests notice one-line changes of the package
 	$(BIN)/python tests/mutants.py
 
@@ -59,4 +66,11 @@ clean:  ## remove the environment
 .venv/demo .venv/test .venv/bench: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $@
+
+# By uv, since pip searches for hours among the versions of what these packages need.
+.venv/gallery/installed: tests/gallery/requirements.txt tests/gallery/constraints.txt pyproject.toml
+	test -x .venv/gallery/bin/python || $(PYTHON312) -m venv .venv/gallery
+	.venv/gallery/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv/gallery/bin/python -m uv pip install --quiet --python .venv/gallery/bin/python -e . -r tests/gallery/requirements.txt -c tests/gallery/constraints.txt
 	touch $@

@@ -1,0 +1,278 @@
+"""The gallery's harness: one training step of a model that was not written here, checked and measured.
+
+A case says what is frozen. ``check`` trains three steps and compares bits and gradients, ``measure`` compiles the
+gradient three times: with the leaves that are frozen by rows trained whole, by ``fz.value_and_grad``, and by hand.
+"""
+
+import functools
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.update(USE_FLAX="1", USE_TF="0", USE_TORCH="0")  # what transformers imports
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+
+import optax_freeze as fz
+
+LIMIT = 1.05  # of FLOPs, bytes and memory, to the whole leaf's and to those of the program written by hand
+STEPS = 3
+ROUNDING = 2e-5
+JUDGED = ("flops", "accessed", "memory")
+UNMERGED = ("decoder", "encoder", "MoE", "ViT", "convolutional")  # in no model of these kinds is an array merged
+
+
+class Model(NamedTuple):
+    """A model as a tree of parameters and a loss, and what of it is frozen."""
+
+    params: Any
+    loss: Callable[[Any, Any], jax.Array]
+    batch: Any
+    spec: Any
+
+
+class Case(NamedTuple):
+    """One line of the table; the model is made when it runs, since its package may be missing."""
+
+    name: str
+    packages: tuple[str, ...]  # as they are imported
+    kind: str
+    frozen: str
+    make: Callable[[], Model]
+
+    @property
+    def missing(self) -> str:
+        """The packages that are not installed."""
+        return ", ".join(name for name in self.packages if importlib.util.find_spec(name) is None)
+
+
+class Cost(NamedTuple):
+    """Of one program, as XLA counts it for the CPU."""
+
+    flops: float
+    accessed: float
+    memory: float  # temporaries and outputs: XLA uses the buffers of outputs as scratch
+    temporary: float
+
+    def over(self, other: "Cost") -> "Cost":
+        return Cost(*(ours / max(theirs, 1.0) for ours, theirs in zip(self, other, strict=True)))
+
+
+class Exceeded(NamedTuple):
+    """A ratio that is above the limit, and known to be."""
+
+    measured: float
+    reason: str
+
+
+EXCEPTIONS: dict[tuple[str, str, str], Exceeded] = {}  # (name of the case, compared with, figure)
+
+
+class Figures(NamedTuple):
+    """What is measured of a case."""
+
+    whole: Cost
+    ours: Cost
+    by_hand: dict[str, Cost]
+    merged: tuple[str, ...]
+
+    @property
+    def to_whole(self) -> Cost:
+        return self.ours.over(self.whole)
+
+    @property
+    def to_hand(self) -> Cost:
+        """To the program written by hand that accesses fewer bytes."""
+        return self.ours.over(min(self.by_hand.values(), key=lambda cost: cost.accessed))
+
+
+class Checked(NamedTuple):
+    """What is checked of a case."""
+
+    compilations: int
+    wrong_bits: int
+    gradient_error: float  # of the largest element of each gradient
+    unmoved: tuple[str, ...]  # leaves that train in part or whole and did not move
+
+
+def problems(case: Case, checked: Checked, figures: Figures) -> Iterator[str]:
+    """What keeps a case from passing."""
+    if checked.compilations != 1:
+        yield f"{checked.compilations} compilations in {STEPS} steps"
+    if checked.wrong_bits:
+        yield f"{checked.wrong_bits} leaves have frozen bits that moved"
+    if checked.unmoved:
+        yield f"did not train: {', '.join(checked.unmoved)}"
+    if not checked.gradient_error <= ROUNDING:
+        yield f"a gradient differs by {checked.gradient_error:.1e} of its largest element"
+    if figures.merged and any(kind in case.kind for kind in UNMERGED):
+        yield f"merged: {', '.join(figures.merged)}"
+    for peer, ratios in (("whole leaf", figures.to_whole), ("by hand", figures.to_hand)):
+        for name in JUDGED:
+            ratio, known = getattr(ratios, name), EXCEPTIONS.get((case.name, peer, name))
+            if ratio > (LIMIT if known is None else known.measured + 0.02):
+                yield f"{name}: {ratio:.3f} of the {peer}"
+            if known is not None and ratio <= LIMIT:
+                yield f"{name}: {ratio:.3f} of the {peer} is within the limit: remove it from EXCEPTIONS"
+
+
+def check(model: Model) -> Checked:
+    """Three steps of AdamW in one program."""
+    params, loss, batch, spec = model
+    tx = fz.freeze(optax.adamw(1e-3), spec, full_updates=False)
+    value_and_grad = fz.value_and_grad(loss, spec)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = value_and_grad(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates), state, value
+
+    new, state = params, tx.init(params)
+    for _ in range(STEPS):
+        new, state, value = step(new, state, batch)
+    assert np.isfinite(value)
+    fz.assert_frozen(params, new, spec)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    trains = fz.combine(fz.partition(jax.tree.map(jnp.ones_like, params), spec)[0], fz.partition(zeros, spec)[1])
+    wrong, unmoved, error = 0, [], 0.0
+    _, grads = jax.jit(value_and_grad)(params, batch)
+    dense = fz.combine(grads, fz.partition(zeros, spec)[1])
+    wanted = jax.jit(jax.grad(loss))(params, batch)
+    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(wanted))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    rows = zip(leaves, *map(jax.tree.leaves, (new, trains, dense, wanted)), strict=True)
+    for (path, old), moved, mask, grad, reference in rows:
+        mask, old, moved, grad, reference = map(np.asarray, (mask != 0, old, moved, grad, reference))
+        wrong += int(old[~mask].tobytes() != moved[~mask].tobytes())
+        if mask.any():
+            if not (old[mask] != moved[mask]).any():
+                unmoved.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+            scale = max(float(np.abs(reference).max()), 1e-3 * largest)
+            error = float(np.maximum(error, np.abs(grad[mask] - reference[mask]).max() / scale))  # NaN stays
+    return Checked(step._cache_size(), wrong, error, tuple(unmoved))
+
+
+def measure(model: Model) -> Figures:
+    """The gradient of the leaves trained whole, ours, and by hand, and the operations that merge rows."""
+    params, loss, batch, spec = model
+    whole = jax.tree.map(lambda answer: answer is True, fz.resolve(params, spec), is_leaf=is_answer)
+    ways = {"combined": functools.partial(combined, loss, spec), "joined": functools.partial(joined, loss, spec)}
+    return Figures(
+        cost(fz.value_and_grad(loss, whole), params, batch),
+        cost(fz.value_and_grad(loss, spec), params, batch),
+        {name: cost(way, params, batch) for name, way in ways.items()},
+        merges(model),
+    )
+
+
+def is_answer(node: Any) -> bool:
+    return isinstance(node, (bool, type(fz.rows(0)), type(fz.elements(np.ones(1, bool)))))
+
+
+def combined(loss: Callable[..., Any], spec: Any, params: Any, batch: Any) -> Any:
+    """By hand, without a change of the model: the trainable rows are written into the leaf, as by ``.at[rows].set``."""
+    trainable, rest = fz.partition(params, spec)
+    return jax.value_and_grad(lambda trainable: loss(fz.combine(trainable, rest), batch))(trainable)
+
+
+def joined(loss: Callable[..., Any], spec: Any, params: Any, batch: Any) -> Any:
+    """By hand, without a change of the model: the stretches of rows are concatenated."""
+    trainable, rest = fz.partition(params, spec)
+
+    def leaf(part: Any, full: Any, answer: Any) -> Any:
+        if not isinstance(part, fz.Part) or isinstance(answer, type(fz.elements(np.ones(1, bool)))):
+            return full
+        axis = answer.axis % full.ndim
+        numbers = np.arange(full.shape[axis])
+        index = (
+            answer.index if not isinstance(answer.index, tuple) or hasattr(answer.index, "step") else [*answer.index]
+        )
+        frozen = np.zeros(len(numbers), bool)
+        frozen[slice(*index) if hasattr(index, "step") else index] = True
+        frozen ^= answer.inverted
+        edges = [0, *np.flatnonzero(np.diff(frozen)) + 1, len(numbers)]
+        pieces, used = [], 0
+        for start, stop in itertools.pairwise(edges):
+            if frozen[start]:
+                pieces.append(jax.lax.slice_in_dim(jax.lax.stop_gradient(full), start, stop, axis=axis))
+            else:
+                pieces.append(jax.lax.slice_in_dim(part.values, used, used + stop - start, axis=axis))
+                used += stop - start
+        return jnp.concatenate(pieces, axis)
+
+    answers = fz.resolve(params, spec)
+
+    def value(trainable: Any) -> Any:
+        full = fz.combine(trainable, rest)
+        is_part = lambda node: isinstance(node, (fz.Part, optax.MaskedNode))  # noqa: E731
+        parts = jax.tree.leaves(trainable, is_leaf=is_part)
+        leaves = [
+            leaf(part, old, answer) if isinstance(part, fz.Part) else new
+            for part, new, old, answer in zip(
+                parts,
+                jax.tree.leaves(full),
+                jax.tree.leaves(params),
+                jax.tree.leaves(answers, is_leaf=is_answer),
+                strict=True,
+            )
+        ]
+        return loss(jax.tree.unflatten(jax.tree.structure(params), leaves), batch)
+
+    return jax.value_and_grad(value)(trainable)
+
+
+def cost(fn: Callable[..., Any], *args: Any) -> Cost:
+    """FLOPs and bytes with every scan unrolled, since XLA counts the body of a loop once; temporaries as it is."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    compiled = jax.jit(fn).lower(*args).compile()
+    memory = compiled.memory_analysis()
+    counted = compiled
+    if any(_scans(jaxpr.jaxpr)):
+        counted = jax.jit(core.jaxpr_as_fun(_unrolled(jaxpr))).lower(*jax.tree.leaves(args)).compile()
+    figures = counted.cost_analysis()
+    temporary = memory.temp_size_in_bytes
+    return Cost(figures["flops"], figures["bytes accessed"], temporary + memory.output_size_in_bytes, temporary)
+
+
+def _scans(jaxpr: core.Jaxpr) -> Iterator[bool]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield True
+        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _scans(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, (core.Jaxpr, core.ClosedJaxpr))
+
+
+def _unrolled(jaxpr: Any) -> Any:
+    if isinstance(jaxpr, core.ClosedJaxpr):
+        return jaxpr.replace(jaxpr=_unrolled(jaxpr.jaxpr))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = {
+            name: jax.tree.map(lambda v: _unrolled(v) if _is_jaxpr(v) else v, value, is_leaf=_is_jaxpr)
+            if any(map(_is_jaxpr, jax.tree.leaves(value, is_leaf=_is_jaxpr)))
+            else value
+            for name, value in eqn.params.items()
+        }
+        if eqn.primitive.name == "scan":
+            params["unroll"] = max(params["length"], 1)
+        eqns.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=eqns)
+
+
+def merges(model: Model) -> tuple[str, ...]:
+    """Leaves whose rows are merged, and the operation that merges them."""
+    rows = fz.explain(model.loss, model.params, model.spec, model.batch).rows
+    return tuple(f"{row.path}: {row.merged}" for row in rows if row.merged)
