@@ -7,7 +7,7 @@ split arrays, too.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -181,38 +181,51 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
     return [first.like(*parts, index=index) for parts in zip(frozen, rows, strict=True)]
 
 
+def _inexact(avals: Iterable[Any]) -> list[int]:
+    """The positions of what has a derivative."""
+    return [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+
 @rule("custom_vjp_call")
 def custom_vjp(eqn: Equation, *operands: Any) -> Any:
     """Keeps the custom rule for the whole array, and cuts its cotangent where the rule ends in operations on rows."""
     splits = {i: x for i, x in enumerate(operands) if isinstance(x, SplitArray)}
+    arrays = [x.frozen if isinstance(x, SplitArray) else x for x in operands]
+    inexact = _inexact(map(jax.typeof, arrays))
     scattered = any(padding(x.index, x.axis, x.frozen.ndim) is None for x in splits.values())
     if eqn.params["symbolic_zeros"] or scattered or any(x.in_jvp for x in splits.values()):
         return None
-    inexact = [i for i, x in enumerate(operands) if jnp.issubdtype(jnp.result_type(dense(x)), jnp.inexact)]
+    outs = jax.eval_shape(eqn.bind, *arrays)
+    if not {*splits} <= {*inexact} or len(_inexact(outs)) < len(outs):
+        return None
 
-    def forward(*values: Any) -> Any:
+    def forward(*values: Any) -> tuple[Any, Callable[..., Any]]:
         return jax.vjp(eqn.bind, *map(dense, values))
 
-    def pullback(back: Any, cotangents: Any) -> list[Any]:
-        every = back(cotangents)
+    def cotangents(back: Callable[..., Any], of_outs: Any) -> list[Any]:
+        every = back(of_outs)
         return [every[i] for i in inexact]
 
-    backward_of_shapes = jax.make_jaxpr(lambda *values: pullback(forward(*values)[1], forward(*values)[0]))(*operands)
-    if not all(has_rows(backward_of_shapes, inexact.index(i)) for i in splits):
-        return None
-    function = jax.custom_vjp(lambda *values: eqn.bind(*map(dense, values)))
+    def of_ones(*values: Any) -> list[Any]:
+        outs, back = forward(*values)
+        return cotangents(back, jax.tree.map(jnp.ones_like, outs))
 
-    def backward(back: Any, cotangents: Any) -> tuple[Any, ...]:
-        closed = jax.make_jaxpr(pullback)(back, cotangents)
+    program = jax.make_jaxpr(of_ones)(*arrays)
+    if not all(has_rows(program, inexact.index(i)) for i in splits):
+        return None
+
+    def backward(back: Callable[..., Any], of_outs: Any) -> tuple[Any, ...]:
+        program = jax.make_jaxpr(cotangents)(back, of_outs)
         indices = {inexact.index(i): x.index for i, x in splits.items()}
-        outs, rows = rows_of_outputs(closed, jax.tree.leaves((back, cotangents)), indices)
+        wholes, rows = rows_of_outputs(program, jax.tree.leaves((back, of_outs)), indices)
         every: list[Any] = [None] * len(operands)
-        for position, i in enumerate(inexact):
-            every[i] = outs[position]
+        for position, (i, whole) in enumerate(zip(inexact, wholes, strict=True)):
+            every[i] = whole
             if position in rows:
-                of_frozen = splits[i].index.choose(outs[position], jnp.zeros_like(outs[position]))
+                of_frozen = splits[i].index.choose(whole, jnp.zeros_like(whole))
                 every[i] = dataclasses.replace(splits[i], frozen=of_frozen, rows=rows[position], whole=True)
         return tuple(every)
 
+    function = jax.custom_vjp(lambda *values: eqn.bind(*map(dense, values)))
     function.defvjp(forward, backward)
     return Whole(function(*(x.made_whole() if isinstance(x, SplitArray) else x for x in operands)))

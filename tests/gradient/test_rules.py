@@ -77,6 +77,14 @@ def sorted_backwards(w):
 sorted_backwards.defvjp(lambda w: (w, None), lambda _, ct: (jnp.sort(ct, axis=0),))
 
 
+@jax.custom_vjp
+def with_integers(w, tokens):
+    return w, tokens
+
+
+with_integers.defvjp(lambda w, tokens: ((w, tokens), None), lambda _, cts: (2 * cts[0], None))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product_of_own_rule(w, x, scale):
     return scale * x @ w.T
@@ -323,6 +331,7 @@ def test_custom_vjp():
 
     w = jax.random.normal(jax.random.key(0), (6, 4))
     check(fun, w, slice(0, 4))
+    check(lambda w: with_integers(w, TOKENS)[0][TOKENS], w, slice(0, 4), in_parts=False)
     check(lambda w: product_of_own_rule(w, X, 3.0), w, slice(0, 4))
     check(fun, w, [3], in_parts=False)
 
