@@ -75,7 +75,7 @@ def test_new_token_rows(run):
     assert "trainable 1,024 of" in output
     assert "optimizer state 8.0 KiB instead of" in output
     assert "no bit of the old rows and of all other parameters moved" in output
-    assert re.search(r"embed/embedding: 16 of \d+ rows train; in parts throughout", output)
+    assert re.search(r"embed/embedding: 16 of \d+ rows train; never merged", output)
     assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
 
 
