@@ -67,8 +67,8 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/split_array.py",
-        "if self.in_jvp:\n            return self.cleared",
-        "if False:\n            return self.cleared",
+        "if self.in_jvp:\n            return jnp.where",
+        "if False:\n            return jnp.where",
         "tests/gradient/test_rules.py",
     ),
     Mutant(

@@ -22,7 +22,7 @@ from optax_freeze._gradient import rules_rowwise as rules_rowwise
 from optax_freeze._gradient import rules_writing as rules_writing
 from optax_freeze._gradient.constants import as_array, folded
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole
-from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense
+from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense, read
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line of the user
@@ -111,7 +111,7 @@ def evaluate(
 def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     if not rule.enters:
-        values = [value.read() if isinstance(value, FrozenArray) else value for value in values]
+        values = list(map(read, values))
     out = None
     if rule.enters or any(isinstance(value, SplitArray) for value in values):
         with eqn.ctx.manager:

@@ -63,11 +63,7 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
             fix="trainable, rest = fz.partition(params, frozen); from the spec itself: fz.grad(fun, frozen)",
         )
 
-    @functools.wraps(fun)
-    def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        return call_in_parts(fun, trainable, rest, args, kwargs)
-
-    return restricted
+    return functools.wraps(fun)(_restricted(fun, rest, whole=False))
 
 
 def call_in_parts(
@@ -163,7 +159,9 @@ def value_and_grad(
             with_params: Any = (*others[:i], params, *others[i:])
             return fun(*with_params, **kwargs)
 
-        at_params = jax.value_and_grad(_at_params(of_params, rest), has_aux=has_aux, holomorphic=holomorphic)
+        at_params = jax.value_and_grad(
+            _restricted(of_params, rest, whole=True), has_aux=has_aux, holomorphic=holomorphic
+        )
         return at_params(trainable, *args[:i], *args[i + 1 :], **kwargs)
 
     return value_and_grad_fn
@@ -238,18 +236,20 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
     @functools.wraps(fun)
     def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         trainable, rest = split(params, _something_trains(params, frozen))
-        return optax.value_and_grad_from_state(_at_params(fun, rest))(trainable, *args, state=state, **kwargs)
+        return optax.value_and_grad_from_state(_restricted(fun, rest, whole=True))(
+            trainable, *args, state=state, **kwargs
+        )
 
     return value_and_grad_fn
 
 
-def _at_params(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
-    """:func:`restrict`, if the function is called with the trainable part of the same parameters."""
+def _restricted(fun: Callable[..., T], rest: PyTree, whole: bool) -> Callable[..., T]:
+    """:func:`restrict`; ``whole`` if the function is called with the trainable part of the same parameters."""
 
-    def at_params(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        return call_in_parts(fun, trainable, rest, args, kwargs, whole=True)
+    def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
+        return call_in_parts(fun, trainable, rest, args, kwargs, whole=whole)
 
-    return at_params
+    return restricted
 
 
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:

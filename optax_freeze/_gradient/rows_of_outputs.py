@@ -23,16 +23,12 @@ class _Program:
     def __init__(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> None:
         self.values: dict[Any, Any] = {}
         self.sources: dict[Any, Any] = {}
-        self.outs = self._run(closed, arguments)
-
-    def _run(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> list[Any]:
         jaxpr = closed.jaxpr
         self.values.update(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
         for eqn in jaxpr.eqns:
             outs = _bind(eqn, *(self.value(v) for v in eqn.invars))
             self.values.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
             self.sources.update(dict.fromkeys(eqn.outvars, eqn))
-        return list(jaxpr.outvars)
 
     def value(self, v: Any) -> Any:
         return v.val if isinstance(v, Literal) else self.values[v]
@@ -50,8 +46,8 @@ def rows_of_outputs(
 ) -> tuple[list[Any], dict[int, Any]]:
     """The outputs of a program, and rows of some of them, by their position."""
     program = _Program(closed, arguments)
-    rows = {i: program.rows(program.outs[i], index) for i, index in indices.items()}
-    return [program.value(v) for v in program.outs], rows
+    rows = {i: program.rows(closed.jaxpr.outvars[i], index) for i, index in indices.items()}
+    return [program.value(v) for v in closed.jaxpr.outvars], rows
 
 
 def has_rows(closed: ClosedJaxpr, output: int) -> bool:

@@ -27,6 +27,7 @@ from optax_freeze._gradient.split_array import (
     made_of,
     read,
     segments,
+    trains_in_any,
     with_log,
 )
 
@@ -153,7 +154,7 @@ def _common(alternatives: Sequence[Any]) -> SplitArray | None:
     first = alternatives[0]
     if not all(isinstance(out, SplitArray) and out.axis == first.axis for out in alternatives):
         return None
-    trains = functools.reduce(np.union1d, [numbers(out.index) for out in alternatives])
+    trains = trains_in_any(alternatives)
     return None if len(trains) == first.size else jax.eval_shape(lambda *splits: made_of(splits, trains), *alternatives)
 
 

@@ -1,7 +1,6 @@
 """Rules for operations that join, pad and reshape, where the trainable rows get other numbers."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from optax_freeze._gradient.split_array import (
     made_of,
     read,
     trainable_rows,
+    trains_in_any,
     undifferentiated,
     with_guarded_rows,
 )
@@ -117,7 +117,7 @@ def stack(eqn: Equation, *operands: Any) -> Any:
 def _side_by_side(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray | Whole:
     """The operands beside each other. The rows, along ``axis``, are trainable if they are in any operand."""
     splits = [x for x in operands if isinstance(x, SplitArray)]
-    trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
+    trains = trains_in_any(splits)
     if len(trains) == splits[0].size:
         return eqn.bind_whole(*operands)
     first = made_of(splits, trains)

@@ -1,6 +1,5 @@
 """Rules for operations on each row alone, which keep the array split."""
 
-import functools
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from optax_freeze._gradient.row_numbers import numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, trainable_rows
+from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, trainable_rows, trains_in_any
 
 ELEMENTWISE = """
 abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
@@ -30,7 +29,7 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
     if eqn.primitive.multiple_results:  # pvary, before JAX 0.9
         return jax.tree.map(lambda part: eqn.bind(part)[0], list(operands))
     splits = [x for x in operands if isinstance(x, SplitArray)]
-    trains = functools.reduce(np.union1d, [numbers(x.index) for x in splits])
+    trains = trains_in_any(splits)
     if eqn.params.get("sharding") is not None:
         return None
     shape = np.broadcast_shapes(*(np.shape(x.frozen if isinstance(x, SplitArray) else x) for x in operands))

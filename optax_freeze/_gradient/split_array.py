@@ -55,7 +55,7 @@ class SplitArray:
 
     ``frozen`` has the full shape. Its values at the trainable rows are stale, and may be NaN: they are selected away,
     and never multiplied by zero, here or in a gradient. An operation on ``frozen`` may compute anything at these rows,
-    as long as its other operands are :meth:`guarded` or :meth:`cleared`.
+    as long as its other operands are :meth:`guarded`.
 
     If it is ``whole``, ``frozen`` has the values of ``rows``, too, as where a gradient is taken at the parameters
     themselves. Then an operation may read the whole array as it is, and add the gradient of the rows to its result.
@@ -110,12 +110,6 @@ class SplitArray:
         rows = trainable_rows(index, self.frozen)
         return self.like(self.frozen, places.put(rows, Part(self.rows)), index=index)
 
-    def cleared(self, operand: Any = None, axis: int | None = None) -> jax.Array:
-        """``frozen`` (or another operand, of these rows along an axis) with zeros at the stale rows: it fuses."""
-        operand, axis = (self.frozen, self.axis) if operand is None else (operand, axis)
-        index = dataclasses.replace(self.index, axis=axis)
-        return jnp.where(index.frozen(jnp.ndim(operand)), operand, jnp.zeros((), operand.dtype))
-
     def guarded(self, operand: Any, shape: tuple[int, ...]) -> Any:
         """An operand of an elementwise operation with a result of some shape, with constants at the stale rows.
 
@@ -125,7 +119,7 @@ class SplitArray:
             return operand
         operand = jnp.broadcast_to(operand, shape)
         if self.in_jvp:
-            return self.cleared(operand, self.axis)
+            return jnp.where(self.index.frozen(operand.ndim), operand, jnp.zeros((), operand.dtype))
         return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
 
     def merged(self) -> jax.Array:
@@ -169,7 +163,7 @@ def dense(value: Any) -> Any:
     """``value`` as one array."""
     if isinstance(value, SplitArray):
         return value.merged()
-    return value.read() if isinstance(value, FrozenArray) else value
+    return read(value)
 
 
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
@@ -214,6 +208,11 @@ def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 def has_split(values: Sequence[Any]) -> bool:
     """Whether any of these is a split array."""
     return any(isinstance(value, SplitArray) for value in values)
+
+
+def trains_in_any(splits: Sequence[SplitArray]) -> np.ndarray:
+    """The numbers of the rows that are trainable in any of these arrays."""
+    return functools.reduce(np.union1d, [numbers(x.index) for x in splits])
 
 
 def made_of(splits: Sequence[SplitArray], trains: np.ndarray) -> SplitArray:

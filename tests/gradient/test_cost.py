@@ -105,7 +105,7 @@ def cost(fun, *args):
 
 
 def programs(i, body_trains):
-    """The gradient in parts, by value_and_grad and by restrict, and that of the whole leaf."""
+    """A loss and what is frozen, the gradient of the rows, and that of the whole leaf."""
     loss, name, rows = CASES[i]
     spec = {path: path != "layers" or not body_trains for path in PARAMS}
     frozen, whole = {**spec, name: rows}, {**spec, name: False}
