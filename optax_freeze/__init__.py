@@ -50,6 +50,12 @@ from optax_freeze._state.migrate import migrate as migrate
 from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary
 
+# What is computed once for each batch.
+from optax_freeze._precompute.explanation import CutExplanation as CutExplanation
+from optax_freeze._precompute.precompute import Features as Features
+from optax_freeze._precompute.precompute import Precomputed as Precomputed
+from optax_freeze._precompute.precompute import precompute as precompute
+
 # Whether frozen bits moved.
 from optax_freeze._verify.assert_frozen import assert_frozen as assert_frozen
 from optax_freeze._verify.fingerprint import fingerprint as fingerprint

@@ -19,7 +19,7 @@ from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import PyTree
 
-_ASKED_FOR_A_VALUE = (
+ASKED_FOR_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -142,7 +142,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
 
     try:
         jax.eval_shape(traced, list(compress(everything, abstract)))
-    except _ASKED_FOR_A_VALUE:
+    except ASKED_FOR_A_VALUE:
         if not any(log.with_effect("merged") for log in logs.values()):
             raise
     return Explanation(tuple(_of_leaf(path, indices[path], log) for path, log in logs.items()))

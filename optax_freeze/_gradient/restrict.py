@@ -66,6 +66,17 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     return functools.wraps(fun)(_restricted(fun, rest, whole=False))
 
 
+class OfParts:
+    """A function of the parameters that takes the trainable part and the rest apart, and needs no other rule for rows.
+
+    Called as any other, with the full parameters, it does so by itself.
+    """
+
+    def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function of both parts, and of its other arguments."""
+        raise NotImplementedError
+
+
 def call_in_parts(
     fun: Callable[..., T],
     trainable: PyTree,
@@ -79,6 +90,8 @@ def call_in_parts(
 
     ``whole`` says that the rows of ``trainable`` are those of the arrays in ``rest``.
     """
+    if isinstance(fun, OfParts):
+        return fun.of_parts(trainable, rest, tuple(args), kwargs)
     logs, splits = iter(logs), []
 
     def combine_part(of_rest: Rest, part: Any) -> Any:
@@ -159,9 +172,8 @@ def value_and_grad(
             with_params: Any = (*others[:i], params, *others[i:])
             return fun(*with_params, **kwargs)
 
-        at_params = jax.value_and_grad(
-            _restricted(of_params, rest, whole=True), has_aux=has_aux, holomorphic=holomorphic
-        )
+        restricted = _restricted(of_params if i else fun, rest, whole=True)
+        at_params = jax.value_and_grad(restricted, has_aux=has_aux, holomorphic=holomorphic)
         return at_params(trainable, *args[:i], *args[i + 1 :], **kwargs)
 
     return value_and_grad_fn

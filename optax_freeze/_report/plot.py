@@ -1,10 +1,10 @@
-"""The bytes of each module as bars: trainable and frozen parameters, and optimizer state."""
+"""Bars: the bytes of each module, trainable and frozen, with optimizer state; the operations of a forward pass."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_freeze._errors import message, printable
-from optax_freeze._report.table import Row, prefix, size, unit
+from optax_freeze._report.table import Row, prefix, share, size, unit
 
 _MOST_BARS = 12
 _COLORS = ("#E69F00", "#0072B2", "#999999")
@@ -19,7 +19,7 @@ class _Bar(NamedTuple):
 
 def draw(rows: Sequence[Row], state: Sequence[int], state_bytes: int | None, depth: int, ax: Any) -> Any:
     """Draws rows, of which ``state`` are the bytes of their optimizer state, on axes; None makes a figure."""
-    ax = _new_axes() if ax is None else ax
+    ax = _new_axes("Summary.plot") if ax is None else ax
     bars = _bars(rows, state or [0] * len(rows), depth)
     one, name_of_unit = unit(max(map(sum, bars.values())))
     whole = _sum(*bars.values())
@@ -33,6 +33,17 @@ def draw(rows: Sequence[Row], state: Sequence[int], state_bytes: int | None, dep
     ax.set_ylim(1.35 * len(bars) - 0.5, -0.5)  # the first bar at the top, and space for the legend below the last
     ax.set_xlabel(name_of_unit)
     ax.legend(loc="lower right")
+    return ax
+
+
+def draw_flops(counts: dict[str, int], ax: Any) -> Any:
+    """Draws numbers of operations as bars on axes; None makes a figure."""
+    ax = _new_axes("CutExplanation.plot") if ax is None else ax
+    bars = ax.barh(list(counts), [count / 1e9 for count in counts.values()], color=_COLORS[1::-1])
+    ax.bar_label(bars, [f"{share(count, sum(counts.values()))}" for count in counts.values()], padding=3)
+    ax.invert_yaxis()
+    ax.margins(x=0.2)
+    ax.set_xlabel("GFLOP of the forward pass")
     return ax
 
 
@@ -53,14 +64,14 @@ def _sum(*bars: _Bar) -> _Bar:
     return _Bar(*map(sum, zip(*bars, strict=True)))
 
 
-def _new_axes() -> Any:
+def _new_axes(at: str) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
             message(
                 "matplotlib is missing",
-                at="Summary.plot",
+                at=at,
                 got=str(error),
                 expected="matplotlib, which only this picture needs",
                 fix="pip install matplotlib",

@@ -1,0 +1,1 @@
+"""What is computed once for each batch, and not in every epoch."""

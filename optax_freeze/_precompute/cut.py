@@ -1,0 +1,124 @@
+"""Where is a program divided, so that what is known beforehand is computed once and the least is stored?
+
+A minimum cut by bytes. A stored value costs its bytes; an operation that is cheap is repeated for nothing where its
+operands are there; inputs of the program are always there. The flow algorithm is scipy's, which JAX brings.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from optax_freeze._gradient.rules_rowwise import ELEMENTWISE
+from optax_freeze._precompute.program import Node, Program, has_effects
+
+CHEAP = f"""{ELEMENTWISE}
+argmax argmin bitcast_convert_type broadcast_in_dim concatenate dynamic_slice expand_dims iota optimization_barrier
+pad population_count random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+reshape rev sharding_constraint shift_left shift_right_arithmetic shift_right_logical slice split squeeze transpose
+"""
+"""Operations that cost about as much as reading their operands: repeated in each step instead of stored."""
+
+_PROGRAMS = "checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2"
+"""Operations that are as cheap as all of the operations in their programs."""
+
+_INFINITE = 2**30
+"""More than all bytes together, which are counted in units of so many that this holds: scipy's flow has 32 bits."""
+
+
+class Cut(NamedTuple):
+    """What is stored, and the operations before and after."""
+
+    stored: list[int]
+    before: list[Node]
+    after: list[Node]
+
+
+class NoCut(NamedTuple):
+    """A value that had to be stored and cannot be."""
+
+    value: int
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an operation is repeated rather than stored."""
+    name = eqn.primitive.name
+    if name in CHEAP.split():
+        return True
+    programs = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
+    inner = [program for program in programs if isinstance(program, Jaxpr)]
+    return name in _PROGRAMS.split() and bool(inner) and all(is_cheap(eqn) for program in inner for eqn in program.eqns)
+
+
+def after_of(program: Program) -> tuple[list[Node], set[int]]:
+    """The operations that cannot be computed beforehand and matter, and the known values that they or outputs read."""
+    wanted = {value for value in program.outputs if isinstance(value, int)}
+    nodes = []
+    for node in reversed(program.nodes):
+        matters = any(value in wanted and not program.known[value] for value in node.outputs)
+        if matters or has_effects(node.eqn):
+            nodes.append(node)
+            wanted |= node.reads
+    return nodes[::-1], {value for value in wanted if program.known[value]}
+
+
+def minimum_cut(program: Program, dear: Sequence[bool], cost: Sequence[int | None]) -> Cut | NoCut:
+    """The values to store, of least bytes in all; of equal ones the last.
+
+    Args:
+      program: the program.
+      dear: for each node whether it is never repeated.
+      cost: for each value its bytes, None where it cannot be stored.
+    """
+    after, wanted = after_of(program)
+    made_by = {value: i for i, node in enumerate(program.nodes) for value in node.outputs if program.known[value]}
+
+    def upwards(values: Iterable[int], stop: Callable[[int], bool]) -> set[int]:
+        """Values and what they are computed from, up to the inputs; ``stop``: and no further than there."""
+        found, left = set(), [value for value in values if value in made_by]
+        while left:
+            if (value := left.pop()) not in found:
+                found.add(value)
+                left += [] if stop(value) else [read for read in program.nodes[made_by[value]].reads if read in made_by]
+        return found
+
+    values = sorted(upwards(wanted, lambda value: dear[made_by[value]]))
+    place = {value: i for i, value in enumerate(values)}
+    source, sink = 2 * len(values), 2 * len(values) + 1  # a value enters at 2 i and leaves at 2 i + 1
+    unit = 1 + 2 * sum(cost[value] or 0 for value in values) // _INFINITE
+    edges = []
+    for value, i in place.items():
+        bytes_of = cost[value]
+        edges.append((2 * i, 2 * i + 1, _INFINITE if bytes_of is None else -(-bytes_of // unit)))
+        if dear[made_by[value]]:
+            edges.append((source, 2 * i, _INFINITE))
+        else:
+            reads = program.nodes[made_by[value]].reads
+            edges += [(2 * place[read] + 1, 2 * i, _INFINITE) for read in reads if read in place]
+        if value in wanted:
+            edges.append((2 * i + 1, sink, _INFINITE))
+    start, end, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True)) if edges else [[]] * 3
+    graph = csr_array((capacity, (start, end)), shape=(sink + 1, sink + 1), dtype=np.int32)
+    unlimited = csr_array(graph == _INFINITE)
+    if sink in (from_source := _reached(unlimited, source)):
+        between = from_source & _reached(csr_array(unlimited.T), sink)
+        return NoCut(next(value for value, i in place.items() if 2 * i in between))
+    left_over = csr_array(graph - maximum_flow(graph, source, sink).flow)
+    left_over.eliminate_zeros()
+    to_sink = _reached(csr_array(left_over.T), sink)
+    stored = {value for value, i in place.items() if 2 * i + 1 in to_sink and 2 * i not in to_sink}
+    before = {made_by[value] for value in upwards(stored, lambda _: False)}
+    again = {made_by[value] for value in upwards(wanted, stored.__contains__) if value not in stored}
+    kept = {id(node) for node in after}
+    return Cut(
+        sorted(stored),
+        [node for i, node in enumerate(program.nodes) if i in before],
+        [node for i, node in enumerate(program.nodes) if i in again or id(node) in kept],
+    )
+
+
+def _reached(graph: csr_array, start: int) -> set[int]:
+    return set(breadth_first_order(graph, start, return_predecessors=False).tolist())

@@ -1,0 +1,359 @@
+"""A function of parameters and arguments, divided into what can be computed beforehand and the rest.
+
+The trace is that of :func:`optax_freeze.restrict`, so the frozen and the trainable rows of a leaf are apart, and the
+frozen stretch of a ``scan`` is computed beforehand.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from optax_freeze._errors import is_array, value_error
+from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
+from optax_freeze._gradient.restrict import call_in_parts
+from optax_freeze._precompute.cut import Cut, NoCut, after_of, is_cheap, minimum_cut
+from optax_freeze._precompute.example_axis import Layout, Mixed, layouts, of_batch
+from optax_freeze._precompute.program import Node, Program, flatten
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
+from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest, is_hole
+
+
+class Argument(NamedTuple):
+    """A leaf of the arguments: its value, its name for people, and whether it comes again with these features."""
+
+    value: Any
+    name: str
+    recurs: bool
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the program; else it is a constant of the trace, as ``jit`` has static ones.
+
+        The value of a Python number that does not recur must not be looked at; one that does may be branched on.
+        """
+        number = isinstance(self.value, (int, float, complex)) and not isinstance(self.value, bool)
+        return is_array(self.value) or (number and not self.recurs)
+
+
+class LeafParts(NamedTuple):
+    """The two parts of a leaf: what trains of it, and the frozen array; a hole in the place of either."""
+
+    trainable: Any
+    frozen: Any
+
+
+class Input(NamedTuple):
+    """An input of the program."""
+
+    value: Any
+    name: str
+    why: str  # its value is not known beforehand; empty if it is
+    leaf: int | None = None  # the number of the leaf of whose frozen part it is
+
+
+class Division(NamedTuple):
+    """The program of a function, divided."""
+
+    program: Program
+    inputs: list[Input]
+    plan: Plan
+    cut: Cut
+    layouts: list[Layout | None]  # of what is stored; None without an axis of examples
+    digest: str
+    treedef: Any
+    flat: list[Any]
+
+    @property
+    def read_again(self) -> dict[int, Node | None]:
+        """The leaves whose frozen part is read after the cut, and the first operation that does it; None: returned."""
+        found: dict[int, Node | None] = {}
+        readers = [(node, node.reads) for node in self.cut.after]
+        for node, values in (*readers, (None, {x for x in self.program.outputs if isinstance(x, int)})):
+            for value in values:
+                if value < len(self.inputs) and (leaf := self.inputs[value].leaf) is not None:
+                    found.setdefault(leaf, node)
+        return found
+
+    @property
+    def features(self) -> list[jax.ShapeDtypeStruct]:
+        """The features without values."""
+        return jax.eval_shape(lambda arrays: self._by_example(arrays), [self._struct(v) for v in self.cut.stored])
+
+    def before(self) -> list[Any]:
+        """The features."""
+        known = {i: given.value for i, given in enumerate(self.inputs) if not given.why}
+        return self._by_example(self.program.evaluate(self.cut.before, known, self.cut.stored))
+
+    def after(self, features: Sequence[Any]) -> Any:
+        """The outputs of the function."""
+        stored = zip(self.cut.stored, self._by_batch(features), strict=True)
+        values = {**dict(enumerate(given.value for given in self.inputs)), **dict(stored)}
+        outs = iter(self.program.evaluate(self.cut.after, values, self.program.outputs))
+        return jax.tree.unflatten(self.treedef, [next(outs) if leaf is _TRACED else leaf for leaf in self.flat])
+
+    def _struct(self, value: int) -> jax.ShapeDtypeStruct:
+        aval = self.program.avals[value]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
+        """Values of a program with the examples along the first axis."""
+        return [_examples_first(array, at) for array, at in zip(arrays, self.layouts, strict=True)]
+
+    def _by_batch(self, features: Sequence[Any]) -> list[Any]:
+        """Features as values of the program."""
+        given = zip(features, self.layouts, self.cut.stored, strict=True)
+        return [_as_in_program(array, at, self.program.avals[value].shape) for array, at, value in given]
+
+
+_TRACED = object()
+
+
+def _examples_first(array: Any, at: Layout | None) -> Any:
+    if at is None:
+        return array
+    axis, shape = at.axis or 0, array.shape
+    if at.block > 1:
+        array = array.reshape(*shape[:axis], shape[axis] // at.block, at.block, *shape[axis + 1 :])
+    return jnp.moveaxis(array, axis, 0) if axis else array
+
+
+def _as_in_program(array: Any, at: Layout | None, shape: tuple[int, ...]) -> Any:
+    if at is None:
+        return array
+    array = jnp.moveaxis(array, 0, at.axis) if at.axis else array
+    return array.reshape(shape) if at.block > 1 else array
+
+
+def divide(
+    fun: Callable[..., Any],
+    plan: Plan,
+    parts: Sequence[LeafParts],
+    arguments: Sequence[Argument],
+    args_treedef: Any,
+    example_axis: int | None,
+) -> Division:
+    """Traces ``fun(params, *args, **kwargs)``, which executes nothing, and divides its program."""
+    inputs, selections = _inputs(plan, parts), plan.selections
+    of_params = len(inputs)
+    for argument in arguments:
+        if argument.is_input:
+            why = "" if argument.recurs else f"{argument.name}, which does not recur"
+            inputs.append(Input(argument.value, argument.name, why))
+    treedef, flat = None, []
+
+    def traced(*arrays: Any) -> list[Any]:
+        nonlocal treedef, flat
+        left = iter(arrays)
+        pairs = [
+            _traced_parts(leaf, s, part, left) for leaf, s, part in zip(plan.leaves, selections, parts, strict=True)
+        ]
+        trainable, rest = (jax.tree.unflatten(plan.treedef, half) for half in zip(*pairs, strict=True))
+        filled = [next(left) if argument.is_input else argument.value for argument in arguments]
+        args, kwargs = jax.tree.unflatten(args_treedef, filled)
+        outs, treedef = jax.tree.flatten(call_in_parts(fun, trainable, rest, args, kwargs))
+        flat = [_TRACED if isinstance(out, Tracer) else out for out in outs]
+        return [out for out in outs if isinstance(out, Tracer)]
+
+    try:
+        closed = jax.make_jaxpr(traced)(*(given.value for given in inputs))
+    except ASKED_FOR_A_VALUE as error:
+        raise value_error(
+            "the function cannot be traced",
+            at=getattr(fun, "__qualname__", type(fun).__name__),
+            got=f"{type(error).__name__}: Python needs the value of an array in it",
+            expected="a function that jax.jit can trace",
+            fix="an argument that Python branches on: name it in `recurring` and give a Python value",
+        ) from error
+    program = flatten(closed, [not given.why for given in inputs])
+    at = _layouts(program, inputs, of_params, example_axis) if example_axis is not None else None
+    cut = _divided(program, inputs, of_params, at)
+    stored_at = [None if at is None else at[value] for value in cut.stored]
+    return Division(program, inputs, plan, cut, stored_at, _digest(program, inputs, cut, at), treedef, flat)  # type: ignore[arg-type]
+
+
+def _inputs(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
+    """The arrays of the parameters: of each leaf the trainable part, the frozen one and the mask, if it has them."""
+    inputs = []
+    for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
+        trains = f"{leaf.path or 'the parameters'}, which trains"
+        if selection is not FROZEN:
+            value = _or_struct(part.trainable, lambda leaf=leaf, s=selection: s.take(leaf.struct))
+            inputs.append(Input(value, leaf.path, trains))
+        if selection is FROZEN and leaf.dtype is not None:
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            why = f"{leaf.path}, a random key among the parameters" if is_key else ""
+            inputs.append(Input(_or_struct(part.frozen, lambda leaf=leaf: leaf.struct), leaf.path, why, i))
+        elif selection.in_part:
+            why = "" if isinstance(selection, RowIndex) else trains
+            inputs.append(Input(_or_struct(part.frozen, lambda leaf=leaf: leaf.struct), leaf.path, why, i))
+            inputs += [Input(mask, f"the mask of {leaf.path}", trains) for mask in jax.tree.leaves(selection)]
+    return inputs
+
+
+def _or_struct(value: Any, struct: Callable[[], Any]) -> Any:
+    value = jax.eval_shape(struct) if is_hole(value) else value
+    return value.values if isinstance(value, Part) else value
+
+
+def _traced_parts(leaf: Leaf, selection: Selection, part: LeafParts, arrays: Any) -> tuple[Any, Any]:
+    """A leaf of the trainable part and of the rest, as :func:`optax_freeze.partition` gives them, of tracers."""
+    if selection is FROZEN:
+        return HOLE, part.frozen if leaf.dtype is None else next(arrays)
+    if selection is TRAINABLE:
+        return next(arrays), HOLE
+    trainable, frozen = next(arrays), next(arrays)
+    if selection.part_index is not None:
+        trainable = Part(trainable, selection.part_index, leaf.shape)
+    structure = jax.tree.structure(selection)
+    return trainable, Rest(frozen, jax.tree.unflatten(structure, [next(arrays) for _ in range(structure.num_leaves)]))
+
+
+def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: int) -> list[Layout | Mixed | None]:
+    """Where the examples lie in each value that is known beforehand."""
+    sizes: dict[int, str] = {}
+    given = []
+    for i, (each, aval) in enumerate(zip(inputs, program.avals, strict=False)):
+        shape = tuple(aval.shape)
+        is_batch = i >= of_params and not each.why and bool(shape)
+        given.append(of_batch(shape, axis) if is_batch else Layout())
+        if is_batch:
+            sizes.setdefault(shape[axis] if axis < len(shape) else -1, f"{each.name} of shape {shape}")
+    if len(sizes) != 1 or -1 in sizes:
+        raise value_error(
+            "the arguments that recur have no axis of examples in common",
+            at=f"example_axis={axis}",
+            got="; ".join(sizes.values()) or "no array with axes",
+            expected=f"arrays with the examples of the batch along axis {axis}",
+            fix="put arrays that all examples share into the parameters, and freeze them",
+        )
+    return layouts(program, given)
+
+
+def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list[Any] | None) -> Cut:
+    """The minimum cut of a program."""
+    cheap = [is_cheap(node.eqn) for node in program.nodes]
+    if at is None:
+        cost: list[int | None] = [_bytes(aval) for aval in program.avals]
+    else:
+        count = next(
+            program.avals[i].shape[x.axis] for i, x in enumerate(at) if i < len(inputs) and x and x.axis is not None
+        )
+        cost = [
+            _bytes(aval) // max(count, 1) if isinstance(x, Layout) and x.axis is not None else None
+            for aval, x in zip(program.avals, at, strict=True)
+        ]
+        for i, node in enumerate(program.nodes):
+            cheap[i] |= all(isinstance(at[value], Layout) and at[value].axis is None for value in node.outputs)
+    found = minimum_cut(program, [not each for each in cheap], cost)
+    if isinstance(found, Cut) and not found.stored:
+        found = minimum_cut(program, _of_trunk(program, inputs, of_params), cost)
+    if isinstance(found, NoCut):
+        assert at is not None
+        raise value_error(
+            "examples are mixed, so there are no features of single examples",
+            at=at[found.value].operation if isinstance(at[found.value], Mixed) else "the function",
+            got="an operation across the axis of the examples, or one that is not known to keep them apart",
+            expected="operations on each example alone, such as batch normalization with stored statistics",
+            fix="example_axis=None stores the features of whole batches, which then must not be shuffled",
+        )
+    if not found.stored:
+        reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(program, inputs)[:3])
+        raise value_error(
+            "there is nothing to compute once",
+            at="the function",
+            got=reasons or "no operation on frozen parameters and the arguments that recur",
+            expected="an operation that depends on frozen parameters and on arguments that recur alone",
+            fix="freeze the layers at the input, and name in `recurring` every argument that they read",
+        )
+    return found
+
+
+def _bytes(aval: Any) -> int:
+    return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
+
+
+def _of_trunk(program: Program, inputs: Sequence[Input], of_params: int) -> list[bool]:
+    """For each operation whether it depends on frozen parameters and on an argument that recurs."""
+    frozen = {i for i in range(of_params) if not inputs[i].why}
+    batch = {i for i in range(of_params, len(inputs)) if not inputs[i].why}
+    for node in program.nodes:
+        for found in (frozen, batch):
+            if not found.isdisjoint(node.reads):
+                found.update(node.outputs)
+    both = frozen & batch
+    return [not both.isdisjoint(node.outputs) for node in program.nodes]
+
+
+def first_dependent(program: Program, inputs: Sequence[Input]) -> list[tuple[Node, str]]:
+    """On each path the first operation that reads something known and cannot be computed beforehand, and why."""
+    why: dict[int, str] = {i: given.why for i, given in enumerate(inputs) if given.why}
+    computed: set[int] = set(range(len(inputs))) - set(why)
+    passed, found = set(), []
+    matters = {id(node) for node in after_of(program)[0]}
+    for node in program.nodes:
+        reasons = [why[value] for value in node.reads if value in why]
+        if all(program.known[value] for value in node.outputs) and not node.eqn.effects:
+            if not computed.isdisjoint(node.reads):
+                computed.update(node.outputs)
+            continue
+        reason = reasons[0] if reasons else "an effect" if node.eqn.effects else "a value of an enclosing trace"
+        why.update(dict.fromkeys(node.outputs, reason))
+        if not passed.isdisjoint(node.reads):
+            passed.update(node.outputs)
+        elif not computed.isdisjoint(node.reads) or node.eqn.effects:
+            passed.update(node.outputs)
+            if id(node) in matters:
+                found.append((node, reason))
+    return found
+
+
+def _digest(program: Program, inputs: Sequence[Input], cut: Cut, at: Any) -> str:
+    """A digest of what is computed before, the same in every process; of one example if ``at`` says where they lie."""
+    names: dict[int, str] = {i: given.name for i, given in enumerate(inputs)}
+    lines = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, Literal):
+            return repr(np.asarray(value.val).tolist())
+        aval = program.avals[value]
+        shape = "" if at is not None else aval.shape
+        return f"{names.setdefault(value, f'%{len(names)}')}:{aval.dtype}{shape}"
+
+    for node in cut.before:
+        params = _text(node.eqn.params, at is None)
+        ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
+        lines.append(f"{node.eqn.primitive.name} {params} {ins} -> {outs}")
+    lines.append(" ".join(map(text, cut.stored)))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+_WITH_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding", "name")
+
+
+def _text(value: Any, with_sizes: bool) -> str:
+    """A text of a param of an operation that is the same in every process."""
+    if isinstance(value, ClosedJaxpr):
+        return _text(value.jaxpr, with_sizes)
+    if isinstance(value, Jaxpr):
+        lines = (f"{e.primitive.name}{_text(e.params, with_sizes)}{_literals(e)}" for e in value.eqns)
+        return "{" + ";".join(lines) + "}"
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if with_sizes or k not in _WITH_SIZES}
+        return "[" + ",".join(f"{k}={_text(v, with_sizes)}" for k, v in sorted(kept.items())) + "]"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(_text(item, with_sizes) for item in value) + ")"
+    if value is None or isinstance(value, (bool, int, float, str, np.dtype)):
+        return repr(value)
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text or len(text) > 500 else text
+
+
+def _literals(eqn: Any) -> str:
+    return repr([np.asarray(x.val).tolist() for x in eqn.invars if isinstance(x, Literal)])

@@ -1,0 +1,108 @@
+"""What is computed once, what is stored, and what stands in the way of more?"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from optax_freeze._errors import counted, printable
+from optax_freeze._report import plot as _plot
+from optax_freeze._report.table import share, size
+
+_MOST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A value that is stored.
+
+    Attributes:
+      shape: its shape.
+      dtype: its dtype.
+      bytes: its size.
+      operation: what computes it, with the source line.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CutExplanation:
+    """The result of ``explain`` of :func:`optax_freeze.precompute`; print it, or draw it.
+
+    Attributes:
+      features: what is stored.
+      flops_before: the floating-point operations of the forward pass that are computed once.
+      flops_after: those of the forward pass in each step.
+      not_needed: the paths of the leaves that a step no longer reads; of a leaf frozen by rows, its frozen rows.
+      not_needed_bytes: their size.
+      stopped_by: on each path the first operation that cannot be computed once, and why.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+      >>> explanation = fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4)))
+      >>> [(feature.shape, feature.bytes) for feature in explanation.features], explanation.not_needed
+      ([((2, 8), 64)], ('encoder',))
+    """
+
+    features: tuple[Feature, ...]
+    flops_before: int
+    flops_after: int
+    not_needed: tuple[str, ...]
+    not_needed_bytes: int
+    stopped_by: tuple[tuple[str, str], ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all features."""
+        return sum(feature.bytes for feature in self.features)
+
+    def __str__(self) -> str:
+        total = self.flops_before + self.flops_after
+        leaves = counted(len(self.not_needed), "frozen leaf", "frozen leaves")
+        lines = [
+            f"computed once: {_flop(self.flops_before)}, {share(self.flops_before, total)} of the forward pass",
+            f"computed in each step: {_flop(self.flops_after)}, {share(self.flops_after, total)}",
+            f"stored: {counted(len(self.features), 'array', 'arrays')}, {size(self.bytes)}",
+            *(f"  {f.dtype} {list(f.shape)}, {size(f.bytes)}: {f.operation}" for f in self.features),
+            f"not read in a step: {leaves}, {size(self.not_needed_bytes)}",
+            *_first(path or "(the root)" for path in self.not_needed),
+            "first on its path that cannot be computed once:",
+            *_first(f"{operation}: depends on {why}" for operation, why in self.stopped_by),
+        ]
+        return "\n".join(map(printable, lines))
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the forward pass as two bars: what is computed once, and what each step computes.
+
+        Args:
+          ax: matplotlib axes; by default those of a new figure.
+
+        Returns:
+          The axes.
+
+        Raises:
+          ImportError: if matplotlib is not installed.
+
+        Example:
+          >>> import jax.numpy as jnp, optax_freeze as fz
+          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+          >>> axes = fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4))).plot()
+        """
+        return _plot.draw_flops({"computed once": self.flops_before, "in each step": self.flops_after}, ax)
+
+
+def _first(items: Iterable[str]) -> list[str]:
+    """The first few of these, and how many more there are."""
+    lines = [f"  {item}" for item in items]
+    return lines if len(lines) <= _MOST else [*lines[:_MOST], f"  and {len(lines) - _MOST} more"]
+
+
+def _flop(count: int) -> str:
+    power = min(max(len(str(count)) - 1, 0) // 3, 5)
+    return f"{count / 1000**power:.3g} {' kMGTP'[power].strip()}FLOP"

@@ -1,0 +1,49 @@
+"""How many floating-point operations has a program?
+
+XLA's own count takes the body of a loop once, and most models are loops over layers.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+_FREE = """
+bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice
+dynamic_update_slice expand_dims gather iota optimization_barrier pad random_unwrap random_wrap reshape rev
+sharding_constraint slice split squeeze stop_gradient transpose
+"""
+
+
+def flops(eqns: Iterable[Any]) -> int:
+    """Two for each multiplication with addition in products, one for each element of other results.
+
+    A ``while`` counts as one round, and a branch as the dearest of its alternatives.
+    """
+    return sum(map(_of_operation, eqns))
+
+
+def _of_operation(eqn: Any) -> int:
+    name, params = eqn.primitive.name, eqn.params
+    out: int = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
+    operands: list[Any] = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2 * out * math.prod(operands[0][axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel, spec = operands[1], params["dimension_numbers"].rhs_spec
+        return 2 * out * math.prod(kernel) // max(kernel[spec[0]], 1)
+    programs = [program for value in params.values() for program in _programs(value)]
+    if programs:
+        of_each = [flops(program.eqns) for program in programs]
+        return params["length"] * of_each[0] if name == "scan" else max(of_each) if name == "cond" else sum(of_each)
+    if name in _FREE.split():
+        return 0
+    return max([out, *map(math.prod, operands)]) if name.startswith(("reduce_", "arg", "cum")) else out
+
+
+def _programs(value: Any) -> list[Jaxpr]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    inner = (getattr(each, "jaxpr", each) for each in values)
+    return [each for each in inner if isinstance(each, Jaxpr)]

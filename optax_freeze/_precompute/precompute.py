@@ -1,0 +1,476 @@
+"""What frozen parameters and a batch alone decide, computed once for the batch and not in every epoch.
+
+The guides for transfer learning of Keras and Flax cut the model in two by hand to keep the features of a frozen
+encoder. Here the loss stays as it is: it is traced, and its program is divided.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+from optax_freeze._errors import described, is_array, is_int, type_error, value_error, whole_number
+from optax_freeze._gradient.restrict import OfParts, refuse_no_function
+from optax_freeze._precompute.explanation import CutExplanation, Feature
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
+from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree, Rest
+
+if TYPE_CHECKING:
+    from optax_freeze._precompute.divide import Division, LeafParts
+
+
+@jax.tree_util.register_pytree_node_class
+class Features(tuple[Any, ...]):
+    """The features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
+
+    Its static part says which program they were computed by, and the shapes of the parameters, so that the frozen
+    leaves which only that program reads may be missing later.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+      >>> features = fz.precompute(loss, "encoder").before(params, jnp.ones((2, 4)))
+      >>> [array.shape for array in features]
+      [(2, 8)]
+    """
+
+    cut: str
+    leaves: tuple[Leaf, ...]
+
+    def __new__(cls, arrays: Iterable[Any], cut: str, leaves: Sequence[Leaf]) -> Self:
+        self = super().__new__(cls, arrays)
+        self.cut, self.leaves = cut, tuple(leaves)
+        return self
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return tuple(self), (self.cut, self.leaves)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Iterable[Any]) -> "Features":
+        return cls(arrays, *static)
+
+    def __reduce__(self) -> Any:
+        return Features, (tuple(self), self.cut, self.leaves)
+
+    def __repr__(self) -> str:
+        return f"Features({tuple.__repr__(self)})"
+
+
+class Precomputed:
+    """A function divided into what frozen parameters and a batch alone decide, and the rest.
+
+    Made by :func:`optax_freeze.precompute`.
+
+    Attributes:
+      before: ``before(params, *args, **kwargs)`` computes the features of a batch. It takes the arguments of the
+        function. Of arguments that do not recur, and of trainable parameters, only shapes are read.
+      after: ``after(params, features, *args, **kwargs)`` is the function, from the features on. Frozen leaves that
+        only ``before`` reads may be holes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> def loss(params, batch):
+      ...   return jnp.mean((jnp.tanh(batch @ params["encoder"]) @ params["head"] - 1) ** 2)
+      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+      >>> once, batch = fz.precompute(loss, "encoder"), jnp.ones((2, 4))
+      >>> features = jax.jit(once.before)(params, batch)
+      >>> needed = once.needed(params, batch)
+      >>> needed["encoder"]
+      MaskedNode()
+      >>> value, grads = fz.value_and_grad(once.after, "encoder")(needed, features, batch)
+      >>> bool(value == loss(params, batch))
+      True
+    """
+
+    after: Callable[..., Any]
+
+    def __init__(self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None) -> None:
+        self._fun, self._frozen, self._example_axis = fun, frozen, example_axis
+        self._recurring = recurring
+        try:
+            self._names = [*inspect.signature(fun).parameters]
+        except (TypeError, ValueError):
+            self._names = []
+        self.after = _After(self)
+
+    def __repr__(self) -> str:
+        name = getattr(self._fun, "__qualname__", type(self._fun).__name__)
+        return f"fz.precompute({name}, {described(self._frozen)})"
+
+    def before(self, params: PyTree, /, *args: Any, **kwargs: Any) -> Features:
+        """The features of a batch: everything that is computed once. Call it inside ``jax.jit``.
+
+        Args:
+          params: the full parameters.
+          *args: the other arguments of the function.
+          **kwargs: more of them.
+
+        Returns:
+          The features: a tuple of arrays. With ``example_axis`` each has the examples along its first axis.
+
+        Raises:
+          ValueError: if the spec does not fit; if there is nothing to compute once; if a parameter is missing; if
+            examples are mixed, with ``example_axis``; if the function cannot be traced.
+
+        Example:
+          >>> import jax.numpy as jnp, optax_freeze as fz
+          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+          >>> [features] = jax.jit(fz.precompute(loss, "encoder").before)(params, jnp.ones((2, 4)))
+          >>> features.shape
+          (2, 8)
+        """
+        division = self._of_params(params, args, kwargs)
+        return Features(division.before(), division.digest, division.plan.leaves)
+
+    def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
+        """The parameters that ``after`` reads.
+
+        Args:
+          params: the full parameters, or their shapes.
+          *args: the other arguments of the function, or their shapes.
+          **kwargs: more of them.
+
+        Returns:
+          ``params`` with a hole (``optax.MaskedNode()``) in the place of each frozen leaf that only ``before`` reads.
+          Of a leaf frozen by rows whose frozen rows are not read, the trainable rows are left, as a ``Part``.
+
+        Raises:
+          ValueError: as ``before`` does.
+
+        Example:
+          >>> import jax.numpy as jnp, optax_freeze as fz
+          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+          >>> params = {"encoder": jnp.ones((4, 2)), "head": jnp.ones((2, 1))}
+          >>> fz.precompute(loss, "encoder").needed(params, jnp.ones((2, 4)))
+          {'encoder': MaskedNode(), 'head': Array([[1.],
+                 [1.]], dtype=float32)}
+        """
+        division = self._of_params(params, args, kwargs)
+        values, treedef = _tree.flatten(params)
+        needed = [
+            value if i in division.read_again else _without_frozen(selection, leaf, value)
+            for i, (value, leaf, selection) in enumerate(
+                zip(values, division.plan.leaves, division.plan.selections, strict=True)
+            )
+        ]
+        return jax.tree.unflatten(treedef, needed)
+
+    def explain(self, params: PyTree, /, *args: Any, **kwargs: Any) -> CutExplanation:
+        """What is computed once, what is stored, which parameters a step no longer reads, and what stands in the way.
+
+        Args:
+          params: the full parameters, or their shapes.
+          *args: the other arguments of the function, or their shapes.
+          **kwargs: more of them.
+
+        Returns:
+          A :class:`optax_freeze.CutExplanation`: print it, or ``plot()`` it.
+
+        Raises:
+          ValueError: as ``before`` does.
+
+        Example:
+          >>> import jax.numpy as jnp, optax_freeze as fz
+          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+          >>> print(fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4))))
+          computed once: 144 FLOP, 80.9 % of the forward pass
+          computed in each step: 34 FLOP, 19.1 %
+          stored: 1 array, 64 B
+            float32 [2, 8], 64 B: tanh at ...
+          not read in a step: 1 frozen leaf, 128 B
+            encoder
+          first on its path that cannot be computed once:
+            dot_general at ...: depends on head, which trains
+        """
+        from optax_freeze._precompute.divide import first_dependent
+        from optax_freeze._precompute.flops import flops
+
+        division = self._of_params(params, args, kwargs)
+        made_by = {value: node for node in division.cut.before for value in node.outputs}
+        features = [
+            Feature(tuple(struct.shape), struct.dtype, _bytes(struct.shape, struct.dtype), str(made_by[value]))
+            for struct, value in zip(division.features, division.cut.stored, strict=True)
+        ]
+        gone = [
+            (leaf.path, _bytes(leaf.shape, leaf.dtype) - s.elements(leaf.shape) * leaf.dtype.itemsize)
+            for i, (leaf, s) in enumerate(zip(division.plan.leaves, division.plan.selections, strict=True))
+            if i not in division.read_again and leaf.shape is not None and (s is FROZEN or isinstance(s, RowIndex))
+        ]
+        stopped = first_dependent(division.program, division.inputs)
+        return CutExplanation(
+            tuple(features),
+            flops(node.eqn for node in division.cut.before),
+            flops(node.eqn for node in division.cut.after),
+            tuple(path for path, _ in gone),
+            sum(size for _, size in gone),
+            tuple((str(node), why) for node, why in stopped),
+        )
+
+    def _of_params(self, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
+        """The division, from full parameters."""
+        from optax_freeze._precompute.divide import LeafParts
+
+        values = _tree.flatten(params)[0]
+        missing = next((i for i, value in enumerate(values) if _tree.is_leaf(value)), None)
+        if missing is not None:
+            raise value_error(
+                "the features are computed from the full parameters",
+                at=_tree.paths(params)[missing],
+                got="a hole" if _tree.is_hole(values[missing]) else "part of a leaf",
+                expected="the leaf",
+                fix="give the full parameters here, and what `needed` returned to `after` alone",
+            )
+        plan = make_plan(params, self._frozen)
+        parts = [
+            LeafParts(value if s is TRAINABLE else HOLE, value)
+            for s, value in zip(plan.selections, values, strict=True)
+        ]
+        return self._divide(plan, parts, args, kwargs)
+
+    def _divide(
+        self, plan: Plan, parts: "Sequence[LeafParts]", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> "Division":
+        from optax_freeze._precompute.divide import Argument, divide
+
+        self._refuse_missing(args, kwargs)
+        with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        arguments = []
+        for (place, key, *rest), value in with_paths:
+            number = key.idx + 1 if place.idx == 0 else None
+            name = (
+                key.key
+                if number is None
+                else self._names[number]
+                if number < len(self._names)
+                else f"argument {number}"
+            )
+            recurs = name in self._recurring or number in self._recurring
+            recurs |= name in self._names and self._names.index(name) in self._recurring
+            arguments.append(Argument(value, "/".join([name, *map(str, map(_tree.name_of, rest))]), recurs))
+        return divide(self._fun, plan, parts, arguments, treedef, self._example_axis)
+
+    def _refuse_missing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for which in self._recurring:
+            name = self._names[which] if is_int(which) and which < len(self._names) else which
+            here = name in kwargs or (name in self._names and self._names.index(name) <= len(args))
+            if not here and not (is_int(which) and which <= len(args)):
+                raise value_error(
+                    "there is no such argument",
+                    at=f"recurring={which!r}",
+                    got=f"a call with {len(args)} arguments after the parameters, and {[*kwargs]} by name",
+                    expected="the argument whose values come again with these features",
+                    fix="recurring counts the parameters as 0: the batch of loss(params, batch) is 1",
+                )
+
+
+class _After(OfParts):
+    """``after`` of :class:`Precomputed`: the function, from the features on."""
+
+    def __init__(self, once: Precomputed) -> None:
+        self._once = once
+
+    def __repr__(self) -> str:
+        return f"{self._once!r}.after"
+
+    def __call__(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+        values = _tree.flatten(params)[0]
+        plan = self._plan(params, features)
+        parts = [_parts(selection, value) for value, selection in zip(values, plan.selections, strict=True)]
+        return self._run(plan, parts, features, args, kwargs)
+
+    def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        features, *others = args
+        left, treedef = _tree.flatten(trainable)
+        right = _tree.flatten(rest)[0]
+        whole = [
+            a if _tree.is_hole(b) else b.array if isinstance(b, Rest) else b for a, b in zip(left, right, strict=True)
+        ]
+        plan = self._plan(jax.tree.unflatten(treedef, whole), features)
+        pairs = zip(plan.leaves, plan.selections, left, right, strict=True)
+        return self._run(plan, [_parts_of(*pair) for pair in pairs], features, tuple(others), kwargs)
+
+    def _plan(self, params: PyTree, features: PyTree) -> Plan:
+        """The plan of the parameters with all their leaves."""
+        values, treedef = _tree.flatten(params)
+        known = features.leaves if isinstance(features, Features) else ()
+        if any(map(_tree.is_hole, values)):
+            if not known:
+                raise value_error(
+                    "the shapes of the missing parameters are not known",
+                    at="features",
+                    got=described(features),
+                    expected="the features as `before` or features.read returned them",
+                    fix="jax.tree.map keeps their type; or give the full parameters",
+                )
+            _tree.refuse_other_paths(
+                _tree.paths(params), [leaf.path for leaf in known], "params", "give what `needed` returned"
+            )
+        shapes = [
+            known[i].struct
+            if _tree.is_hole(value)
+            else jax.ShapeDtypeStruct(value.shape, value.dtype)  # type: ignore[arg-type]
+            if isinstance(value, Part)
+            else value
+            for i, value in enumerate(values)
+        ]
+        return make_plan(jax.tree.unflatten(treedef, shapes), self._once._frozen)
+
+    def _run(
+        self, plan: Plan, parts: "Sequence[LeafParts]", features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        division = self._once._divide(plan, parts, args, kwargs)
+        for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
+            trains = selection is not FROZEN and _tree.is_hole(part.trainable)
+            if trains or (leaf.dtype is not None and _tree.is_hole(part.frozen) and i in division.read_again):
+                node = division.read_again.get(i)
+                raise value_error(
+                    "a parameter is missing",
+                    at=leaf.path,
+                    got="a hole" if selection is FROZEN or trains else "the trainable rows alone",
+                    expected="the leaf, which trains" if trains else f"the leaf: it is read by {node or 'the result'}",
+                    fix="give what `needed` returned, or the full parameters",
+                )
+        if isinstance(features, Features) and features.cut != division.digest:
+            raise value_error(
+                "the features were computed by another program",
+                at="features",
+                got=f"those of the program {features.cut[:12]}",
+                expected=f"those of the program {division.digest[:12]}, of the same function, spec and shapes",
+                fix="compute them with the same fz.precompute, and arguments of the same shapes",
+            )
+        arrays = jax.tree.leaves(features)
+        got, expected = (
+            [f"{a.dtype}{list(a.shape)}" for a in each if is_array(a)] for each in (arrays, division.features)
+        )
+        if got != expected or len(arrays) != len(got):
+            raise value_error(
+                "the features do not fit",
+                at="features",
+                got=", ".join(got) or described(features),
+                expected=", ".join(expected),
+                fix="give the features that `before` returned for this batch, as the argument after the parameters",
+            )
+        return division.after(arrays)
+
+
+def precompute(
+    fun: Callable[..., Any],
+    frozen: Spec,
+    recurring: int | str | Sequence[int | str] = 1,
+    *,
+    example_axis: int | None = None,
+) -> Precomputed:
+    """Divides a function into what frozen parameters and a batch alone decide, and the rest.
+
+    In every epoch a frozen encoder computes the same activations for the same batch. ``before`` computes them once;
+    ``after`` is the function from there on, with the same value, and the same gradient of the trainable parameters. The
+    function is traced, and nothing is changed in it: every operation that depends on frozen parameters and recurring
+    arguments alone can be computed before. Stored is the least number of bytes from which ``after`` can go on (a
+    minimum cut), where elementwise operations, reductions and changes of layout are repeated rather than stored.
+
+    Args:
+      fun: called as ``fun(params, *args, **kwargs)``; returns anything.
+      frozen: what is frozen of the parameters, in any form.
+      recurring: the position (the parameters are 0), or the name, of the argument whose values come again with the
+        features; or several of these. Any other argument, such as a random key, may differ each time.
+      example_axis: the axis of the arguments that recur along which the examples of the batch lie. Features then have
+        the examples along their first axis, so that they can be stored one by one, and shuffled. None: features
+        belong to the batch as a whole.
+
+    Returns:
+      A :class:`optax_freeze.Precomputed`, with ``before``, ``after``, ``needed`` and ``explain``.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, or ``recurring`` names no argument.
+      ValueError: if the parameters are said to recur. When called: if the spec does not fit, if there is nothing to
+        compute once, if a parameter is missing that is read, if features do not belong to the program, and with
+        ``example_axis``, if an operation mixes examples.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> def loss(params, batch):
+      ...   return jnp.mean((jnp.tanh(batch @ params["encoder"]) @ params["head"] - 1) ** 2)
+      >>> params, batch = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}, jnp.ones((2, 4))
+      >>> once = fz.precompute(loss, "encoder")
+      >>> features = jax.jit(once.before)(params, batch)
+      >>> value, grads = jax.jit(fz.value_and_grad(once.after, "encoder"))(params, features, batch)
+      >>> bool(value == jax.jit(loss)(params, batch)), grads["encoder"]
+      (True, MaskedNode())
+    """
+    refuse_no_function(fun, frozen, "fz.precompute(fun, frozen)")
+    several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
+    if not several or not all(is_int(which) or isinstance(which, str) for which in several):
+        raise type_error(
+            "no argument",
+            at="recurring",
+            got=described(recurring),
+            expected="the position or the name of an argument, or several of these",
+            fix="recurring=1 for the batch of loss(params, batch)",
+        )
+    if any(not isinstance(which, str) and which < 1 for which in several):
+        raise value_error(
+            "the parameters do not recur: some of them train",
+            at="recurring",
+            got=described(recurring),
+            expected="positions from 1 on; the parameters are 0",
+            fix="recurring=1 for the batch of loss(params, batch)",
+        )
+    if example_axis is not None:
+        whole_number("an axis of examples", example_axis, at="example_axis", fix="example_axis=0")
+    return Precomputed(fun, frozen, tuple(several), example_axis)
+
+
+def _parts(selection: Any, value: Any) -> "LeafParts":
+    """Both parts of a leaf; its frozen part is a constant of the gradient."""
+    from optax_freeze._precompute.divide import LeafParts
+
+    if selection is FROZEN:
+        return LeafParts(HOLE, _constant(value))
+    if selection is TRAINABLE or _tree.is_leaf(value):
+        return LeafParts(value, HOLE)
+    return LeafParts(selection.take(value), _constant(value))
+
+
+def _parts_of(leaf: Leaf, selection: Any, trainable: Any, rest: Any) -> "LeafParts":
+    """Both parts of a leaf of which the trainable part of a gradient, and the rest, are given."""
+    from optax_freeze._precompute.divide import LeafParts
+
+    if _tree.is_hole(trainable):
+        return _parts(selection, rest)
+    if selection is TRAINABLE:
+        return LeafParts(rest.selection.put(rest.array, trainable) if isinstance(rest, Rest) else trainable, HOLE)
+    index = trainable.index if isinstance(trainable, Part) else None
+    if selection.in_part and index == selection.part_index and (isinstance(rest, Rest) or index is not None):
+        return LeafParts(trainable, rest.array if isinstance(rest, Rest) else HOLE)
+    raise value_error(
+        "the features are those of another spec",
+        at=leaf.path,
+        got="a leaf of which more trains",
+        expected=f"a leaf that {selection}, as was said to fz.precompute",
+        fix="give one `frozen` to fz.precompute and to the gradient",
+    )
+
+
+def _bytes(shape: Any, dtype: Any) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _constant(value: Any) -> Any:
+    return jax.lax.stop_gradient(value) if is_array(value) and not isinstance(value, jax.ShapeDtypeStruct) else value
+
+
+def _without_frozen(selection: Any, leaf: Leaf, value: Any) -> Any:
+    """What is left of a leaf whose frozen part is not read."""
+    if selection is FROZEN:
+        return value if leaf.dtype is None else HOLE
+    if not isinstance(selection, RowIndex):
+        return value
+    return jax.eval_shape(selection.take, value) if isinstance(value, jax.ShapeDtypeStruct) else selection.take(value)
