@@ -51,7 +51,7 @@ from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary
 
 # What is computed once for each batch.
-from optax_freeze._precompute.explanation import CutExplanation as CutExplanation
+from optax_freeze._precompute.cut_explanation import CutExplanation as CutExplanation
 from optax_freeze._precompute.precompute import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._precompute.precompute import precompute as precompute

@@ -66,6 +66,32 @@ def after_of(program: Program) -> tuple[list[Node], set[int]]:
     return nodes[::-1], {value for value in wanted if program.known[value]}
 
 
+def first_dependent(program: Program, why_not: Sequence[str]) -> list[tuple[Node, str]]:
+    """On each path the first operation that reads something known and cannot be computed beforehand, and why.
+
+    ``why_not`` says of each input why it is not known; it is empty for one that is.
+    """
+    why = {i: reason for i, reason in enumerate(why_not) if reason}
+    computed = {i for i, reason in enumerate(why_not) if not reason}
+    passed, found = set(), []
+    matters = {id(node) for node in after_of(program)[0]}
+    for node in program.nodes:
+        reasons = [why[value] for value in node.reads if value in why]
+        if all(program.known[value] for value in node.outputs) and not has_effects(node.eqn):
+            if not computed.isdisjoint(node.reads):
+                computed.update(node.outputs)
+            continue
+        reason = reasons[0] if reasons else "an effect" if has_effects(node.eqn) else "a value of an enclosing trace"
+        why.update(dict.fromkeys(node.outputs, reason))
+        if not passed.isdisjoint(node.reads):
+            passed.update(node.outputs)
+        elif not computed.isdisjoint(node.reads) or has_effects(node.eqn):
+            passed.update(node.outputs)
+            if id(node) in matters:
+                found.append((node, reason))
+    return found
+
+
 def minimum_cut(program: Program, dear: Sequence[bool], cost: Sequence[int | None]) -> Cut | NoCut:
     """The values to store, of least bytes in all; of equal ones the last.
 

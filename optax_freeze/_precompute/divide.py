@@ -4,7 +4,6 @@ The trace is that of :func:`optax_freeze.restrict`, so the frozen and the traina
 frozen stretch of a ``scan`` is computed beforehand.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,41 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from optax_freeze._errors import is_array, value_error
+from optax_freeze._errors import value_error
 from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
 from optax_freeze._gradient.restrict import call_in_parts
-from optax_freeze._precompute.cut import Cut, NoCut, after_of, is_cheap, minimum_cut
+from optax_freeze._precompute import example_axis_rules as example_axis_rules
+from optax_freeze._precompute.arguments import Argument
+from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut
+from optax_freeze._precompute.digest import digest
 from optax_freeze._precompute.example_axis import Layout, Mixed, layouts, of_batch
+from optax_freeze._precompute.leaf_parts import LeafParts
 from optax_freeze._precompute.program import Node, Program, flatten
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
 from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest, is_hole
-
-
-class Argument(NamedTuple):
-    """A leaf of the arguments: its value, its name for people, and whether it comes again with these features."""
-
-    value: Any
-    name: str
-    recurs: bool
-
-    @property
-    def is_input(self) -> bool:
-        """Whether it is an input of the program; else it is a constant of the trace, as ``jit`` has static ones.
-
-        The value of a Python number that does not recur must not be looked at; one that does may be branched on.
-        """
-        number = isinstance(self.value, (int, float, complex)) and not isinstance(self.value, bool)
-        return is_array(self.value) or (number and not self.recurs)
-
-
-class LeafParts(NamedTuple):
-    """The two parts of a leaf: what trains of it, and the frozen array; a hole in the place of either."""
-
-    trainable: Any
-    frozen: Any
 
 
 class Input(NamedTuple):
@@ -65,7 +43,7 @@ class Division(NamedTuple):
     inputs: list[Input]
     plan: Plan
     cut: Cut
-    layouts: list[Layout | None]  # of what is stored; None without an axis of examples
+    layouts: list[Any]  # of what is stored; None without an axis of examples
     digest: str
     treedef: Any
     flat: list[Any]
@@ -80,6 +58,11 @@ class Division(NamedTuple):
                 if value < len(self.inputs) and (leaf := self.inputs[value].leaf) is not None:
                     found.setdefault(leaf, node)
         return found
+
+    @property
+    def stopped_by(self) -> list[tuple[Node, str]]:
+        """On each path the first operation that cannot be computed before, and why."""
+        return first_dependent(self.program, [given.why for given in self.inputs])
 
     @property
     def features(self) -> list[jax.ShapeDtypeStruct]:
@@ -175,7 +158,16 @@ def divide(
     at = _layouts(program, inputs, of_params, example_axis) if example_axis is not None else None
     cut = _divided(program, inputs, of_params, at)
     stored_at = [None if at is None else at[value] for value in cut.stored]
-    return Division(program, inputs, plan, cut, stored_at, _digest(program, inputs, cut, at), treedef, flat)  # type: ignore[arg-type]
+    return Division(
+        program,
+        inputs,
+        plan,
+        cut,
+        stored_at,
+        digest(program, [given.name for given in inputs], cut, with_sizes=at is None),
+        treedef,
+        flat,
+    )
 
 
 def _inputs(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
@@ -264,7 +256,9 @@ def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list
         _refuse_mixed([at[value] for value in mixed])
     assert isinstance(found, Cut)
     if not found.stored:
-        reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(program, inputs)[:3])
+        reasons = "; ".join(
+            f"{node}: depends on {why}" for node, why in first_dependent(program, [given.why for given in inputs])[:3]
+        )
         raise value_error(
             "there is nothing to compute once",
             at="the function",
@@ -304,71 +298,3 @@ def _dependent(program: Program, inputs: Sequence[Input], of_params: int) -> tup
         [not found.isdisjoint(node.outputs) for node in program.nodes] for found in (frozen | batch, frozen & batch)
     )
     return either, both
-
-
-def first_dependent(program: Program, inputs: Sequence[Input]) -> list[tuple[Node, str]]:
-    """On each path the first operation that reads something known and cannot be computed beforehand, and why."""
-    why: dict[int, str] = {i: given.why for i, given in enumerate(inputs) if given.why}
-    computed: set[int] = set(range(len(inputs))) - set(why)
-    passed, found = set(), []
-    matters = {id(node) for node in after_of(program)[0]}
-    for node in program.nodes:
-        reasons = [why[value] for value in node.reads if value in why]
-        if all(program.known[value] for value in node.outputs) and not node.eqn.effects:
-            if not computed.isdisjoint(node.reads):
-                computed.update(node.outputs)
-            continue
-        reason = reasons[0] if reasons else "an effect" if node.eqn.effects else "a value of an enclosing trace"
-        why.update(dict.fromkeys(node.outputs, reason))
-        if not passed.isdisjoint(node.reads):
-            passed.update(node.outputs)
-        elif not computed.isdisjoint(node.reads) or node.eqn.effects:
-            passed.update(node.outputs)
-            if id(node) in matters:
-                found.append((node, reason))
-    return found
-
-
-def _digest(program: Program, inputs: Sequence[Input], cut: Cut, at: Any) -> str:
-    """A digest of what is computed before, the same in every process; of one example if ``at`` says where they lie."""
-    names: dict[int, str] = {i: given.name for i, given in enumerate(inputs)}
-    lines = []
-
-    def text(value: Any) -> str:
-        if isinstance(value, Literal):
-            return repr(np.asarray(value.val).tolist())
-        aval = program.avals[value]
-        shape = "" if at is not None else aval.shape
-        return f"{names.setdefault(value, f'%{len(names)}')}:{aval.dtype}{shape}"
-
-    for node in cut.before:
-        params = _text(node.eqn.params, at is None)
-        ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
-        lines.append(f"{node.eqn.primitive.name} {params} {ins} -> {outs}")
-    lines.append(" ".join(map(text, cut.stored)))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-_WITH_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding", "name")
-
-
-def _text(value: Any, with_sizes: bool) -> str:
-    """A text of a param of an operation that is the same in every process."""
-    if isinstance(value, ClosedJaxpr):
-        return _text(value.jaxpr, with_sizes)
-    if isinstance(value, Jaxpr):
-        lines = (f"{e.primitive.name}{_text(e.params, with_sizes)}{_literals(e)}" for e in value.eqns)
-        return "{" + ";".join(lines) + "}"
-    if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if with_sizes or k not in _WITH_SIZES}
-        return "[" + ",".join(f"{k}={_text(v, with_sizes)}" for k, v in sorted(kept.items())) + "]"
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(_text(item, with_sizes) for item in value) + ")"
-    if value is None or isinstance(value, (bool, int, float, str, np.dtype)):
-        return repr(value)
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text or len(text) > 500 else text
-
-
-def _literals(eqn: Any) -> str:
-    return repr([np.asarray(x.val).tolist() for x in eqn.invars if isinstance(x, Literal)])

@@ -4,16 +4,17 @@ The guides for transfer learning of Keras and Flax cut the model in two by hand 
 encoder. Here the loss stays as it is: it is traced, and its program is divided.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from optax_freeze._errors import described, is_array, is_int, type_error, value_error, whole_number
+from optax_freeze._errors import described, is_array, value_error, whole_number
 from optax_freeze._gradient.restrict import OfParts, refuse_no_function
-from optax_freeze._precompute.explanation import CutExplanation, Feature
+from optax_freeze._precompute.arguments import Arguments
+from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
+from optax_freeze._precompute.leaf_parts import LeafParts, of_leaf, of_pair, without_frozen
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -21,7 +22,7 @@ from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree, Rest
 
 if TYPE_CHECKING:
-    from optax_freeze._precompute.divide import Division, LeafParts
+    from optax_freeze._precompute.divide import Division
 
 
 @jax.tree_util.register_pytree_node_class
@@ -30,6 +31,11 @@ class Features(tuple[Any, ...]):
 
     Its static part says which program they were computed by, and the shapes of the parameters, so that the frozen
     leaves which only that program reads may be missing later.
+
+    Attributes:
+      arrays: what the tuple holds.
+      cut: a digest of the program; static.
+      leaves: path, shape and dtype of each parameter; static.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -68,6 +74,10 @@ class Precomputed:
     Made by :func:`optax_freeze.precompute`.
 
     Attributes:
+      fun: the function.
+      frozen: what is frozen of its parameters.
+      recurring: which arguments recur.
+      example_axis: the axis of the examples in these, or None.
       before: ``before(params, *args, **kwargs)`` computes the features of a batch. It takes the arguments of the
         function. Of arguments that do not recur, and of trainable parameters, only shapes are read.
       after: ``after(params, features, *args, **kwargs)`` is the function, from the features on. Frozen leaves that
@@ -91,17 +101,13 @@ class Precomputed:
     after: Callable[..., Any]
 
     def __init__(self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None) -> None:
-        self._fun, self._frozen, self._example_axis = fun, frozen, example_axis
-        self._recurring = recurring
-        try:
-            self._names = [*inspect.signature(fun).parameters]
-        except (TypeError, ValueError):
-            self._names = []
+        self.fun, self.frozen, self.recurring, self.example_axis = fun, frozen, recurring, example_axis
+        self._arguments = Arguments(fun, recurring)
         self.after = _After(self)
 
     def __repr__(self) -> str:
-        name = getattr(self._fun, "__qualname__", type(self._fun).__name__)
-        return f"fz.precompute({name}, {described(self._frozen)})"
+        name = getattr(self.fun, "__qualname__", type(self.fun).__name__)
+        return f"fz.precompute({name}, {described(self.frozen)})"
 
     def before(self, params: PyTree, /, *args: Any, **kwargs: Any) -> Features:
         """The features of a batch: everything that is computed once. Call it inside ``jax.jit``.
@@ -155,7 +161,7 @@ class Precomputed:
         division = self._of_params(params, args, kwargs)
         values, treedef = _tree.flatten(params)
         needed = [
-            value if i in division.read_again else _without_frozen(selection, leaf, value)
+            value if i in division.read_again else without_frozen(selection, leaf, value)
             for i, (value, leaf, selection) in enumerate(
                 zip(values, division.plan.leaves, division.plan.selections, strict=True)
             )
@@ -190,7 +196,6 @@ class Precomputed:
           first on its path that cannot be computed once:
             dot_general at ...: depends on head, which trains
         """
-        from optax_freeze._precompute.divide import first_dependent
         from optax_freeze._precompute.flops import flops
 
         division = self._of_params(params, args, kwargs)
@@ -204,20 +209,17 @@ class Precomputed:
             for i, (leaf, s) in enumerate(zip(division.plan.leaves, division.plan.selections, strict=True))
             if i not in division.read_again and leaf.shape is not None and (s is FROZEN or isinstance(s, RowIndex))
         ]
-        stopped = first_dependent(division.program, division.inputs)
         return CutExplanation(
             tuple(features),
             flops(node.eqn for node in division.cut.before),
             flops(node.eqn for node in division.cut.after),
             tuple(path for path, _ in gone),
             sum(size for _, size in gone),
-            tuple((str(node), why) for node, why in stopped),
+            tuple((str(node), why) for node, why in division.stopped_by),
         )
 
     def _of_params(self, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
         """The division, from full parameters."""
-        from optax_freeze._precompute.divide import LeafParts
-
         values = _tree.flatten(params)[0]
         missing = next((i for i, value in enumerate(values) if _tree.is_leaf(value)), None)
         if missing is not None:
@@ -228,7 +230,7 @@ class Precomputed:
                 expected="the leaf",
                 fix="give the full parameters here, and what `needed` returned to `after` alone",
             )
-        plan = make_plan(params, self._frozen)
+        plan = make_plan(params, self.frozen)
         parts = [
             LeafParts(value if s is TRAINABLE else HOLE, value)
             for s, value in zip(plan.selections, values, strict=True)
@@ -236,39 +238,12 @@ class Precomputed:
         return self._divide(plan, parts, args, kwargs)
 
     def _divide(
-        self, plan: Plan, parts: "Sequence[LeafParts]", args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: Plan, parts: Sequence[LeafParts], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> "Division":
-        from optax_freeze._precompute.divide import Argument, divide
+        from optax_freeze._precompute.divide import divide
 
-        self._refuse_missing(args, kwargs)
-        with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        arguments = []
-        for (place, key, *rest), value in with_paths:
-            number = key.idx + 1 if place.idx == 0 else None
-            name = (
-                key.key
-                if number is None
-                else self._names[number]
-                if number < len(self._names)
-                else f"argument {number}"
-            )
-            recurs = name in self._recurring or number in self._recurring
-            recurs |= name in self._names and self._names.index(name) in self._recurring
-            arguments.append(Argument(value, "/".join([name, *map(str, map(_tree.name_of, rest))]), recurs))
-        return divide(self._fun, plan, parts, arguments, treedef, self._example_axis)
-
-    def _refuse_missing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for which in self._recurring:
-            name = self._names[which] if is_int(which) and which < len(self._names) else which
-            here = name in kwargs or (name in self._names and self._names.index(name) <= len(args))
-            if not here and not (is_int(which) and which <= len(args)):
-                raise value_error(
-                    "there is no such argument",
-                    at=f"recurring={which!r}",
-                    got=f"a call with {len(args)} arguments after the parameters, and {[*kwargs]} by name",
-                    expected="the argument whose values come again with these features",
-                    fix="recurring counts the parameters as 0: the batch of loss(params, batch) is 1",
-                )
+        arguments, treedef = self._arguments.flatten(args, kwargs)
+        return divide(self.fun, plan, parts, arguments, treedef, self.example_axis)
 
 
 class _After(OfParts):
@@ -283,7 +258,7 @@ class _After(OfParts):
     def __call__(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         values = _tree.flatten(params)[0]
         plan = self._plan(params, features)
-        parts = [_parts(selection, value) for value, selection in zip(values, plan.selections, strict=True)]
+        parts = [of_leaf(selection, value) for value, selection in zip(values, plan.selections, strict=True)]
         return self._run(plan, parts, features, args, kwargs)
 
     def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,7 +270,7 @@ class _After(OfParts):
         ]
         plan = self._plan(jax.tree.unflatten(treedef, whole), features)
         pairs = zip(plan.leaves, plan.selections, left, right, strict=True)
-        return self._run(plan, [_parts_of(*pair) for pair in pairs], features, tuple(others), kwargs)
+        return self._run(plan, [of_pair(*pair) for pair in pairs], features, tuple(others), kwargs)
 
     def _plan(self, params: PyTree, features: PyTree) -> Plan:
         """The plan of the parameters with all their leaves."""
@@ -321,10 +296,10 @@ class _After(OfParts):
             else value
             for i, value in enumerate(values)
         ]
-        return make_plan(jax.tree.unflatten(treedef, shapes), self._once._frozen)
+        return make_plan(jax.tree.unflatten(treedef, shapes), self._once.frozen)
 
     def _run(
-        self, plan: Plan, parts: "Sequence[LeafParts]", features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: Plan, parts: Sequence[LeafParts], features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         division = self._once._divide(plan, parts, args, kwargs)
         for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
@@ -406,71 +381,10 @@ def precompute(
       (True, MaskedNode())
     """
     refuse_no_function(fun, frozen, "fz.precompute(fun, frozen)")
-    several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
-    if not several or not all(is_int(which) or isinstance(which, str) for which in several):
-        raise type_error(
-            "no argument",
-            at="recurring",
-            got=described(recurring),
-            expected="the position or the name of an argument, or several of these",
-            fix="recurring=1 for the batch of loss(params, batch)",
-        )
-    if any(not isinstance(which, str) and which < 1 for which in several):
-        raise value_error(
-            "the parameters do not recur: some of them train",
-            at="recurring",
-            got=described(recurring),
-            expected="positions from 1 on; the parameters are 0",
-            fix="recurring=1 for the batch of loss(params, batch)",
-        )
     if example_axis is not None:
-        whole_number("an axis of examples", example_axis, at="example_axis", fix="example_axis=0")
-    return Precomputed(fun, frozen, tuple(several), example_axis)
-
-
-def _parts(selection: Any, value: Any) -> "LeafParts":
-    """Both parts of a leaf; its frozen part is a constant of the gradient."""
-    from optax_freeze._precompute.divide import LeafParts
-
-    if selection is FROZEN:
-        return LeafParts(HOLE, _constant(value))
-    if selection is TRAINABLE or _tree.is_leaf(value):
-        return LeafParts(value, HOLE)
-    return LeafParts(selection.take(value), _constant(value))
-
-
-def _parts_of(leaf: Leaf, selection: Any, trainable: Any, rest: Any) -> "LeafParts":
-    """Both parts of a leaf of which the trainable part of a gradient, and the rest, are given."""
-    from optax_freeze._precompute.divide import LeafParts
-
-    if _tree.is_hole(trainable):
-        return _parts(selection, rest)
-    if selection is TRAINABLE:
-        return LeafParts(rest.selection.put(rest.array, trainable) if isinstance(rest, Rest) else trainable, HOLE)
-    index = trainable.index if isinstance(trainable, Part) else None
-    if selection.in_part and index == selection.part_index and (isinstance(rest, Rest) or index is not None):
-        return LeafParts(trainable, rest.array if isinstance(rest, Rest) else HOLE)
-    raise value_error(
-        "the features are those of another spec",
-        at=leaf.path,
-        got="a leaf of which more trains",
-        expected=f"a leaf that {selection}, as was said to fz.precompute",
-        fix="give one `frozen` to fz.precompute and to the gradient",
-    )
+        whole_number("example_axis is the number of an axis", example_axis, at="example_axis", fix="example_axis=0")
+    return Precomputed(fun, frozen, recurring, example_axis)
 
 
 def _bytes(shape: Any, dtype: Any) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def _constant(value: Any) -> Any:
-    return jax.lax.stop_gradient(value) if is_array(value) and not isinstance(value, jax.ShapeDtypeStruct) else value
-
-
-def _without_frozen(selection: Any, leaf: Leaf, value: Any) -> Any:
-    """What is left of a leaf whose frozen part is not read."""
-    if selection is FROZEN:
-        return value if leaf.dtype is None else HOLE
-    if not isinstance(selection, RowIndex):
-        return value
-    return jax.eval_shape(selection.take, value) if isinstance(value, jax.ShapeDtypeStruct) else selection.take(value)

@@ -219,3 +219,16 @@ def test_a_batch_of_scalars_has_no_examples():
     params = {"trunk": jnp.float32(2), "head": jnp.float32(3)}
     with pytest.raises(ValueError, match="no array with axes"):
         fz.precompute(loss, "trunk", example_axis=0).needed(params, jnp.float32(1))
+
+
+def test_features_of_other_examples_are_refused():
+    """Pooled features of another resolution have the same shape."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.sort(x * params["trunk"]).max((1, 2)) * params["head"])
+
+    params, once = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, fz.precompute(loss, "trunk", example_axis=0)
+    features = once.before(params, jnp.ones((4, 8, 8)))
+    assert once.after(params, features, jnp.ones((4, 8, 8))) == 24
+    with pytest.raises(ValueError, match="computed by another program"):
+        once.after(params, features, jnp.ones((4, 6, 6)))

@@ -1,0 +1,77 @@
+"""Which arguments of a function come again with the same values?"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_freeze._errors import described, is_array, is_int, type_error, value_error
+from optax_freeze._spec.tree import name_of
+
+
+class Argument(NamedTuple):
+    """A leaf of the arguments: its value, its name for people, and whether it comes again with these features."""
+
+    value: Any
+    name: str
+    recurs: bool
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the program; else it is a constant of the trace, as ``jit`` has static ones.
+
+        The value of a Python number that does not recur must not be looked at; one that does may be branched on.
+        """
+        number = isinstance(self.value, (int, float, complex)) and not isinstance(self.value, bool)
+        return is_array(self.value) or (number and not self.recurs)
+
+
+class Arguments:
+    """The arguments of a function after the parameters, of which some recur."""
+
+    def __init__(self, fun: Callable[..., Any], recurring: int | str | Sequence[int | str]) -> None:
+        several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
+        if not several or not all(is_int(which) or isinstance(which, str) for which in several):
+            raise type_error(
+                "no argument",
+                at="recurring",
+                got=described(recurring),
+                expected="the position or the name of an argument, or several of these",
+                fix="recurring=1 for the batch of loss(params, batch)",
+            )
+        try:
+            names = [*inspect.signature(fun).parameters]
+        except (TypeError, ValueError):
+            names = []
+        self._names = dict(enumerate(names))
+        self.recurring = {self._names.get(which, which) for which in several}
+        if not self.recurring.isdisjoint({0, names[0] if names else 0}) or any(is_int(w) and w < 0 for w in several):
+            raise value_error(
+                "the parameters do not recur: some of them train",
+                at="recurring",
+                got=described(recurring),
+                expected="positions from 1 on, or names of arguments after the parameters",
+                fix="recurring=1 for the batch of loss(params, batch)",
+            )
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Argument], Any]:
+        """The leaves of the arguments of a call, and the treedef of ``(args, kwargs)``."""
+        given = [*(self._names.get(i, i) for i in range(1, len(args) + 1)), *kwargs]
+        if missing := self.recurring.difference(given):
+            raise value_error(
+                "there is no such argument",
+                at=f"recurring={missing.pop()!r}",
+                got=f"a call with the arguments {given}",
+                expected="the argument whose values come again with these features",
+                fix="recurring counts the parameters as 0: the batch of loss(params, batch) is 1",
+            )
+        with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        arguments = []
+        for (place, key, *rest), value in with_paths:
+            number = key.idx + 1 if place.idx == 0 else None
+            name = key.key if number is None else self._names.get(number, number)
+            first = name if isinstance(name, str) else f"argument {name}"
+            path = "/".join([first, *(str(name_of(entry)) for entry in rest)])
+            arguments.append(Argument(value, path, name in self.recurring))
+        return arguments, treedef

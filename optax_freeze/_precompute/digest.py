@@ -1,0 +1,62 @@
+"""Which program computed some features? Its digest says, in every process."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from optax_freeze._precompute.cut import Cut
+from optax_freeze._precompute.program import Program
+
+
+def digest(program: Program, inputs: Sequence[str], cut: Cut, shapes: Sequence[Any], *, with_sizes: bool) -> str:
+    """A digest of the operations before a cut, the same in every process.
+
+    Args:
+      program: the program.
+      inputs: the names of its inputs.
+      cut: where it is divided.
+      shapes: the shape of each value, or None if it does not count.
+      with_sizes: whether sizes among the params of operations count; they differ with the number of examples.
+    """
+    names = dict(enumerate(inputs))
+    lines = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, Literal):
+            return repr(np.asarray(value.val).tolist())
+        return f"{names.setdefault(value, f'%{len(names)}')}:{program.avals[value].dtype}{shapes[value]}"
+
+    for node in cut.before:
+        params = _text(node.eqn.params, with_sizes)
+        ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
+        lines.append(f"{node.eqn.primitive.name} {params} {ins} -> {outs}")
+    lines.append(" ".join(map(text, cut.stored)))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+_WITH_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding", "name")
+
+
+def _text(value: Any, with_sizes: bool) -> str:
+    """A text of a param of an operation that is the same in every process."""
+    if isinstance(value, ClosedJaxpr):
+        return _text(value.jaxpr, with_sizes)
+    if isinstance(value, Jaxpr):
+        lines = (f"{e.primitive.name}{_text(e.params, with_sizes)}{_literals(e)}" for e in value.eqns)
+        return "{" + ";".join(lines) + "}"
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if with_sizes or k not in _WITH_SIZES}
+        return "[" + ",".join(f"{k}={_text(v, with_sizes)}" for k, v in sorted(kept.items())) + "]"
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(_text(item, with_sizes) for item in value) + ")"
+    if value is None or isinstance(value, (bool, int, float, str, np.dtype)):
+        return repr(value)
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text or len(text) > 500 else text
+
+
+def _literals(eqn: Any) -> str:
+    return repr([np.asarray(x.val).tolist() for x in eqn.invars if isinstance(x, Literal)])

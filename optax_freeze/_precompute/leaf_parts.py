@@ -1,0 +1,57 @@
+"""What of a leaf trains, and what of it is frozen?"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_freeze._errors import is_array, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
+from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest
+
+
+class LeafParts(NamedTuple):
+    """The two parts of a leaf: what trains of it, and the frozen array; a hole in the place of either."""
+
+    trainable: Any
+    frozen: Any
+
+
+def of_leaf(selection: Selection, value: Any) -> LeafParts:
+    """Both parts of a leaf; its frozen part is a constant of the gradient."""
+    if selection is FROZEN:
+        return LeafParts(HOLE, _constant(value))
+    if selection is TRAINABLE or _tree.is_leaf(value):
+        return LeafParts(value, HOLE)
+    return LeafParts(selection.take(value), _constant(value))
+
+
+def of_pair(leaf: Leaf, selection: Selection, trainable: Any, rest: Any) -> LeafParts:
+    """Both parts of a leaf of which the trainable part of a gradient, and the rest, are given."""
+    if _tree.is_hole(trainable):
+        return of_leaf(selection, rest)
+    if selection is TRAINABLE:
+        return LeafParts(rest.selection.put(rest.array, trainable) if isinstance(rest, Rest) else trainable, HOLE)
+    index = trainable.index if isinstance(trainable, Part) else None
+    if selection.in_part and index == selection.part_index and (isinstance(rest, Rest) or index is not None):
+        return LeafParts(trainable, rest.array if isinstance(rest, Rest) else HOLE)
+    raise value_error(
+        "the features are those of another spec",
+        at=leaf.path,
+        got="a leaf of which more trains",
+        expected=f"a leaf that {selection}, as was said to fz.precompute",
+        fix="give one `frozen` to fz.precompute and to the gradient",
+    )
+
+
+def _constant(value: Any) -> Any:
+    return jax.lax.stop_gradient(value) if is_array(value) and not isinstance(value, jax.ShapeDtypeStruct) else value
+
+
+def without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
+    """What is left of a leaf whose frozen part is not read."""
+    if selection is FROZEN:
+        return value if leaf.dtype is None else HOLE
+    if not isinstance(selection, RowIndex):
+        return value
+    return jax.eval_shape(selection.take, value) if isinstance(value, jax.ShapeDtypeStruct) else selection.take(value)
