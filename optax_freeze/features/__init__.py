@@ -85,7 +85,9 @@ def write(
     _refuse_other_once(once)
     if is_array(batches) or not isinstance(batches, Iterable):
         expected, fix = "an iterable of batches", "features.write(directory, once, params, [batch])"
-        raise type_error("not several batches", at="batches", got=described(batches), expected=expected, fix=fix)
+        raise type_error(
+            "`batches` is a single array", at="batches", got=described(batches), expected=expected, fix=fix
+        )
     params_record = of_params(params, once)
     record = read_record(where, or_none=True)
     if record:
@@ -163,7 +165,13 @@ def read(
     where = _absolute(directory)
     if params is not None and once is None:
         fix = "features.read(directory, once, params)"
-        raise value_error("params without once", at="once", got="None", expected="what says what is frozen", fix=fix)
+        raise value_error(
+            "`params` was given without `once`",
+            at="once",
+            got="None",
+            expected="the result of fz.precompute, which has the spec",
+            fix=fix,
+        )
     if once is not None:
         _refuse_other_once(once)
     record = read_record(where)
@@ -172,7 +180,7 @@ def read(
             "the features are not complete",
             at=where,
             got=f"{counted(len(record['batches']), 'batch', 'batches')}, {record['examples']} examples",
-            expected="all batches: features.write did not return",
+            expected="all batches: features.write was stopped",
             fix="call features.write again: it goes on where it stopped",
         )
     if once is not None and params is not None:
@@ -238,7 +246,13 @@ class FeatureSequence(Sequence[Features]):
         if not np.issubdtype(chosen.dtype, np.integer) or chosen.ndim > 1:
             fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
             expected = "an int, a slice, or a list or an array of ints"
-            raise type_error("not an index", at="features[...]", got=described(index), expected=expected, fix=fix)
+            raise type_error(
+                "the index is not a number of an example",
+                at="features[...]",
+                got=described(index),
+                expected=expected,
+                fix=fix,
+            )
         wrong = chosen[(chosen < -len(self)) | (chosen >= len(self))]
         if wrong.size:
             raise IndexError(f"there is no example {wrong.flat[0]}: {len(self)} are stored")
@@ -336,11 +350,13 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
 def _refuse_other_once(once: Any) -> None:
     fix = "once = fz.precompute(loss, frozen, example_axis=0)"
     if not isinstance(once, Precomputed):
-        expected = "what fz.precompute returned"
-        raise type_error("not a divided function", at="once", got=described(once), expected=expected, fix=fix)
+        expected = "the result of fz.precompute"
+        raise type_error(
+            "`once` was not made by fz.precompute", at="once", got=described(once), expected=expected, fix=fix
+        )
     if once._example_axis is None:
         raise value_error(
-            "the features belong to whole batches, and cannot be stored example by example",
+            "features of whole batches cannot be stored example by example",
             at="once",
             got=f"{once!r} with example_axis=None",
             expected="the axis of the examples in the arguments that recur",

@@ -82,10 +82,10 @@ def as_feature(array: Any, struct: Any) -> Any:
 def on_host(array: Any, what: str) -> np.ndarray:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise value_error(
-            "an array spans processes",
+            "an array is spread over several processes",
             at=what,
             got=f"{described(array)}, of which this process holds a part",
-            expected="arrays of this process alone",
+            expected="arrays that this process holds whole",
             fix="each process writes features of its own batches into a directory of its own",
         )
     if is_key(array.dtype):

@@ -130,7 +130,7 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
     if not os.path.isfile(file):
         if others:
             raise value_error(
-                "a directory of something else" if or_none else "there is no record of features",
+                "the directory holds other files" if or_none else "there is no record of features",
                 at=where,
                 got=f"{counted(len(others), 'file', 'files')}: {described(others[:3])}",
                 expected=f"features that features.write stored, with their record {_FILE}",
