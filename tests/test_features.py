@@ -361,6 +361,28 @@ def test_trainable_parameters_may_differ(stored, once):
     features.write(stored, once, structs, X, progress=False)
 
 
+def test_a_loader_may_reuse_its_memory(tmp_path):
+    def loss(params, x):
+        for _ in range(8):
+            x = jnp.tanh(x @ params["encoder"])
+        return jnp.mean(x @ params["head"])
+
+    params = {"encoder": normal(0, 800, 800), "head": normal(1, 800, 2)}
+    once, batches = precomputed(loss=loss), [np.asarray(normal(i, 400, 800)) for i in range(2)]
+
+    def loaded():
+        memory = np.empty(400 * 800 + 16, np.float32)
+        memory = memory[-memory.ctypes.data % 64 // 4 :][: 400 * 800].reshape(400, 800)  # JAX reads it in place
+        for batch in batches:
+            memory[:] = batch
+            yield memory
+        memory[:] = 0
+
+    features.write(tmp_path, once, params, loaded(), progress=False)
+    expected = joined([jax.jit(once.before)(params, batch) for batch in batches])
+    assert bits(features.read(tmp_path)[:]) == bits(expected)
+
+
 def test_examples_of_another_shape(tmp_path):
     def loss(params, x):
         return jnp.mean(jnp.tanh(x @ params["encoder"]) @ params["head"])
@@ -381,7 +403,7 @@ def test_wrong_arguments(tmp_path, once, stored):
         features.read(stored, fz.precompute(squared, "encoder"))
     with pytest.raises(TypeError, match=r"(?s)not made by fz.precompute.*the function squared"):
         features.write(new, squared, PARAMETERS, X)
-    with pytest.raises(TypeError, match=r"(?s)`batches` is a single array.*float32 of shape"):
+    with pytest.raises(TypeError, match=r"(?s)not an iterable of batches.*float32 of shape"):
         features.write(new, once, PARAMETERS, X[0])
     with pytest.raises(ValueError, match="there are no batches"):
         features.write(new, once, PARAMETERS, [], progress=False)

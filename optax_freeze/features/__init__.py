@@ -5,22 +5,17 @@ TensorStore, which comes with Orbax. A record beside them says of which program 
 which batches are complete, so that a run that was killed goes on where it stopped.
 """
 
-import hashlib
-import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from optax_freeze._errors import counted, described, in_one_line, is_array, is_int, type_error, value_error
+from optax_freeze._errors import counted, described, in_one_line, is_array, type_error, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import make_plan
-from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
 from optax_freeze.features._arrays import append, as_feature, on_host, open_array
+from optax_freeze.features._batches import computation
 from optax_freeze.features._record import (
     begin,
     damaged,
@@ -84,15 +79,15 @@ def write(
     where = _absolute(directory)
     _refuse_other_once(once)
     if is_array(batches) or not isinstance(batches, Iterable):
-        expected, fix = "an iterable of batches", "features.write(directory, once, params, [batch])"
+        expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
         raise type_error(
-            "`batches` is a single array", at="batches", got=described(batches), expected=expected, fix=fix
+            "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
         )
     params_record = of_params(params, once)
     record = read_record(where, or_none=True)
     if record:
         refuse_other_params(record, params_record)
-    features_of = _computation(once, params, others, kwargs)
+    features_of = computation(once, params, others, kwargs)
     columns = ["features", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
@@ -115,7 +110,7 @@ def write(
                 bar.advance(task)
                 continue
             stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
-            before, waiting = waiting, (digest, compute())  # the device computes while the batch before is written
+            before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
             if before:
                 store(*before)
         if waiting:
@@ -221,7 +216,7 @@ class FeatureSequence(Sequence[Features]):
         return f"FeatureSequence({self._directory!r}, {len(self)} examples of {shapes})"
 
     def __reduce__(self) -> Any:
-        return FeatureSequence, (self._directory, {**self._record, "batches": []})
+        return FeatureSequence, (self._directory, {**self._record, "batches": [], "frozen": {}})
 
     def __len__(self) -> int:
         return self._record["examples"]
@@ -263,67 +258,6 @@ class FeatureSequence(Sequence[Features]):
         if self._stores is None:
             self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._structs))]
         return self._stores
-
-
-def _computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
-    """A function of a batch: the digest of its values, the shapes of its features, and what computes them."""
-    values, treedef = _tree.flatten(params)
-    selections = make_plan(params, once._frozen).selections
-    structs = [*map(_tree.struct_of, values)]
-    frozen = {
-        i: x for i, (x, s) in enumerate(zip(values, selections, strict=True)) if s is not TRAINABLE and is_array(x)
-    }
-    others, kwargs = jax.tree.map(_tree.struct_of, (tuple(others), dict(kwargs)))
-
-    def before(frozen: dict[int, Any], arrays: list[Any], static: Any) -> Features:
-        structure, rest = static
-        left = iter(arrays)
-        batch = jax.tree.unflatten(structure, [next(left) if kind is None else value for kind, value in rest])
-        full = jax.tree.unflatten(treedef, [frozen.get(i, struct) for i, struct in enumerate(structs)])
-        args, by_name = _arguments(once, batch, others)
-        return once.before(full, *args, **by_name, **kwargs)
-
-    jitted = jax.jit(before, static_argnums=2)
-
-    def of_batch(batch: Any) -> tuple[str, Features, Callable[[], Features]]:
-        leaves, structure = jax.tree.flatten(batch)
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        static = structure, tuple((None, None) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-        hashed = hashlib.blake2b(repr([described(leaf) for leaf in leaves]).encode(), digest_size=16)
-        for array in arrays:
-            hashed.update(on_host(array, "a batch").tobytes())
-        shapes = jitted.eval_shape(frozen, arrays, static)
-        return hashed.hexdigest(), shapes, lambda: jitted(frozen, arrays, static)
-
-    return of_batch
-
-
-def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments after the parameters: those that recur in their places, the others in between."""
-    names = once._names
-    places = {names.index(which) if which in names else which for which in once._recurring}
-    ordered = sorted(places, key=lambda place: (isinstance(place, str), place if is_int(place) else 0))
-    items = [batch] if len(ordered) == 1 else batch
-    if len(ordered) > 1 and (not isinstance(batch, (tuple, list)) or len(batch) != len(ordered)):
-        which = ", ".join(names[place] if is_int(place) and place < len(names) else str(place) for place in ordered)
-        raise value_error(
-            "a batch is not all the arguments that recur",
-            at="batches",
-            got=described(batch),
-            expected=f"a tuple of {len(ordered)}: {which}",
-            fix="give batches as tuples, in the order of the arguments of the function",
-        )
-    kinds = [] if not names else [each.kind for each in inspect.signature(once._fun).parameters.values()]
-    args, by_name, left = [], {}, [*others]
-    for place, value in zip(ordered, items, strict=True):
-        if is_int(place) and not (place < len(kinds) and kinds[place] is inspect.Parameter.KEYWORD_ONLY):
-            while left and len(args) + 1 < place:
-                args.append(left.pop(0))
-            if len(args) + 1 == place or place >= len(names):
-                args.append(value)
-                continue
-        by_name[names[place] if is_int(place) else place] = value
-    return [*args, *left], by_name
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:

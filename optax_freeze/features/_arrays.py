@@ -12,11 +12,11 @@ from optax_freeze._errors import described, in_one_line, value_error
 from optax_freeze.features._record import damaged, impl_of, is_key, structs_of
 
 _FILE_BYTES, _READ_BYTES = 2**20, 2**14
-"""The bytes of one feature in a file, and of the examples in it that are read together."""
+"""The bytes of one feature in a file, and in a block of it, which is read as a whole."""
 
 
 def append(stores: list[Any], record: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-    """Writes the features of a batch behind the others."""
+    """Appends the features of a batch."""
     start, stop = record["examples"], record["examples"] + len(arrays[0])
     writes = []
     for i, array in enumerate(arrays):
@@ -30,8 +30,8 @@ def append(stores: list[Any], record: dict[str, Any], arrays: Sequence[np.ndarra
 def open_array(where: str, record: Mapping[str, Any], i: int, batch: int | None = None) -> Any:
     """The array of a feature: to read it, or to write batches of about ``batch`` examples.
 
-    It is stored in files of many examples, of which a few are read at once, each few with a checksum. Every file is
-    written, also of zeros, so that a file that is missing is noticed.
+    A file holds about 1 MiB, in blocks of about 16 KiB that are read one by one and have a checksum each. Files of
+    zeros are written too: TensorStore otherwise omits them, and reads a missing file as zeros.
     """
     dtype, shape = _as_stored(structs_of(record)[i])
     spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": os.path.join(where, str(i))}}
@@ -74,12 +74,14 @@ def _as_stored(struct: Any) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def as_feature(array: Any, struct: Any) -> Any:
+    """A feature as ``before`` computed it, from what is stored."""
     if is_key(struct.dtype):
         return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=impl_of(struct.dtype))
     return np.asarray(array)
 
 
 def on_host(array: Any, what: str) -> np.ndarray:
+    """The values of an array; of random keys their data."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise value_error(
             "an array is spread over several processes",
