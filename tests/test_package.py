@@ -21,7 +21,7 @@ PACKAGE = pathlib.Path(fz.__file__).parent
 PAGE = pathlib.Path("docs/architecture.md").read_text()
 SECTIONS = dict(re.findall(r"^## `(_\w+)`: (.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
 FILES = [f"{folder}.{file}" for folder, text in SECTIONS.items() for file in re.findall(r"^\| `(\w+)\.py`", text, re.M)]
-OUTER = ["linen", "nnx", "checkpoint"]  # you import these yourself: they bring Flax or Orbax with them
+OUTER = ["linen", "nnx", "checkpoint", "features"]  # you import these yourself: they bring Flax or Orbax with them
 MAP = (PACKAGE / "__init__.py").read_text()
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 

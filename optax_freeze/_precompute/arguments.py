@@ -41,12 +41,11 @@ class Arguments:
                 fix="recurring=1 for the batch of loss(params, batch)",
             )
         try:
-            names = [*inspect.signature(fun).parameters]
+            self.names = [*inspect.signature(fun).parameters]
         except (TypeError, ValueError):
-            names = []
-        self._names = dict(enumerate(names))
-        self.recurring = {self._names.get(which, which) for which in several}
-        if not self.recurring.isdisjoint({0, names[0] if names else 0}) or any(is_int(w) and w < 0 for w in several):
+            self.names = []
+        self.recurring = {self._name(which) for which in several}
+        if self._name(0) in self.recurring or any(is_int(w) and w < 0 for w in several):
             raise value_error(
                 "the parameters do not recur: some of them train",
                 at="recurring",
@@ -55,9 +54,13 @@ class Arguments:
                 fix="recurring=1 for the batch of loss(params, batch)",
             )
 
+    def _name(self, which: Any) -> Any:
+        """The name of an argument; its position where that is not known."""
+        return self.names[which] if is_int(which) and 0 <= which < len(self.names) else which
+
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Argument], Any]:
         """The leaves of the arguments of a call, and the treedef of ``(args, kwargs)``."""
-        given = [*(self._names.get(i, i) for i in range(1, len(args) + 1)), *kwargs]
+        given = [*map(self._name, range(1, len(args) + 1)), *kwargs]
         if missing := self.recurring.difference(given):
             raise value_error(
                 "there is no such argument",
@@ -70,7 +73,7 @@ class Arguments:
         arguments = []
         for (place, key, *rest), value in with_paths:
             number = key.idx + 1 if place.idx == 0 else None
-            name = key.key if number is None else self._names.get(number, number)
+            name = key.key if number is None else self._name(number)
             first = name if isinstance(name, str) else f"argument {name}"
             path = "/".join([first, *(str(name_of(entry)) for entry in rest)])
             arguments.append(Argument(value, path, name in self.recurring))

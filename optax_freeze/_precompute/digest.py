@@ -24,18 +24,27 @@ def digest(program: Program, inputs: Sequence[str], cut: Cut, shapes: Sequence[A
     names = dict(enumerate(inputs))
     lines = []
 
+    def name_of(value: Any) -> str:
+        return names.setdefault(value, f"%{len(names)}")
+
     def text(value: Any) -> str:
         if isinstance(value, Literal):
             return repr(np.asarray(value.val).tolist())
-        return f"{names.setdefault(value, f'%{len(names)}')}:{program.avals[value].dtype}{shapes[value]}"
+        return f"{name_of(value)}:{program.avals[value].dtype}{shapes[value]}"
 
     for node in cut.before:
+        if node.eqn.primitive.name in _OF_TYPES:
+            names |= zip(node.outputs, map(name_of, node.inputs), strict=True)
+            continue
         params = _text(node.eqn.params, with_sizes)
         ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
         lines.append(f"{node.eqn.primitive.name} {params} {ins} -> {outs}")
     lines.append(" ".join(map(text, cut.stored)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
+
+_OF_TYPES = ("pvary", "pcast")
+"""Operations that say of a value that it varies over a mesh, inside of ``jax.shard_map``, and compute nothing."""
 
 _WITH_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding", "name")
 

@@ -158,16 +158,16 @@ def divide(
     at = _layouts(program, inputs, of_params, example_axis) if example_axis is not None else None
     cut = _divided(program, inputs, of_params, at)
     stored_at = [None if at is None else at[value] for value in cut.stored]
-    return Division(
-        program,
-        inputs,
-        plan,
-        cut,
-        stored_at,
-        digest(program, [given.name for given in inputs], cut, with_sizes=at is None),
-        treedef,
-        flat,
-    )
+    shapes = [aval.shape if at is None else _of_example(aval.shape, at[i]) for i, aval in enumerate(program.avals)]
+    of_program = digest(program, [given.name for given in inputs], cut, shapes, with_sizes=at is None)
+    return Division(program, inputs, plan, cut, stored_at, of_program, treedef, flat)
+
+
+def _of_example(shape: tuple[int, ...], at: Any) -> tuple[int, ...] | None:
+    """The shape of one example's part of a value; None if the value does not belong to examples."""
+    if not isinstance(at, Layout) or at.axis is None:
+        return None
+    return (*shape[: at.axis], at.block, *shape[at.axis + 1 :])
 
 
 def _inputs(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:

@@ -7,6 +7,8 @@ belongs to examples only if it is uniform along their axis: else an example's va
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
@@ -76,7 +78,8 @@ def _of_literal(literal: Any) -> Layout:
 
 
 def _of_constant(const: Any) -> Layout:
-    const = known(const)
+    is_key = jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
+    const = const if is_key else known(const)
     if not isinstance(const, np.ndarray) or not 0 < const.size <= 2**20:
         return Layout()
     return Layout(uniform=frozenset(axis for axis in range(const.ndim) if (const == const.take([0], axis)).all()))

@@ -78,10 +78,9 @@ class Precomputed:
       frozen: what is frozen of its parameters.
       recurring: which arguments recur.
       example_axis: the axis of the examples in these, or None.
-      before: ``before(params, *args, **kwargs)`` computes the features of a batch. It takes the arguments of the
-        function. Of arguments that do not recur, and of trainable parameters, only shapes are read.
       after: ``after(params, features, *args, **kwargs)`` is the function, from the features on. Frozen leaves that
-        only ``before`` reads may be holes.
+        only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
+        (``jax.ShapeDtypeStruct``).
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -102,7 +101,7 @@ class Precomputed:
 
     def __init__(self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None) -> None:
         self.fun, self.frozen, self.recurring, self.example_axis = fun, frozen, recurring, example_axis
-        self._arguments = Arguments(fun, recurring)
+        self.arguments = Arguments(fun, recurring)
         self.after = _After(self)
 
     def __repr__(self) -> str:
@@ -242,7 +241,7 @@ class Precomputed:
     ) -> "Division":
         from optax_freeze._precompute.divide import divide
 
-        arguments, treedef = self._arguments.flatten(args, kwargs)
+        arguments, treedef = self.arguments.flatten(args, kwargs)
         return divide(self.fun, plan, parts, arguments, treedef, self.example_axis)
 
 

@@ -1,0 +1,298 @@
+"""Features on disk, example by example: computed once, and read in any order by every epoch of every run.
+
+:func:`write` computes the features of each batch with ``before`` of :func:`optax_freeze.precompute` and stores them by
+TensorStore, which comes with Orbax. A record beside them says of which program and frozen parameters they are, and
+which batches are complete, so that a run that was killed goes on where it stopped.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from optax_freeze._errors import counted, described, in_one_line, is_array, type_error, value_error
+from optax_freeze._precompute.precompute import Features, Precomputed
+from optax_freeze._spec.tree import PyTree
+from optax_freeze.features._arrays import append, as_feature, on_host, open_array
+from optax_freeze.features._batches import computation
+from optax_freeze.features._record import (
+    begin,
+    damaged,
+    leaves_of,
+    of_params,
+    read_record,
+    refuse_other_batch,
+    refuse_other_features,
+    refuse_other_params,
+    save,
+    structs_of,
+)
+
+
+def write(
+    directory: str | os.PathLike[str],
+    once: Precomputed,
+    params: PyTree,
+    batches: Iterable[Any],
+    *others: Any,
+    progress: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Computes the features of every batch and stores them, one example after the other.
+
+    If the process dies, call it again with the same arguments: batches that are stored are compared, and not computed
+    again.
+
+    Args:
+      directory: a directory of its own on a local disk, created if necessary. With several processes, each writes the
+        features of its own batches into a directory of its own.
+      once: from :func:`optax_freeze.precompute`, with ``example_axis``.
+      params: the full parameters. Of trainable ones only the shapes are read.
+      batches: the batches, in the same order each time. A batch is the argument that recurs, or a tuple of them in the
+        order of the function if several do. Batches may differ in size.
+      *others: the other arguments of the function, in order. Only their shapes are read, so they may be
+        ``jax.ShapeDtypeStruct``.
+      progress: whether to show a progress bar, on stderr.
+      **kwargs: more of the other arguments.
+
+    Raises:
+      ValueError: if ``once`` has no ``example_axis``; if the directory holds other files, or features of another base,
+        spec, program or of other batches, which stay as they are; if examples differ in shape; if an array spans
+        processes; and as ``before`` does.
+      TypeError: if ``once`` is not from ``fz.precompute``, or ``batches`` is not an iterable of batches.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax_freeze as fz
+      >>> from optax_freeze import features
+      >>> loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["encoder"]) @ params["head"])
+      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
+      >>> once = fz.precompute(loss, "encoder", example_axis=0)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     features.write(directory, once, params, [jnp.ones((3, 4)), jnp.ones((2, 4))], progress=False)
+      ...     features.read(directory)[[4, 0, 2]][0].shape
+      (3, 8)
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    where = _absolute(directory)
+    _refuse_other_once(once)
+    if is_array(batches) or not isinstance(batches, Iterable):
+        expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
+        raise type_error(
+            "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
+        )
+    params_record = of_params(params, once)
+    record = read_record(where, or_none=True)
+    if record:
+        refuse_other_params(record, params_record)
+    features_of = computation(once, params, others, kwargs)
+    columns = ["features", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
+        stores, waiting, count = [], None, 0
+        done = len(record["batches"]) if record else 0
+
+        def store(digest: str, features: Features) -> None:
+            append(stores, record, [on_host(array, "the features") for array in features])
+            record["batches"].append(digest)
+            save(where, record)
+            speed = bar.tasks[task].speed or 0
+            bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
+
+        for count, batch in enumerate(batches, 1):
+            digest, shapes, compute = features_of(batch)
+            record = record or begin(where, shapes, params_record)
+            refuse_other_features(record, shapes, count)
+            if count <= done or record["complete"]:
+                refuse_other_batch(record, digest, count)
+                bar.advance(task)
+                continue
+            stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
+            before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
+            if before:
+                store(*before)
+        if waiting:
+            store(*waiting)
+    if record is None or count < max(done, 1):
+        raise value_error(
+            "there are fewer batches than are stored" if done else "there are no batches",
+            at="batches",
+            got=counted(count, "batch", "batches"),
+            expected=f"at least the {done} that are stored" if done else "at least one",
+            fix="give the same batches each time: a list, or a new iterator",
+        )
+    if not record["complete"]:
+        save(where, {**record, "complete": True})
+
+
+def read(
+    directory: str | os.PathLike[str], once: Precomputed | None = None, params: PyTree = None
+) -> "FeatureSequence":
+    """The features that :func:`write` stored.
+
+    Args:
+      directory: as in :func:`write`.
+      once: from :func:`optax_freeze.precompute`; necessary with ``params``.
+      params: the full parameters: an error if those frozen differ from the ones that computed the features. None: they
+        are not compared.
+
+    Returns:
+      A :class:`FeatureSequence`.
+
+    Raises:
+      FileNotFoundError: if there are no features.
+      ValueError: if they are not complete, or damaged, or were written by a newer release; or if they are those of
+        another base or spec: the error names the leaves.
+      TypeError: if ``once`` is not from ``fz.precompute``.
+
+    Example:
+      >>> import tempfile
+      >>> from optax_freeze import features
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     features.read(directory)
+      Traceback (most recent call last):
+          ...
+      FileNotFoundError: there are no features
+      ...
+    """
+    where = _absolute(directory)
+    if params is not None and once is None:
+        fix = "features.read(directory, once, params)"
+        raise value_error(
+            "`params` was given without `once`",
+            at="once",
+            got="None",
+            expected="the result of fz.precompute, which has the spec",
+            fix=fix,
+        )
+    if once is not None:
+        _refuse_other_once(once)
+    record = read_record(where)
+    if not record["complete"]:
+        raise value_error(
+            "the features are not complete",
+            at=where,
+            got=f"{counted(len(record['batches']), 'batch', 'batches')}, {record['examples']} examples",
+            expected="all batches: features.write was stopped",
+            fix="call features.write again: it goes on where it stopped",
+        )
+    if once is not None and params is not None:
+        refuse_other_params(record, of_params(params, once))
+    found = FeatureSequence(where, record)
+    found._opened()
+    return found
+
+
+class FeatureSequence(Sequence[Features]):
+    """Features on disk, of one example or of several; from :func:`read`.
+
+    ``features[3]`` is one example, without an axis of examples: NumPy arrays, and JAX arrays for random keys. A slice,
+    or an array of numbers, gives those examples along the first axis, in the order asked for. It is a source of random
+    access for data loaders: it can be pickled, and read from any thread. Start worker processes by ``spawn`` or
+    ``forkserver``: TensorStore does not allow ``fork``.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, optax_freeze as fz
+      >>> from optax_freeze import features
+      >>> loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["encoder"]) @ params["head"])
+      >>> params = {"encoder": jnp.ones((4, 2)), "head": jnp.ones((2, 1))}
+      >>> once = fz.precompute(loss, "encoder", example_axis=0)
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     features.write(directory, once, params, [jnp.zeros((3, 4)), jnp.ones((2, 4))], progress=False)
+      ...     stored = features.read(directory)
+      ...     len(stored), stored[0], stored[1:4][0].shape
+      (5, Features((array([0., 0.], dtype=float32),)), (3, 2))
+    """
+
+    def __init__(self, directory: str, record: dict[str, Any]) -> None:
+        self._directory, self._record = directory, record
+        self._leaves, self._structs = leaves_of(record), structs_of(record)
+        self._stores: list[Any] | None = None
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{struct.dtype}{list(struct.shape)}" for struct in self._structs)
+        return f"FeatureSequence({self._directory!r}, {len(self)} examples of {shapes})"
+
+    def __reduce__(self) -> Any:
+        return FeatureSequence, (self._directory, {**self._record, "batches": [], "frozen": {}})
+
+    def __len__(self) -> int:
+        return self._record["examples"]
+
+    def __getitem__(self, index: Any) -> Features:  # type: ignore[override]
+        """The features of one example for an int; of several for a slice or ints."""
+        chosen = self._chosen(index)
+        try:
+            reads = [store[chosen].read() for store in self._opened()]
+            arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._structs, strict=True)]
+        except ValueError as error:
+            raise damaged(self._directory, in_one_line(error)) from error
+        return Features(arrays, self._record["cut"], self._leaves)
+
+    def _chosen(self, index: Any) -> Any:
+        """The numbers of examples: an int, a slice of step 1, or an array."""
+        if isinstance(index, slice):
+            chosen = range(len(self))[index]
+            return slice(chosen.start, max(chosen.start, chosen.stop)) if chosen.step == 1 else np.array(chosen, int)
+        chosen = np.asarray(index)
+        chosen = chosen if chosen.size else chosen.astype(int)
+        if not np.issubdtype(chosen.dtype, np.integer) or chosen.ndim > 1:
+            fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
+            expected = "an int, a slice, or a list or an array of ints"
+            raise type_error(
+                "the index is not a number of an example",
+                at="features[...]",
+                got=described(index),
+                expected=expected,
+                fix=fix,
+            )
+        wrong = chosen[(chosen < -len(self)) | (chosen >= len(self))]
+        if wrong.size:
+            raise IndexError(f"there is no example {wrong.flat[0]}: {len(self)} are stored")
+        chosen = np.where(chosen < 0, chosen + len(self), chosen)
+        return chosen if chosen.ndim else int(chosen)
+
+    def _opened(self) -> list[Any]:
+        if self._stores is None:
+            self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._structs))]
+        return self._stores
+
+
+def _absolute(directory: str | os.PathLike[str]) -> str:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise type_error(
+            "no directory",
+            at="the first argument",
+            got=described(directory),
+            expected="the path of a directory",
+            fix="features.write(directory, once, params, batches), features.read(directory)",
+        )
+    where = os.fspath(directory)
+    if "://" in where or os.path.isfile(where):
+        raise value_error(
+            "no directory",
+            at=where,
+            got="a file" if os.path.isfile(where) else "an address",
+            expected="a directory on a local disk, or nothing there",
+            fix="name a directory of its own for these features",
+        )
+    return os.path.abspath(where)
+
+
+def _refuse_other_once(once: Any) -> None:
+    fix = "once = fz.precompute(loss, frozen, example_axis=0)"
+    if not isinstance(once, Precomputed):
+        expected = "the result of fz.precompute"
+        raise type_error(
+            "`once` was not made by fz.precompute", at="once", got=described(once), expected=expected, fix=fix
+        )
+    if once.example_axis is None:
+        raise value_error(
+            "features of whole batches cannot be stored example by example",
+            at="once",
+            got=f"{once!r} with example_axis=None",
+            expected="the axis of the examples in the arguments that recur",
+            fix=fix,
+        )

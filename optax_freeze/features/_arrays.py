@@ -1,0 +1,95 @@
+"""The arrays of stored features, by TensorStore."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from optax_freeze._errors import described, in_one_line, value_error
+from optax_freeze.features._record import damaged, impl_of, is_key, structs_of
+
+_FILE_BYTES, _READ_BYTES = 2**20, 2**14
+"""The bytes of one feature in a file, and in a block of it, which is read as a whole."""
+
+
+def append(stores: list[Any], record: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    """Appends the features of a batch."""
+    start, stop = record["examples"], record["examples"] + len(arrays[0])
+    writes = []
+    for i, array in enumerate(arrays):
+        stores[i] = stores[i].resize(exclusive_max=[stop, *array.shape[1:]]).result()
+        writes.append(stores[i][start:stop].write(array))
+    for each in writes:
+        each.result()
+    record["examples"] = stop
+
+
+def open_array(where: str, record: Mapping[str, Any], i: int, batch: int | None = None) -> Any:
+    """The array of a feature: to read it, or to write batches of about ``batch`` examples.
+
+    A file holds about 1 MiB, in blocks of about 16 KiB that are read one by one and have a checksum each. Files of
+    zeros are written too: TensorStore otherwise omits them, and reads a missing file as zeros.
+    """
+    dtype, shape = _as_stored(structs_of(record)[i])
+    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": os.path.join(where, str(i))}}
+    if batch is None:
+        spec |= {"fill_missing_data_reads": False}
+    else:
+        size = max(dtype.itemsize * int(np.prod(shape)), 1)
+        few = min(max(_READ_BYTES // size, 1), max(batch, 1))
+        many = few * max(min(_FILE_BYTES // size, batch) // few, 1)
+        by_few, by_many = ([n, *(max(axis, 1) for axis in shape)] for n in (few, many))
+        checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        codec = {"chunk_shape": by_few, "codecs": checked, "index_codecs": checked}
+        metadata = {
+            "shape": [0, *shape],
+            "data_type": ts.dtype(dtype).name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": by_many}},
+            "codecs": [{"name": "sharding_indexed", "configuration": codec}],
+        }
+        begins = not record["batches"]
+        spec |= {"store_data_equal_to_fill_value": True}
+        spec |= {"metadata": metadata, "create": True, "delete_existing": True} if begins else {}
+    try:
+        store = ts.open(spec).result()
+    except ValueError as error:
+        raise damaged(where, in_one_line(error)) from error
+    stored = f"{store.dtype.name}{list(store.shape)}"
+    fits = len(store.shape) == len(shape) + 1 and store.shape[1:] == shape and store.dtype.numpy_dtype == dtype
+    enough = fits and (store.shape[0] == record["examples"] if batch is None else store.shape[0] >= record["examples"])
+    if not enough:
+        expected = f"{ts.dtype(dtype).name}{[record['examples'], *shape]}"
+        raise damaged(os.path.join(where, str(i)), stored, expected)
+    return store
+
+
+def _as_stored(struct: Any) -> tuple[np.dtype, tuple[int, ...]]:
+    """The dtype and shape in which a feature of one example is stored: of a key its data."""
+    if is_key(struct.dtype):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return struct.dtype, struct.shape
+
+
+def as_feature(array: Any, struct: Any) -> Any:
+    """A feature as ``before`` computed it, from what is stored."""
+    if is_key(struct.dtype):
+        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=impl_of(struct.dtype))
+    return np.asarray(array)
+
+
+def on_host(array: Any, what: str) -> np.ndarray:
+    """The values of an array; of random keys their data."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        raise value_error(
+            "an array is spread over several processes",
+            at=what,
+            got=f"{described(array)}, of which this process holds a part",
+            expected="arrays that this process holds whole",
+            fix="each process writes features of its own batches into a directory of its own",
+        )
+    if is_key(array.dtype):
+        array = jax.random.key_data(array)
+    return np.asarray(array)

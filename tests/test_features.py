@@ -1,0 +1,582 @@
+"""Features on disk: what `before` computed, to the bit, in any order; and never those of something else."""
+
+import json
+import os
+import pathlib
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import bits
+from write_until_killed import BATCHES, ONCE, PARAMS
+
+import optax_freeze as fz
+from optax_freeze import features
+
+HERE = pathlib.Path(__file__).parent
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+PARAMETERS = {"encoder": normal(0, 6, 8), "head": normal(1, 8, 2)}
+
+
+def squared(params, x):
+    return jnp.mean((jnp.tanh(x @ params["encoder"]) @ params["head"] - 1) ** 2)
+
+
+def folded(params, x):
+    x, keys = x
+    keys = jax.vmap(jax.random.fold_in)(keys, jnp.argmax(x @ params["encoder"], 1))
+    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, params["head"][0, 0].astype(int))
+    return jnp.mean(jax.vmap(jax.random.normal)(keys) * params["head"][0, 1])
+
+
+def in_bfloat16(params, x):
+    return jnp.sum((x @ params["encoder"]).astype(jnp.bfloat16) @ params["head"].astype(jnp.bfloat16))
+
+
+def in_float8(params, x):
+    return jnp.sum((x @ params["encoder"]).astype(jnp.float8_e4m3fn).astype(jnp.float32) @ params["head"])
+
+
+def in_two(params, x):
+    x = x @ params["encoder"]
+    return jnp.sum(x @ params["head"]) + jnp.sum(params["head"][0, 0] * jnp.argsort(x, axis=1)[:, :3])
+
+
+X = [normal(10, 5, 6), normal(11, 5, 6), normal(12, 2, 6)]
+KEYS = [(x, jax.random.split(jax.random.key(i), len(x))) for i, x in enumerate(X)]
+LOSSES = {
+    "float32": (squared, X, 0, ["float32[8]"]),
+    "bfloat16": (in_bfloat16, X, 0, ["bfloat16[8]"]),
+    "float8": (in_float8, X, 0, ["float8_e4m3fn[8]"]),
+    "int": (lambda p, x: jnp.sum(p["head"][jnp.argsort(x @ p["encoder"], axis=1)]), X, 0, ["int32[8, 1]"]),
+    "bool": (lambda p, x: jnp.sum(jnp.where(x @ p["encoder"] > 0, p["head"][:, 0], 0)), X, 0, ["bool[8]"]),
+    "one number": (lambda p, x: jnp.sum((x @ p["encoder"]).sum(1) * p["head"][0, 0]), X, 0, ["float32[]"]),
+    "two": (in_two, X, 0, ["float32[8]", "float32[3]"]),
+    "random keys": (folded, KEYS, 0, ["key<fry>[]"]),
+    "another axis": (
+        lambda p, x: jnp.sum(p["head"].T @ jnp.tanh(p["encoder"].T @ x)),
+        [x.T for x in X],
+        1,
+        ["float32[8]"],
+    ),
+    "a blocked axis": (
+        lambda p, x: jnp.sum(x.reshape(-1, 6) @ p["encoder"] @ p["head"]),
+        [jnp.stack([x, x + 1, x + 2], 1) for x in X],
+        0,
+        ["float32[3, 8]"],
+    ),
+}
+
+
+def joined(batches):
+    """Features of several batches, of all their examples."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *batches)
+
+
+@pytest.fixture
+def once():
+    return fz.precompute(squared, "encoder", example_axis=0)
+
+
+@pytest.fixture
+def stored(tmp_path, once):
+    """A directory of features."""
+    features.write(tmp_path / "features", once, PARAMETERS, X, progress=False)
+    return tmp_path / "features"
+
+
+def content(directory):
+    """What is in a directory, but for when."""
+    return {str(path): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_read_is_what_before_computes(name, tmp_path):
+    loss, batches, axis, shapes = LOSSES[name]
+    once = fz.precompute(loss, "encoder", example_axis=axis)
+    features.write(tmp_path, once, PARAMETERS, batches, progress=False)
+    stored = features.read(tmp_path, once, PARAMETERS)
+    before = jax.jit(once.before)
+    expected = joined([before(PARAMETERS, batch) for batch in batches])
+    assert [f"{array.dtype}{list(array.shape[1:])}" for array in expected] == shapes
+    assert re.search(re.escape(f"12 examples of {', '.join(shapes)})"), repr(stored))
+    assert len(stored) == 12
+    assert bits(stored[:]) == bits(expected)
+    assert bits(stored[5:10]) == bits(before(PARAMETERS, batches[1]))
+    assert jax.tree.structure(stored[5:10]) == jax.tree.structure(before(PARAMETERS, batches[1]))
+    for index in (7, -5, np.int64(7), jnp.int32(7)):
+        assert bits(stored[index]) == bits(jax.tree.map(lambda array: array[7], expected))
+    shuffled = np.random.default_rng(0).permutation(12)
+    assert bits(stored[shuffled]) == bits(jax.tree.map(lambda array: array[shuffled], expected))
+
+
+def test_examples_are_numpy_arrays_and_stack_to_what_after_takes(stored, once):
+    found = features.read(stored)
+    for chosen in (3, [1, 2], slice(2), slice(5, 1)):
+        assert isinstance(found[chosen], fz.Features)
+        assert all(type(array) is np.ndarray for array in found[chosen])
+    batch = jax.tree.map(lambda *arrays: np.stack(arrays), *(found[i] for i in range(5)))
+    needed = once.needed(PARAMETERS, X[0])
+    assert bits(jax.jit(once.after)(needed, batch, X[0])) == bits(jax.jit(squared)(PARAMETERS, X[0]))
+
+
+def test_shuffled_numbers_give_the_features_of_the_shuffled_batch(stored, once):
+    order, found = np.random.default_rng(1).permutation(5), features.read(stored)
+    assert bits(found[order]) == bits(jax.jit(once.before)(PARAMETERS, X[0][order]))
+    whole = found[:][0]
+    for chosen in ([3, 3, -1], (0, 11), jnp.array([11, 0]), [], range(4), slice(9, 2, -3), slice(None, None, 5)):
+        numbers = chosen if isinstance(chosen, slice) else np.asarray(chosen, int)
+        assert bits(found[chosen][0]) == bits(whole[numbers])
+    assert bits(jax.tree.map(lambda *arrays: np.stack(arrays), *found)) == bits(found[:])
+
+
+def test_an_epoch_from_disk_is_an_epoch(stored, once):
+    found = features.read(stored, once, PARAMETERS)
+    examples = jnp.concatenate(X)
+    whole, after = (jax.jit(fz.value_and_grad(fun, "encoder")) for fun in (squared, once.after))
+    params, parameters = PARAMETERS, once.needed(PARAMETERS, X[0])
+    for chosen in np.random.default_rng(2).permutation(12).reshape(3, 4):
+        expected, grads = whole(params, examples[chosen])
+        value, gradients = after(parameters, found[chosen], examples[chosen])
+        assert bits((value, gradients)) == bits((expected, grads))
+        params = {**params, "head": params["head"] - 0.1 * grads["head"]}
+        parameters = {**parameters, "head": parameters["head"] - 0.1 * gradients["head"]}
+    assert bits(parameters["head"]) != bits(PARAMETERS["head"])
+
+
+def test_rows_functions_and_variables_among_the_parameters(tmp_path):
+    params = {"embed": normal(3, 9, 6), "act": jnp.tanh, "none": None, "empty": jnp.zeros((0, 2)), **PARAMETERS}
+    frozen = fz.rules({"embed": fz.rows(slice(0, 5)), "encoder": True, "act": True, "empty": True})
+
+    def loss(params, x):
+        return jnp.mean(params["act"](x @ params["encoder"]) @ params["head"]) + jnp.sum(params["embed"] ** 2)
+
+    once = fz.precompute(loss, frozen, example_axis=0)
+    features.write(tmp_path, once, params, X, progress=False)
+    found = features.read(tmp_path, once, params)
+    expected = jax.jit(lambda trees, x: once.before({**params, **trees}, x))({"encoder": params["encoder"]}, X[0])
+    assert bits(found[:5]) == bits(expected)
+    assert bits(once.after(params, found[:5], X[0])) == bits(once.after(params, expected, X[0]))
+    other = {**params, "embed": params["embed"].at[0, 0].add(1)}
+    with pytest.raises(ValueError, match="another base") as caught:
+        features.read(tmp_path, once, other)
+    assert "at: embed" in str(caught.value)
+    features.read(tmp_path, once, {**params, "embed": params["embed"].at[8, 0].add(1)})  # trains
+
+
+def between(params, x, rate, y, *, scale):
+    return jnp.mean(jnp.tanh(x @ params["encoder"] * scale + y) @ params["head"] * rate)
+
+
+@pytest.mark.parametrize("recurring", [(1, 3, 4), ("x", "y", "scale"), ("scale", 3, "x")])
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in place"])
+def test_several_arguments_that_recur_stand_in_their_places(recurring, by_name, tmp_path):
+    once = fz.precompute(between, "encoder", recurring, example_axis=0)
+    batches = [(x, x[:, :1], 2.0) for x in X]
+    rate = jax.ShapeDtypeStruct((), jnp.float32)
+    others = ((), {"rate": rate}) if by_name else ((rate,), {})
+    features.write(tmp_path, once, PARAMETERS, batches, *others[0], progress=False, **others[1])
+    expected = joined(
+        [jax.jit(lambda p, x, y: once.before(p, x, 1.0, y, scale=2.0))(PARAMETERS, x, y) for x, y, _ in batches]
+    )
+    assert bits(features.read(tmp_path)[:]) == bits(expected)
+    with pytest.raises(ValueError, match="not all the arguments that recur") as caught:
+        features.write(tmp_path / "new", once, PARAMETERS, X, rate, progress=False)
+    assert "a tuple of 3: x, y, scale" in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_value_that_python_branches_on_recurs(tmp_path):
+    def loss(params, x, double):
+        return squared(params, x * 2 if double else x)
+
+    once = fz.precompute(loss, "encoder", (1, 2), example_axis=0)
+    features.write(tmp_path, once, PARAMETERS, [(X[0], True)], progress=False)
+    assert bits(features.read(tmp_path)[:]) == bits(jax.jit(lambda x: once.before(PARAMETERS, x, True))(X[0]))
+    with pytest.raises(ValueError, match=r"a batch differs|another program"):
+        features.write(tmp_path, once, PARAMETERS, [(X[0], False)], progress=False)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The sizes of the batches that are computed and stored."""
+    sizes = []
+    append = features.append
+
+    def spied(stores, record, arrays):
+        sizes.append(len(arrays[0]))
+        return append(stores, record, arrays)
+
+    monkeypatch.setattr(features, "append", spied)
+    return sizes
+
+
+def stopping(batches, after):
+    yield from batches[:after]
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 2), (1, 5, 1), (700, 301, 2)])
+def test_stopped_anywhere_it_goes_on(sizes, tmp_path, once, computed):
+    batches = [normal(i, size, 6) for i, size in enumerate(sizes)]
+    for stop in range(len(batches) + 1):
+        with pytest.raises(InterruptedError):
+            features.write(tmp_path / "new", once, PARAMETERS, stopping(batches, stop), progress=False)
+        with pytest.raises(FileNotFoundError if stop == 0 else ValueError, match=r"not complete|no features"):
+            features.read(tmp_path / "new")
+    features.write(tmp_path / "new", once, PARAMETERS, iter(batches), progress=False)
+    assert computed == list(sizes)
+    expected = joined([jax.jit(once.before)(PARAMETERS, batch) for batch in batches])
+    assert bits(features.read(tmp_path / "new")[:]) == bits(expected)
+    before = content(tmp_path)
+    features.write(tmp_path / "new", once, PARAMETERS, batches, progress=False)
+    assert content(tmp_path) == before
+    assert computed == list(sizes)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_stopped_between_the_arrays_and_the_record(at, tmp_path, once, monkeypatch):
+    calls, save = [], features.save
+
+    def dying(where, record):
+        calls.append(record)
+        if len(calls) == at:
+            raise InterruptedError
+        save(where, record)
+
+    monkeypatch.setattr(features, "save", dying)
+    with pytest.raises(InterruptedError):
+        features.write(tmp_path, once, PARAMETERS, X, progress=False)
+    with pytest.raises(ValueError, match="not complete"):
+        features.read(tmp_path)
+    features.write(tmp_path, once, PARAMETERS, X[: at - 1] + X[at - 1 :], progress=False)
+    expected = joined([jax.jit(once.before)(PARAMETERS, batch) for batch in X])
+    assert bits(features.read(tmp_path)[:]) == bits(expected)
+
+
+def test_a_killed_process_leaves_complete_batches(tmp_path, computed):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    directory, until = tmp_path / "features", 10
+    script = [sys.executable, HERE / "write_until_killed.py", directory]
+    child = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    while int(child.stdout.readline()) < until:
+        pass
+    try:
+        child.wait(random.uniform(0.0, 0.05))
+    except subprocess.TimeoutExpired:
+        os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+    with pytest.raises(ValueError, match="not complete"):
+        features.read(directory)
+    stored = len(json.loads((directory / "features.json").read_text())["batches"])
+    assert until - 1 <= stored < len(BATCHES)
+    features.write(directory, ONCE, PARAMS, BATCHES, progress=False)
+    assert computed == [len(batch) for batch in BATCHES[stored:]]
+    found = features.read(directory, ONCE, PARAMS)
+    before, start = jax.jit(ONCE.before), 0
+    for batch in BATCHES:
+        assert bits(found[start : start + len(batch)]) == bits(before(PARAMS, batch))
+        start += len(batch)
+    assert start == len(found)
+
+
+def changed(number, value):
+    return {**PARAMETERS, "encoder": PARAMETERS["encoder"].at[number].set(value)}
+
+
+def precomputed(frozen="encoder", loss=squared):
+    return fz.precompute(loss, frozen, example_axis=0)
+
+
+def cubed(params, x):
+    return jnp.mean((jnp.sin(x @ params["encoder"]) @ params["head"] - 1) ** 3)
+
+
+TALLER = {**PARAMETERS, "head": normal(1, 8, 3)}
+LONGER = [jnp.pad(x, ((0, 0), (0, 1))) for x in X]
+OTHERS = {
+    "base": (precomputed(), changed((0, 0), 7.0), X, "another base.*at: encoder"),
+    "spec": (precomputed(["encoder", "head"]), PARAMETERS, X, "another spec.*at: head.*is frozen.*trains"),
+    "rows": (precomputed(fz.rules({"encoder": True, "head": fz.rows([0])})), PARAMETERS, X, "another spec.*at: head"),
+    "program": (precomputed(loss=cubed), PARAMETERS, X, "another program.*at: batch 1"),
+    "parameters": (precomputed(), TALLER, X, r"another leaf.*at: head.*\[8, 3\].*\[8, 2\]"),
+    "names": (precomputed(), {**PARAMETERS, "tail": jnp.ones(1)}, X, "another structure.*tail"),
+    "values": (precomputed(), PARAMETERS, [X[0], X[1].at[4, 5].add(1), X[2]], "a batch differs.*at: batch 2 of 3"),
+    "order": (precomputed(), PARAMETERS, [X[1], X[0], X[2]], "a batch differs.*at: batch 1 of 3"),
+    "dtype": (precomputed(), PARAMETERS, [X[0], X[1], X[2].astype(jnp.bfloat16)], "at: batch 3"),
+    "size": (precomputed(), PARAMETERS, [X[0], jnp.concatenate(X[1:])], "a batch differs.*at: batch 2"),
+    "fewer": (precomputed(), PARAMETERS, X[:2], "fewer batches.*got: 2 batches.*the 3 that are stored"),
+    "none": (precomputed(), PARAMETERS, [], "fewer batches.*got: 0 batches"),
+    "more": (precomputed(), PARAMETERS, [*X, X[0]], "more batches than are stored.*batch 4.*3 batches"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "complete"),
+    [(name, complete) for name in OTHERS for complete in (True, False) if complete or name != "more"],
+)
+def test_nothing_goes_behind_features_of_something_else(name, complete, tmp_path, once):
+    other, params, batches, message = OTHERS[name]
+    if complete:
+        features.write(tmp_path, once, PARAMETERS, X, progress=False)
+    else:
+        with pytest.raises(InterruptedError):
+            features.write(tmp_path, once, PARAMETERS, stopping([*X, X[0], X[0]], 4), progress=False)
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        features.write(tmp_path, other, params, batches, progress=False)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["base", "spec", "rows", "parameters", "names"])
+def test_reading_says_whether_they_are_of_these_parameters(name, stored):
+    other, params, _, message = OTHERS[name]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        features.read(stored, other, params)
+    assert len(features.read(stored, other)) == 12
+
+
+def test_trainable_parameters_may_differ(stored, once):
+    trained = {**PARAMETERS, "head": PARAMETERS["head"] + 1}
+    assert len(features.read(stored, once, trained)) == 12
+    features.write(stored, once, trained, X, progress=False)
+    structs = {**PARAMETERS, "head": jax.ShapeDtypeStruct((8, 2), jnp.float32)}
+    features.write(stored, once, structs, X, progress=False)
+
+
+def test_a_loader_may_reuse_its_memory(tmp_path):
+    def loss(params, x):
+        for _ in range(8):
+            x = jnp.tanh(x @ params["encoder"])
+        return jnp.mean(x @ params["head"])
+
+    params = {"encoder": normal(0, 800, 800), "head": normal(1, 800, 2)}
+    once, batches = precomputed(loss=loss), [np.asarray(normal(i, 400, 800)) for i in range(2)]
+
+    def loaded():
+        memory = np.empty(400 * 800 + 16, np.float32)
+        memory = memory[-memory.ctypes.data % 64 // 4 :][: 400 * 800].reshape(400, 800)  # JAX reads it in place
+        for batch in batches:
+            memory[:] = batch
+            yield memory
+        memory[:] = 0
+
+    features.write(tmp_path, once, params, loaded(), progress=False)
+    expected = joined([jax.jit(once.before)(params, batch) for batch in batches])
+    assert bits(features.read(tmp_path)[:]) == bits(expected)
+
+
+def test_examples_of_another_shape(tmp_path):
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["encoder"]) @ params["head"])
+
+    once = fz.precompute(loss, "encoder", example_axis=0)
+    batches = [jnp.ones((2, 3, 6)), jnp.ones((2, 4, 6))]
+    with pytest.raises(ValueError, match=r"(?s)another program.*batch 2.*arguments of the same shapes"):
+        features.write(tmp_path, once, PARAMETERS, batches, progress=False)
+    with pytest.raises(ValueError, match=r"(?s)another shape.*batch 1.*float32\[4, 8\].*float32\[3, 8\]"):
+        features.write(tmp_path, once, PARAMETERS, batches[1:], progress=False)
+
+
+def test_wrong_arguments(tmp_path, once, stored):
+    new = tmp_path / "new"
+    with pytest.raises(ValueError, match="of whole batches"):
+        features.write(new, fz.precompute(squared, "encoder"), PARAMETERS, X)
+    with pytest.raises(ValueError, match="of whole batches"):
+        features.read(stored, fz.precompute(squared, "encoder"))
+    with pytest.raises(TypeError, match=r"(?s)not made by fz.precompute.*the function squared"):
+        features.write(new, squared, PARAMETERS, X)
+    with pytest.raises(TypeError, match=r"(?s)not an iterable of batches.*float32 of shape"):
+        features.write(new, once, PARAMETERS, X[0])
+    with pytest.raises(ValueError, match="there are no batches"):
+        features.write(new, once, PARAMETERS, [], progress=False)
+    with pytest.raises(ValueError, match="given without `once`"):
+        features.read(stored, params=PARAMETERS)
+    with pytest.raises(ValueError, match=r"(?s)full parameters.*at: encoder.*a hole"):
+        features.read(stored, once, once.needed(PARAMETERS, X[0]))
+    with pytest.raises(TypeError, match="the first argument"):
+        features.read(once)
+    with pytest.raises(ValueError, match=r"(?s)no directory.*an address"):
+        features.read("gs://bucket/features")
+    with pytest.raises(FileNotFoundError, match=r"(?s)there are no features.*no such directory"):
+        features.read(new)
+    assert not new.exists()
+    (tmp_path / "file").write_text("")
+    for call in (lambda path: features.write(path, once, PARAMETERS, X), features.read):
+        with pytest.raises(ValueError, match=r"(?s)no directory.*got: a file"):
+            call(tmp_path / "file")
+    new.mkdir()
+    with pytest.raises(FileNotFoundError, match="an empty directory"):
+        features.read(new)
+    (new / "notes").write_text("mine")
+    with pytest.raises(ValueError, match=r"(?s)other files.*1 file: .'notes'"):
+        features.write(new, once, PARAMETERS, X)
+    assert content(new) == {str(new / "notes"): b"mine"}
+
+
+def test_the_mask_of_a_spec_is_part_of_the_base(tmp_path):
+    dense = np.arange(16).reshape(8, 2) % 3 == 0
+    features.write(tmp_path, precomputed({"encoder": True, "head": dense}), PARAMETERS, X, progress=False)
+    with pytest.raises(ValueError, match=r"(?s)another base.*at: head"):
+        features.read(tmp_path, precomputed({"encoder": True, "head": ~dense}), PARAMETERS)
+
+
+def edited(field, value):
+    def edit(directory):
+        record = json.loads((directory / "features.json").read_text())
+        record[field] = value
+        (directory / "features.json").write_text(json.dumps(record))
+
+    return edit
+
+
+def without(field):
+    def edit(directory):
+        record = json.loads((directory / "features.json").read_text())
+        del record[field]
+        (directory / "features.json").write_text(json.dumps(record))
+
+    return edit
+
+
+def truncated(name, size=0.5):
+    def truncate(directory):
+        content = (directory / name).read_bytes()
+        (directory / name).write_bytes(content[: int(len(content) * size)])
+
+    return truncate
+
+
+def flipped(directory):
+    file = next(path for path in (directory / "0" / "c" / "0").rglob("*") if path.is_file())
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(bytes(content))
+
+
+SHAPE = {"shape": [9], "dtype": "float32"}
+DAMAGES = {
+    "a truncated record": (truncated("features.json"), "features.json.*JSONDecodeError"),
+    "an empty record": (truncated("features.json", 0), "features.json.*JSONDecodeError"),
+    "no JSON object": (lambda path: (path / "features.json").write_text("[]"), "features.json.*TypeError"),
+    **{
+        f"no {field}": (without(field), field)
+        for field in ("format", "complete", "cut", "leaves", "frozen", "features", "batches", "examples")
+    },
+    "a number for a text": (edited("cut", 3), "cut.*got: 3"),
+    "a leaf without a path": (edited("leaves", [{}]), "leaves.*KeyError"),
+    "a shape that is none": (edited("features", [{**SHAPE, "shape": [-1]}]), "features.*-1"),
+    "a dtype that is none": (edited("features", [{**SHAPE, "dtype": "float31"}]), "features.*float31"),
+    "another shape": (edited("features", [SHAPE]), r"/0\n.*float32\[12, 8\].*float32\[12, 9\]"),
+    "another dtype": (edited("features", [{"shape": [8], "dtype": "int32"}]), r"/0\n.*float32.*int32"),
+    "fewer examples": (edited("examples", 11), r"float32\[12, 8\].*float32\[11, 8\]"),
+    "more examples": (edited("examples", 13), r"float32\[12, 8\].*float32\[13, 8\]"),
+    "no array": (lambda path: shutil.rmtree(path / "0"), "zarr.json"),
+    "no metadata": (lambda path: (path / "0" / "zarr.json").unlink(), "zarr.json"),
+    "truncated metadata": (truncated("0/zarr.json"), "zarr.json"),
+    "no files": (lambda path: shutil.rmtree(path / "0" / "c"), "missing"),
+    "a flipped bit": (flipped, "DATA_LOSS.*/0/c/0/0"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_features_are_not_read(name, stored):
+    damage, message = DAMAGES[name]
+    damage(stored)
+    with pytest.raises(ValueError, match=f"(?s)the features are damaged.*{message}"):
+        features.read(stored)[0]
+
+
+def test_a_newer_format(stored, once):
+    edited("format", 2)(stored)
+    for call in (lambda: features.read(stored), lambda: features.write(stored, once, PARAMETERS, X)):
+        with pytest.raises(ValueError, match=r"(?s)newer optax_freeze.*format 2"):
+            call()
+
+
+def test_zeros_are_on_disk(tmp_path, once):
+    features.write(tmp_path, once, {**PARAMETERS, "encoder": jnp.zeros((6, 8))}, X, progress=False)
+    assert not np.any(features.read(tmp_path)[:][0])
+    shutil.rmtree(tmp_path / "0" / "c")
+    with pytest.raises(ValueError, match="missing"):
+        features.read(tmp_path)[:]
+
+
+def test_beyond_the_end(stored):
+    found = features.read(stored)
+    for index in (12, -13, [0, 12], np.array([-13])):
+        with pytest.raises(IndexError, match=r"there is no example -?1[23]: 12 are stored"):
+            found[index]
+    assert found[12:][0].shape == (0, 8)
+    assert found[8:99][0].shape == (4, 8)
+    assert len(list(found)) == 12
+    for index in ("0", 1.0, [0.5], np.ones(12, bool), np.zeros((2, 2), int), None):
+        with pytest.raises(TypeError, match="index is not a number"):
+            found[index]
+
+
+def test_it_is_pickled_without_what_it_opened(stored):
+    found = features.read(stored)
+    data = pickle.dumps(found)
+    assert len(data) < 2000
+    again = pickle.loads(data)
+    assert len(again) == 12
+    assert again._stores is None
+    assert bits(again[[3, 1]]) == bits(found[[3, 1]])
+    assert jax.tree.structure(again[0]) == jax.tree.structure(found[0])
+    assert bits(pickle.loads(pickle.dumps(again))[:]) == bits(found[:])
+
+
+def test_threads_read_what_one_reads(stored):
+    found = features.read(stored)
+    numbers = np.random.default_rng(0).integers(0, 12, (200, 3))
+    expected = found[:][0]
+    fresh = pickle.loads(pickle.dumps(found))
+    with ThreadPoolExecutor(8) as threads:
+        for chosen, [array] in zip(numbers, threads.map(fresh.__getitem__, numbers), strict=True):
+            assert array.tobytes() == expected[chosen].tobytes()
+
+
+def test_an_array_of_several_processes_is_refused(tmp_path, once, monkeypatch):
+    monkeypatch.setattr(type(X[0]), "is_fully_addressable", property(lambda array: array.shape != (5, 6)))
+    with pytest.raises(ValueError, match=r"(?s)several processes.*at: a batch.*directory of its own"):
+        features.write(tmp_path, once, PARAMETERS, X, progress=False)
+    monkeypatch.setattr(type(X[0]), "is_fully_addressable", property(lambda array: array.shape != (5, 8)))
+    with pytest.raises(ValueError, match=r"(?s)several processes.*at: the features"):
+        features.write(tmp_path, once, PARAMETERS, X, progress=False)
+
+
+def test_progress_goes_to_stderr(tmp_path, once, capsys):
+    features.write(tmp_path / "loud", once, PARAMETERS, X)
+    features.write(tmp_path / "quiet", once, PARAMETERS, X, progress=False)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("3/3") == 1
+    assert re.search(r"batches/s.*examples/s", printed.err)
+
+
+def test_files_hold_several_examples_of_which_few_are_read(tmp_path):
+    params = {"encoder": normal(0, 6, 1024), "head": normal(1, 1024, 2)}
+    once = precomputed()
+    features.write(tmp_path, once, params, [normal(i, 600, 6) for i in range(2)], progress=False)
+    metadata = json.loads((tmp_path / "0" / "zarr.json").read_text())
+    assert metadata["chunk_grid"]["configuration"]["chunk_shape"] == [256, 1024]  # 1 MiB
+    assert metadata["codecs"][0]["configuration"]["chunk_shape"] == [4, 1024]  # 16 KiB
+    assert sum(path.is_file() for path in (tmp_path / "0" / "c").rglob("*")) == 5
+    expected = jax.jit(once.before)(params, normal(1, 600, 6))
+    assert bits(features.read(tmp_path)[600:]) == bits(expected)
