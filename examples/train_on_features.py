@@ -46,7 +46,6 @@ class Transformer(nn.Module):
 
 
 def loss(params: Any, images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
-    """Mean cross entropy."""
     logits = jnp.asarray(Transformer().apply({"params": params}, images, rngs={"dropout": key}))
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -75,7 +74,7 @@ def train(title: str, params: Any, tx: Any, grad: Any, data: Any, epochs: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=6, help="epochs of each of the three trainings")
+    parser.add_argument("--epochs", type=int, default=6, help="epochs of each training")
     parser.add_argument("--picture", type=pathlib.Path, default=pathlib.Path("train_on_features.png"))
     args = parser.parse_args()
     if args.epochs < 1:
@@ -115,7 +114,6 @@ def main() -> None:
     axes.set(xlabel="seconds", ylabel="mean loss of an epoch")
     axes.legend(title="frozen blocks computed")
     explanation.plot(bars).figure.savefig(args.picture, dpi=150)
-    print(f"picture: {args.picture}")
 
 
 if __name__ == "__main__":
