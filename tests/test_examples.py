@@ -74,10 +74,10 @@ def test_train_on_features(run, tmp_path):
     assert in_each_step == once
     assert "28 of 28 losses are equal bit for bit" in output
     in_each_step, once = (float(cell.split()[0]) for cell in row(output, "compiled step"))
-    assert once < 0.3 * in_each_step
+    assert once < 0.4 * in_each_step
     in_each_step, once = (float(cell.split()[0]) for cell in row(output, "parameters in the step"))
     assert once < 0.1 * in_each_step
-    assert "not read in a step: 179 frozen leaves" in output
+    assert "not read in a step: 115 frozen leaves" in output
     assert "stored: 1 array, 256.0 KiB" in output
     assert "features of 1792 images: 7.0 MiB" in output
     assert (tmp_path / "features.png").stat().st_size > 5000
