@@ -76,7 +76,7 @@ def test_train_on_features(run, tmp_path):
     in_each_step, once = (float(cell.split()[0]) for cell in row(output, "compiled step"))
     assert once < 0.4 * in_each_step
     in_each_step, once = (float(cell.split()[0]) for cell in row(output, "parameters in the step"))
-    assert once < 0.1 * in_each_step
+    assert once < 0.2 * in_each_step
     assert "not read in a step: 115 frozen leaves" in output
     assert "stored: 1 array, 256.0 KiB" in output
     assert "features of 1792 images: 7.0 MiB" in output
