@@ -49,13 +49,15 @@ def test_finetune_digits(run, tmp_path):
     output = run("finetune_digits", "--epochs", 4, "--picture", tmp_path / "curves.png")
     before, *after = (float(cell.rstrip("%")) for cell in row(output, "held-out accuracy"))
     assert min(after) > before + 10
-    full, frozen = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
-    assert frozen == 4 + 2 * 4 * (28_106 - 23_296)
+    assert after[1] == after[2]
+    full, frozen, once = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
+    assert frozen == once == 4 + 2 * 4 * (28_106 - 23_296)
     assert full == 4 + 2 * 4 * 28_106
-    full, frozen = (float(cell.split()[0]) for cell in row(output, "compiled step"))
-    assert frozen < 0.5 * full
-    before, full, frozen = row(output, "fingerprint of the encoder")
-    assert frozen == before != full
+    full, frozen, once = (float(cell) for cell in row(output, "compiled step, MFLOP"))
+    assert once < 0.1 * frozen < 0.05 * full
+    before, full, *frozen = row(output, "fingerprint of the encoder")
+    assert frozen == [before] * 2 != [full] * 2
+    assert "the same parameters, bit for bit" in output
     assert "no bit of the frozen encoder moved" in output
     assert row(output, "encoder/layers_0/kernel")[-1] == "frozen"
     assert (tmp_path / "curves.png").stat().st_size > 5000
@@ -64,6 +66,26 @@ def test_finetune_digits(run, tmp_path):
 def test_finetune_digits_refuses_no_epochs(run):
     with pytest.raises(SystemExit, match="2"):
         run("finetune_digits", "--epochs", 0)
+
+
+def test_train_on_features(run, tmp_path):
+    output = run("train_on_features", "--epochs", 1, "--picture", tmp_path / "features.png")
+    in_each_step, once = row(output, "last loss")
+    assert in_each_step == once
+    assert "28 of 28 losses are equal bit for bit" in output
+    in_each_step, once = (float(cell.split()[0]) for cell in row(output, "compiled step"))
+    assert once < 0.4 * in_each_step
+    in_each_step, once = (float(cell.split()[0]) for cell in row(output, "parameters in the step"))
+    assert once < 0.2 * in_each_step
+    assert "not read in a step: 115 frozen leaves" in output
+    assert "stored: 1 array, 256.0 KiB" in output
+    assert "features of 1792 images: 7.0 MiB" in output
+    assert (tmp_path / "features.png").stat().st_size > 5000
+
+
+def test_train_on_features_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("train_on_features", "--epochs", 0)
 
 
 def test_new_token_rows(run):
