@@ -389,7 +389,7 @@ def test_examples_of_another_shape(tmp_path):
     batches = [jnp.ones((2, 3, 6)), jnp.ones((2, 4, 6))]
     with pytest.raises(ValueError, match=r"(?s)another program.*batch 2.*arguments of the same shapes"):
         features.write(tmp_path, once, PARAMETERS, batches, progress=False)
-    with pytest.raises(ValueError, match=r"(?s)another shape.*batch 1.*float32\[4, 8\].*float32\[3, 8\]"):
+    with pytest.raises(ValueError, match=r"(?s)another program.*batch 1"):
         features.write(tmp_path, once, PARAMETERS, batches[1:], progress=False)
 
 

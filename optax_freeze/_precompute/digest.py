@@ -1,6 +1,7 @@
 """Which program computed some features? Its digest says, in every process."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,10 @@ def digest(program: Program, inputs: Sequence[str], cut: Cut, shapes: Sequence[A
       shapes: the shape of each value, or None if it does not count.
       with_sizes: whether sizes among the params of operations count; they differ with the number of examples.
     """
-    names = dict(enumerate(inputs))
-    lines = []
+    names, lines, count = dict(enumerate(inputs)), [], itertools.count()
 
     def name_of(value: Any) -> str:
-        return names.setdefault(value, f"%{len(names)}")
+        return names.get(value) or names.setdefault(value, f"%{next(count)}")
 
     def text(value: Any) -> str:
         if isinstance(value, Literal):
@@ -54,8 +54,18 @@ def _text(value: Any, with_sizes: bool) -> str:
     if isinstance(value, ClosedJaxpr):
         return _text(value.jaxpr, with_sizes)
     if isinstance(value, Jaxpr):
-        lines = (f"{e.primitive.name}{_text(e.params, with_sizes)}{_literals(e)}" for e in value.eqns)
-        return "{" + ";".join(lines) + "}"
+        numbers: dict[Any, int] = {}
+
+        def name_of(atom: Any) -> str:
+            if isinstance(atom, Literal):
+                return repr(np.asarray(atom.val).tolist())
+            return f"%{numbers.setdefault(atom, len(numbers))}"
+
+        def line(name: str, params: str, ins: Sequence[Any], outs: Sequence[Any]) -> str:
+            return f"{name}{params} {' '.join(map(name_of, ins))} -> {' '.join(map(name_of, outs))}"
+
+        eqns = [line(e.primitive.name, _text(e.params, with_sizes), e.invars, e.outvars) for e in value.eqns]
+        return "{" + ";".join([line("", "", value.invars, ()), *eqns, line("", "", value.outvars, ())]) + "}"
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if with_sizes or k not in _WITH_SIZES}
         return "[" + ",".join(f"{k}={_text(v, with_sizes)}" for k, v in sorted(kept.items())) + "]"
@@ -65,7 +75,3 @@ def _text(value: Any, with_sizes: bool) -> str:
         return repr(value)
     text = str(value)
     return type(value).__name__ if " at 0x" in text or len(text) > 500 else text
-
-
-def _literals(eqn: Any) -> str:
-    return repr([np.asarray(x.val).tolist() for x in eqn.invars if isinstance(x, Literal)])

@@ -2,7 +2,10 @@
 
 import functools
 import math
+import os
 import pickle
+import subprocess
+import sys
 
 import equinox as eqx
 import haiku as hk
@@ -660,8 +663,63 @@ def test_features_are_a_pytree_that_keeps_its_type():
 
 
 def test_importing_it_loads_no_flow_algorithm():
-    import subprocess
-    import sys
-
     code = "import sys, optax_freeze; sys.exit('scipy.sparse.csgraph' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestDigest:
+    def digest(self, loss, *args):
+        return fz.precompute(loss, FROZEN, example_axis=0).before(three_layers(), *(args or (X,))).cut
+
+    def test_is_the_same_in_every_process(self):
+        code = """
+import jax, jax.numpy as jnp, optax_freeze as fz
+def loss(p, x):
+    h = jax.lax.scan(lambda h, w: (jax.nn.gelu(h * w), None), x @ p["encoder"], p["middle"])[0]
+    return jnp.sum(h @ p["head"])
+p = {"encoder": jnp.ones((8, 16)), "middle": jnp.ones((16, 16)), "head": jnp.ones((16, 3))}
+print(fz.precompute(loss, ["encoder", "middle"]).before(p, jnp.ones((4, 8))).cut)
+"""
+        run = functools.partial(
+            subprocess.run, [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        )
+        assert run().stdout == run(env={**os.environ, "PYTHONHASHSEED": "7"}).stdout != ""
+
+    def test_does_not_depend_on_the_number_of_examples(self):
+        assert self.digest(mlp, X) == self.digest(mlp, X[:7])
+
+    def test_tells_programs_apart(self):
+        def in_scan(step, **options):
+            return lambda p, x: lax.scan(step, x @ p["encoder"], p["middle"], **options)[0]
+
+        trunks = [
+            lambda p, x: jnp.tanh(x @ p["encoder"]) @ p["middle"],
+            lambda p, x: jnp.tanh(x @ p["encoder"]) @ p["middle"].T,
+            lambda p, x: jnp.sin(x @ p["encoder"]) @ p["middle"],
+            lambda p, x: jnp.tanh(2 * x @ p["encoder"]) @ p["middle"],
+            in_scan(lambda h, w: (h - w, None)),
+            in_scan(lambda h, w: (w - h, None)),
+            in_scan(lambda h, w: (h - w, None), reverse=True),
+        ]
+        digests = {self.digest(lambda p, x, trunk=trunk: jnp.sum(trunk(p, x) @ p["head"])) for trunk in trunks}
+        assert len(digests) == len(trunks)
+
+    def test_features_may_leave_a_shard_map(self):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        params, once = three_layers(), fz.precompute(mlp, FROZEN, example_axis=0)
+        before = jax.shard_map(once.before, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+        features = jax.jit(before)(params, X)
+        np.testing.assert_allclose(once.after(once.needed(params, X), features, X), mlp(params, X), rtol=1e-6)
+
+
+def test_a_batch_that_only_before_reads_may_be_a_shape():
+    params, once = three_layers(), fz.precompute(mlp, FROZEN)
+    assert once.after(params, once.before(params, X), jax.eval_shape(lambda: X)) == mlp(params, X)
+
+
+def test_a_loss_may_close_over_a_random_key():
+    key = jax.random.key(0)
+    params, once = three_layers(), fz.precompute(lambda p, x: dropped_out(p, x, key), FROZEN)
+    np.testing.assert_allclose(once.after(params, once.before(params, X), X), dropped_out(params, X, key), rtol=1e-6)
+    with pytest.raises(ValueError, match="examples are mixed"):  # the noise of an example depends on its place
+        fz.precompute(lambda p, x: dropped_out(p, x, key), FROZEN, example_axis=0).before(params, X)
