@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from optax_freeze._errors import is_array, printable
+from optax_freeze._errors import is_array, printable, type_error
 from optax_freeze._gradient import split_array
-from optax_freeze._gradient.restrict import call_in_parts, refuse_no_function
+from optax_freeze._gradient.restrict import OfParts, call_in_parts, refuse_no_function
 from optax_freeze._gradient.split_array import OperationLog
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -110,7 +110,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       An :class:`optax_freeze.Explanation`: print it.
 
     Raises:
-      TypeError: if ``fun`` is not a function.
+      TypeError: if ``fun`` is not a function, or is ``after`` of :func:`optax_freeze.precompute`.
       ValueError: if the spec does not fit.
 
     Example:
@@ -126,6 +126,14 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       head: 2 of 3 rows train; merged by sort at ...
     """
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
+    if isinstance(fun, OfParts):
+        raise type_error(
+            "`after` of fz.precompute reads rows as the function does",
+            at="the first argument",
+            got=repr(fun),
+            expected="the function itself",
+            fix="fz.explain(loss, params, frozen, *args); `explain` of fz.precompute says what is computed once",
+        )
     plan = make_plan(params, frozen)
     pairs = zip(plan.leaves, plan.selections, strict=True)
     indices = {leaf.path: index for leaf, index in pairs if isinstance(index, RowIndex)}
