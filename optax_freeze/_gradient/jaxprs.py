@@ -63,6 +63,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr and its constants; a ``Jaxpr`` has none before JAX 0.12, and since then is a ``ClosedJaxpr``."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
 def is_inlined(params: dict[str, Any]) -> bool:
     """Whether a ``jit`` asks for its program to replace the call."""
     inline = params["inline"]

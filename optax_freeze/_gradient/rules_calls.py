@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.extend.source_info_util import current
 
-from optax_freeze._gradient.jaxprs import is_inlined
+from optax_freeze._gradient.jaxprs import is_inlined, opened
 from optax_freeze._gradient.row_numbers import numbers, padding
 from optax_freeze._gradient.rows_of_outputs import has_rows, rows_of_outputs
 from optax_freeze._gradient.rules import Equation, Whole, rule
@@ -42,9 +42,7 @@ def inline(eqn: Equation, *values: Any) -> Any:
     """Evaluates the program in place of the call."""
     if not has_split(values):
         return None
-    closed = eqn.params["call_jaxpr"]
-    jaxpr, consts = (closed, ()) if isinstance(closed, Jaxpr) else (closed.jaxpr, closed.consts)
-    return eqn.evaluate(jaxpr, consts, values)
+    return eqn.evaluate(*opened(eqn.params["call_jaxpr"]), values)
 
 
 @rule("jit", "pjit", enters=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._precompute.cut import Cut
 from optax_freeze._precompute.program import Program
 
@@ -51,9 +52,8 @@ _WITH_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding",
 
 def _text(value: Any, with_sizes: bool) -> str:
     """A text of a param of an operation that is the same in every process."""
-    if isinstance(value, ClosedJaxpr):
-        return _text(value.jaxpr, with_sizes)
-    if isinstance(value, Jaxpr):
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        jaxpr, _ = opened(value)
         numbers: dict[Any, int] = {}
 
         def name_of(atom: Any) -> str:
@@ -64,8 +64,8 @@ def _text(value: Any, with_sizes: bool) -> str:
         def line(name: str, params: str, ins: Sequence[Any], outs: Sequence[Any]) -> str:
             return f"{name}{params} {' '.join(map(name_of, ins))} -> {' '.join(map(name_of, outs))}"
 
-        eqns = [line(e.primitive.name, _text(e.params, with_sizes), e.invars, e.outvars) for e in value.eqns]
-        return "{" + ";".join([line("", "", value.invars, ()), *eqns, line("", "", value.outvars, ())]) + "}"
+        eqns = [line(e.primitive.name, _text(e.params, with_sizes), e.invars, e.outvars) for e in jaxpr.eqns]
+        return "{" + ";".join([line("", "", jaxpr.invars, ()), *eqns, line("", "", jaxpr.outvars, ())]) + "}"
     if isinstance(value, dict):
         kept = {k: v for k, v in value.items() if with_sizes or k not in _WITH_SIZES}
         return "[" + ",".join(f"{k}={_text(v, with_sizes)}" for k, v in sorted(kept.items())) + "]"

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from optax_freeze._gradient.constants import known
-from optax_freeze._gradient.jaxprs import scan_counts
+from optax_freeze._gradient.jaxprs import opened, scan_counts
 from optax_freeze._precompute.program import Node, Program
 
 
@@ -132,7 +132,7 @@ def _call(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
 
 def _of_program(program: Any, operands: Sequence[Layout]) -> list[Layout]:
     """The layouts of the outputs of a program within an operation."""
-    jaxpr, consts = (program, ()) if isinstance(program, Jaxpr) else (program.jaxpr, program.consts)
+    jaxpr, consts = opened(program)
     found: dict[Any, Layout] = dict(zip(jaxpr.invars, operands, strict=True))
     found |= zip(jaxpr.constvars, map(_of_constant, consts), strict=True)
 

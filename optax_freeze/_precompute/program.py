@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, summarize, user_context
 
+from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._gradient.rules import Equation
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
@@ -135,7 +136,7 @@ def _called(eqn: Any) -> ClosedJaxpr | None:
     if any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ())):
         return None
     closed = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    return ClosedJaxpr(closed, ()) if isinstance(closed, Jaxpr) else closed
+    return ClosedJaxpr(*opened(closed))
 
 
 def _computes_from(jaxpr: Jaxpr, known: Sequence[bool]) -> bool:
