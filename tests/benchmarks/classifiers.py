@@ -1,4 +1,4 @@
-"""Image classifiers, each with the functions that someone writes by hand to train its last layers on stored features."""
+"""Image classifiers, and the functions written by hand that train their last layers on stored features."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -111,8 +111,8 @@ def vit() -> Classifier:
 
 def vit_of_transformers() -> Classifier:
     """A ViT of the same size as the transformers package has it, in Flax."""
-    from transformers import FlaxViTForImageClassification, ViTConfig
-    from transformers.models.vit.modeling_flax_vit import FlaxViTLayer, FlaxViTModule
+    from transformers import FlaxViTForImageClassification, ViTConfig  # type: ignore[import-not-found]
+    from transformers.models.vit.modeling_flax_vit import FlaxViTLayer, FlaxViTModule  # type: ignore[import-not-found]
 
     config = ViTConfig(
         hidden_size=WIDTH,
@@ -168,12 +168,13 @@ def resnet_of_haiku() -> Classifier:
     name, last = "res_net18/~/logits", "res_net18/~/block_group_3/~/block_1/~/"
 
     def transformed(call: Callable[[Any, jax.Array], jax.Array]) -> Any:
-        net = hk.without_apply_rng(
+        return hk.without_apply_rng(
             hk.transform_with_state(
-                lambda x: call(hk.nets.ResNet18(CLASSES, logits_config={"w_init": hk.initializers.RandomNormal(0.05)}), x)
+                lambda x: call(
+                    hk.nets.ResNet18(CLASSES, logits_config={"w_init": hk.initializers.RandomNormal(0.05)}), x
+                )
             )
         )
-        return net
 
     def before_last_block(net: Any, images: jax.Array) -> jax.Array:
         x = jax.nn.relu(net.initial_batchnorm(net.initial_conv(images), False, False))
