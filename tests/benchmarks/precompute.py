@@ -18,7 +18,7 @@ step runs AdamW and donates parameters and optimizer state.
    and the division of a function of 10,000 operations. Processor seconds, the least of several runs taken in turn.
 
 Run with ``python tests/benchmarks/precompute.py`` (``--only NAME ...``: some of the tables; ``--sizes 8B``: sizes of
-the scanned decoder). The model of the transformers package runs in the environment of ``make gallery``, if there is one.
+the scanned decoder). The transformers model runs in the environment of ``make gallery``, if there is one.
 """
 
 import argparse
