@@ -16,9 +16,10 @@ from optax_freeze._gradient.rules_rowwise import ELEMENTWISE
 from optax_freeze._precompute.program import Node, Program, has_effects
 
 CHEAP = f"""{ELEMENTWISE}
-argmax argmin bitcast_convert_type broadcast_in_dim concatenate dynamic_slice expand_dims iota optimization_barrier
-pad population_count random_unwrap random_wrap reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
-reshape rev sharding_constraint shift_left shift_right_arithmetic shift_right_logical slice split squeeze transpose
+argmax argmin axis_index bitcast_convert_type broadcast_in_dim clz complex concatenate dynamic_slice expand_dims iota
+layout_constraint log2 mesh_cast optimization_barrier pad pcast population_count random_unwrap random_wrap reduce_and
+reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reshape reshard rev sharding_constraint shift_left
+shift_right_arithmetic shift_right_logical slice split squeeze stack tile transpose unstack
 """
 """Operations that cost about as much as reading their operands: repeated in each step instead of stored."""
 

@@ -184,21 +184,22 @@ def _inputs(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
     for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
         trains = f"{leaf.path or 'the parameters'}, which trains"
         if selection is not FROZEN:
-            value = _or_struct(part.trainable, lambda leaf=leaf, s=selection: s.take(leaf.struct))
+            value = _or_struct(part.trainable, leaf, selection.take)
             inputs.append(Input(value, leaf.path, trains))
         if selection is FROZEN and leaf.dtype is not None:
             is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             why = f"{leaf.path}, a random key among the parameters" if is_key else ""
-            inputs.append(Input(_or_struct(part.frozen, lambda leaf=leaf: leaf.struct), leaf.path, why, i))
+            inputs.append(Input(_or_struct(part.frozen, leaf), leaf.path, why, i))
         elif selection.in_part:
             why = "" if isinstance(selection, RowIndex) else trains
-            inputs.append(Input(_or_struct(part.frozen, lambda leaf=leaf: leaf.struct), leaf.path, why, i))
+            inputs.append(Input(_or_struct(part.frozen, leaf), leaf.path, why, i))
             inputs += [Input(mask, f"the mask of {leaf.path}", trains) for mask in jax.tree.leaves(selection)]
     return inputs
 
 
-def _or_struct(value: Any, struct: Callable[[], Any]) -> Any:
-    value = jax.eval_shape(struct) if is_hole(value) else value
+def _or_struct(value: Any, leaf: Leaf, part: Callable[[Any], Any] = lambda whole: whole) -> Any:
+    """An array of a leaf, or in the place of a hole its shape."""
+    value = jax.eval_shape(part, leaf.struct) if is_hole(value) else value
     return value.values if isinstance(value, Part) else value
 
 
@@ -238,7 +239,8 @@ def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: in
 
 def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list[Any] | None) -> Cut:
     """The minimum cut of a program."""
-    cheap = [is_cheap(node.eqn) for node in program.nodes]
+    of_params_or_batch, of_trunk = _dependent(program, inputs, of_params)
+    cheap = [is_cheap(node.eqn) or not here for node, here in zip(program.nodes, of_params_or_batch, strict=True)]
     if at is None:
         cost: list[int | None] = [_bytes(aval) for aval in program.avals]
     else:
@@ -253,16 +255,14 @@ def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list
             cheap[i] |= all(isinstance(at[value], Layout) and at[value].axis is None for value in node.outputs)
     found = minimum_cut(program, [not each for each in cheap], cost)
     if isinstance(found, Cut) and not found.stored:
-        found = minimum_cut(program, _of_trunk(program, inputs, of_params), cost)
-    if isinstance(found, NoCut):
-        assert at is not None
-        raise value_error(
-            "examples are mixed, so there are no features of single examples",
-            at=at[found.value].operation if isinstance(at[found.value], Mixed) else "the function",
-            got="an operation across the axis of the examples, or one that is not known to keep them apart",
-            expected="operations on each example alone, such as batch normalization with stored statistics",
-            fix="example_axis=None stores the features of whole batches, which then must not be shuffled",
+        found = minimum_cut(program, of_trunk, cost)
+    if at is not None:
+        trunk = {id(node) for node, here in zip(program.nodes, of_trunk, strict=True) if here}
+        mixed = (
+            [found.value] if isinstance(found, NoCut) else [v for n in found.after if id(n) in trunk for v in n.outputs]
         )
+        _refuse_mixed([at[value] for value in mixed])
+    assert isinstance(found, Cut)
     if not found.stored:
         reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(program, inputs)[:3])
         raise value_error(
@@ -275,20 +275,35 @@ def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list
     return found
 
 
+def _refuse_mixed(layouts: Sequence[Any]) -> None:
+    """Refuses values to which several examples contribute."""
+    operation = next((layout.operation for layout in layouts if isinstance(layout, Mixed)), None)
+    if operation is not None:
+        raise value_error(
+            "examples are mixed, so there are no features of single examples",
+            at=operation,
+            got="an operation across the axis of the examples, or one that is not known to keep them apart",
+            expected="operations on each example alone, such as batch normalization with stored statistics",
+            fix="example_axis=None gives the features of whole batches, which then must not be shuffled",
+        )
+
+
 def _bytes(aval: Any) -> int:
     return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
 
 
-def _of_trunk(program: Program, inputs: Sequence[Input], of_params: int) -> list[bool]:
-    """For each operation whether it depends on frozen parameters and on an argument that recurs."""
+def _dependent(program: Program, inputs: Sequence[Input], of_params: int) -> tuple[list[bool], list[bool]]:
+    """For each operation whether it depends on frozen parameters or on an argument that recurs, and whether on both."""
     frozen = {i for i in range(of_params) if not inputs[i].why}
     batch = {i for i in range(of_params, len(inputs)) if not inputs[i].why}
     for node in program.nodes:
         for found in (frozen, batch):
             if not found.isdisjoint(node.reads):
                 found.update(node.outputs)
-    both = frozen & batch
-    return [not both.isdisjoint(node.outputs) for node in program.nodes]
+    either, both = (
+        [not found.isdisjoint(node.outputs) for node in program.nodes] for found in (frozen | batch, frozen & batch)
+    )
+    return either, both
 
 
 def first_dependent(program: Program, inputs: Sequence[Input]) -> list[tuple[Node, str]]:

@@ -124,9 +124,10 @@ def _joined(shape: Sequence[int], shapes: Sequence[Any], operands: Sequence[Layo
 
 
 @_rule(
-    f"{ELEMENTWISE} bitcast_convert_type population_count random_fold_in shift_left shift_right_arithmetic "
-    "shift_right_logical sharding_constraint random_wrap random_unwrap random_bits random_split random_clone "
-    "threefry2x32 igamma igammac polygamma regularized_incomplete_beta clz bessel_i0e bessel_i1e"
+    f"{ELEMENTWISE} bessel_i0e bessel_i1e bitcast_convert_type clz complex igamma igammac layout_constraint log2 "
+    "mesh_cast pcast polygamma population_count random_bits random_clone random_fold_in random_split random_unwrap "
+    "random_wrap regularized_incomplete_beta reshard sharding_constraint shift_left shift_right_arithmetic "
+    "shift_right_logical threefry2x32"
 )
 def _elementwise(eqn: Any, shapes: Any, operands: Any) -> Layout:
     if eqn.primitive.name.startswith("random_") and all(x.axis is None for x in operands):
@@ -222,6 +223,25 @@ def _top_k(eqn: Any, shapes: Any, operands: Any) -> Layout:
 @_rule("rev")
 def _rev(eqn: Any, shapes: Any, operands: Any) -> Layout:
     return _but_for(eqn.params["dimensions"], operands[0])
+
+
+@_rule("tile")
+def _tile(eqn: Any, shapes: Any, operands: Any) -> Layout:
+    uniform = operands[0].uniform | {axis for axis, size in enumerate(shapes[0]) if size == 1}
+    tiled = {axis for axis, times in enumerate(eqn.params["reps"]) if times > 1}
+    return _but_for(tiled, operands[0])._replace(uniform=uniform - {operands[0].axis})
+
+
+@_rule("stack")
+def _stack(eqn: Any, shapes: Any, operands: Any) -> Layout:
+    layout, new = _joined(shapes[0], shapes, operands), eqn.params["axis"]
+    return layout.moved({axis: axis + (axis >= new) for axis in range(len(shapes[0]))})
+
+
+@_rule("unstack")
+def _unstack(eqn: Any, shapes: Any, operands: Any) -> Layout:
+    gone = eqn.params["axis"]
+    return operands[0].moved({axis: axis - (axis > gone) for axis in range(len(shapes[0])) if axis != gone})
 
 
 @_rule("split")

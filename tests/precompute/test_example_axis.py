@@ -1,0 +1,221 @@
+"""Where the examples lie, operation by operation: features of a shuffled batch are the shuffled features."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import optax_freeze as fz
+
+N = 6
+W = np.random.RandomState(0).randn(4, 4).astype(np.float32)
+KERNEL = np.random.RandomState(1).randn(3, 3, 2).astype(np.float32)
+
+
+def by_rows(h, _):
+    return jax.vmap(lambda row: row.at[0].set(1.0))(h)
+
+
+def looked_up(h, w):
+    return w[jnp.clip(h[..., 0].astype(jnp.int32), 0, 3)]
+
+
+def taken_per_example(h, _):
+    return jnp.take_along_axis(h, jnp.argsort(h, axis=-1)[..., :2], axis=-1)
+
+
+def over_layers(h, w):
+    return lax.scan(lambda c, layer: (jnp.tanh(c * layer), c.sum(-1)), h, jnp.stack([w[0], w[1]]))
+
+
+def over_time(h, w):
+    return lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros((N, 4)), h.swapaxes(0, 1))[1]
+
+
+def until(h, w):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + w[0])), (0, h))[1]
+
+
+def noisy(h, _):
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(0), row[0, 0].astype(jnp.int32)))(h)
+    return h + jax.vmap(lambda key: jax.random.uniform(key, (3, 4)))(keys)
+
+
+@jax.custom_jvp
+def custom(h):
+    return jnp.sin(h)
+
+
+custom.defjvp(lambda primals, tangents: (custom(*primals), tangents[0] * jnp.cos(primals[0])))
+
+APART = {
+    "elementwise": lambda h, w: jnp.tanh(h) * 2 + w[0],
+    "transpose": lambda h, w: h.transpose(1, 2, 0),
+    "squeeze": lambda h, w: h[:, None].squeeze(1),
+    "reshape that joins": lambda h, w: h.reshape(N * 3, 4) @ w,
+    "reshape that joins and splits": lambda h, w: (h.reshape(N * 3, 4) @ w).reshape(N, 12),
+    "reshape behind": lambda h, w: h.reshape(N, 12)[:, ::-1],
+    "reduction": lambda h, w: h.sum(1) + h.max(1) + h.argmin(1),
+    "softmax": lambda h, w: jax.nn.softmax(h, axis=-1),
+    "norm": lambda h, w: (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-6) * w[0],
+    "cumulative": lambda h, w: jnp.cumsum(h, 1) + lax.cummax(h, 2),
+    "sort": lambda h, w: jnp.sort(h, axis=1),
+    "top_k": lambda h, w: lax.top_k(h, 2)[0],
+    "reverse": lambda h, w: h[:, ::-1],
+    "slice": lambda h, w: h[:, 1:, :2],
+    "split": lambda h, w: jnp.split(h, 2, axis=2)[1],
+    "pad": lambda h, w: jnp.pad(h, ((0, 0), (1, 0), (0, 2))),
+    "concatenate": lambda h, w: jnp.concatenate([jnp.broadcast_to(w[:1], (N, 1, 4)), h], axis=1),
+    "tile": lambda h, w: jnp.tile(h, (1, 2, 1)) + jnp.tile(w[:1], (6, 1)),
+    "stack": lambda h, w: jnp.stack([h, jnp.broadcast_to(w[:3], h.shape)], 1),
+    "unstack": lambda h, w: sum(jnp.unstack(h, axis=1)),
+    "matmul": lambda h, w: h @ w,
+    "matmul from the left": lambda h, w: jnp.einsum("ij,btj->ibt", w, h),
+    "attention": lambda h, w: jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", h, h @ w)), h),
+    "batched by a shared operand": lambda h, w: jnp.einsum("btd,td->bt", h, w[:3]),
+    "mask": lambda h, w: jnp.where(jnp.tril(jnp.ones((3, 4), bool)), h, -1.0),
+    "positions": lambda h, w: h + w[jnp.arange(3)],
+    "positions of a batch": lambda h, w: h + w[jnp.broadcast_to(jnp.arange(3), (N, 3))],
+    "convolution": lambda h, w: lax.conv_general_dilated(h, KERNEL, (1,), "SAME", None, None, ("NCH", "HIO", "HNC")),
+    "window": lambda h, w: lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), "VALID"),
+    "lookup": looked_up,
+    "lookup in each example": taken_per_example,
+    "lookup at the same place": lambda h, w: h[:, jnp.array([2, 0])],
+    "dynamic slice": lambda h, w: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2, axis=1),
+    "dynamic update": lambda h, w: lax.dynamic_update_slice_in_dim(h, h[:, :1] * 2, 2, axis=1),
+    "jit": lambda h, w: jax.jit(lambda h: jnp.tanh(h @ w))(h),
+    "remat": lambda h, w: jax.checkpoint(lambda h: jnp.tanh(h @ w))(h),
+    "custom_jvp": lambda h, w: custom(h),
+    "vmap": lambda h, w: jax.vmap(lambda row: jnp.tanh(row @ w).sum(0))(h),
+    "scan over layers": lambda h, w: over_layers(h, w)[0],
+    "what a scan stacks": lambda h, w: over_layers(h, w)[1],
+    "scan over time": over_time,
+    "fori_loop": lambda h, w: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ w) * i, h),
+    "while_loop": until,
+    "cond": lambda h, w: lax.cond(w[0, 0] > 0, jnp.tanh, lambda h: h * 2, h),
+    "barrier": lambda h, w: lax.optimization_barrier((h, w))[0],
+    "fft": lambda h, w: jnp.abs(jnp.fft.fft(h, axis=-1)),
+    "matrices": lambda h, w: jnp.linalg.cholesky(jnp.einsum("bij,bik->bjk", h, h) + jnp.eye(4)),
+    "random numbers by example": noisy,
+}
+
+MIXED = {
+    "mean": lambda h, w: h - h.mean(0),
+    "softmax": lambda h, w: jax.nn.softmax(h, axis=0),
+    "sort": lambda h, w: jnp.sort(h, axis=0),
+    "cumulative": lambda h, w: jnp.cumsum(h, 0),
+    "reverse": lambda h, w: h[::-1],
+    "unstack": lambda h, w: jnp.unstack(h)[0],
+    "shift": lambda h, w: jnp.roll(h, 1, axis=0),
+    "slice": lambda h, w: h[:-1],
+    "pad": lambda h, w: jnp.pad(h, ((1, 0), (0, 0), (0, 0))),
+    "concatenate": lambda h, w: jnp.concatenate([h, h], 0),
+    "matmul": lambda h, w: jnp.einsum("btd,bsd->ts", h, h),
+    "examples with examples": lambda h, w: jnp.einsum("btd,csd->btcs", h, h),
+    "a value for each place": lambda h, w: h * jnp.arange(N, dtype=jnp.float32)[:, None, None],
+    "noise for each place": lambda h, w: h + jax.random.normal(jax.random.key(0), h.shape),
+    "examples behind other axes": lambda h, w: h.transpose(1, 0, 2).reshape(3 * N, 4),
+    "lookup of an example": lambda h, w: h + h[0],
+    "permuted": lambda h, w: h[jnp.array([1, 0, 2, 3, 4, 5])],
+    "scan over examples": lambda h, w: lax.scan(lambda c, x: (c + x, c), jnp.zeros((3, 4)), h)[1],
+    "a branch by all": lambda h, w: lax.cond(h.sum() > 0, jnp.tanh, lambda h: h * 2, h),
+    "a loop by all": lambda h, w: lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, h),
+    "in a scan": lambda h, w: lax.scan(lambda c, layer: (c * layer - c.mean(0), None), h, w)[0],
+    "window": lambda h, w: lax.reduce_window(h, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "VALID"),
+    "update of an example": lambda h, w: h.at[0].set(1.0),
+}
+
+
+def a_loss(function):
+    """A loss whose trunk ends in the function, and in an operation that is never repeated, so that it is stored."""
+
+    def loss(params, x):
+        h = lax.bessel_i1e(function(x @ params["trunk"], params["trunk"]))
+        return jnp.sum(h * params["head"])
+
+    return loss
+
+
+def params_and_batch():
+    return {"trunk": jnp.asarray(W), "head": jnp.float32(2)}, jax.random.normal(jax.random.key(0), (N, 3, 4))
+
+
+ANY_SIZE = [
+    name
+    for name in APART
+    if name not in ("concatenate", "positions of a batch", "reshape behind", "scan over time")
+    and not name.startswith("reshape that joins")
+]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_features_of_a_shuffled_batch_are_the_shuffled_features(name):
+    params, batch = params_and_batch()
+    loss = a_loss(APART[name])
+    once, order = fz.precompute(loss, "trunk", example_axis=0), np.array([3, 1, 5, 0, 2, 4])
+    before = jax.jit(once.before)
+    features, shuffled = before(params, batch), before(params, batch[order])
+    assert features
+    for feature, other in zip(features, shuffled, strict=True):
+        assert feature.shape[0] == N
+        np.testing.assert_allclose(feature[order], other, rtol=1e-6)
+    value = jax.jit(once.after)(params, jax.tree.map(lambda feature: feature[order], features), batch[order])
+    np.testing.assert_allclose(value, jax.jit(loss)(params, batch[order]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_a_part_of_the_batch_has_a_part_of_the_features(name):
+    params, batch = params_and_batch()
+    once = fz.precompute(a_loss(APART[name]), "trunk", example_axis=0)
+    features = jax.tree.map(lambda feature: feature[:2], jax.jit(once.before)(params, batch))
+    value = jax.jit(once.after)(params, features, batch[:2])
+    np.testing.assert_allclose(value, jax.jit(a_loss(APART[name]))(params, batch[:2]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_examples_are_refused_and_the_operation_named(name):
+    params, batch = params_and_batch()
+    once = fz.precompute(a_loss(MIXED[name]), "trunk", example_axis=0)
+    with pytest.raises(ValueError, match=r"examples are mixed(.|\n)*test_example_axis.py"):
+        once.needed(params, batch)
+    assert fz.precompute(a_loss(MIXED[name]), "trunk").needed(params, batch)["head"] is params["head"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "batch", "message"),
+    [
+        (1, {"x": np.ones((4, 3)), "y": np.ones((5, 3))}, None),
+        (0, {"x": np.ones((4, 3)), "y": np.ones((5, 3))}, "no axis of examples in common"),
+        (2, {"x": np.ones((4, 3)), "y": np.ones((4, 3))}, "no axis of examples in common"),
+    ],
+)
+def test_all_arrays_of_the_batch_have_one_number_of_examples(axis, batch, message):
+    def loss(params, batch):
+        return jnp.sum(jnp.sort(batch["x"] * params["trunk"], 0) * params["head"]) * jnp.sum(batch["y"])
+
+    params = {"trunk": jnp.float32(2), "head": jnp.float32(3)}
+    once = fz.precompute(loss, "trunk", example_axis=axis)
+    if message is None:
+        assert [feature.shape for feature in once.before(params, batch)] == [(3, 4)]
+    else:
+        with pytest.raises(ValueError, match=message):
+            once.needed(params, batch)
+
+
+def test_a_scalar_of_the_batch_is_shared_by_all_examples():
+    def loss(params, batch):
+        return jnp.sum(jnp.sort(batch["x"] * params["trunk"] * batch["scale"]) * params["head"])
+
+    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": jnp.ones((4, 3)), "scale": jnp.float32(2)}
+    [feature] = fz.precompute(loss, "trunk", example_axis=0).before(params, batch)
+    assert feature.shape == (4, 3)
+
+
+def test_a_batch_of_scalars_has_no_examples():
+    def loss(params, x):
+        return lax.bessel_i1e(x * params["trunk"]) * params["head"]
+
+    params = {"trunk": jnp.float32(2), "head": jnp.float32(3)}
+    with pytest.raises(ValueError, match="no array with axes"):
+        fz.precompute(loss, "trunk", example_axis=0).needed(params, jnp.float32(1))
