@@ -284,7 +284,12 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
     def hand_loss(trainable: Any, features: Any, labels: jax.Array) -> jax.Array:
         return classifiers.cross_entropy(hand.logits(trainable, features), labels)
 
+    def hand_loss_of_batch(params: Any, batch: Any) -> jax.Array:
+        return hand_loss(hand.trainable(params), hand.features(params, batch[0]), batch[1])
+
     params, batches, frozen = model.params, batches_of(0), fz.only(*hand.paths)
+    values = (jax.jit(fun)(params, batches[0]) for fun in (loss, hand_loss_of_batch))
+    np.testing.assert_allclose(*values, rtol=1e-5)
     once, tx = fz.precompute(loss, frozen), fz.freeze(TX, frozen)
     needed, trainable = once.needed(params, batches[0]), hand.trainable(params)
     before, features = jax.jit(once.before), jax.jit(hand.features)
