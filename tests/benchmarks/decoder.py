@@ -63,7 +63,10 @@ class Decoder:
         return jax.ShapeDtypeStruct((batch, self.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
 
     def loss(self, mesh: Mesh) -> Callable[..., jax.Array]:
-        """Mean cross entropy, of parameters whose blocks are one stack or a list of stacks."""
+        """Mean cross entropy, of parameters whose blocks are one stack or a list of stacks.
+
+        ``loss(params, tokens, x)`` goes on from ``x``, the residual stream before the blocks.
+        """
         head, groups = self.width // self.heads, self.heads // self.kv_heads
 
         def on(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -91,8 +94,9 @@ class Decoder:
             h = normalise(x, p["between"])
             return on(x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "fsdp", None, None)
 
-        def loss(params: Any, tokens: jax.Array) -> jax.Array:
-            x = on(jnp.take(params["embed"], tokens, axis=0), "fsdp", None, None)
+        def loss(params: Any, tokens: jax.Array, x: jax.Array | None = None) -> jax.Array:
+            if x is None:
+                x = on(jnp.take(params["embed"], tokens, axis=0), "fsdp", None, None)
             stacks = params["blocks"] if isinstance(params["blocks"], list) else [params["blocks"]]
             for stack in stacks:
                 x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, stack)

@@ -36,6 +36,7 @@ class Figures(NamedTuple):
     temporary: int
     output: int
     executable: int
+    argument: int
 
 
 def tpu_sharding(topology: str = "v5e:2x2") -> jax.sharding.Sharding | None:
@@ -63,6 +64,7 @@ def figures(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (0, 1)
         memory.temp_size_in_bytes,
         memory.output_size_in_bytes,
         memory.generated_code_size_in_bytes,
+        memory.argument_size_in_bytes,
     )
 
 

@@ -72,6 +72,10 @@ class Cell:
         topology = f"{self.chip}:{TOPOLOGIES[self.chip][self.chips]}"
         return Decoder(*SHAPES[self.size], topology, min(TENSOR_PARALLEL[self.size], self.chips))
 
+    @property
+    def build(self) -> "Callable[..., Step]":
+        return WAYS[self.way]
+
 
 @dataclasses.dataclass(frozen=True)
 class From:
@@ -172,7 +176,7 @@ def lower(cell: Cell) -> tuple[jax.stages.Lowered, int]:
     """The step as the compiler gets it, and the bytes of its arguments on one chip."""
     decoder = cell.decoder
     mesh = decoder.mesh()
-    given, step = WAYS[cell.way](decoder.loss(mesh), decoder.params(mesh), trains(cell.kind, decoder))
+    given, step = cell.build(decoder.loss(mesh), decoder.params(mesh), trains(cell.kind, decoder))
     args = (*given, decoder.tokens(mesh))
     back = jax.tree.map(lambda x: x.sharding, args[:2])
     each = (jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(args))
@@ -243,12 +247,12 @@ def from_buffers(assignment: str, hbm: float) -> Memory:
     return Memory(argument / 2**30, temporary / 2**30, (output + alias) / 2**30, alias / 2**30, hbm)
 
 
-def compile_apart(cell: Cell, to_the_end: bool) -> Memory:
-    """Compiles in a process, and ends it once the buffers are written down."""
+def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memory:
+    """Compiles in a process of this script, and ends it once the buffers are written down."""
     with tempfile.TemporaryDirectory() as folder:
         dump = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
         env = os.environ if to_the_end else {**os.environ, "XLA_FLAGS": dump}
-        command = [sys.executable, __file__, "--cell", json.dumps(dataclasses.astuple(cell))]
+        command = [sys.executable, script, "--cell", json.dumps(dataclasses.astuple(cell))]
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         while process.poll() is None:
             time.sleep(0.2)
@@ -265,8 +269,8 @@ def compile_apart(cell: Cell, to_the_end: bool) -> Memory:
 class Results:
     """Figures of cells, in a file if there is one."""
 
-    def __init__(self, path: Path | None, to_the_end: bool) -> None:
-        self.path, self.to_the_end = path, to_the_end
+    def __init__(self, path: Path | None, to_the_end: bool, script: str = __file__) -> None:
+        self.path, self.to_the_end, self.script = path, to_the_end, script
         self.known: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def __call__(self, cell: Cell) -> Memory:
@@ -274,7 +278,7 @@ class Results:
         if name not in self.known:
             arguments = lower(cell)[1] / 2**30
             hopeless = Memory(arguments, 0.0, 0.0, 0.0, HBM[cell.chip])
-            memory = compile_apart(cell, self.to_the_end) if hopeless.fits else hopeless
+            memory = compile_apart(cell, self.to_the_end, self.script) if hopeless.fits else hopeless
             self.known[name] = dataclasses.asdict(memory)
             if self.path:
                 self.path.write_text(json.dumps(self.known, indent=1))

@@ -10,7 +10,7 @@ brackets is the ratio to the one that returns the same.
 Run with ``python tests/benchmarks/transformer.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import measure  # first: it sets up the TPU compiler
@@ -61,12 +61,16 @@ def attend(x: jax.Array, p: Any) -> jax.Array:
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
     """Mean cross entropy of the next token."""
-    x = params["embed"][tokens]
-    for name in sorted(params["blocks"]):
-        p = params["blocks"][name]
+    blocks = [params["blocks"][name] for name in sorted(params["blocks"])]
+    return loss_from(params["embed"][tokens], blocks, params["head"], tokens)
+
+
+def loss_from(x: jax.Array, blocks: Sequence[Any], head: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The loss from the residual stream before some blocks on."""
+    for p in blocks:
         x = x + attend(normalise(x, p["norm"]["before"]), p["attention"])
         x = x + jax.nn.gelu(normalise(x, p["norm"]["between"]) @ p["mlp"]["up"]) @ p["mlp"]["down"]
-    logits = x @ params["head"]
+    logits = x @ head
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
 

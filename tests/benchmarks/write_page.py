@@ -38,6 +38,7 @@ SECTIONS = (
     Section("frozen_rows", "Frozen rows", "frozen_rows.md"),
     Section("rows_cost", "Rows in ordinary places", "frozen_rows.md"),
     Section("scale", "Scale", "scale.md"),
+    Section("precompute", "Features computed once", "performance.md"),
     Section("element_masks", "Single elements", "performance.md"),
     Section("schedules", "Freezing that changes", "performance.md"),
     Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),

@@ -1,0 +1,466 @@
+"""``fz.precompute`` compared with the step without it, and with a model cut in two by hand.
+
+*Today* is ``fz.freeze`` with ``fz.value_and_grad`` of the loss. *By hand*: features are stored, and the step takes them
+and the trainable parameters alone. With ``fz.precompute`` the loss stays as it is: ``once.before`` computes the
+features, and the step differentiates ``once.after`` with respect to the parameters that ``once.needed`` returns. Every
+step runs AdamW and donates parameters and optimizer state.
+
+1. The decoder of ``transformer.py``; the last block and the head train. Compiled for one chip of TPU v5e.
+2. A decoder of Llama 3's shape as in ``scale.py``; the last block of the stack (``fz.rows``), the norm and the head
+   train. Memory as the compiler assigns it; FLOPs of the traced step, with every iteration of a loop counted.
+3. Image classifiers on the CPU, 224 x 224 images in batches of 16: processor seconds for an epoch of 32 images, the
+   least of several runs taken in turn. The first epoch, which computes the features, is not included. In brackets: how
+   many times faster than today; after it, the ratio to the cut by hand. A step of a head takes less time than
+   ``jax.jit`` takes to flatten and rebuild trees with a hole for each of 60 to 200 frozen leaves, 0.5 to 1.5 ms:
+   *leaves alone* is the step of ``fz.precompute`` on ``jax.tree.leaves`` of parameters and state. The transformers
+   model normalizes all tokens and classifies the first; by hand, only the first is stored and normalized. Gradients of
+   ``once.after`` are compared bit by bit with those of the loss, both jitted.
+4. Tracing: ``jax.make_jaxpr`` of the value and gradient of ``once.after``, and of the loss by ``jax.value_and_grad``;
+   and the division of a function of 10,000 operations. Processor seconds, the least of several runs taken in turn.
+
+Run with ``python tests/benchmarks/precompute.py`` (``--only NAME ...``: some of the tables; ``--sizes 8B``: sizes of
+the scanned decoder). The transformers model runs in the environment of ``make gallery``, if there is one.
+"""
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import classifiers
+import jax.numpy as jnp
+import numpy as np
+import optax
+import scale
+import transformer
+from classifiers import ByHand, Classifier
+from decoder import ADAMW, SHAPES, Decoder, adamw_state
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_freeze as fz
+from optax_freeze._precompute.flops import flops
+
+TX = optax.adamw(1e-3)
+TODAY, BY_HAND, OURS, FLAT = "today", "by hand", "fz.precompute", "leaves alone"
+Loss = Callable[..., jax.Array]
+Step = Callable[..., Any]
+"""``step(params, state, *others)`` gives parameters, state and value."""
+
+
+def stepping(value_and_grad: Step, tx: Any, apply: Callable[[Any, Any], Any] = fz.apply_updates) -> Step:
+    def step(params: Any, state: Any, *others: Any) -> Any:
+        value, grads = value_and_grad(params, *others)
+        updates, state = tx.update(grads, state, params)
+        return apply(params, updates), state, value
+
+    return step
+
+
+def on_leaves(step: Step, params: Any, state: Any) -> tuple[Step, list[Any], list[Any]]:
+    """The step on the leaves of its parameters and state, without the holes between them."""
+    treedefs = [jax.tree.structure(tree) for tree in (params, state)]
+
+    def flat(params: Any, state: Any, *others: Any) -> Any:
+        trees = (treedef.unflatten(leaves) for treedef, leaves in zip(treedefs, (params, state), strict=True))
+        params, state, value = step(*trees, *others)
+        return jax.tree.leaves(params), jax.tree.leaves(state), value
+
+    return flat, jax.tree.leaves(params), jax.tree.leaves(state)
+
+
+def with_ratio(figure: float, base: float, form: str) -> str:
+    return f"{figure:{form}} ({figure / base:.2f})"
+
+
+def decoder() -> None:
+    """The decoder in a Python loop."""
+    shapes = jax.eval_shape(transformer.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
+    once = fz.precompute(transformer.loss, transformer.FROZEN)
+    tx = fz.freeze(TX, transformer.FROZEN)
+    needed, features = once.needed(shapes, tokens), jax.eval_shape(once.before, shapes, tokens)
+    last = shapes["blocks"][f"{transformer.LAYERS - 1:02d}"]
+    trainable = {"block": last, "head": shapes["head"]}
+    x = jax.ShapeDtypeStruct((*tokens.shape, transformer.WIDTH), jnp.float32)
+
+    def by_hand(trainable: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
+        return transformer.loss_from(x, [trainable["block"]], trainable["head"], tokens)
+
+    init = jax.eval_shape
+    steps = {
+        BY_HAND: (stepping(jax.value_and_grad(by_hand), TX), (trainable, init(TX.init, trainable), x, tokens), x),
+        OURS: (
+            stepping(fz.value_and_grad(once.after, transformer.FROZEN), tx),
+            (needed, init(tx.init, needed), features, tokens),
+            features,
+        ),
+        TODAY: (
+            stepping(fz.value_and_grad(transformer.loss, transformer.FROZEN), tx),
+            (shapes, init(tx.init, shapes), tokens),
+            None,
+        ),
+    }
+    chip = measure.tpu_sharding()
+    columns = ("GFLOP", "MB of arguments", "MB temporary", "MB accessed", "MB of features")
+    table = measure.table("A decoder of 8 layers, the last block and the head train; (ratio to by hand)", *columns)
+    best: list[float] | None = None
+    for name, (step, args, stored) in steps.items():
+        row = measure.figures(step, *measure.on(chip, args))
+        found = [row.flops / 1e9, row.argument / 1e6, row.temporary / 1e6, row.accessed / 1e6]
+        found.append(measure.nbytes(stored) / 1e6)
+        best = best or found
+        cells = [with_ratio(mine, its, ".2f") for mine, its in zip(found, best, strict=True)]
+        table.add_row(name, *(cells if stored else [*cells[:-1], ""]))
+    measure.show(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(scale.Cell):
+    """A step of the scanned decoder, on smaller meshes, too."""
+
+    @property
+    def decoder(self) -> Decoder:
+        topology = {1: "1x1", 2: "1x2", **scale.TOPOLOGIES[self.chip]}[self.chips]
+        parallel = min(scale.TENSOR_PARALLEL[self.size], self.chips)
+        return Decoder(*SHAPES[self.size], f"{self.chip}:{topology}", parallel)
+
+    @property
+    def build(self) -> Callable[..., scale.Step]:
+        return WAYS[self.way]
+
+
+def residual_stream(params: Any) -> jax.ShapeDtypeStruct:
+    mesh = params["norm"].sharding.mesh
+    shape = (*tokens_on(mesh).shape, *params["norm"].shape)
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp", None, None)))
+
+
+def tokens_on(mesh: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        (mesh.shape["fsdp"], Decoder.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp"))
+    )
+
+
+def placed(needed: Any, params: Any) -> Any:
+    """What is left of the parameters, each placed like its leaf."""
+
+    def place(param: Any, left: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), left)
+
+    return jax.tree.map(place, params, needed)
+
+
+def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
+    last = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype, sharding=a.sharding), params["blocks"]
+    )
+    trainable = {"blocks": last, "norm": params["norm"], "head": params["head"]}
+
+    def of_features(trainable: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
+        return loss(trainable, tokens, x)
+
+    step = stepping(jax.value_and_grad(of_features), ADAMW, optax.apply_updates)
+    return (trainable, adamw_state(trainable, params["norm"].sharding.mesh), residual_stream(params)), step
+
+
+def scanned_precomputed(loss: Loss, params: Any, which: Any) -> scale.Step:
+    frozen, mesh = scale.spec(which), params["norm"].sharding.mesh
+    once = fz.precompute(loss, frozen)
+    needed = placed(once.needed(params, tokens_on(mesh)), params)
+    before = jax.eval_shape(once.before, params, tokens_on(mesh))
+    stream = residual_stream(params)
+    features = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stream.sharding), before)
+    step = stepping(fz.value_and_grad(once.after, frozen), ADAMW, optax.apply_updates)
+    return (needed, adamw_state(needed, mesh), features), step
+
+
+WAYS = {TODAY: scale.by_freeze, BY_HAND: scanned_by_hand, OURS: scanned_precomputed}
+KIND = "last block and head"
+MESHES = {"8B": (1, 2, 4), "70B": (2, 4, 8, 16)}
+
+
+def traced_flops(cell: Cell) -> int:
+    """FLOPs of a step on all chips together."""
+    mesh = cell.decoder.mesh()
+    given, step = cell.build(cell.decoder.loss(mesh), cell.decoder.params(mesh), scale.trains(KIND, cell.decoder))
+    return flops(jax.make_jaxpr(step)(*given, tokens_on(mesh)).eqns)
+
+
+def scanned(sizes: list[str]) -> None:
+    """The decoder of Llama 3's shape."""
+    results = scale.Results(None, to_the_end=False, script=__file__)
+    memory = measure.table(
+        f"Llama 3's shape on v5e, GiB per chip of {scale.HBM['v5e']}: arguments + temporaries = total",
+        *WAYS,
+        label="size, chips",
+    )
+    work = measure.table(
+        "Llama 3's shape, one sequence of 4,096 tokens",
+        *(f"TFLOP, {way}" for way in WAYS),
+        "by hand / fz.precompute",
+        "GB of features, 1,000 sequences",
+    )
+    for size in sizes:
+        for chips in MESHES[size]:
+            cells = (results(Cell(size, "v5e", chips, KIND, way)) for way in WAYS)
+            memory.add_row(f"{size}, {chips}", *map(scale.text, cells))
+        first = Cell(size, "v5e", MESHES[size][-1], KIND, OURS)
+        mesh = first.decoder.mesh()
+        sequences = mesh.shape["fsdp"]
+        counts = {way: traced_flops(dataclasses.replace(first, way=way)) / sequences for way in WAYS}
+        (_, _, features), _ = scanned_precomputed(
+            first.decoder.loss(mesh), first.decoder.params(mesh), scale.trains(KIND, first.decoder)
+        )
+        work.add_row(
+            size,
+            *(f"{count / 1e12:.2f}" for count in counts.values()),
+            f"{counts[BY_HAND] / counts[OURS]:.3f}",
+            f"{measure.nbytes(features) / sequences * 1000 / 1e9:.2f}",
+        )
+    measure.show(memory)
+    measure.show(work)
+
+
+BATCH, BATCHES, ROUNDS = 16, 2, 5
+LEAST = 0.2
+"""Seconds: cheaper epochs are repeated so often that a measurement takes this long."""
+
+
+class Epochs:
+    """Epochs of one way, its parameters and state kept."""
+
+    def __init__(self, step: Step, params: Any, state: Any, batches: list[tuple[Any, ...]]) -> None:
+        self.step = jax.jit(step, donate_argnums=(0, 1))
+        self.carried, self.batches, self.times = jax.tree.map(jnp.array, (params, state)), batches, 1
+        self.seconds()
+        self.times = max(1, round(LEAST / self.seconds()))
+
+    def seconds(self) -> float:
+        start, value = measure.clock(), None
+        for _ in range(self.times):
+            for batch in self.batches:
+                *self.carried, value = self.step(*self.carried, *batch)
+            jax.block_until_ready((self.carried, value))
+        return (measure.clock() - start) / self.times
+
+
+def batches_of(seed: int) -> list[tuple[jax.Array, jax.Array]]:
+    random = np.random.default_rng(seed)
+    shape = (BATCH, classifiers.SIDE, classifiers.SIDE, 3)
+    return [
+        (
+            jnp.asarray(random.normal(size=shape), jnp.float32),
+            jnp.asarray(random.integers(0, classifiers.CLASSES, BATCH), jnp.int32),
+        )
+        for _ in range(BATCHES)
+    ]
+
+
+def same_bits(loss: Loss, frozen: Any, once: fz.Precomputed, params: Any, batch: Any) -> str:
+    """Of how many leaves the gradient of ``after`` has the bits of that of the loss."""
+    features = jax.jit(once.before)(params, batch)
+    theirs = jax.tree.leaves(jax.jit(fz.value_and_grad(loss, frozen))(params, batch))
+    ours = jax.tree.leaves(jax.jit(fz.value_and_grad(once.after, frozen))(once.needed(params, batch), features, batch))
+    same = sum(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(ours, theirs, strict=True))
+    return f"{same} of {len(theirs)}"
+
+
+def compared(model: Classifier, hand: ByHand) -> list[str]:
+    """The cells of a row: seconds of each way, and what is stored."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return classifiers.cross_entropy(model.logits(params, batch[0]), batch[1])
+
+    def hand_loss(trainable: Any, features: Any, labels: jax.Array) -> jax.Array:
+        return classifiers.cross_entropy(hand.logits(trainable, features), labels)
+
+    def hand_loss_of_batch(params: Any, batch: Any) -> jax.Array:
+        return hand_loss(hand.trainable(params), hand.features(params, batch[0]), batch[1])
+
+    params, batches, frozen = model.params, batches_of(0), fz.only(*hand.paths)
+    values = (jax.jit(fun)(params, batches[0]) for fun in (loss, hand_loss_of_batch))
+    np.testing.assert_allclose(*values, rtol=1e-5)
+    once, tx = fz.precompute(loss, frozen), fz.freeze(TX, frozen)
+    needed, trainable = once.needed(params, batches[0]), hand.trainable(params)
+    before, features = jax.jit(once.before), jax.jit(hand.features)
+    stored = [before(params, batch) for batch in batches]
+    by_hand = [(features(params, images), labels) for images, labels in batches]
+    with_features = list(zip(stored, batches, strict=True))
+    ours = stepping(fz.value_and_grad(once.after, frozen), tx)
+    step = stepping(fz.value_and_grad(loss, frozen), tx)
+    least = least_in_turn(
+        {
+            TODAY: Epochs(step, params, tx.init(params), [(batch,) for batch in batches]).seconds,
+            BY_HAND: Epochs(
+                stepping(jax.value_and_grad(hand_loss), TX), trainable, TX.init(trainable), by_hand
+            ).seconds,
+            OURS: Epochs(ours, needed, tx.init(needed), with_features).seconds,
+            FLAT: Epochs(*on_leaves(ours, needed, tx.init(needed)), with_features).seconds,
+        }
+    )
+    today, hand_s = least[TODAY], least[BY_HAND]
+    return [
+        *(f"{measure.nbytes(each) / BATCH / 1e3:.1f}" for each in (by_hand[0][0], stored[0])),
+        same_bits(loss, frozen, once, params, batches[0]),
+        f"{today:.2f}",
+        f"{hand_s:.4f} ({today / hand_s:.1f})",
+        *(f"{least[way]:.4f} ({today / least[way]:.1f}), {least[way] / hand_s:.2f}" for way in (OURS, FLAT)),
+    ]
+
+
+def least_in_turn(measured: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """The least of several, taken in turn."""
+    least = dict.fromkeys(measured, float("inf"))
+    for _ in range(ROUNDS):
+        for name, seconds in measured.items():
+            gc.collect()
+            least[name] = min(least[name], seconds())
+    return least
+
+
+MODELS = {
+    "vit": classifiers.vit,
+    "resnet": classifiers.resnet_of_haiku,
+    "transformers": classifiers.vit_of_transformers,
+}
+PACKAGES = {"vit": "flax", "resnet": "haiku", "transformers": "transformers"}
+
+
+def epochs(names: list[str]) -> None:
+    """Epochs of the image classifiers."""
+    here = [name for name in names if importlib.util.find_spec(PACKAGES[name])]
+    if here:
+        columns = ("kB, by hand", f"kB, {OURS}", "same bits")
+        title = "An epoch after the first: kB of features an image, gradients with the same bits, seconds"
+        table = measure.table(title, *columns, timed=(TODAY, BY_HAND, OURS, FLAT), label="what trains")
+        for name in here:
+            model = MODELS[name]()
+            table.add_row(f"[bold]{model.name}")
+            for trains, hand in model.by_hand.items():
+                table.add_row(trains, *compared(model, hand))
+                print(f"{model.name}: {trains}", flush=True)
+        measure.show(table)
+    for name in sorted({*names} - {*here}):
+        in_gallery(name)
+
+
+GALLERY = Path(os.environ.get("GALLERY_PYTHON", Path(sys.prefix, "gallery", "bin", "python")))
+"""The interpreter of ``make gallery``, which has more packages."""
+
+VERSIONS = """
+import importlib.metadata, sys
+print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "transformers")))
+"""
+
+
+def in_gallery(name: str) -> None:
+    """The table of a model by the interpreter of the gallery, which appends it to the page, too."""
+    if not GALLERY.exists() or Path(sys.executable) == GALLERY:
+        measure.show(f"The model of `{PACKAGES[name]}` was not run: the package is not installed.")
+        return
+    subprocess.run([GALLERY, __file__, "--only", name], check=True)
+    versions = subprocess.check_output([GALLERY, "-c", VERSIONS], text=True).strip()
+    measure.show(f"This table is of the environment of `make gallery`: {versions}.")
+
+
+OPERATIONS = 10_000
+
+
+def tracing() -> None:
+    """How long traces take, and the division of a long program."""
+
+    def seconds(trace: Callable[[], Any]) -> Callable[[], float]:
+        def timed() -> float:
+            jax.clear_caches()
+            start = measure.clock()
+            trace()
+            return measure.clock() - start
+
+        return timed
+
+    model = classifiers.vit()
+    hand = model.by_hand["last block, norm, head"]
+    images = jax.ShapeDtypeStruct((BATCH, classifiers.SIDE, classifiers.SIDE, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return classifiers.cross_entropy(model.logits(params, batch[0]), batch[1])
+
+    shapes = jax.eval_shape(transformer.init, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
+    cases: dict[str, tuple[Loss, Any, Any, Any]] = {
+        "the decoder of 8 layers": (transformer.loss, transformer.FROZEN, shapes, tokens),
+        "ViT-tiny, last block, norm, head": (loss, fz.only(*hand.paths), model.params, (images, labels)),
+    }
+    table = measure.table("tracing the value and the gradient", timed=("the loss, s", "once.after, s", "ratio"))
+    for name, (fun, frozen, params, batch) in cases.items():
+        once = fz.precompute(fun, frozen)
+        needed, features = jax.eval_shape(once.needed, params, batch), jax.eval_shape(once.before, params, batch)
+        after = fz.value_and_grad(once.after, frozen)
+        least = least_in_turn(
+            {
+                "loss": seconds(lambda fun=fun, p=params, b=batch: jax.make_jaxpr(jax.value_and_grad(fun))(p, b)),
+                "after": seconds(lambda f=after, p=needed, x=features, b=batch: jax.make_jaxpr(f)(p, x, b)),
+            }
+        )
+        row = [f"{least['loss']:.2f}", f"{least['after']:.2f}", f"{least['after'] / least['loss']:.2f}"]
+        table.add_row(name, *row)
+    measure.show(table)
+
+    def long(params: Any, x: jax.Array) -> jax.Array:
+        for _ in range(OPERATIONS // 4):
+            x = jax.lax.tanh(jax.lax.add(jax.lax.dot(x, params["w"]), x))
+            x = jax.lax.mul(x, x)
+        return jnp.sum(x * params["head"])
+
+    once = fz.precompute(long, "w")
+    params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32), "head": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    least = least_in_turn(
+        {
+            "trace": seconds(lambda: jax.make_jaxpr(long)(params, x)),
+            "needed": seconds(lambda: once.needed(params, x)),
+        }
+    )
+    table = measure.table(f"a function of {OPERATIONS:,} operations", timed=("seconds",))
+    table.add_row("jax.make_jaxpr of it", f"{least['trace']:.2f}")
+    table.add_row("once.needed: a trace and the division", f"{least['needed']:.2f}")
+    table.add_row("the division", f"{least['needed'] - least['trace']:.2f}")
+    measure.show(table)
+
+
+PARTS = ("decoder", "scanned", *MODELS, "tracing")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="which tables")
+    parser.add_argument("--sizes", nargs="*", choices=list(MESHES), default=list(MESHES), help="of the scanned decoder")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.cell:
+        print(json.dumps(dataclasses.asdict(scale.compile_here(Cell(*json.loads(args.cell))))))
+        return
+    if "decoder" in args.only:
+        decoder()
+    if "scanned" in args.only:
+        scanned(args.sizes)
+    if chosen := [name for name in MODELS if name in args.only]:
+        epochs(chosen)
+    if "tracing" in args.only:
+        tracing()
+
+
+if __name__ == "__main__":
+    main()
