@@ -1,11 +1,14 @@
 """What of a leaf trains, and what of it is frozen?"""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from optax_freeze._errors import is_array, value_error
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.layout import fitting
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
 from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest
 
@@ -54,4 +57,10 @@ def without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
         return value if leaf.dtype is None else HOLE
     if not isinstance(selection, RowIndex):
         return value
-    return jax.eval_shape(selection.take, value) if isinstance(value, jax.ShapeDtypeStruct) else selection.take(value)
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return selection.take(value)
+    part = jax.eval_shape(selection.take, value)
+    shape, sharding = part.values.shape, value.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = fitting(sharding, len(shape), shape)
+    return dataclasses.replace(part, values=jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding))
