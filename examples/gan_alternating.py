@@ -82,11 +82,11 @@ def main() -> None:
 
     def step(params: Any, state: Any, key: jax.Array) -> tuple[Any, Any]:
         def loss(params: Any) -> jax.Array:
-            """That of the network whose turn it is; the other one is frozen, whatever its gradient."""
+            """That of the network whose turn it is; the other one is frozen, and not differentiated."""
             of_generator, of_discriminator = losses(params, key)
             return jnp.where(fz.currently_frozen(state)["generator"], of_discriminator, of_generator)
 
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        updates, state = tx.update(fz.grad(loss, fz.spec_of(state))(params), state, params)
         return optax.apply_updates(params, updates), state
 
     compiled: Any = jax.jit(step)

@@ -12,7 +12,8 @@ import jax
 
 from optax_freeze._errors import is_array, printable, type_error
 from optax_freeze._gradient import split_array
-from optax_freeze._gradient.restrict import OfParts, call_in_parts, refuse_no_function
+from optax_freeze._gradient.in_parts import OfParts, call_in_parts
+from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._gradient.split_array import OperationLog
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan

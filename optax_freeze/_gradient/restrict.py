@@ -6,22 +6,20 @@ to the trainable parameters has no other gradients, neither of whole leaves nor 
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from itertools import repeat
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import described, is_array, is_int, type_error, value_error
-from optax_freeze._gradient.split_array import OperationLog, SplitArray
-from optax_freeze._spec.partition import assemble, split
+from optax_freeze._errors import described, is_int, type_error, value_error, whole_number
+from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
+from optax_freeze._gradient.in_parts import call_in_parts
+from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.selector_algebra import Selector
-from optax_freeze._spec.tree import PyTree, Rest, is_leaf
+from optax_freeze._spec.tree import PyTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,60 +64,20 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     return functools.wraps(fun)(_restricted(fun, rest, whole=False))
 
 
-class OfParts:
-    """A function of the parameters that takes the trainable part and the rest apart, and needs no other rule for rows.
-
-    Called as any other, with the full parameters, it does so by itself.
-    """
-
-    def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function of both parts, and of its other arguments."""
-        raise NotImplementedError
-
-
-def call_in_parts(
-    fun: Callable[..., T],
-    trainable: PyTree,
-    rest: PyTree,
-    args: Iterable[Any],
-    kwargs: dict[str, Any],
-    logs: Iterable[OperationLog | None] = repeat(None),
-    whole: bool = False,
-) -> T:
-    """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows.
-
-    ``whole`` says that the rows of ``trainable`` are those of the arrays in ``rest``.
-    """
-    if isinstance(fun, OfParts):
-        return fun.of_parts(trainable, rest, tuple(args), kwargs)
-    logs, splits = iter(logs), []
-
-    def combine_part(of_rest: Rest, part: Any) -> Any:
-        if not isinstance(of_rest.selection, RowIndex):
-            return of_rest.selection.put(of_rest.array, part)
-        array = jnp.asarray(of_rest.array)
-        splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs), whole))
-        return splits[-1]
-
-    leaves, treedef = assemble(trainable, rest, combine_part)
-    if not splits:
-        return fun(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
-
-    def of_arrays(*arrays: Any) -> T:
-        left = iter(arrays)
-        filled = [next(left) if isinstance(leaf, SplitArray) else leaf for leaf in leaves]
-        return fun(jax.tree.unflatten(treedef, filled), *args, **kwargs)
-
-    from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
-
-    frozen = [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
-    return call(of_arrays, splits, frozen, leaves, jax.tree.leaves((args, kwargs)))
-
-
 def value_and_grad(
-    fun: Callable[P, T], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+    fun: Callable[P, T],
+    frozen: Spec,
+    argnums: int = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    branches: int = 16,
 ) -> Callable[P, tuple[T, PyTree]]:
     """``jax.value_and_grad`` with respect to the trainable parameters.
+
+    With the spec of a :func:`optax_freeze.freeze_when` state (:func:`optax_freeze.spec_of`), the groups that train now
+    are differentiated: for each set of groups that can be frozen together there is a program, and the state chooses
+    between them in the running step. Gradients of frozen groups are zeros.
 
     Args:
       fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
@@ -127,6 +85,8 @@ def value_and_grad(
       argnums: the position of the parameters among the arguments.
       has_aux: whether ``fun`` returns a pair.
       holomorphic: as in JAX.
+      branches: the most programs there may be for the groups of ``freeze_when``. Where more sets of frozen groups can
+        occur, some of them are differentiated with groups that do not train now.
 
     Returns:
       A function with the arguments of ``fun``, called with the full tree. It returns the value (with the auxiliary
@@ -155,6 +115,8 @@ def value_and_grad(
             fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
         )
 
+    most = whole_number("branches counts programs", branches, at="branches", least=1, fix="give branches=16")
+
     @functools.wraps(fun)
     def value_and_grad_fn(*args: P.args, **kwargs: P.kwargs) -> tuple[T, PyTree]:
         if not -len(args) <= argnums < len(args):
@@ -166,6 +128,15 @@ def value_and_grad(
                 fix="pass the parameters by position, not by keyword",
             )
         i = argnums % len(args)
+        if isinstance(frozen, GroupsNow):
+            return value_and_grad_of_groups(
+                lambda spec: value_and_grad(fun, spec, argnums, has_aux, holomorphic=holomorphic)(*args, **kwargs),
+                lambda: fun(*args, **kwargs),
+                frozen,
+                make_plan,
+                args[i],
+                most,
+            )
         trainable, rest = split(args[i], _something_trains(args[i], frozen))
 
         def of_params(params: PyTree, /, *others: Any, **kwargs: Any) -> Any:
@@ -180,7 +151,13 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[P, Any], frozen: Spec, argnums: int = 0, has_aux: bool = False, *, holomorphic: bool = False
+    fun: Callable[P, Any],
+    frozen: Spec,
+    argnums: int = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    branches: int = 16,
 ) -> Callable[P, Any]:
     """``jax.grad`` with respect to the trainable parameters: :func:`value_and_grad` without the value.
 
@@ -190,6 +167,7 @@ def grad(
       argnums: the position of the parameters among the arguments.
       has_aux: whether ``fun`` returns a pair.
       holomorphic: as in JAX.
+      branches: the most programs there may be for the groups of ``freeze_when``.
 
     Returns:
       A function with the arguments of ``fun`` that returns the gradient, or ``(gradient, aux)`` if ``has_aux``.
@@ -203,7 +181,7 @@ def grad(
       >>> fz.grad(lambda p: p["encoder"] * p["head"], "encoder")(params)
       {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)}
     """
-    both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic)
+    both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic, branches=branches)
 
     @functools.wraps(fun)
     def grad_fn(*args: P.args, **kwargs: P.kwargs) -> Any:

@@ -1,6 +1,7 @@
 """When a group is frozen: functions of the step, for :func:`optax_freeze.freeze_when`."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -131,6 +132,29 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition
     """
     every = _whole("fz.gradual_unfreeze", "every", every, 1)
     return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
+
+
+def occurring(conditions: Sequence[Any]) -> list[tuple[bool, ...]] | None:
+    """What these conditions say together, each combination once, in order; None if one cannot be listed.
+
+    Conditions of this library change at known steps; what a function says is not known.
+    """
+    if not all(isinstance(condition, (_UnfreezeAt, _FreezeAt, _Alternate)) for condition in conditions):
+        return None
+    changes = sorted({0, *(c.at for c in conditions if isinstance(c, (_UnfreezeAt, _FreezeAt)))})
+    turns = [condition for condition in conditions if isinstance(condition, _Alternate)]
+    cycle = math.lcm(*(2 * turn.period for turn in turns))
+    if sum(cycle // turn.period for turn in turns) * len(changes) > _MOST_STEPS:
+        return None
+    steps = set(changes)
+    for start, stop in zip(changes, [*changes[1:], changes[-1] + cycle], strict=True):
+        for turn in turns:
+            first = start + (-(start + turn.offset)) % turn.period
+            steps.update(range(first, min(stop, start + cycle), turn.period))
+    return list(dict.fromkeys(tuple(bool(c(step)) for c in conditions) for step in sorted(steps)))
+
+
+_MOST_STEPS = 100_000
 
 
 def check(name: str, condition: Condition) -> None:

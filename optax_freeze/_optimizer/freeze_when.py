@@ -57,8 +57,8 @@ def freeze_when(
 
     Each group has a state of ``inner`` of its own. While it is frozen, its updates are -0.0, its optimizer does not
     run, and its state stands still: a group that thaws first at step N steps as if its optimizer had been created at
-    N, and one that thaws again goes on where it stopped. Leaves in no group always train. The backward pass is that of
-    all groups: to save it, train in static phases with :func:`optax_freeze.freeze` and :func:`optax_freeze.migrate`.
+    N, and one that thaws again goes on where it stopped. Leaves in no group always train. Take the gradient by
+    ``fz.value_and_grad(loss, fz.spec_of(state))``, which does not differentiate groups that are frozen now.
 
     Args:
       inner: the optimizer of each group, or an ``optax.MultiSteps``. What it computes over a whole tree (a global
@@ -136,10 +136,7 @@ def freeze_when(
             olds, params_treedef = plans.whole.align(params, "params")
         call = _Call(treedef, params, olds, params_treedef, extra_args)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
-        frozen = [
-            group_state.frozen if condition is None else ask(name, condition, state.step)
-            for group_state, name, condition in zip(group_states, plans.names, plans.conditions, strict=True)
-        ]
+        frozen = list(frozen_groups(state).values())
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
             grads = _zeroed(values, plans, frozen)
@@ -188,12 +185,22 @@ class _Call(NamedTuple):
         return _tree.flatten(updates)[0], parts_outside(state, plan)
 
 
+def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
+    """Whether each group is frozen in the next update, by its name."""
+    [step] = jax.tree.leaves(state.step)
+    named = zip(state.spec.names, state.spec.conditions, strict=True)
+    return {
+        name: jax.tree.leaves(state.groups[name].frozen)[0] if condition is None else ask(name, condition, step)
+        for name, condition in named
+    }
+
+
 def plans_of(state: FreezeWhenState) -> GroupPlans:
     """The plans of a state, with its dense masks."""
     return state.spec.with_masks([_tree.flatten(state.groups[name].masks)[0] for name in state.spec.names])
 
 
-_ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: jax.grad(loss), or fz.grad(loss, False)"
+_ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: fz.grad(loss, fz.spec_of(state))"
 
 
 def _init(tx: optax.GradientTransformation, plan: Plan, treedef: Any, values: Sequence[Any]) -> optax.OptState:

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import value_error
 from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
-from optax_freeze._gradient.restrict import call_in_parts
+from optax_freeze._gradient.in_parts import call_in_parts
 from optax_freeze._precompute import example_axis_rules as example_axis_rules
 from optax_freeze._precompute.arguments import Argument
 from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut

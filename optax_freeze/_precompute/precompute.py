@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from optax_freeze._errors import described, is_array, value_error, whole_number
-from optax_freeze._gradient.restrict import OfParts, refuse_no_function
+from optax_freeze._gradient.in_parts import OfParts
+from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._precompute.arguments import Arguments
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.leaf_parts import LeafParts, of_leaf, of_pair, without_frozen

@@ -8,8 +8,8 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._errors import described, message, refuse_no_mapping, value_error
-from optax_freeze._optimizer.conditions import Condition, ask, refuse_no_bool
-from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
+from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.groups import group_name
 from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.tree import PyTree
@@ -104,11 +104,7 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     for node in _states(state):
         [step] = jax.tree.leaves(node.step)
         _refuse_no_values(step)
-        for name, condition in _conditions(node):
-            if condition is None:
-                [frozen] = jax.tree.leaves(node.groups[name].frozen)
-            else:
-                frozen = ask(name, condition, step)
+        for name, frozen in frozen_groups(node).items():
             if not isinstance(frozen, Tracer):
                 frozen = bool(frozen)
                 if answers.get(name, frozen) is not frozen:

@@ -10,7 +10,10 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import is_array, is_concrete, refuse_no_mapping, value_error
+from optax_freeze._gradient.groups_now import GroupsNow, sets_of
+from optax_freeze._optimizer.conditions import occurring
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
+from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import copy_like
@@ -28,8 +31,12 @@ def spec_of(state: optax.OptState) -> Selector:
     Give it to :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.apply_updates` inside a jitted step: the
     masks are then arguments of the program. A mask closed over is a constant of it.
 
+    The spec of a :func:`optax_freeze.freeze_when` state says which groups are frozen now. Inside a jitted step that is
+    a value, and only :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.grad` take it.
+
     Args:
-      state: from :func:`optax_freeze.freeze` or :func:`optax_freeze.masked_zero_updates`, alone or within another.
+      state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
+        :func:`optax_freeze.freeze_when`, alone or within another.
 
     Returns:
       A selector, for trees with the leaves given to ``init``.
@@ -45,12 +52,15 @@ def spec_of(state: optax.OptState) -> Selector:
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
     states = [node for node in _states(state) if node.spec.leaves]
+    scheduled = [node for node in _scheduled(state) if node.spec.leaves]
+    if not states and len(scheduled) == 1:
+        return _groups_now(scheduled[0])
     if not states or any(_differ(states[0], other) for other in states[1:]):
         raise value_error(
             "no spec to be found" if not states else "several specs that differ",
             at="state",
-            got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates",
-            expected="one, or several with the same spec",
+            got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when",
+            expected="one, or several of fz.freeze with the same spec",
             fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
         )
     return plan_of(states[0]).known
@@ -108,6 +118,22 @@ def _differ(a: Any, b: Any) -> bool:
     """Whether two states have other specs or, as far as they have values, other masks."""
     pairs = zip(plan_of(a).masks, plan_of(b).masks, strict=False)
     return a.spec != b.spec or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
+
+
+def _groups_now(state: FreezeWhenState) -> GroupsNow:
+    """Which groups are frozen now, and what each of them has."""
+    plans = plans_of(state)
+    schedules = [i for i, condition in enumerate(plans.conditions) if condition is not None]
+    known = occurring([condition for condition in plans.conditions if condition is not None])
+    places = [] if known is None else schedules
+    sets = sets_of(len(plans.names) - len(places), known or [()], places)
+    own = tuple(plan.selections for plan in plans.plans[:-1])
+    return GroupsNow(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()), sets)
+
+
+def _scheduled(state: optax.OptState) -> list[FreezeWhenState]:
+    is_scheduled = lambda node: isinstance(node, FreezeWhenState)  # noqa: E731
+    return list(filter(is_scheduled, jax.tree.leaves(state, is_leaf=is_scheduled)))
 
 
 def _is_state(node: Any) -> bool:

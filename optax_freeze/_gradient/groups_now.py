@@ -1,0 +1,216 @@
+"""Which groups are frozen now, where that is a value of the running program, and the gradient of the others alone.
+
+For each set of groups that can be frozen together there is a program, and a ``lax.switch`` between them.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._errors import value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import elements, rows
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
+from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
+from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
+
+FrozenSet = tuple[bool, ...]
+"""For each group whether it is frozen."""
+
+_MOST_SETS = 4096
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["frozen", "selections"], meta_fields=["names", "leaves", "sets"]
+)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class GroupsNow(Selector):
+    """What is frozen now of groups that freeze and thaw: the spec of a state of ``freeze_when``."""
+
+    names: tuple[str, ...]
+    leaves: tuple[Leaf, ...]
+    selections: tuple[tuple[Selection, ...], ...]  # for each group what of each leaf is its own: the part that trains
+    frozen: tuple[Any, ...]  # whether each group is frozen
+    sets: tuple[FrozenSet, ...] | None  # those that can occur; None if they are too many to list
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what is frozen is known while a program is traced."""
+        return not any(isinstance(each, Tracer) for each in self.frozen)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        if not self.is_known:
+            raise value_error(
+                "which groups are frozen is a value of the running program",
+                at="frozen",
+                got=repr(self),
+                expected="a spec that is known when the program is traced",
+                fix="inside of jit, fz.value_and_grad and fz.grad alone take it: the optimizer moves no frozen group",
+            )
+        return self.spec_of_set(tuple(map(bool, self.frozen))).select(leaves)
+
+    def spec_of_set(self, frozen: FrozenSet) -> ResolvedSpec:
+        """What is frozen while these groups are."""
+        by_leaf = zip(*self.selections, strict=True) if self.selections else [()] * len(self.leaves)
+        choices = [
+            _union(leaf, [s for s, is_frozen in zip(own, frozen, strict=True) if is_frozen])
+            for leaf, own in zip(self.leaves, by_leaf, strict=True)
+        ]
+        return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(choices))
+
+    def branches(self, most: int) -> list[FrozenSet]:
+        """The sets to have a program each: all that can occur if they are few, else those that save most."""
+        sizes = [self._elements(own) for own in self.selections]
+        none = (False,) * len(self.names)
+        sets = list(self.sets) if self.sets is not None else _chains(len(self.names))
+        if len(sets) <= most and self.sets is not None:
+            return sets
+        common = tuple(map(all, zip(*sets, strict=True))) if self.sets is not None else none
+        return _saving_most(sets, common, sizes, most)
+
+    def which(self, branches: Sequence[FrozenSet]) -> jax.Array:
+        """The number of the program that computes least, of those in which nothing is frozen that trains now."""
+        now = jnp.stack([jnp.asarray(each, bool) for each in self.frozen])
+        sizes = [self._elements(own) for own in self.selections]
+        # In float32, ranks and not sizes: what counts is their order.
+        saved = [sum(size for size, here in zip(sizes, each, strict=True) if here) for each in branches]
+        rank = np.argsort(np.argsort(saved, kind="stable"), kind="stable").astype(np.int32)
+        fits = jnp.all(now | ~jnp.array(branches, bool).reshape(len(branches), len(sizes)), axis=1)
+        return jnp.argmax(jnp.where(fits, rank, -1))
+
+    def _elements(self, own: Sequence[Selection]) -> int:
+        return sum(
+            leaf.struct.size if isinstance(selection, DenseMask) else int(selection.elements(leaf.shape or ()))
+            for leaf, selection in zip(self.leaves, own, strict=True)
+            if leaf.shape is not None and selection is not FROZEN
+        )
+
+    def __repr__(self) -> str:
+        return f"fz.spec_of(<state of {len(self.names)} groups>)"
+
+
+def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
+    """What of a leaf is frozen if these parts of it are."""
+    frozen = [selection for selection in frozen if selection is not FROZEN]
+    if TRAINABLE in frozen or not frozen:
+        return bool(frozen)
+    if isinstance(frozen[0], RowIndex):
+        axis, size = frozen[0].axis, frozen[0].size
+        numbers = sorted({n for selection in frozen for n in _numbers(selection)})
+        return len(numbers) == size or rows(numbers, axis)
+    arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
+    return elements(functools.reduce(jnp.logical_or, arrays))
+
+
+def _numbers(index: Any) -> Sequence[int]:
+    picked = {n for progression in index.picked for n in range(*progression)}
+    return list(picked if index.picked_train else set(range(index.size)) - picked)
+
+
+def _chains(groups: int) -> list[FrozenSet]:
+    """Sets of many groups: from one end on, from the other, and each alone."""
+    ends = [tuple(i < n for i in range(groups)) for n in range(groups + 1)]
+    ends += [tuple(i >= n for i in range(groups)) for n in range(groups)]
+    return list(dict.fromkeys(ends + [tuple(i == n for i in range(groups)) for n in range(groups)]))
+
+
+def _saving_most(sets: Sequence[FrozenSet], common: FrozenSet, sizes: Sequence[int], most: int) -> list[FrozenSet]:
+    """Up to ``most`` sets, of which the first fits all; each of the others saves most beside those before it."""
+    matrix, weights = np.array(sets, bool), np.array(sizes, float)
+    saves = matrix @ weights
+    fits = np.array([(matrix | ~row).all(axis=1) for row in matrix])  # [candidate, set]
+    chosen, best = [common], np.full(len(sets), float(np.array(common, bool) @ weights))
+    for _ in range(most - 1):
+        gains = np.where(fits, np.maximum(saves[:, None] - best, 0), 0).sum(axis=1)
+        i = int(gains.argmax())
+        if gains[i] <= 0:
+            break
+        chosen.append(sets[i])
+        best = np.where(fits[i], np.maximum(best, saves[i]), best)
+    return chosen
+
+
+def sets_of(free: int, known: Sequence[FrozenSet], places: Sequence[int]) -> tuple[FrozenSet, ...] | None:
+    """The sets that can occur: of ``free`` groups any, beside one of the ``known`` sets of those at ``places``."""
+    if len(known) << free > _MOST_SETS:
+        return None
+    total, found = free + len(places), []
+    others = [i for i in range(total) if i not in places]
+    for these in known:
+        for those in itertools.product([False, True], repeat=free):
+            of_group = dict(zip([*places, *others], [*these, *those], strict=True))
+            found.append(tuple(of_group[i] for i in range(total)))
+    return tuple(found)
+
+
+def value_and_grad_of_groups(
+    at_params: Callable[..., tuple[Any, PyTree]],
+    value_of: Callable[..., Any],
+    spec: GroupsNow,
+    make_plan: Callable[[PyTree, Any], Plan],
+    params: PyTree,
+    most: int,
+) -> tuple[Any, PyTree]:
+    """The value and the gradient of the groups that train now, with zeros for the others.
+
+    Args:
+      at_params: called with a spec, gives the value and the gradient of what trains then.
+      value_of: gives the value alone, for the case that nothing trains.
+      spec: of the groups.
+      make_plan: makes the plan of a spec.
+      params: the parameters.
+      most: how many programs there may be.
+    """
+
+    def of_set(frozen: FrozenSet) -> tuple[Any, PyTree]:
+        resolved = spec.spec_of_set(frozen)
+        plan = make_plan(params, resolved)
+        values, treedef = _tree.flatten(params)
+        if plan.all_frozen:
+            value, grads = value_of(), [HOLE] * len(values)
+        else:
+            value, tree = at_params(resolved)
+            grads = _tree.flatten(tree)[0]
+        full = [
+            _full(leaf, selection, x, g)
+            for leaf, selection, x, g in zip(plan.leaves, plan.selections, values, grads, strict=True)
+        ]
+        return value, jax.tree.unflatten(treedef, full)
+
+    if spec.is_known:
+        return of_set(tuple(map(bool, spec.frozen)))
+    branches = spec.branches(most)
+    programs = [functools.partial(of_set, each) for each in branches]
+    value, grads = jax.lax.switch(spec.which(branches), programs) if len(programs) > 1 else programs[0]()
+    return value, grads if spec.sets and len(spec.sets) == len(branches) else _zeroed(spec, grads)
+
+
+def _zeroed(spec: GroupsNow, grads: PyTree) -> PyTree:
+    """Gradients with zeros at the groups that are frozen now, where a program computed more."""
+    values, treedef = _tree.flatten(grads)
+    for is_frozen, own in zip(spec.frozen, spec.selections, strict=True):
+        for i, selection in enumerate(own):
+            if selection is not FROZEN and not _tree.is_leaf(values[i]):
+                zeros = jnp.where(is_frozen, jnp.zeros((), values[i].dtype), values[i])
+                values[i] = selection.choose(values[i], zeros)
+    return jax.tree.unflatten(treedef, values)
+
+
+def _full(leaf: Leaf, selection: Selection, value: Any, grad: Any) -> Any:
+    """A gradient of the leaf's shape."""
+    if not leaf.inexact or isinstance(value, Part):
+        return grad
+    if selection is FROZEN:
+        return jnp.where(True, jnp.zeros((), value.dtype), value)
+    if isinstance(grad, Part):
+        zero = jnp.zeros((), grad.dtype)
+        return jnp.where(True, selection.spread(grad, zero, value), value)
+    return grad

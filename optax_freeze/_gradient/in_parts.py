@@ -1,0 +1,66 @@
+"""How is a function called with the trainable part of the parameters and the rest?"""
+
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._errors import is_array
+from optax_freeze._gradient.split_array import OperationLog, SplitArray
+from optax_freeze._spec.partition import assemble
+from optax_freeze._spec.selection import RowIndex
+from optax_freeze._spec.tree import PyTree, Rest, is_leaf
+
+T = TypeVar("T")
+
+
+class OfParts:
+    """A function of the parameters that takes the trainable part and the rest apart, and needs no other rule for rows.
+
+    Called as any other, with the full parameters, it does so by itself.
+    """
+
+    def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function of both parts, and of its other arguments."""
+        raise NotImplementedError
+
+
+def call_in_parts(
+    fun: Callable[..., T],
+    trainable: PyTree,
+    rest: PyTree,
+    args: Iterable[Any],
+    kwargs: dict[str, Any],
+    logs: Iterable[OperationLog | None] = repeat(None),
+    whole: bool = False,
+) -> T:
+    """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows.
+
+    ``whole`` says that the rows of ``trainable`` are those of the arrays in ``rest``.
+    """
+    if isinstance(fun, OfParts):
+        return fun.of_parts(trainable, rest, tuple(args), kwargs)
+    logs, splits = iter(logs), []
+
+    def combine_part(of_rest: Rest, part: Any) -> Any:
+        if not isinstance(of_rest.selection, RowIndex):
+            return of_rest.selection.put(of_rest.array, part)
+        array = jnp.asarray(of_rest.array)
+        splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs), whole))
+        return splits[-1]
+
+    leaves, treedef = assemble(trainable, rest, combine_part)
+    if not splits:
+        return fun(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+
+    def of_arrays(*arrays: Any) -> T:
+        left = iter(arrays)
+        filled = [next(left) if isinstance(leaf, SplitArray) else leaf for leaf in leaves]
+        return fun(jax.tree.unflatten(treedef, filled), *args, **kwargs)
+
+    from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
+
+    frozen = [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
+    return call(of_arrays, splits, frozen, leaves, jax.tree.leaves((args, kwargs)))
