@@ -29,6 +29,66 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "_gradient/groups_now.py",
+        "return value, grads if spec.sets and len(spec.sets) == len(branches) else _zeroed(spec, grads)",
+        "return value, grads",
+        "tests/gradient/test_groups_now.py -k program_for_each",
+    ),
+    Mutant(
+        "_optimizer/conditions.py",
+        "steps.update(range(first, min(stop, start + cycle), turn.period))",
+        "steps.update(range(first, min(stop, start + turn.period), turn.period))",
+        "tests/gradient/test_groups_now.py -k occur",
+    ),
+    Mutant(
+        "_precompute/cut.py",
+        "_reached(csr_array(left_over.T), sink)",
+        "{*range(sink + 1)} - _reached(left_over, source)",
+        "tests/precompute -k last_of_equal",
+    ),
+    Mutant(
+        "_precompute/cut.py",
+        "        if matters or has_effects(node.eqn):",
+        "        if matters:",
+        "tests/precompute -k runs_nothing",
+    ),
+    Mutant(
+        "_precompute/divide.py",
+        "        _refuse_mixed([at[value] for value in mixed])",
+        "        _refuse_mixed([at[value] for value in mixed[:0]])",
+        "tests/precompute/test_example_axis.py -k refused",
+    ),
+    Mutant(
+        "_precompute/example_axis.py",
+        "    if others or not all(axis in u for u in shared):",
+        "    if others:",
+        "tests/precompute/test_example_axis.py -k refused",
+    ),
+    Mutant(
+        "_precompute/example_axis_rules.py",
+        "    return Layout(axis, new[axis] // count, frozenset(uniform) - {axis})",
+        "    return Layout(axis, layout.block, frozenset(uniform) - {axis})",
+        "tests/precompute/test_example_axis.py -k shuffled",
+    ),
+    Mutant(
+        "_precompute/leaf_parts.py",
+        "        return LeafParts(HOLE, _constant(value))",
+        "        return LeafParts(HOLE, value)",
+        "tests/precompute -k zeros_at_what_is_frozen",
+    ),
+    Mutant(
+        "_precompute/precompute.py",
+        "features.cut != division.digest",
+        "len(features.cut) != len(division.digest)",
+        "tests/precompute -k another_spec",
+    ),
+    Mutant(
+        "_precompute/program.py",
+        "is_known = all(known) and not has_effects(eqn)",
+        "is_known = all(known)",
+        "tests/precompute -k callback_with_a_result",
+    ),
+    Mutant(
         "_gradient/interpreter.py",
         "        closed = jax.make_jaxpr(traced)(*",
         "        with jax.ensure_compile_time_eval():\n            closed = jax.make_jaxpr(traced)(*",
@@ -121,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/explain.py",
-        "    except _ASKED_FOR_A_VALUE:",
+        "    except ASKED_FOR_A_VALUE:",
         "    except KeyError:",
         "tests/gradient/test_explain.py",
     ),

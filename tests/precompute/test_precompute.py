@@ -10,6 +10,7 @@ import sys
 import equinox as eqx
 import haiku as hk
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -392,6 +393,24 @@ class TestTransformations:
         once.after(params, features, X)
         jax.effects_barrier()
         assert len(calls) == 1
+
+    def test_a_callback_with_a_result_is_called_in_each_step(self):
+        calls = []
+
+        def double(h):
+            calls.append(h.shape)
+            return 2 * h
+
+        def loss(params, x):
+            h = x @ params["encoder"]
+            h = jax.experimental.io_callback(double, jax.ShapeDtypeStruct(h.shape, h.dtype), h, ordered=True)
+            return jnp.sum(h @ params["head"])
+
+        params, once = three_layers(), fz.precompute(loss, "encoder")
+        features = jax.jit(once.before)(params, X)
+        assert calls == []
+        np.testing.assert_allclose(jax.jit(once.after)(params, features, X), loss(params, X), rtol=1e-5)
+        assert calls == [(32, 16), (32, 16)]
 
     def test_one_compilation_and_no_tracer_leaks(self):
         params, once, traces = three_layers(), fz.precompute(mlp, FROZEN), []
