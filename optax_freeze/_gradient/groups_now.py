@@ -70,7 +70,8 @@ class GroupsNow(Selector):
         """The sets to have a program each: all that can occur if they are few, else those that save most."""
         sizes = [self._elements(own) for own in self.selections]
         none = (False,) * len(self.names)
-        sets = list(self.sets) if self.sets is not None else _chains(len(self.names))
+        alone = [tuple(i == n for i in range(len(sizes))) for n in range(len(sizes))]
+        sets = list(self.sets) if self.sets is not None else list(dict.fromkeys(_from_ends(len(sizes)) + alone))
         if len(sets) <= most and self.sets is not None:
             return sets
         common = tuple(map(all, zip(*sets, strict=True))) if self.sets is not None else none
@@ -115,21 +116,25 @@ def _numbers(index: Any) -> Sequence[int]:
     return list(picked if index.picked_train else set(range(index.size)) - picked)
 
 
-def _chains(groups: int) -> list[FrozenSet]:
-    """Sets of many groups: from one end on, from the other, and each alone."""
-    ends = [tuple(i < n for i in range(groups)) for n in range(groups + 1)]
-    ends += [tuple(i >= n for i in range(groups)) for n in range(groups)]
-    return list(dict.fromkeys(ends + [tuple(i == n for i in range(groups)) for n in range(groups)]))
+def _from_ends(groups: int) -> list[FrozenSet]:
+    """The sets of the first groups, and those of the last."""
+    first = [tuple(i < n for i in range(groups)) for n in range(groups + 1)]
+    return list(dict.fromkeys(first + [tuple(i >= n for i in range(groups)) for n in range(groups)]))
 
 
 def _saving_most(sets: Sequence[FrozenSet], common: FrozenSet, sizes: Sequence[int], most: int) -> list[FrozenSet]:
-    """Up to ``most`` sets, of which the first fits all; each of the others saves most beside those before it."""
+    """Up to ``most`` sets, of which the first fits all; each of the others saves most beside those before it.
+
+    Sets from one end of the groups count for more than all others together: layers mostly freeze in their order.
+    """
+    ordered = set(_from_ends(len(sizes)))
+    importance = np.array([len(sets) if each in ordered else 1 for each in sets])
     matrix, weights = np.array(sets, bool), np.array(sizes, float)
     saves = matrix @ weights
     fits = np.array([(matrix | ~row).all(axis=1) for row in matrix])  # [candidate, set]
     chosen, best = [common], np.full(len(sets), float(np.array(common, bool) @ weights))
     for _ in range(most - 1):
-        gains = np.where(fits, np.maximum(saves[:, None] - best, 0), 0).sum(axis=1)
+        gains = np.where(fits, np.maximum(saves[:, None] - best, 0) * importance, 0).sum(axis=1)
         i = int(gains.argmax())
         if gains[i] <= 0:
             break

@@ -136,6 +136,17 @@ def test_many_switches_take_the_programs_that_save_most():
     assert not got["w00"].any()
 
 
+def test_layers_that_freeze_in_their_order_have_programs():
+    names = [f"w{i}" for i in range(8)]
+    params = {name: jnp.full((2, 2), 0.1) for name in names}
+    state = fz.freeze_when(optax.sgd(0.1), dict.fromkeys(names[:7], True)).init(params)
+    branches = fz.spec_of(state).branches(16)
+    assert len(branches) == 16
+    for n in range(8):
+        assert tuple(i < n for i in range(7)) in branches
+        assert tuple(i >= n for i in range(7)) in branches
+
+
 class TestElements:
     def test_rows_and_masks(self):
         mask = jnp.arange(64).reshape(8, 8) % 3 == 0
