@@ -580,3 +580,32 @@ def test_files_hold_several_examples_of_which_few_are_read(tmp_path):
     assert sum(path.is_file() for path in (tmp_path / "0" / "c").rglob("*")) == 5
     expected = jax.jit(once.before)(params, normal(1, 600, 6))
     assert bits(features.read(tmp_path)[600:]) == bits(expected)
+
+
+def test_parameters_without_axes_and_without_elements(tmp_path):
+    params = {**PARAMETERS, "scale": jnp.float32(2), "none": jnp.ones((0, 6))}
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["encoder"]) * params["scale"]
+        return jnp.mean(
+            jnp.sort(jnp.concatenate([h, jnp.zeros((*h.shape[:-1], len(params["none"])))], -1)) @ params["head"]
+        )
+
+    once, x = fz.precompute(loss, fz.only("head"), example_axis=0), jnp.ones((2, 6))
+    for _ in range(2):
+        features.write(tmp_path, once, params, [x], progress=False)
+    stored = features.read(tmp_path, once, params)[:]
+    assert once.after(once.needed(params, x), stored, x) == loss(params, x)
+
+
+def test_one_writer_at_a_time(tmp_path):
+    def batches():
+        yield jnp.ones((2, 6))
+        with pytest.raises(ValueError, match="another process writes features there"):
+            features.write(tmp_path / "here", once, PARAMETERS, [jnp.ones((2, 6))], progress=False)
+        yield jnp.zeros((2, 6))
+
+    once = fz.precompute(lambda p, x: jnp.mean(jnp.tanh(x @ p["encoder"]) @ p["head"]), "encoder", example_axis=0)
+    features.write(tmp_path / "here", once, PARAMETERS, batches(), progress=False)
+    assert len(features.read(tmp_path / "here")) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -67,7 +67,7 @@ class Arguments:
                 at=f"recurring={missing.pop()!r}",
                 got=f"a call with the arguments {given}",
                 expected="the argument whose values come again with these features",
-                fix="recurring counts the parameters as 0: the batch of loss(params, batch) is 1",
+                fix="recurring counts the parameters as 0; `after` takes the features before the other arguments",
             )
         with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
         arguments = []

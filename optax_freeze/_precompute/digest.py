@@ -1,76 +1,113 @@
 """Which program computed some features? Its digest says, in every process."""
 
+import fractions
 import hashlib
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from optax_freeze._gradient.constants import known
 from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._precompute.cut import Cut
 from optax_freeze._precompute.program import Program
 
 
-def digest(program: Program, inputs: Sequence[str], cut: Cut, shapes: Sequence[Any], *, with_sizes: bool) -> str:
-    """A digest of the operations before a cut, the same in every process.
+def digest(text: str) -> str:
+    """The digest of a text of a program."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    Args:
-      program: the program.
-      inputs: the names of its inputs.
-      cut: where it is divided.
-      shapes: the shape of each value, or None if it does not count.
-      with_sizes: whether sizes among the params of operations count; they differ with the number of examples.
-    """
+
+def text_of(program: Program, inputs: Sequence[str], cut: Cut) -> str:
+    """The operations before a cut as a text: the same in every process. ``inputs`` are the names of the inputs."""
     names, lines, count = dict(enumerate(inputs)), [], itertools.count()
+    names |= {value: f"constant {_of_constant(const)}" for value, const in program.consts.items()}
 
     def name_of(value: Any) -> str:
         return names.get(value) or names.setdefault(value, f"%{next(count)}")
 
     def text(value: Any) -> str:
         if isinstance(value, Literal):
-            return repr(np.asarray(value.val).tolist())
-        return f"{name_of(value)}:{program.avals[value].dtype}{shapes[value]}"
+            return _of_literal(value)
+        return f"{name_of(value)}:{_type(program.avals[value])}"
 
     for node in cut.before:
         if node.eqn.primitive.name in _OF_TYPES:
             names |= zip(node.outputs, map(name_of, node.inputs), strict=True)
             continue
-        params = _text(node.eqn.params, with_sizes)
         ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
-        lines.append(f"{node.eqn.primitive.name} {params} {ins} -> {outs}")
-    lines.append(" ".join(map(text, cut.stored)))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+        lines.append(f"{node.eqn.primitive.name} {_text(node.eqn.params)} {ins} -> {outs}")
+    return "\n".join([*lines, " ".join(map(text, cut.stored))])
 
+
+def without_count(text: str, twice: str, count: int) -> str:
+    """A text without the number of examples, from that of as many and that of twice as many."""
+    numbers, others = (re.findall(r"\d+", each) for each in (text, twice))
+    if re.split(r"\d+", text) != re.split(r"\d+", twice):
+        return text
+    pairs = zip(map(int, numbers), map(int, others), strict=True)
+    found = iter(
+        n if a == b else f"<{fractions.Fraction(b - a, count)} examples + {2 * a - b}>"
+        for n, (a, b) in zip(numbers, pairs, strict=True)
+    )
+    return re.sub(r"\d+", lambda _: next(found), text)
+
+
+def _type(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
+
+
+def _of_literal(literal: Any) -> str:
+    return _of_constant(literal.val) if np.ndim(literal.val) else repr(np.asarray(literal.val).tolist())
+
+
+def _of_constant(const: Any) -> str:
+    """A digest of the values of a constant, in letters; of a large one of a part of them."""
+    if hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
+        const = jax.random.key_data(const)
+    const = known(const)
+    if not isinstance(const, np.ndarray):
+        return ""
+    step = -(-const.nbytes // _MOST_BYTES) or 1
+    found = hashlib.sha256(np.ascontiguousarray(const.ravel()[::step]).tobytes()).hexdigest()[:16]
+    return found.translate(str.maketrans("0123456789", "ghijklmnop"))
+
+
+_MOST_BYTES = 2**26
 
 _OF_TYPES = ("pvary", "pcast")
 """Operations that say of a value that it varies over a mesh, inside of ``jax.shard_map``, and compute nothing."""
 
-_WITH_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding", "name")
 
-
-def _text(value: Any, with_sizes: bool) -> str:
+def _text(value: Any) -> str:
     """A text of a param of an operation that is the same in every process."""
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        jaxpr, _ = opened(value)
+        jaxpr, consts = opened(value)
         numbers: dict[Any, int] = {}
 
         def name_of(atom: Any) -> str:
             if isinstance(atom, Literal):
-                return repr(np.asarray(atom.val).tolist())
-            return f"%{numbers.setdefault(atom, len(numbers))}"
+                return _of_literal(atom)
+            return f"%{numbers.setdefault(atom, len(numbers))}:{_type(atom.aval)}"
 
         def line(name: str, params: str, ins: Sequence[Any], outs: Sequence[Any]) -> str:
             return f"{name}{params} {' '.join(map(name_of, ins))} -> {' '.join(map(name_of, outs))}"
 
-        eqns = [line(e.primitive.name, _text(e.params, with_sizes), e.invars, e.outvars) for e in jaxpr.eqns]
-        return "{" + ";".join([line("", "", jaxpr.invars, ()), *eqns, line("", "", jaxpr.outvars, ())]) + "}"
+        eqns = [line(e.primitive.name, _text(e.params), e.invars, e.outvars) for e in jaxpr.eqns]
+        closed_over = line("", "", jaxpr.constvars, ()) + " ".join(map(_of_constant, consts))
+        return (
+            "{" + ";".join([closed_over, line("", "", jaxpr.invars, ()), *eqns, line("", "", jaxpr.outvars, ())]) + "}"
+        )
     if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if with_sizes or k not in _WITH_SIZES}
-        return "[" + ",".join(f"{k}={_text(v, with_sizes)}" for k, v in sorted(kept.items())) + "]"
+        kept = {k: v for k, v in value.items() if k != "name" and "sharding" not in k}
+        return "[" + ",".join(f"{k}={_text(v)}" for k, v in sorted(kept.items())) + "]"
     if isinstance(value, (tuple, list)):
-        return "(" + ",".join(_text(item, with_sizes) for item in value) + ")"
+        return "(" + ",".join(_text(item) for item in value) + ")"
     if value is None or isinstance(value, (bool, int, float, str, np.dtype)):
         return repr(value)
     text = str(value)

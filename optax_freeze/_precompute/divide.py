@@ -4,36 +4,24 @@ The trace is that of :func:`optax_freeze.restrict`, so the frozen and the traina
 frozen stretch of a ``scan`` is computed beforehand.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from optax_freeze._errors import value_error
-from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
-from optax_freeze._gradient.in_parts import call_in_parts
 from optax_freeze._precompute import example_axis_rules as example_axis_rules
 from optax_freeze._precompute.arguments import Argument
 from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut
-from optax_freeze._precompute.digest import digest
+from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Layout, Mixed, layouts, of_batch
 from optax_freeze._precompute.leaf_parts import LeafParts
-from optax_freeze._precompute.program import Node, Program, flatten
+from optax_freeze._precompute.program import Node, Program
+from optax_freeze._precompute.trace import TRACED, Input, Traced, inputs_of
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
-from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest, is_hole
-
-
-class Input(NamedTuple):
-    """An input of the program."""
-
-    value: Any
-    name: str
-    why: str  # its value is not known beforehand; empty if it is
-    leaf: int | None = None  # the number of the leaf of whose frozen part it is
 
 
 class Division(NamedTuple):
@@ -79,7 +67,7 @@ class Division(NamedTuple):
         stored = zip(self.cut.stored, self._by_batch(features), strict=True)
         values = {**dict(enumerate(given.value for given in self.inputs)), **dict(stored)}
         outs = iter(self.program.evaluate(self.cut.after, values, self.program.outputs))
-        return jax.tree.unflatten(self.treedef, [next(outs) if leaf is _TRACED else leaf for leaf in self.flat])
+        return jax.tree.unflatten(self.treedef, [next(outs) if leaf is TRACED else leaf for leaf in self.flat])
 
     def _struct(self, value: int) -> jax.ShapeDtypeStruct:
         aval = self.program.avals[value]
@@ -93,9 +81,6 @@ class Division(NamedTuple):
         """Features as values of the program."""
         given = zip(features, self.layouts, self.cut.stored, strict=True)
         return [_as_in_program(array, at, self.program.avals[value].shape) for array, at, value in given]
-
-
-_TRACED = object()
 
 
 def _examples_first(array: Any, at: Layout | None) -> Any:
@@ -123,89 +108,36 @@ def divide(
     example_axis: int | None,
 ) -> Division:
     """Traces ``fun(params, *args, **kwargs)``, which executes nothing, and divides its program."""
-    inputs, selections = _inputs(plan, parts), plan.selections
+    inputs = inputs_of(plan, parts)
+    traced = Traced(fun, plan, parts, arguments, args_treedef)
+    names = [f"parameters {given.name}" for given in inputs]
     of_params = len(inputs)
     for argument in arguments:
         if argument.is_input:
             why = "" if argument.recurs else f"{argument.name}, which does not recur"
             inputs.append(Input(argument.value, argument.name, why))
-    treedef, flat = None, []
-
-    def traced(*arrays: Any) -> list[Any]:
-        nonlocal treedef, flat
-        left = iter(arrays)
-        pairs = [
-            _traced_parts(leaf, s, part, left) for leaf, s, part in zip(plan.leaves, selections, parts, strict=True)
-        ]
-        trainable, rest = (jax.tree.unflatten(plan.treedef, half) for half in zip(*pairs, strict=True))
-        filled = [next(left) if argument.is_input else argument.value for argument in arguments]
-        args, kwargs = jax.tree.unflatten(args_treedef, filled)
-        outs, treedef = jax.tree.flatten(call_in_parts(fun, trainable, rest, args, kwargs))
-        flat = [_TRACED if isinstance(out, Tracer) else out for out in outs]
-        return [out for out in outs if isinstance(out, Tracer)]
-
-    try:
-        closed = jax.make_jaxpr(traced)(*(given.value for given in inputs))
-    except ASKED_FOR_A_VALUE as error:
-        raise value_error(
-            "the function cannot be traced",
-            at=getattr(fun, "__qualname__", type(fun).__name__),
-            got=f"{type(error).__name__}: Python needs the value of an array in it",
-            expected="a function that jax.jit can trace",
-            fix="an argument that Python branches on: name it in `recurring` and give a Python value",
-        ) from error
-    program = flatten(closed, [not given.why for given in inputs])
+            names.append(f"arguments {argument.name}")
+    program = traced.program(inputs)
     at = _layouts(program, inputs, of_params, example_axis) if example_axis is not None else None
     cut = _divided(program, inputs, of_params, at)
     stored_at = [None if at is None else at[value] for value in cut.stored]
-    shapes = [aval.shape if at is None else _of_example(aval.shape, at[i]) for i, aval in enumerate(program.avals)]
-    of_program = digest(program, [given.name for given in inputs], cut, shapes, with_sizes=at is None)
-    return Division(program, inputs, plan, cut, stored_at, of_program, treedef, flat)
+    text = text_of(program, names, cut)
+    if example_axis is not None:
+        count = _examples(program, inputs, at)
+        more = [_with_twice_the_examples(given, example_axis, count) for given in inputs[of_params:]]
+        with contextlib.suppress(Exception):  # a function may hold for one number of examples only
+            twice = traced.again([*inputs[:of_params], *more])
+            other = _divided(twice, inputs, of_params, _layouts(twice, inputs, of_params, example_axis))
+            text = without_count(text, text_of(twice, names, other), count)
+    return Division(program, inputs, plan, cut, stored_at, digest(text), traced.treedef, traced.flat)
 
 
-def _of_example(shape: tuple[int, ...], at: Any) -> tuple[int, ...] | None:
-    """The shape of one example's part of a value; None if the value does not belong to examples."""
-    if not isinstance(at, Layout) or at.axis is None:
-        return None
-    return (*shape[: at.axis], at.block, *shape[at.axis + 1 :])
-
-
-def _inputs(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
-    """The arrays of the parameters: of each leaf the trainable part, the frozen one and the mask, if it has them."""
-    inputs = []
-    for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
-        trains = f"{leaf.path or 'the parameters'}, which trains"
-        if selection is not FROZEN:
-            value = _or_struct(part.trainable, leaf, selection.take)
-            inputs.append(Input(value, leaf.path, trains))
-        if selection is FROZEN and leaf.dtype is not None:
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            why = f"{leaf.path}, a random key among the parameters" if is_key else ""
-            inputs.append(Input(_or_struct(part.frozen, leaf), leaf.path, why, i))
-        elif selection.in_part:
-            why = "" if isinstance(selection, RowIndex) else trains
-            inputs.append(Input(_or_struct(part.frozen, leaf), leaf.path, why, i))
-            inputs += [Input(mask, f"the mask of {leaf.path}", trains) for mask in jax.tree.leaves(selection)]
-    return inputs
-
-
-def _or_struct(value: Any, leaf: Leaf, part: Callable[[Any], Any] = lambda whole: whole) -> Any:
-    """An array of a leaf, or in the place of a hole its shape."""
-    value = jax.eval_shape(part, leaf.struct) if is_hole(value) else value
-    return value.values if isinstance(value, Part) else value
-
-
-def _traced_parts(leaf: Leaf, selection: Selection, part: LeafParts, arrays: Any) -> tuple[Any, Any]:
-    """A leaf of the trainable part and of the rest, as :func:`optax_freeze.partition` gives them, of tracers."""
-    if selection is FROZEN:
-        return HOLE, part.frozen if leaf.dtype is None else next(arrays)
-    if selection is TRAINABLE:
-        return next(arrays), HOLE
-    trainable, frozen = next(arrays), next(arrays)
-    if selection.part_index is not None:
-        trainable = Part(trainable, selection.part_index, leaf.shape)
-    structure = jax.tree.structure(selection)
-    return trainable, Rest(frozen, jax.tree.unflatten(structure, [next(arrays) for _ in range(structure.num_leaves)]))
+def _with_twice_the_examples(given: Input, axis: int, count: int) -> Input:
+    shape = np.shape(given.value)
+    if len(shape) <= axis or shape[axis] != count:
+        return given
+    more = (*shape[:axis], 2 * count, *shape[axis + 1 :])
+    return given._replace(value=jax.ShapeDtypeStruct(more, given.value.dtype))
 
 
 def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: int) -> list[Layout | Mixed | None]:
@@ -229,6 +161,11 @@ def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: in
     return layouts(program, given)
 
 
+def _examples(program: Program, inputs: Sequence[Input], at: Any) -> int:
+    """How many examples the batch has."""
+    return next(program.avals[i].shape[at[i].axis] for i in range(len(inputs)) if at[i].axis is not None)
+
+
 def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list[Any] | None) -> Cut:
     """The minimum cut of a program."""
     of_params_or_batch, of_trunk = _dependent(program, inputs, of_params)
@@ -236,15 +173,14 @@ def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list
     if at is None:
         cost: list[int | None] = [_bytes(aval) for aval in program.avals]
     else:
-        count = next(
-            program.avals[i].shape[x.axis] for i, x in enumerate(at) if i < len(inputs) and x and x.axis is not None
-        )
+        count = _examples(program, inputs, at)
         cost = [
             _bytes(aval) // max(count, 1) if isinstance(x, Layout) and x.axis is not None else None
             for aval, x in zip(program.avals, at, strict=True)
         ]
         for i, node in enumerate(program.nodes):
-            cheap[i] |= all(isinstance(at[value], Layout) and at[value].axis is None for value in node.outputs)
+            if all(isinstance(at[value], Layout) and at[value].axis is None for value in node.outputs):
+                cheap[i], of_trunk[i] = True, False
     found = minimum_cut(program, [not each for each in cheap], cost)
     if isinstance(found, Cut) and not found.stored:
         found = minimum_cut(program, of_trunk, cost)

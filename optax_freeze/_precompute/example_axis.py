@@ -57,7 +57,7 @@ def layouts(program: Program, inputs: Sequence[Layout]) -> list[Layout | Mixed |
     for node in program.nodes:
         if not all(program.known[value] for value in node.outputs):
             continue
-        operands = [_of_literal(x) if isinstance(x, Literal) else found[x] for x in node.inputs]
+        operands = [_of_constant(x.val) if isinstance(x, Literal) else found[x] for x in node.inputs]
         if mixed := next((x for x in operands if isinstance(x, Mixed)), None):
             found |= dict.fromkeys(node.outputs, mixed)
             continue
@@ -73,28 +73,37 @@ def of_batch(shape: Sequence[int], axis: int) -> Layout:
     return Layout(axis if shape else None)
 
 
-def _of_literal(literal: Any) -> Layout:
-    return Layout(uniform=frozenset(range(np.ndim(literal.val))))
-
-
 def _of_constant(const: Any) -> Layout:
-    is_key = jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
+    """The layout of a constant: uniform along an axis if its bits are."""
+    is_key = hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
     const = const if is_key else known(const)
     if not isinstance(const, np.ndarray) or not 0 < const.size <= 2**20:
         return Layout()
-    return Layout(uniform=frozenset(axis for axis in range(const.ndim) if (const == const.take([0], axis)).all()))
+    bits = np.frombuffer(np.ascontiguousarray(const).tobytes(), np.uint8).reshape(*const.shape, const.dtype.itemsize)
+    return Layout(uniform=frozenset(axis for axis in range(const.ndim) if (bits == bits.take([0], axis)).all()))
 
 
 def _through(eqn: Any, operands: Sequence[Layout]) -> list[Layout]:
     """The layouts of the outputs of an operation."""
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
     rule = RULES.get(eqn.primitive.name)
-    if rule is not None:
-        outs = rule(eqn, shapes, operands)
-        return outs if isinstance(outs, list) else [outs] * len(eqn.outvars)
-    if any(x.axis is not None for x in operands):
+    counts: set[int] = {of[x.axis] // x.block for of, x in zip(shapes, operands, strict=True) if x.axis is not None}
+    if rule is None:
+        if counts:
+            raise MixedError
+        return [Layout()] * len(eqn.outvars)
+    found = rule(eqn, shapes, operands)
+    outs = found if isinstance(found, list) else [found] * len(eqn.outvars)
+    return [_of_shape(getattr(var.aval, "shape", ()), out, counts) for var, out in zip(eqn.outvars, outs, strict=True)]
+
+
+def _of_shape(shape: Sequence[int], layout: Layout, counts: set[int]) -> Layout:
+    """A layout that a value of this shape can have: with as many examples as before."""
+    if layout.axis is not None and (
+        layout.axis >= len(shape) or {shape[layout.axis]} != {n * layout.block for n in counts}
+    ):
         raise MixedError
-    return [Layout()] * len(eqn.outvars)
+    return layout._replace(uniform=layout.uniform & frozenset(range(len(shape))))
 
 
 RULES: dict[str, Callable[[Any, Sequence[Any], Sequence[Layout]], Any]] = {}
@@ -137,7 +146,7 @@ def _of_program(program: Any, operands: Sequence[Layout]) -> list[Layout]:
     found |= zip(jaxpr.constvars, map(_of_constant, consts), strict=True)
 
     def read(atom: Any) -> Layout:
-        return _of_literal(atom) if isinstance(atom, Literal) else found[atom]
+        return _of_constant(atom.val) if isinstance(atom, Literal) else found[atom]
 
     for eqn in jaxpr.eqns:
         try:

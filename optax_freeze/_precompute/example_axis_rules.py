@@ -61,19 +61,19 @@ def _reshape(eqn: Any, shapes: Any, operands: Any) -> Layout:
 
     def place(axis: int, fits: Callable[[int], bool]) -> int | None:
         outer = math.prod(old[:axis])
-        return next((i for i in range(len(new)) if before[i] == outer and fits(new[i]) and new[i] > 1), None)
+        return next((i for i in range(len(new)) if before[i] == outer and fits(new[i])), None)
 
     uniform = {i for i, size in enumerate(new) if size == 1}
-    uniform |= {i for axis in layout.uniform if (i := place(axis, old[axis].__eq__)) is not None}
+    for axis in layout.uniform:
+        if old[axis] > 1 and (i := place(axis, old[axis].__eq__)) is not None:
+            uniform.add(i)
     if layout.axis is None:
         return Layout(uniform=frozenset(uniform))
     count = old[layout.axis] // layout.block
-    if count == 1:
-        raise MixedError
-    axis = place(layout.axis, lambda size: size % count == 0)
+    axis = place(layout.axis, lambda size: count < 2 or (size > 1 and size % count == 0))
     if axis is None:
         raise MixedError
-    return Layout(axis, new[axis] // count, frozenset(uniform) - {axis})
+    return Layout(axis, new[axis] // max(count, 1), frozenset(uniform) - {axis})
 
 
 @rule("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin")
@@ -134,19 +134,19 @@ def _split(eqn: Any, shapes: Any, operands: Any) -> Layout:
     return _but_for([eqn.params["axis"]], operands[0])
 
 
-def _but_for(changed: Any, layout: Layout) -> Layout:
+def _but_for(changed: Any, layout: Layout, *, keeps_uniform: bool = False) -> Layout:
     """The result of an operation that changes places along these axes."""
     if layout.axis in changed:
         raise MixedError
+    if keeps_uniform:
+        return layout
     return layout._replace(uniform=layout.uniform - set(changed))
 
 
 @rule("slice")
 def _slice(eqn: Any, shapes: Any, operands: Any) -> Layout:
-    axis, params = operands[0].axis, eqn.params
-    if axis is not None and params["limit_indices"][axis] - params["start_indices"][axis] != shapes[0][axis]:
-        raise MixedError
-    return operands[0]
+    new = eqn.outvars[0].aval.shape
+    return _but_for([i for i, size in enumerate(shapes[0]) if new[i] != size], operands[0], keeps_uniform=True)
 
 
 @rule("pad")
@@ -197,7 +197,8 @@ def _convolution(eqn: Any, shapes: Any, operands: Any) -> Layout:
 
 @rule("reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod")
 def _window(eqn: Any, shapes: Any, operands: Any) -> Layout:
-    params, layout = eqn.params, operands[0]
+    params, arrays = eqn.params, len(eqn.outvars)
+    layout = joined(shapes[0], shapes[:arrays], operands[:arrays])
     if layout.axis is not None:
         trivial = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
         if any(params[name][layout.axis] != value for name, value in trivial.items()):
@@ -231,18 +232,24 @@ def _looked_up(
     of_indices: dict[int, int],
 ) -> Layout:
     """The result of a lookup: its axes come from the array or from the indices, batch axes from both."""
+    beside = dict(zip(indices_batch, array_batch, strict=True))
+    both = {of_indices[i] for i, a in beside.items() if i in indices.uniform and a in array.uniform}
+    of_either = {of_indices[i] for i in indices.uniform if i in of_indices and i not in beside} | {
+        of_array[a] for a in array.uniform if a in of_array
+    }
+    uniform = frozenset(both | of_either)
     if array.axis in array_batch:
-        beside = indices_batch[array_batch.index(array.axis)]
-        if indices.examples != (beside, array.block) and beside not in indices.uniform:
+        place = next(i for i, a in beside.items() if a == array.axis)
+        shared = indices.axis is None and place in indices.uniform
+        if not shared and indices.examples != (place, array.block):
             raise MixedError
-        return Layout(of_indices[beside], array.block)
-    looked_up, found = array.moved(of_array), indices.moved(of_indices)
-    if indices.axis in indices_batch and array_batch[indices_batch.index(indices.axis)] not in array.uniform:
+        return Layout(of_indices[place], array.block, uniform - {of_indices[place]})
+    if indices.axis in beside and (array.axis is not None or beside[indices.axis] not in array.uniform):
         raise MixedError
-    if looked_up.axis is not None and found.axis is not None:
+    if array.axis is not None and indices.axis is not None:
         raise MixedError
-    examples = looked_up if looked_up.axis is not None else found
-    return examples._replace(uniform=(looked_up.uniform | found.uniform) - {examples.axis})
+    found = array.moved(of_array) if array.axis is not None else indices.moved(of_indices)
+    return found._replace(uniform=uniform - {found.axis})
 
 
 @rule("dynamic_slice")

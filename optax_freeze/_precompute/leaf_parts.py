@@ -24,7 +24,7 @@ def of_leaf(selection: Selection, value: Any) -> LeafParts:
     """Both parts of a leaf; its frozen part is a constant of the gradient."""
     if selection is FROZEN:
         return LeafParts(HOLE, _constant(value))
-    if selection is TRAINABLE or _tree.is_leaf(value):
+    if selection is TRAINABLE or _tree.is_leaf(value) or isinstance(value, jax.ShapeDtypeStruct):
         return LeafParts(value, HOLE)
     return LeafParts(selection.take(value), _constant(value))
 

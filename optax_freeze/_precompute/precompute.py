@@ -20,7 +20,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
-from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree, Rest
+from optax_freeze._spec.tree import HOLE, Part, PyTree, Rest
 
 if TYPE_CHECKING:
     from optax_freeze._precompute.divide import Division
@@ -36,7 +36,7 @@ class Features(tuple[Any, ...]):
     Attributes:
       arrays: what the tuple holds.
       cut: a digest of the program; static.
-      leaves: path, shape and dtype of each parameter; static.
+      leaves: the path and the shape of each parameter (a ``jax.ShapeDtypeStruct``, None for an object); static.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -48,9 +48,9 @@ class Features(tuple[Any, ...]):
     """
 
     cut: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[tuple[str, Any], ...]
 
-    def __new__(cls, arrays: Iterable[Any], cut: str, leaves: Sequence[Leaf]) -> Self:
+    def __new__(cls, arrays: Iterable[Any], cut: str, leaves: Sequence[tuple[str, Any]]) -> Self:
         self = super().__new__(cls, arrays)
         self.cut, self.leaves = cut, tuple(leaves)
         return self
@@ -133,7 +133,7 @@ class Precomputed:
           (2, 8)
         """
         division = self._of_params(params, args, kwargs)
-        return Features(division.before(), division.digest, division.plan.leaves)
+        return Features(division.before(), division.digest, _structs(params))
 
     def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """The parameters that ``after`` reads.
@@ -256,24 +256,41 @@ class _After(OfParts):
         return f"{self._once!r}.after"
 
     def __call__(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
-        values = _tree.flatten(params)[0]
-        plan = self._plan(params, features)
-        parts = [of_leaf(selection, value) for value, selection in zip(values, plan.selections, strict=True)]
+        self._refuse_elsewhere((features, *args))
+        plan, shapes = self._plan(params, features)
+        leaves = zip(plan.selections, _tree.flatten(params)[0], shapes, strict=True)
+        parts = [of_leaf(selection, shape if _tree.is_hole(x) else x) for selection, x, shape in leaves]
         return self._run(plan, parts, features, args, kwargs)
 
     def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_elsewhere(args)
         features, *others = args
         left, treedef = _tree.flatten(trainable)
         right = _tree.flatten(rest)[0]
         whole = [
             a if _tree.is_hole(b) else b.array if isinstance(b, Rest) else b for a, b in zip(left, right, strict=True)
         ]
-        plan = self._plan(jax.tree.unflatten(treedef, whole), features)
+        plan, shapes = self._plan(jax.tree.unflatten(treedef, whole), features)
+        right = [
+            shape if _tree.is_hole(a) and _tree.is_hole(b) else b
+            for a, b, shape in zip(left, right, shapes, strict=True)
+        ]
         pairs = zip(plan.leaves, plan.selections, left, right, strict=True)
         return self._run(plan, [of_pair(*pair) for pair in pairs], features, tuple(others), kwargs)
 
-    def _plan(self, params: PyTree, features: PyTree) -> Plan:
-        """The plan of the parameters with all their leaves."""
+    def _refuse_elsewhere(self, args: tuple[Any, ...]) -> None:
+        place = next((i for i, each in enumerate(args) if isinstance(each, Features)), 0)
+        if place or not args:
+            raise value_error(
+                "the features come after the parameters",
+                at=f"argument {place + 1}" if place else "the arguments",
+                got="the features there" if place else "no features",
+                expected="after(params, features, *args, **kwargs)",
+                fix="give the arguments of the function after the features",
+            )
+
+    def _plan(self, params: PyTree, features: PyTree) -> tuple[Plan, list[Any]]:
+        """The plan of the parameters with all their leaves, and these: shapes in the place of missing ones."""
         values, treedef = _tree.flatten(params)
         known = features.leaves if isinstance(features, Features) else ()
         if any(map(_tree.is_hole, values)):
@@ -285,26 +302,21 @@ class _After(OfParts):
                     expected="the features as `before` or features.read returned them",
                     fix="jax.tree.map keeps their type; or give the full parameters",
                 )
-            _tree.refuse_other_paths(
-                _tree.paths(params), [leaf.path for leaf in known], "params", "give what `needed` returned"
-            )
+            fix = "give what `needed` returned"
+            _tree.refuse_other_paths(_tree.paths(params), [path for path, _ in known], "params", fix)
         shapes = [
-            known[i].struct
-            if _tree.is_hole(value)
-            else jax.ShapeDtypeStruct(value.shape, value.dtype)  # type: ignore[arg-type]
-            if isinstance(value, Part)
-            else value
+            known[i][1] if _tree.is_hole(value) and known[i][1] is not None else _whole(value)
             for i, value in enumerate(values)
         ]
-        return make_plan(jax.tree.unflatten(treedef, shapes), self._once.frozen)
+        return make_plan(jax.tree.unflatten(treedef, shapes), self._once.frozen), shapes
 
     def _run(
         self, plan: Plan, parts: Sequence[LeafParts], features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         division = self._once._divide(plan, parts, args, kwargs)
         for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
-            trains = selection is not FROZEN and _tree.is_hole(part.trainable)
-            if trains or (leaf.dtype is not None and _tree.is_hole(part.frozen) and i in division.read_again):
+            trains = selection is not FROZEN and _is_missing(part.trainable)
+            if trains or (leaf.dtype is not None and _is_missing(part.frozen) and i in division.read_again):
                 node = division.read_again.get(i)
                 raise value_error(
                     "a parameter is missing",
@@ -384,6 +396,26 @@ def precompute(
     if example_axis is not None:
         whole_number("example_axis is the number of an axis", example_axis, at="example_axis", fix="example_axis=0")
     return Precomputed(fun, frozen, recurring, example_axis)
+
+
+def _structs(params: PyTree) -> tuple[tuple[str, Any], ...]:
+    """The path and the shape of each leaf, as JAX types it."""
+    leaves = zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
+    return tuple((path, _struct(value) if is_array(value) else None) for path, value in leaves)
+
+
+def _struct(value: Any) -> jax.ShapeDtypeStruct:
+    weak = isinstance(value, jax.Array) and value.weak_type
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
+
+
+def _whole(value: Any) -> Any:
+    """The shape of the leaf of a ``Part``; anything else as it is."""
+    return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, Part) else value
+
+
+def _is_missing(value: Any) -> bool:
+    return _tree.is_hole(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _bytes(shape: Any, dtype: Any) -> int:

@@ -21,6 +21,7 @@ from optax_freeze.features._record import (
     damaged,
     leaves_of,
     of_params,
+    only_writer,
     read_record,
     refuse_other_batch,
     refuse_other_features,
@@ -59,7 +60,7 @@ def write(
     Raises:
       ValueError: if ``once`` has no ``example_axis``; if the directory holds other files, or features of another base,
         spec, program or of other batches, which stay as they are; if examples differ in shape; if an array spans
-        processes; and as ``before`` does.
+        processes; if another process writes there; and as ``before`` does.
       TypeError: if ``once`` is not from ``fz.precompute``, or ``batches`` is not an iterable of batches.
 
     Example:
@@ -83,48 +84,49 @@ def write(
         raise type_error(
             "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
         )
-    params_record = of_params(params, once)
-    record = read_record(where, or_none=True)
-    if record:
-        refuse_other_params(record, params_record)
-    features_of = computation(once, params, others, kwargs)
-    columns = ["features", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
-        stores, waiting, count = [], None, 0
-        done = len(record["batches"]) if record else 0
+    with only_writer(where):
+        params_record = of_params(params, once)
+        record = read_record(where, or_none=True)
+        if record:
+            refuse_other_params(record, params_record)
+        features_of = computation(once, params, others, kwargs)
+        shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
+        with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
+            task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
+            stores, waiting, count = [], None, 0
+            done = len(record["batches"]) if record else 0
 
-        def store(digest: str, features: Features) -> None:
-            append(stores, record, [on_host(array, "the features") for array in features])
-            record["batches"].append(digest)
-            save(where, record)
-            speed = bar.tasks[task].speed or 0
-            bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
+            def store(digest: str, features: Features) -> None:
+                append(stores, record, [on_host(array, "the features") for array in features])
+                record["batches"].append(digest)
+                save(where, record)
+                speed = bar.tasks[task].speed or 0
+                bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
 
-        for count, batch in enumerate(batches, 1):
-            digest, shapes, compute = features_of(batch)
-            record = record or begin(where, shapes, params_record)
-            refuse_other_features(record, shapes, count)
-            if count <= done or record["complete"]:
-                refuse_other_batch(record, digest, count)
-                bar.advance(task)
-                continue
-            stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
-            before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
-            if before:
-                store(*before)
-        if waiting:
-            store(*waiting)
-    if record is None or count < max(done, 1):
-        raise value_error(
-            "there are fewer batches than are stored" if done else "there are no batches",
-            at="batches",
-            got=counted(count, "batch", "batches"),
-            expected=f"at least the {done} that are stored" if done else "at least one",
-            fix="give the same batches each time: a list, or a new iterator",
-        )
-    if not record["complete"]:
-        save(where, {**record, "complete": True})
+            for count, batch in enumerate(batches, 1):
+                digest, shapes, compute = features_of(batch)
+                record = record or begin(where, shapes, params_record)
+                refuse_other_features(record, shapes, count)
+                if count <= done or record["complete"]:
+                    refuse_other_batch(record, digest, count)
+                    bar.advance(task)
+                    continue
+                stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
+                before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
+                if before:
+                    store(*before)
+            if waiting:
+                store(*waiting)
+        if record is None or count < max(done, 1):
+            raise value_error(
+                "there are fewer batches than are stored" if done else "there are no batches",
+                at="batches",
+                got=counted(count, "batch", "batches"),
+                expected=f"at least the {done} that are stored" if done else "at least one",
+                fix="give the same batches each time: a list, or a new iterator",
+            )
+        if not record["complete"]:
+            save(where, {**record, "complete": True})
 
 
 def read(

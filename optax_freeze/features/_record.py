@@ -3,9 +3,11 @@
 It is JSON, and is replaced as a whole after each batch. It may be damaged, so :func:`read_record` checks every field.
 """
 
+import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from optax_freeze._errors import counted, described, in_one_line, is_int, value_
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
-from optax_freeze._spec.tree import Leaf, PyTree
+from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.fingerprint import digests
 
 FORMAT = 1
@@ -47,8 +49,13 @@ def of_params(params: PyTree, once: Precomputed) -> dict[str, Any]:
                 fix="give the full parameters here, and what `needed` returned to `after` alone",
             )
     leaves = [
-        {"path": leaf.path, **_array_record(leaf), "aliases": list(leaf.aliases), "frozen": str(selection)}
-        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
+        {
+            "path": leaf.path,
+            **_array_record(leaf),
+            "weak": bool(getattr(x, "weak_type", False)),
+            "frozen": str(selection),
+        }
+        for leaf, selection, x in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)
     ]
     found = digests(params, plan).items()
     return {"leaves": leaves, "frozen": {path: "".join(f"{int(x):08x}" for x in lanes) for path, lanes in found}}
@@ -78,13 +85,9 @@ def _dtype(name: str) -> Any:
     return jax.dtypes.float0 if name == str(jax.dtypes.float0) else np.dtype(name)
 
 
-def leaves_of(record: Mapping[str, Any]) -> tuple[Leaf, ...]:
-    """The leaves of the parameters."""
-    shaped = ((leaf, _struct(leaf)) for leaf in record["leaves"])
-    return tuple(
-        Leaf(leaf["path"], struct and struct.shape, struct and struct.dtype, tuple(leaf["aliases"]))
-        for leaf, struct in shaped
-    )
+def leaves_of(record: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The path and the shape of each leaf of the parameters."""
+    return tuple((leaf["path"], _struct(leaf)) for leaf in record["leaves"])
 
 
 def structs_of(record: Mapping[str, Any]) -> list[Any]:
@@ -97,7 +100,7 @@ def _struct(of: Mapping[str, Any]) -> Any:
         return None
     if not all(is_int(axis) and axis >= 0 for axis in of["shape"]):
         raise ValueError(f"the shape {of['shape']}")
-    return jax.ShapeDtypeStruct(tuple(of["shape"]), _dtype(of["dtype"]))
+    return jax.ShapeDtypeStruct(tuple(of["shape"]), _dtype(of["dtype"]), weak_type=bool(of.get("weak", False)))
 
 
 def begin(where: str, shapes: Features, params_record: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +114,31 @@ def begin(where: str, shapes: Features, params_record: Mapping[str, Any]) -> dic
 
 def _of_one(shapes: Features) -> list[dict[str, Any]]:
     return [_array_record(jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype)) for struct in shapes]
+
+
+@contextlib.contextmanager
+def only_writer(where: str) -> Iterator[None]:
+    """Holds a lock beside a directory: a second writer would mix its features with those of the first."""
+    file = f"{where}.lock"
+    os.makedirs(os.path.dirname(where), exist_ok=True)
+    with open(file, "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_lock = os.path.exists(file) and os.path.samestat(os.fstat(lock.fileno()), os.stat(file))
+        except OSError:
+            is_lock = False
+        if not is_lock:
+            raise value_error(
+                "another process writes features there",
+                at=where,
+                got=f"the lock {file}",
+                expected="one writer",
+                fix="wait until it is done, or give a directory of its own to each process",
+            )
+        try:
+            yield
+        finally:
+            os.unlink(file)
 
 
 def save(where: str, record: Mapping[str, Any]) -> None:

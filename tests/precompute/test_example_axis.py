@@ -232,3 +232,61 @@ def test_features_of_other_examples_are_refused():
     assert once.after(params, features, jnp.ones((4, 8, 8))) == 24
     with pytest.raises(ValueError, match="computed by another program"):
         once.after(params, features, jnp.ones((4, 6, 6)))
+
+
+TABLE = jax.random.normal(jax.random.key(5), (N, 4))
+
+
+def argmax_pooled(h, _):
+    """The flat places of the maxima: a window over two operands, of which one belongs to all examples."""
+
+    def larger(a, b):
+        return jnp.where(a[0] >= b[0], a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
+
+    places = jnp.arange(N * 12, dtype=jnp.float32).reshape(N, 3, 4)
+    return lax.reduce_window((h, places), (-jnp.inf, -1.0), larger, (1, 1, 2), (1, 1, 2), "VALID")[1]
+
+
+def of_other_examples(h, _):
+    picked = jnp.broadcast_to(jnp.argmax(h[:, 0], 1)[None], (N, N))
+    return jnp.take_along_axis(h[:, 0], picked, axis=1)
+
+
+SUBTLY_MIXED = {
+    "a lookup in a table with a row for each place": lambda h, w: (
+        h[:, 0] + jnp.take_along_axis(TABLE, jnp.zeros((N, 1), int), 1)
+    ),
+    "a lookup by other examples": of_other_examples,
+    "a window over two operands": argmax_pooled,
+    "signs of zeros": lambda h, w: h * jnp.arctan2(jnp.array([0.0, -0.0] + 4 * [0.0])[:, None, None], -1.0),
+    "every second example": lambda h, w: h[::2],
+    "every second place of a block": lambda h, w: h.reshape(N * 3, 4)[::2],
+    "array of NumPy": lambda h, w: h * np.arange(6.0, dtype=np.float32)[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", SUBTLY_MIXED)
+def test_what_looks_apart_and_is_not(name):
+    params, batch = params_and_batch()
+    once = fz.precompute(a_loss(SUBTLY_MIXED[name]), "trunk", example_axis=0)
+    with pytest.raises(ValueError, match="examples are mixed"):
+        once.needed(params, batch)
+
+
+@pytest.mark.parametrize("name", ["elementwise", "attention", "norm", "flat"])
+def test_a_batch_of_one_belongs_to_the_others(name):
+    function = APART.get(name, lambda h, w: (h.reshape(-1, 4) @ w).reshape(-1, 12)[:, 1:])
+    params, batch = params_and_batch()
+    once = fz.precompute(a_loss(function), "trunk", example_axis=0)
+    one, several = once.before(params, batch[:1]), once.before(params, batch)
+    assert one.cut == several.cut
+    np.testing.assert_allclose(one[0], several[0][:1], rtol=1e-5)
+
+
+def test_a_shared_scalar_alone_gives_no_features():
+    def loss(params, batch):
+        return jnp.mean(batch["x"] @ params["head"]) * jnp.sum((batch["t"] * params["trunk"]) @ params["trunk"])
+
+    params = {"trunk": jnp.asarray(W), "head": jnp.ones((4, 2))}
+    with pytest.raises(ValueError, match="nothing to compute once"):
+        fz.precompute(loss, "trunk", example_axis=0).before(params, {"x": jnp.ones((4, 4)), "t": jnp.float32(2)})

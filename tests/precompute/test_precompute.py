@@ -754,3 +754,67 @@ def test_a_loss_may_close_over_a_random_key():
     np.testing.assert_allclose(once.after(params, once.before(params, X), X), dropped_out(params, X, key), rtol=1e-6)
     with pytest.raises(ValueError, match="examples are mixed"):  # the noise of an example depends on its place
         fz.precompute(lambda p, x: dropped_out(p, x, key), FROZEN, example_axis=0).before(params, X)
+
+
+class TestOtherPrograms:
+    """Features of one program are refused by another that is hardly different."""
+
+    def refused(self, one, other, x=X, example_axis=0):
+        params = three_layers()
+        a, b = (
+            fz.precompute(lambda p, x, f=f: jnp.sum(f(p, x) @ p["head"]), FROZEN, example_axis=example_axis)
+            for f in (one, other)
+        )
+        assert a.after(params, a.before(params, x), x) != b.after(params, b.before(params, x), x)
+        with pytest.raises(ValueError, match="computed by another program"):
+            b.after(params, a.before(params, x), x)
+
+    @pytest.mark.parametrize("example_axis", [0, None])
+    def test_constants(self, example_axis):
+        one, other = jnp.arange(8.0), 2 * jnp.arange(8.0)
+        for a, b in ((one, other), (np.asarray(one), np.asarray(other))):
+            self.refused(lambda p, x: (x - a) @ p["encoder"], lambda p, x: (x - b) @ p["encoder"], X, example_axis)  # noqa: B023
+
+    def test_sizes_inside_of_operations(self):
+        def summed(n):
+            inside = jax.checkpoint(lambda h: jnp.cumsum(h, 1) * h[:, :n].sum(1, keepdims=True))
+            return lambda p, x: inside(x @ p["encoder"])
+
+        self.refused(summed(2), summed(3))
+
+    def test_sizes_of_what_all_examples_share(self):
+        self.refused(
+            lambda p, x: x @ p["encoder"] * p["middle"][:4].sum(), lambda p, x: x @ p["encoder"] * p["middle"][:7].sum()
+        )
+
+    def test_a_parameter_and_an_argument_of_one_name(self):
+        params = {"x": jnp.arange(9.0).reshape(3, 3), "head": jnp.ones((3, 1))}
+        x = jnp.ones((3, 3)).at[0, 1].set(2)
+        one = fz.precompute(lambda p, x: jnp.sum(jnp.sort(p["x"] @ x) @ p["head"]), "x")
+        other = fz.precompute(lambda p, x: jnp.sum(jnp.sort(x @ p["x"]) @ p["head"]), "x")
+        with pytest.raises(ValueError, match="computed by another program"):
+            other.after(params, one.before(params, x), x)
+
+
+def test_weak_types_of_missing_parameters_are_known():
+    params = {"encoder": jnp.ones((8, 16)), "scale": jnp.array(2.0), "head": jnp.ones((16, 3))}
+    assert params["scale"].weak_type
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["encoder"].astype(x.dtype)) * params["scale"]
+        return jnp.sum(jnp.sort(h) @ params["head"].astype(x.dtype))
+
+    once, x = fz.precompute(loss, ["encoder", "scale"]), X.astype(jnp.bfloat16)
+    features = once.before(params, x)
+    assert features[0].dtype == jnp.bfloat16
+    assert once.after(once.needed(params, x), features, x) == loss(params, x)
+
+
+def test_features_in_another_place():
+    params, once = three_layers(), fz.precompute(mlp, FROZEN)
+    features = once.before(params, X)
+    for function in (once.after, fz.grad(once.after, FROZEN)):
+        with pytest.raises(ValueError, match="features come after the parameters"):
+            function(params, X, features)
+        with pytest.raises(ValueError, match="takes the features before the other arguments"):
+            function(params, X)

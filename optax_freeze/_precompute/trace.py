@@ -1,0 +1,110 @@
+"""What is the program of a function of parameters, of which some train, and of arguments?
+
+The trace is that of :func:`optax_freeze.restrict`, so the frozen and the trainable rows of a leaf are apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from optax_freeze._errors import value_error
+from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
+from optax_freeze._gradient.in_parts import call_in_parts
+from optax_freeze._precompute.leaf_parts import LeafParts
+from optax_freeze._precompute.program import Program, flatten
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
+from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest, is_hole
+
+
+class Input(NamedTuple):
+    """An input of the program."""
+
+    value: Any
+    name: str
+    why: str  # its value is not known beforehand; empty if it is
+    leaf: int | None = None  # the number of the leaf of whose frozen part it is
+
+
+TRACED = object()
+"""Stands for an output that is an array."""
+
+
+class Traced:
+    """A function of the two parts of each leaf, and of arguments, to be traced: what its outputs are besides arrays."""
+
+    def __init__(self, fun: Any, plan: Plan, parts: Sequence[LeafParts], arguments: Any, args_treedef: Any) -> None:
+        self._given = fun, plan, parts, arguments, args_treedef
+        self.treedef, self.flat = None, []
+
+    def _call(self, *arrays: Any) -> list[Any]:
+        fun, plan, parts, arguments, args_treedef = self._given
+        left = iter(arrays)
+        leaves = zip(plan.leaves, plan.selections, parts, strict=True)
+        pairs = [_traced_parts(leaf, selection, part, left) for leaf, selection, part in leaves]
+        trainable, rest = (jax.tree.unflatten(plan.treedef, half) for half in zip(*pairs, strict=True))
+        filled = [next(left) if argument.is_input else argument.value for argument in arguments]
+        args, kwargs = jax.tree.unflatten(args_treedef, filled)
+        outs, self.treedef = jax.tree.flatten(call_in_parts(fun, trainable, rest, args, kwargs))
+        self.flat = [TRACED if isinstance(out, Tracer) else out for out in outs]
+        return [out for out in outs if isinstance(out, Tracer)]
+
+    def program(self, inputs: Sequence[Input]) -> Program:
+        """The program, with inputs as these."""
+        try:
+            closed = jax.make_jaxpr(self._call)(*(given.value for given in inputs))
+        except ASKED_FOR_A_VALUE as error:
+            fun = self._given[0]
+            raise value_error(
+                "the function cannot be traced",
+                at=getattr(fun, "__qualname__", type(fun).__name__),
+                got=f"{type(error).__name__}: Python needs the value of an array in it",
+                expected="a function that jax.jit can trace",
+                fix="an argument that Python branches on: name it in `recurring` and give a Python value",
+            ) from error
+        return flatten(closed, [not given.why for given in inputs])
+
+    def again(self, inputs: Sequence[Input]) -> Program:
+        """The program with other inputs; its outputs are not kept."""
+        return Traced(*self._given).program(inputs)
+
+
+def inputs_of(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
+    """The arrays of the parameters: of each leaf the trainable part, the frozen one and the mask, if it has them."""
+    inputs = []
+    for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
+        trains = f"{leaf.path or 'the parameters'}, which trains"
+        if selection is not FROZEN:
+            value = _or_struct(part.trainable, leaf, selection.take)
+            inputs.append(Input(value, leaf.path, trains))
+        if selection is FROZEN and leaf.dtype is not None:
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            why = f"{leaf.path}, a random key among the parameters" if is_key else ""
+            inputs.append(Input(_or_struct(part.frozen, leaf), leaf.path, why, i))
+        elif selection.in_part:
+            why = "" if isinstance(selection, RowIndex) else trains
+            inputs.append(Input(_or_struct(part.frozen, leaf), leaf.path, why, i))
+            inputs += [Input(mask, f"the mask of {leaf.path}", trains) for mask in jax.tree.leaves(selection)]
+    return inputs
+
+
+def _or_struct(value: Any, leaf: Leaf, part: Callable[[Any], Any] = lambda whole: whole) -> Any:
+    """An array of a leaf, or in the place of a hole its shape."""
+    value = jax.eval_shape(part, leaf.struct) if is_hole(value) else value
+    return value.values if isinstance(value, Part) else value
+
+
+def _traced_parts(leaf: Leaf, selection: Selection, part: LeafParts, arrays: Any) -> tuple[Any, Any]:
+    """A leaf of the trainable part and of the rest, as :func:`optax_freeze.partition` gives them, of tracers."""
+    if selection is FROZEN:
+        return HOLE, part.frozen if leaf.dtype is None else next(arrays)
+    if selection is TRAINABLE:
+        return next(arrays), HOLE
+    trainable, frozen = next(arrays), next(arrays)
+    if selection.part_index is not None:
+        trainable = Part(trainable, selection.part_index, leaf.shape)
+    structure = jax.tree.structure(selection)
+    return trainable, Rest(frozen, jax.tree.unflatten(structure, [next(arrays) for _ in range(structure.num_leaves)]))
