@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     Mutant(
         "_precompute/example_axis_rules.py",
-        "    return Layout(axis, new[axis] // count, frozenset(uniform) - {axis})",
+        "    return Layout(axis, new[axis] // max(count, 1), frozenset(uniform) - {axis})",
         "    return Layout(axis, layout.block, frozenset(uniform) - {axis})",
         "tests/precompute/test_example_axis.py -k shuffled",
     ),
