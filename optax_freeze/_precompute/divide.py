@@ -127,7 +127,8 @@ def divide(
         more = [_with_twice_the_examples(given, example_axis, count) for given in inputs[of_params:]]
         with contextlib.suppress(Exception):  # a function may hold for one number of examples only
             twice = traced.again([*inputs[:of_params], *more])
-            other = _divided(twice, inputs, of_params, _layouts(twice, inputs, of_params, example_axis))
+            places = {id(node): i for i, node in enumerate(program.nodes)}
+            other = cut._replace(before=[twice.nodes[places[id(node)]] for node in cut.before])
             text = without_count(text, text_of(twice, names, other), count)
     return Division(program, inputs, plan, cut, stored_at, digest(text), traced.treedef, traced.flat)
 
