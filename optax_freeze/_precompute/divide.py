@@ -127,8 +127,11 @@ def divide(
         more = [_with_twice_the_examples(given, example_axis, count) for given in inputs[of_params:]]
         with contextlib.suppress(Exception):  # a function may hold for one number of examples only
             twice = traced.again([*inputs[:of_params], *more])
-            places = {id(node): i for i, node in enumerate(program.nodes)}
-            other = cut._replace(before=[twice.nodes[places[id(node)]] for node in cut.before])
+            if len(twice.nodes) == len(program.nodes):
+                places = {id(node): i for i, node in enumerate(program.nodes)}
+                other = cut._replace(before=[twice.nodes[places[id(node)]] for node in cut.before])
+            else:  # inside of `jax.shard_map`, where shapes do not vary over the mesh
+                other = _divided(twice, inputs, of_params, _layouts(twice, inputs, of_params, example_axis))
             text = without_count(text, text_of(twice, names, other), count)
     return Division(program, inputs, plan, cut, stored_at, digest(text), traced.treedef, traced.flat)
 
