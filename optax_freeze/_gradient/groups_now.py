@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
+from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
 from optax_freeze._spec.plan import Plan
@@ -105,15 +106,10 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         return bool(frozen)
     if isinstance(frozen[0], RowIndex):
         axis, size = frozen[0].axis, frozen[0].size
-        numbers = sorted({n for selection in frozen for n in _numbers(selection)})
-        return len(numbers) == size or rows(numbers, axis)
+        found = functools.reduce(np.union1d, [numbers(index) for index in frozen if isinstance(index, RowIndex)])
+        return len(found) == size or rows(found.tolist(), axis)
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
     return elements(functools.reduce(jnp.logical_or, arrays))
-
-
-def _numbers(index: Any) -> Sequence[int]:
-    picked = {n for progression in index.picked for n in range(*progression)}
-    return list(picked if index.picked_train else set(range(index.size)) - picked)
 
 
 def _from_ends(groups: int) -> list[FrozenSet]:
@@ -195,18 +191,21 @@ def value_and_grad_of_groups(
     branches = spec.branches(most)
     programs = [functools.partial(of_set, each) for each in branches]
     value, grads = jax.lax.switch(spec.which(branches), programs) if len(programs) > 1 else programs[0]()
-    return value, grads if spec.sets and len(spec.sets) == len(branches) else _zeroed(spec, grads)
+    if spec.sets and len(spec.sets) == len(branches):
+        return value, grads
+    values, treedef = _tree.flatten(grads)  # a program may have computed more
+    return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
 
 
-def _zeroed(spec: GroupsNow, grads: PyTree) -> PyTree:
-    """Gradients with zeros at the groups that are frozen now, where a program computed more."""
-    values, treedef = _tree.flatten(grads)
-    for is_frozen, own in zip(spec.frozen, spec.selections, strict=True):
-        for i, selection in enumerate(own):
-            if selection is not FROZEN and not _tree.is_leaf(values[i]):
-                zeros = jnp.where(is_frozen, jnp.zeros((), values[i].dtype), values[i])
-                values[i] = selection.choose(values[i], zeros)
-    return jax.tree.unflatten(treedef, values)
+def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:
+    """Gradients with zeros at what frozen groups have; ``own`` are the selections of each group."""
+    new = list(values)
+    for is_frozen, selections in zip(frozen, own, strict=True):
+        for i, selection in enumerate(selections):
+            if selection is not FROZEN:
+                zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), x.dtype), x), new[i])
+                new[i] = selection.choose(new[i], zeros)
+    return new
 
 
 def _full(leaf: Leaf, selection: Selection, value: Any, grad: Any) -> Any:

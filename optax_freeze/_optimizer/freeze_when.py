@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import type_error, value_error
+from optax_freeze._gradient.groups_now import zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
@@ -139,7 +140,7 @@ def freeze_when(
         frozen = list(frozen_groups(state).values())
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
-            grads = _zeroed(values, plans, frozen)
+            grads = zeroed(values, frozen, [plan.selections for plan in plans.plans[: len(frozen)]])
             grads, coupled_state = call.run(coupled, plans.whole, coupled_state, grads, False)
         states = [*(group.inner_state for group in group_states), state.rest_state]
         runs = [
@@ -211,17 +212,6 @@ def _init(tx: optax.GradientTransformation, plan: Plan, treedef: Any, values: Se
         if jax.tree.leaves(trainable):
             raise
         return ()
-
-
-def _zeroed(values: Sequence[Any], plans: GroupPlans, frozen: Sequence[Any]) -> list[Any]:
-    """The gradients with zeros at the groups that are frozen now."""
-    new = list(values)
-    for is_frozen, plan in zip(frozen, plans.plans, strict=False):
-        for i, selection in enumerate(plan.selections):
-            if selection is not FROZEN:
-                zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), x.dtype), x), new[i])
-                new[i] = selection.choose(new[i], zeros)
-    return new
 
 
 def _with_plans(

@@ -160,8 +160,9 @@ class Precomputed:
         """
         division = self._of_params(params, args, kwargs)
         values, treedef = _tree.flatten(params)
+        read_again = division.read_again
         needed = [
-            value if i in division.read_again else without_frozen(selection, leaf, value)
+            value if i in read_again else without_frozen(selection, leaf, value)
             for i, (value, leaf, selection) in enumerate(
                 zip(values, division.plan.leaves, division.plan.selections, strict=True)
             )
@@ -199,6 +200,7 @@ class Precomputed:
         from optax_freeze._precompute.flops import flops
 
         division = self._of_params(params, args, kwargs)
+        read_again = division.read_again
         made_by = {value: node for node in division.cut.before for value in node.outputs}
         features = [
             Feature(tuple(struct.shape), struct.dtype, _bytes(struct.shape, struct.dtype), str(made_by[value]))
@@ -207,7 +209,7 @@ class Precomputed:
         gone = [
             (leaf.path, _bytes(leaf.shape, leaf.dtype) - s.elements(leaf.shape) * leaf.dtype.itemsize)
             for i, (leaf, s) in enumerate(zip(division.plan.leaves, division.plan.selections, strict=True))
-            if i not in division.read_again and leaf.shape is not None and (s is FROZEN or isinstance(s, RowIndex))
+            if i not in read_again and leaf.shape is not None and (s is FROZEN or isinstance(s, RowIndex))
         ]
         return CutExplanation(
             tuple(features),
@@ -221,15 +223,8 @@ class Precomputed:
     def _of_params(self, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
         """The division, from full parameters."""
         values = _tree.flatten(params)[0]
-        missing = next((i for i, value in enumerate(values) if _tree.is_leaf(value)), None)
-        if missing is not None:
-            raise value_error(
-                "the features are computed from the full parameters",
-                at=_tree.paths(params)[missing],
-                got="a hole" if _tree.is_hole(values[missing]) else "part of a leaf",
-                expected="the leaf",
-                fix="give the full parameters here, and what `needed` returned to `after` alone",
-            )
+        fix = "give the full parameters here, and what `needed` returned to `after` alone"
+        _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
         plan = make_plan(params, self.frozen)
         parts = [
             LeafParts(value if s is TRAINABLE else HOLE, value)
@@ -314,10 +309,11 @@ class _After(OfParts):
         self, plan: Plan, parts: Sequence[LeafParts], features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         division = self._once._divide(plan, parts, args, kwargs)
+        read_again = division.read_again
         for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
             trains = selection is not FROZEN and _is_missing(part.trainable)
-            if trains or (leaf.dtype is not None and _is_missing(part.frozen) and i in division.read_again):
-                node = division.read_again.get(i)
+            if trains or (leaf.dtype is not None and _is_missing(part.frozen) and i in read_again):
+                node = read_again.get(i)
                 raise value_error(
                     "a parameter is missing",
                     at=leaf.path,

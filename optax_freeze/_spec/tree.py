@@ -356,3 +356,11 @@ def nnx_filter(value: Any) -> Any:
     if isinstance(value, type):
         return nnx.OfType(value) if issubclass(value, nnx.Variable) else None
     return value if type(value).__module__ == nnx.OfType.__module__ else None
+
+
+def refuse_half_a_tree(params: PyTree, what: str, expected: str, fix: str) -> None:
+    """A ``ValueError`` at the first leaf of which not all is there."""
+    for i, value in enumerate(flatten(params)[0]):
+        if is_leaf(value):
+            got = "a hole" if is_hole(value) else "part of a leaf"
+            raise value_error(what, at=paths(params)[i], got=got, expected=expected, fix=fix)

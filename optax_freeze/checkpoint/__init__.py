@@ -127,7 +127,9 @@ def save(
     _refuse_no_state(opt_state)
     plan = make_plan(params, frozen, tied=tied)
     values = _tree.flatten(params)[0]
-    _refuse_half_a_tree(values, params)
+    expected = "every leaf whole: the checkpoint says on which base it goes"
+    fix = "fz.combine(trainable, rest)"
+    _tree.refuse_half_a_tree(params, "a checkpoint is taken of the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
     record = {
         "format": FORMAT,
@@ -291,18 +293,6 @@ def _refuse_no_state(opt_state: PyTree) -> None:
             expected="the state",
             fix="opt_state=tx.init(params) to restore, and what tx.update gave to save",
         )
-
-
-def _refuse_half_a_tree(values: Sequence[Any], params: PyTree) -> None:
-    for path, value in zip(_tree.paths(params), values, strict=True):
-        if _tree.is_leaf(value):
-            raise value_error(
-                "a checkpoint is taken of the full parameters",
-                at=path,
-                got="a hole" if _tree.is_hole(value) else "part of a leaf",
-                expected="every leaf whole: the checkpoint says on which base it goes",
-                fix="fz.combine(trainable, rest)",
-            )
 
 
 def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:

@@ -39,15 +39,8 @@ _FIELDS = {
 def of_params(params: PyTree, once: Precomputed) -> dict[str, Any]:
     """The part of a record about the parameters: their leaves, and the fingerprint of each frozen one."""
     plan = make_plan(params, once.frozen)
-    for leaf, value in zip(plan.leaves, _tree.flatten(params)[0], strict=True):
-        if _tree.is_leaf(value):
-            raise value_error(
-                "the features are those of the full parameters",
-                at=leaf.path,
-                got="a hole" if _tree.is_hole(value) else "part of a leaf",
-                expected="the leaf",
-                fix="give the full parameters here, and what `needed` returned to `after` alone",
-            )
+    fix = "give the full parameters here, and what `needed` returned to `after` alone"
+    _tree.refuse_half_a_tree(params, "the features are those of the full parameters", "the leaf", fix)
     leaves = [
         {
             "path": leaf.path,
