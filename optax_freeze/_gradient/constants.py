@@ -46,7 +46,7 @@ def folded(eqn: Any, values: Sequence[Any]) -> np.ndarray | None:
     if operation is None or len(eqn.outvars) != 1 or not all(map(_is_small, values)):
         return None
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    exact = all(np.issubdtype(aval.dtype, np.integer) or aval.dtype == bool for aval in avals)
+    exact = all(jnp.issubdtype(aval.dtype, jnp.integer) or aval.dtype == bool for aval in avals)
     to_number = jnp.issubdtype(avals[-1].dtype, jnp.number) and jnp.issubdtype(avals[0].dtype, jnp.number)
     if not exact and (name in _OF_NUMBERS or not to_number or avals[0].ndim or avals[-1].weak_type):
         return None

@@ -17,7 +17,7 @@ from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._gradient.split_array import OperationLog
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import RowIndex
+from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import PyTree
 
 ASKED_FOR_A_VALUE = (
@@ -137,7 +137,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         )
     plan = make_plan(params, frozen)
     pairs = zip(plan.leaves, plan.selections, strict=True)
-    indices = {leaf.path: index for leaf, index in pairs if isinstance(index, RowIndex)}
+    indices = {leaf.path: index for leaf, index in pairs if isinstance(index, RowSelection)}
     logs = {path: OperationLog() for path in indices}
     everything, treedef = jax.tree.flatten((params, args, kwargs))
     abstract = [is_array(leaf) for leaf in jax.tree.leaves(params)]
@@ -157,7 +157,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     return Explanation(tuple(_of_leaf(path, indices[path], log) for path, log in logs.items()))
 
 
-def _of_leaf(path: str, index: RowIndex, log: OperationLog) -> LeafExplanation:
+def _of_leaf(path: str, index: RowSelection, log: OperationLog) -> LeafExplanation:
     in_parts, whole = (
         tuple(dict.fromkeys(map(_with_line, log.with_effect(*effects)))) for effects in [("kept", "read"), ("whole",)]
     )

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_freeze._errors import is_array
-from optax_freeze._gradient.split_array import OperationLog, SplitArray
+from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
+from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen, SplitArray
 from optax_freeze._spec.partition import assemble
-from optax_freeze._spec.selection import RowIndex
+from optax_freeze._spec.selection import DynamicRowIndex, RowSelection
 from optax_freeze._spec.tree import PyTree, Rest, is_leaf
 
 T = TypeVar("T")
@@ -45,10 +46,14 @@ def call_in_parts(
     logs, splits = iter(logs), []
 
     def combine_part(of_rest: Rest, part: Any) -> Any:
-        if not isinstance(of_rest.selection, RowIndex):
+        if not isinstance(of_rest.selection, RowSelection):
             return of_rest.selection.put(of_rest.array, part)
-        array = jnp.asarray(of_rest.array)
-        splits.append(SplitArray.of(array, jnp.asarray(part.values, array.dtype), of_rest.selection, next(logs), whole))
+        array, index = jnp.asarray(of_rest.array), of_rest.selection
+        rows, log = jnp.asarray(part.values, array.dtype), next(logs)
+        if isinstance(index, DynamicRowIndex):
+            splits.append(DynamicSplitArray(array, rows, index.array, index.part_index, log, whole))
+        else:
+            splits.append(SplitArray.of(array, rows, index, log, whole))
         return splits[-1]
 
     leaves, treedef = assemble(trainable, rest, combine_part)
@@ -57,7 +62,7 @@ def call_in_parts(
 
     def of_arrays(*arrays: Any) -> T:
         left = iter(arrays)
-        filled = [next(left) if isinstance(leaf, SplitArray) else leaf for leaf in leaves]
+        filled = [next(left) if isinstance(leaf, PartlyFrozen) else leaf for leaf in leaves]
         return fun(jax.tree.unflatten(treedef, filled), *args, **kwargs)
 
     from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library

@@ -21,8 +21,8 @@ from optax_freeze._gradient import rules_products as rules_products
 from optax_freeze._gradient import rules_rowwise as rules_rowwise
 from optax_freeze._gradient import rules_writing as rules_writing
 from optax_freeze._gradient.constants import as_array, folded
-from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole
-from optax_freeze._gradient.split_array import FrozenArray, SplitArray, dense, read
+from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole, static_rows
+from optax_freeze._gradient.split_array import FrozenArray, PartlyFrozen, SplitArray, dense, has_split, read
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line of the user
@@ -32,7 +32,7 @@ _TRACED = object()
 
 def call(
     fun: Callable[..., Any],
-    leaves: Sequence[SplitArray],
+    leaves: Sequence[PartlyFrozen],
     frozen: Sequence[Any] = (),
     params: Sequence[Any] = (),
     inputs: Sequence[Any] = (),
@@ -111,9 +111,9 @@ def evaluate(
 def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     if not rule.enters:
-        values = list(map(read, values))
+        values = [read(value) if rule.dynamic else static_rows(equation, read(value)) for value in values]
     out = None
-    if rule.enters or any(isinstance(value, SplitArray) for value in values):
+    if rule.enters or has_split(values):
         with eqn.ctx.manager:
             out = rule.apply(equation, *values)
     if out is None:
@@ -126,5 +126,5 @@ def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
         return out.out
     if not rule.enters:
         outs = out if eqn.primitive.multiple_results else [out]
-        equation.record("kept" if any(isinstance(out, SplitArray) for out in outs) else "read", *values)
+        equation.record("kept" if has_split(outs) else "read", *values)
     return out

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.source_info_util import current_name_stack, user_context
 
 
 def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -53,6 +54,42 @@ def _through(eqn: Any, given: list[bool]) -> list[bool]:
         if carry == given[first : first + carried]:
             return carry + passed[carried:]
         given = [*given[:first], *carry, *given[first + carried :]]
+
+
+def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of ``primitive.bind``: functions that come before the operands (up to JAX 0.9), and params."""
+    bound = primitive.get_bind_params(params)
+    return bound if isinstance(bound, tuple) else ((), bound)
+
+
+def outputs_of(program: ClosedJaxpr, wanted: Sequence[int], inputs: Sequence[Any], effects: bool = False) -> list[Any]:
+    """Some outputs of a program, without the operations that none of them needs; with ``effects`` those that have any.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1, 2)
+    >>> outputs_of(program, [0], [1, 2])
+    [Array(2, dtype=int32, weak_type=True)]
+    """
+    jaxpr = program.jaxpr
+    outvars = [jaxpr.outvars[i] for i in wanted]
+    needed = {v for v in outvars if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if (effects and eqn.effects) or not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *inputs], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for eqn in reversed(eqns):
+        functions, params = bind_params(eqn.primitive, eqn.params)
+        name_stack = current_name_stack() + eqn.source_info.name_stack
+        with user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+            outs = eqn.primitive.bind(*functions, *map(read, eqn.invars), **params)
+        env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
+    return [read(v) for v in outvars]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

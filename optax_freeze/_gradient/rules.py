@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.source_info_util import current
 
+from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
+from optax_freeze._gradient.jaxprs import bind_params
 from optax_freeze._gradient.row_numbers import padding
-from optax_freeze._gradient.split_array import SplitArray, dense
+from optax_freeze._gradient.split_array import PartlyFrozen, SplitArray, dense
 from optax_freeze._gradient.with_rows import is_zero, spread, spread_tangent
 
 
@@ -36,9 +38,8 @@ class Equation(NamedTuple):
     of_params: Sequence[bool] = ()  # which operands are computed from parameters and constants alone
 
     def bind_params(self, **changed: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of ``primitive.bind``: functions that come before the operands (up to JAX 0.9), and params."""
-        bound = self.primitive.get_bind_params({**self.params, **changed})
-        return bound if isinstance(bound, tuple) else ((), bound)
+        """The arguments of ``primitive.bind``, with some params changed."""
+        return bind_params(self.primitive, {**self.params, **changed})
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
         """The operation applied to dense operands, with some of its params changed."""
@@ -60,7 +61,7 @@ class Equation(NamedTuple):
     def record(self, effect: str, *values: Any) -> None:
         """Adds the operation to the logs of the split arrays among the values."""
         for value in values:
-            if isinstance(value, SplitArray):
+            if isinstance(value, PartlyFrozen):
                 value.record(self.primitive.name, effect, current())
 
 
@@ -137,24 +138,39 @@ def _is_dearer_in_rows(x: SplitArray, axis: int | None, operands: Sequence[Any],
     return sum(map(np.size, read)) * x.index.count > x.frozen.size * x.size
 
 
+def static_rows(eqn: Equation, value: Any) -> Any:
+    """``value``, merged if its rows are not known while the program is traced."""
+    if not isinstance(value, DynamicSplitArray):
+        return value
+    eqn.record("merged", value)
+    return value.merged()
+
+
 class Rule(NamedTuple):
-    """A rule in the table. One that ``enters`` programs reads frozen arrays and records operations by itself."""
+    """A rule in the table.
+
+    One that ``enters`` programs reads frozen arrays and records operations by itself. A rule that is ``dynamic`` is
+    given a :class:`DynamicSplitArray` as it is; for others it is merged.
+    """
 
     apply: Callable[..., Any]
-    enters: bool
+    enters: bool = False
+    dynamic: bool = False
 
 
-NO_RULE = Rule(lambda eqn, *operands: None, enters=False)
+NO_RULE = Rule(lambda eqn, *operands: None)
 
 RULES: dict[str, Rule] = {}
 """The rule for each primitive, by the name of the primitive."""
 
 
-def rule(*names: str, enters: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule(
+    *names: str, enters: bool = False, dynamic: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the rule for the primitives of these names."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        RULES.update(dict.fromkeys(names, Rule(function, enters)))
+        RULES.update(dict.fromkeys(names, Rule(function, enters, dynamic)))
         return function
 
     return register

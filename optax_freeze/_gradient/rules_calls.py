@@ -21,7 +21,7 @@ from jax.extend.source_info_util import current
 from optax_freeze._gradient.jaxprs import is_inlined, opened
 from optax_freeze._gradient.row_numbers import numbers, padding
 from optax_freeze._gradient.rows_of_outputs import has_rows, rows_of_outputs
-from optax_freeze._gradient.rules import Equation, Whole, rule
+from optax_freeze._gradient.rules import Equation, Whole, rule, static_rows
 from optax_freeze._gradient.split_array import (
     FrozenArray,
     OperationLog,
@@ -153,7 +153,7 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
     outs_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals)
     if not has_split(values) or eqn.params["symbolic_zeros"] or not outs_inexact or closed.effects:
         return None  # effects would happen once for each part
-    values = tuple(read(value) for value in values)
+    values = tuple(static_rows(eqn, read(value)) for value in values)
     call = _CustomJvp(eqn, inexact)
 
     def merge(out: Any) -> Any:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from optax_freeze._gradient.dynamic_row_scan import scan_dynamic_rows
+from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
 from optax_freeze._gradient.jaxprs import scan_counts
 from optax_freeze._gradient.row_numbers import numbers
-from optax_freeze._gradient.rules import Equation, rule
+from optax_freeze._gradient.rules import Equation, rule, static_rows
 from optax_freeze._gradient.split_array import (
     FrozenArray,
     OperationLog,
@@ -40,6 +42,10 @@ def scan(eqn: Equation, *values: Any) -> Any:
     num_consts, num_carry = scan_counts(eqn.params)
     consts, xs = values[:num_consts], values[num_consts + num_carry :]
     carry = [dense(value) for value in values[num_consts:][:num_carry]]
+    if any(isinstance(x, DynamicSplitArray) and x.axis == 0 for x in xs):
+        eqn.record("merged", *values[num_consts:][:num_carry])
+        return scan_dynamic_rows(eqn, _merged_outside(eqn, eqn.params["jaxpr"], consts), carry, xs)
+    xs = [static_rows(eqn, x) for x in xs]
     by_rows = [x for x in xs if isinstance(x, SplitArray) and x.axis == 0]
     stretches = segments(by_rows, eqn.params["length"]) if by_rows else [(0, eqn.params["length"])]
     if not has_split((*consts, *xs)) or len(stretches) > _MOST_SEGMENTS:

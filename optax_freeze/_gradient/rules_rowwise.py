@@ -11,11 +11,13 @@ from optax_freeze._gradient.row_numbers import numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
 from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, trainable_rows, trains_in_any
 
+OF_ONE = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
+
 ELEMENTWISE = """
-abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj convert_element_type copy copy_p cos
+abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
 cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
-logistic lt max min mul name ne neg nextafter not or pow pvary real reduce_precision rem round rsqrt select_n
-sign sin sinh sqrt square stop_gradient sub tan tanh xor
+logistic lt max min mul name ne nextafter not or pow pvary real rem round rsqrt select_n
+sign sin sinh sqrt square sub tan tanh xor
 """
 
 
@@ -53,7 +55,15 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
     return first.like(eqn.bind(*frozen), eqn.bind(*rows))
 
 
-@rule("optimization_barrier")
+@rule(*OF_ONE.split(), dynamic=True)
+def of_one(eqn: Equation, x: Any) -> Any:
+    """One operand, of which also the trainable rows may be known to the running program alone."""
+    if isinstance(x, SplitArray):
+        return elementwise(eqn, x)
+    return None if eqn.params.get("sharding") is not None else x.like(eqn.bind(x.frozen), eqn.bind(x.rows))
+
+
+@rule("optimization_barrier", dynamic=True)
 def optimization_barrier(eqn: Equation, *operands: Any) -> Any:
     """Both parts of each operand behind one barrier."""
     leaves, treedef = jax.tree.flatten(operands)
@@ -133,8 +143,8 @@ def cumulative(eqn: Equation, x: SplitArray) -> Any:
     return multilinear([x], eqn.bind, {0: InRows(of_rows, axis=None)})
 
 
-@rule("sharding_constraint")
-def sharding_constraint(eqn: Equation, x: SplitArray) -> Any:
+@rule("sharding_constraint", dynamic=True)
+def sharding_constraint(eqn: Equation, x: Any) -> Any:
     """Constrains both parts, but does not shard the axis of the trainable rows, which are few."""
     frozen, sharding = eqn.bind(x.frozen), eqn.params["sharding"]
     if not isinstance(sharding, jax.sharding.NamedSharding):

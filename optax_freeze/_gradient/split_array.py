@@ -44,13 +44,28 @@ class OperationLog:
         return [operation for operation in self.operations if operation.effect in effects]
 
 
+class PartlyFrozen:
+    """An array of which some rows are frozen, in two parts."""
+
+    log: OperationLog | None = None
+
+    def merged(self) -> jax.Array:
+        """The array itself."""
+        raise NotImplementedError
+
+    def record(self, operation: str, effect: str, source: Any) -> None:
+        """Adds an operation to the log, if there is one."""
+        if self.log is not None:
+            self.log.operations.append(Operation(operation, effect, source))
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["frozen", "rows"],
     meta_fields=["index", "elements", "log", "whole", "in_jvp"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class SplitArray:
+class SplitArray(PartlyFrozen):
     """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
 
     ``frozen`` has the full shape. Its values at the trainable rows are stale, and may be NaN: they are selected away,
@@ -95,11 +110,6 @@ class SplitArray:
         if index is None:
             index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
         return dataclasses.replace(self, frozen=frozen, rows=rows, index=index)
-
-    def record(self, operation: str, effect: str, source: Any) -> None:
-        """Adds an operation to the log, if there is one."""
-        if self.log is not None:
-            self.log.operations.append(Operation(operation, effect, source))
 
     def widened(self, trains: np.ndarray) -> "SplitArray":
         """The same array with more trainable rows: those with these numbers."""
@@ -161,9 +171,7 @@ class FrozenArray:
 
 def dense(value: Any) -> Any:
     """``value`` as one array."""
-    if isinstance(value, SplitArray):
-        return value.merged()
-    return read(value)
+    return value.merged() if isinstance(value, PartlyFrozen) else read(value)
 
 
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
@@ -206,8 +214,8 @@ def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
 
 
 def has_split(values: Sequence[Any]) -> bool:
-    """Whether any of these is a split array."""
-    return any(isinstance(value, SplitArray) for value in values)
+    """Whether any of these is split."""
+    return any(isinstance(value, PartlyFrozen) for value in values)
 
 
 def trains_in_any(splits: Sequence[SplitArray]) -> np.ndarray:
@@ -227,7 +235,7 @@ def read(value: Any) -> Any:
 
 def with_log(value: Any, log: OperationLog) -> Any:
     """``value`` with another log if it is split."""
-    return dataclasses.replace(value, log=log) if isinstance(value, SplitArray) else value
+    return dataclasses.replace(value, log=log) if isinstance(value, PartlyFrozen) else value
 
 
 def undifferentiated(x: SplitArray, operand: Any) -> Any:

@@ -5,6 +5,7 @@ come after it) or too late (moments are held, and frozen gradients reach norms a
 around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, v
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -184,7 +185,9 @@ def _trainable_update(selection: Selection, leaf: Leaf, new: Any, update: Any, p
     del update, param
     if not selection.in_part:
         return selection.take(new)
-    return new if isinstance(new, Part) else _zeroed(selection, leaf, new)
+    if not isinstance(new, Part):
+        return _zeroed(selection, leaf, new)
+    return dataclasses.replace(new, numbers=selection.array) if isinstance(selection, DynamicRowIndex) else new
 
 
 def _full_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:

@@ -1,12 +1,16 @@
 """From an element mask and a leaf to a selection; a ``ValueError`` if the mask does not fit the leaf."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._spec.masks import ElementMask, Rows, Slice, named_twice
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
+from optax_freeze._spec.masks import DynamicRows, ElementMask, Rows, Slice, named_twice
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf
 
 
@@ -28,6 +32,8 @@ def fit_mask(choice: bool | ElementMask, leaf: Leaf) -> Selection:
         )
     if isinstance(choice, Rows):
         return _fit_rows(choice, leaf)
+    if isinstance(choice, DynamicRows):
+        return _fit_dynamic_rows(choice, leaf)
     if tuple(choice.array.shape) != leaf.shape:
         traced = choice.array.shape == () and not is_concrete(choice.array)
         raise value_error(
@@ -49,7 +55,8 @@ def fit_mask(choice: bool | ElementMask, leaf: Leaf) -> Selection:
     return FROZEN if choice.count == 0 else DenseMask(choice.array, choice.compact, choice.count)
 
 
-def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
+def _axis_of(rows: Rows | DynamicRows, leaf: Leaf) -> tuple[int, int]:
+    """The axis of the rows, and how many there are along it."""
     assert leaf.shape is not None
     ndim = len(leaf.shape)
     if not -ndim <= rows.axis < ndim:
@@ -60,8 +67,49 @@ def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
             expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
             fix="give the axis along which rows are counted, or narrow the pattern",
         )
-    axis = rows.axis % ndim
-    size = leaf.shape[axis]
+    return rows.axis % ndim, leaf.shape[rows.axis]
+
+
+def _fit_dynamic_rows(rows: DynamicRows, leaf: Leaf) -> Selection:
+    axis, size = _axis_of(rows, leaf)
+    [named] = rows.array.shape
+    if named > size:
+        raise value_error(
+            f"{rows!r}: more numbers than the leaf has rows",
+            at=leaf.path,
+            got=f"{named}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
+            expected=f"at most {size} numbers",
+            fix="give each row once, or another axis",
+        )
+    count = named if rows.inverted else size - named
+    if count == 0:
+        return FROZEN
+    array = rows.array
+    if is_concrete(array) and not rows.ascending:
+        numbers = np.asarray(array).tolist()
+        _refuse_outside(rows, numbers, leaf)
+        if len({number % size for number in numbers}) < named:
+            raise named_twice(leaf.path, numbers)
+    if not isinstance(array, jax.ShapeDtypeStruct):
+        array = _ascending(rows, size, count)
+    elif not rows.inverted:
+        array = jax.ShapeDtypeStruct((count,), array.dtype)
+    return DynamicRowIndex(array, axis, size, count)
+
+
+def _ascending(rows: DynamicRows, size: int, count: int) -> Any:
+    """The numbers of the trainable rows, in order."""
+    array = jnp.asarray(rows.array, jnp.int32)
+    if not rows.ascending:
+        array = jnp.sort(jnp.where(array < 0, array + size, array))
+    if rows.inverted:
+        return array
+    named = jnp.zeros(size, bool).at[array].set(True, mode="drop")
+    return jnp.nonzero(~named, size=count)[0].astype(jnp.int32)
+
+
+def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
+    axis, size = _axis_of(rows, leaf)
     index = RowIndex(rows, axis, size, _progressions(rows, size, leaf), rows.inverted)
     if size and not index.picked and isinstance(rows.index, Slice) and rows.index.stop is None and not rows.allow_empty:
         raise value_error(
@@ -78,11 +126,9 @@ def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
     return TRAINABLE if index.count == size else index
 
 
-def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
-    """The named rows as ascending progressions (start, stop, step)."""
-    index = (rows.index,) if isinstance(rows.index, int) else rows.index
-    numbers = [n for n in (index[:2] if isinstance(index, Slice) else index) if n is not None]
-    last = size if isinstance(index, Slice) else size - 1
+def _refuse_outside(rows: Rows | DynamicRows, numbers: Sequence[int], leaf: Leaf) -> None:
+    _, size = _axis_of(rows, leaf)
+    last = size if isinstance(rows, Rows) and isinstance(rows.index, Slice) else size - 1
     outside = [n for n in numbers if not -size <= n <= last]
     if outside:
         raise value_error(
@@ -92,6 +138,13 @@ def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, in
             expected=f"numbers from {-size} to {size - 1}",
             fix="leave an end of a slice open (None) to go to the last row",
         )
+
+
+def _progressions(rows: Rows, size: int, leaf: Leaf) -> tuple[tuple[int, int, int], ...]:
+    """The named rows as ascending progressions (start, stop, step)."""
+    index = (rows.index,) if isinstance(rows.index, int) else rows.index
+    numbers = [n for n in (index[:2] if isinstance(index, Slice) else index) if n is not None]
+    _refuse_outside(rows, numbers, leaf)
     if isinstance(index, Slice):
         found = range(*slice(*index).indices(size))
         found = found[::-1] if found.step < 0 else found

@@ -1,13 +1,13 @@
 """Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array.
 
-``rows`` holds numbers and not an array, so a slice takes no memory and adds no constant to a compiled program.
-``elements`` is a pytree whose leaf is the mask, so the mask can be an argument of a jitted function.
+``rows`` holds numbers and not an array, so a slice takes no memory and adds no constant to a compiled program. Of a JAX
+array it is a pytree whose leaf is the array, as ``elements`` is: it can be an argument of a jitted function.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,26 @@ class Rows:
         return f"{'~' * self.inverted}fz.rows({index}{options})"
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "inverted", "ascending"]
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class DynamicRows:
+    """Frozen rows of which only the number is static, made by :func:`rows` of a JAX array."""
+
+    array: Any
+    axis: int = 0
+    inverted: bool = False
+    ascending: bool = False  # whether the numbers are known to be in order, and not negative
+
+    def __invert__(self) -> "DynamicRows":
+        return dataclasses.replace(self, inverted=not self.inverted)
+
+    def __repr__(self) -> str:
+        array = f"<{self.array.dtype}{list(self.array.shape)}>" if is_array(self.array) else "..."
+        return f"{'~' * self.inverted}fz.rows({array}{f', axis={self.axis}' if self.axis else ''})"
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Elements:
@@ -63,14 +83,20 @@ class Elements:
         return f"fz.elements(<bool{list(shape)}>{', compact=True' if self.compact else ''})"
 
 
-ElementMask: TypeAlias = Rows | Elements
+ElementMask: TypeAlias = Rows | DynamicRows | Elements
 
 
-def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool = False) -> Rows:
+@overload
+def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool = False) -> Rows: ...
+@overload
+def rows(index: jax.Array, axis: int = 0) -> DynamicRows: ...
+def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     """Freezes rows of a leaf along one axis.
 
     Args:
-      index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end.
+      index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end. Or a JAX array of
+        integers, of shape (k,), in any order, which may be traced: then how many rows is static, and which rows is a
+        value of the program, that an optimizer state carries and :func:`optax_freeze.replace_masks` replaces.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no row of a leaf, as in a sweep over ``n``.
 
@@ -81,7 +107,8 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
     Raises:
       TypeError: if ``index`` or ``axis`` has another type.
       ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
-        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows.
+        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows. The
+        numbers in a traced array are not looked at: one out of range names no row.
 
     Example:
       >>> import optax_freeze as fz
@@ -92,6 +119,9 @@ def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool
       >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
       ~fz.rows(slice(32000, None, None))
     """
+    if isinstance(index, (jax.Array, jax.ShapeDtypeStruct)) and is_int(axis):
+        _refuse_no_numbers(index)
+        return DynamicRows(index, int(axis))
     hashable = _hashable(index)
     if hashable is None or not is_int(axis):
         raise type_error(
@@ -155,6 +185,18 @@ def named_twice(at: str, numbers: Sequence[int]) -> ValueError:
         got=f"{list(numbers)[:8]}",
         expected="each row once",
         fix="sorted(set(rows)), with negative numbers counted from the end",
+    )
+
+
+def _refuse_no_numbers(array: Any) -> None:
+    if jnp.issubdtype(array.dtype, jnp.integer) and len(array.shape) == 1:
+        return
+    raise (value_error if jnp.issubdtype(array.dtype, jnp.integer) else type_error)(
+        "fz.rows takes the numbers of rows",
+        at="fz.rows",
+        got=f"a JAX array of {array.dtype}, of shape {tuple(array.shape)}",
+        expected="an array of integers, of shape (k,)",
+        fix="for a boolean array use fz.elements(array)" if array.dtype == np.bool_ else "array.astype(int).ravel()",
     )
 
 

@@ -5,6 +5,7 @@ place of a leaf that is in the other part: Optax's transformations, accumulation
 already skip it, and ``None`` keeps its own meaning.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from optax_freeze._errors import is_array, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
@@ -206,18 +207,28 @@ def _updated(value: Any, change: Any, selection: Selection) -> Any:
     if selection is FROZEN or is_nothing(change) or _stays(value, change):
         return value
     if isinstance(value, Part):
-        return jax.tree.map(optax.apply_updates, value, change)
+        return dataclasses.replace(value, values=jax.tree.map(optax.apply_updates, value.values, change.values))
     if isinstance(change, Part) and selection is TRAINABLE:
-        selection = change.index
-        if not isinstance(selection, RowIndex):
-            raise value_error(
-                "a Part of single elements cannot be placed",
-                at=f"a leaf of shape {value.shape}",
-                got="a vector of elements, and no mask that says where they are",
-                expected="`frozen` with the mask, as it is in the state",
-                fix="fz.apply_updates(params, updates, fz.spec_of(state))",
-            )
+        selection = _places(change)
     return selection.add(value, change)
+
+
+def _places(part: Part) -> Selection:
+    """Where a part belongs in its leaf, as far as the part itself says."""
+    if isinstance(part.index, RowIndex):
+        return part.index
+    numbers = part.numbers
+    if isinstance(part.index, DynamicRowIndex) and numbers is not None and jnp.issubdtype(numbers.dtype, jnp.integer):
+        return part.index.with_array(numbers)
+    is_rows = isinstance(part.index, DynamicRowIndex)
+    raise value_error(
+        f"a Part of {'rows that change' if is_rows else 'single elements'} cannot be placed",
+        at=f"a leaf of shape {part.shape}",
+        got=f"{'rows' if is_rows else 'a vector of elements'}, and "
+        + ("no mask that says where they are" if numbers is None else f"row numbers of {numbers.dtype}"),
+        expected="`frozen` with the mask, as it is in the state",
+        fix="fz.apply_updates(params, updates, fz.spec_of(state))",
+    )
 
 
 def _stays(value: Any, change: Any) -> bool:

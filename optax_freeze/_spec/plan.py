@@ -15,7 +15,7 @@ import numpy as np
 from optax_freeze._errors import described, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import copy_like
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -55,25 +55,25 @@ class Plan:
 
     @property
     def masks(self) -> list[Any]:
-        """For each leaf the array of its dense mask, or a hole."""
-        return [s.array if isinstance(s, DenseMask) else _tree.HOLE for s in self.selections]
+        """For each leaf the array of its selection, or a hole."""
+        return [s.array for s in self.selections]
 
     def copied_masks(self, values: Sequence[Any]) -> list[Any]:
         """:attr:`masks` with a copy of each array, on the devices of its parameter."""
         pairs = zip(self.selections, values, strict=True)
-        return [copy_like(s.array, value) if isinstance(s, DenseMask) else _tree.HOLE for s, value in pairs]
+        return [s.array if _tree.is_hole(s.array) else copy_like(s.array, value) for s, value in pairs]
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
-        """The same plan with these arrays in its dense masks; an empty list changes nothing."""
+        """The same plan with these arrays in its selections; an empty list changes nothing."""
         if not masks:
             return self
-        pairs = zip(self.selections, masks, strict=True)
-        new = (dataclasses.replace(s, array=mask) if isinstance(s, DenseMask) else s for s, mask in pairs)
-        return dataclasses.replace(self, selections=tuple(new))
+        return dataclasses.replace(
+            self, selections=tuple(s.with_array(x) for s, x in zip(self.selections, masks, strict=True))
+        )
 
     def without_masks(self) -> "Plan":
         """The static part of the plan, which jit compares by value."""
-        return dataclasses.replace(self, selections=tuple(s.without_array() for s in self.selections))
+        return dataclasses.replace(self, selections=tuple(s.with_array(_tree.HOLE) for s in self.selections))
 
     def parameters(self, tree: PyTree) -> PyTree:
         """The shapes of the parameters given to ``init``; ``tree`` itself where the plan was unpickled."""
@@ -134,7 +134,7 @@ class Plan:
     def take(self, values: Sequence[Any]) -> list[Any]:
         """The trainable part of each leaf; a ``Part`` of a leaf stays as it is."""
         pairs = zip(self.selections, values, strict=True)
-        return [v if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
+        return [_without_numbers(v) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         """The trainable part as a tree."""
@@ -161,6 +161,10 @@ class Plan:
         return Plan, (self.leaves, self.selections, None, self.variables)
 
 
+def _without_numbers(part: Part) -> Part:
+    return part if part.numbers is None else dataclasses.replace(part, numbers=None)
+
+
 def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:
     """Refuses a value that cannot stand for a leaf that trains, in whole or in part.
 
@@ -172,7 +176,8 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
         what, got = f"{name}: a leaf that trains is missing", "None" if value is None else "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:
-            rows = f"a leaf frozen by {value.index.source}" if isinstance(value.index, RowIndex) else "single elements"
+            is_rows = isinstance(value.index, RowSelection)
+            rows = f"a leaf frozen by {value.index.as_spec()}" if is_rows else "single elements"
             got = f"a Part of {rows}, of shape {value.shape}"
     elif leaf.index is not None or (selection.in_part and not _fits(np.shape(value), leaf, selection, name)):
         got = f"an array of shape {np.shape(value)}"

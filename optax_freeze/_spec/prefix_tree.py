@@ -13,7 +13,7 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Elements, Rows, elements
+from optax_freeze._spec.masks import ElementMask, elements
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
 from optax_freeze._spec.selectors import as_choice
 from optax_freeze._spec.tree import Leaf, PyTree
@@ -112,7 +112,7 @@ def _children(node: PyTree) -> tuple[list[tuple[Any, PyTree]], Any]:
 
 
 def _is_choice(node: Any) -> bool:
-    return isinstance(node, (Rows, Elements, Selector)) or _tree.is_hole(node)
+    return isinstance(node, ElementMask | Selector) or _tree.is_hole(node)
 
 
 def _prefix_paths(prefix: PyTree) -> list[str]:

@@ -1,7 +1,7 @@
 """One leaf's selection: which of its elements are frozen.
 
-A spec comes to one selection per leaf: :data:`FROZEN`, :data:`TRAINABLE`, :class:`RowIndex` or :class:`DenseMask`, all
-with the same methods: ``take`` the trainable part out of a leaf, ``put`` it back, ``spread`` it over a constant,
+A spec comes to one selection per leaf: :data:`FROZEN`, :data:`TRAINABLE`, :class:`RowIndex`, :class:`DynamicRowIndex`
+or :class:`DenseMask`, all with the same methods: ``take`` the trainable part out of a leaf, ``put`` it back, ``spread`` it over a constant,
 ``add`` to it in place, ``choose`` between two arrays. Nothing is multiplied by a mask, since NaN times zero is NaN.
 """
 
@@ -17,7 +17,7 @@ import optax
 
 from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
 from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.masks import Elements, Rows
+from optax_freeze._spec.masks import DynamicRows, Elements, Rows
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
 _FEW = 16
@@ -25,13 +25,20 @@ _FEW = 16
 
 
 class Selection:
-    """Which elements of one leaf are frozen; a pytree, whose leaf is the array of a dense mask."""
+    """Which elements of one leaf are frozen; a pytree, whose leaf is its array, if it has one."""
 
     in_part = True
     """Whether some elements are frozen and others train."""
 
     part_index: Any = None
     """The ``index`` of the ``Part`` that :meth:`take` gives, if it gives one."""
+
+    array: Any = HOLE
+    """The array that says which elements are frozen, where it is data: a state carries it, and it may be replaced."""
+
+    def with_array(self, array: Any) -> "Selection":
+        """The selection with another array, or with a hole in its place: as static data."""
+        return self
 
     def take(self, leaf: Any) -> Any:
         """The trainable part of a leaf: a hole, the leaf, a ``Part``, or the leaf with zeros at frozen elements."""
@@ -65,10 +72,6 @@ class Selection:
 
     def as_spec(self) -> Any:
         """The value in a spec that means this selection."""
-
-    def without_array(self) -> "Selection":
-        """The selection as static data: a dense mask loses its array."""
-        return self
 
     def __str__(self) -> str:
         """What holds for the leaf, in the words of an error."""
@@ -118,10 +121,87 @@ class _Whole(Selection):
 FROZEN, TRAINABLE = _Whole("FROZEN"), _Whole("TRAINABLE")
 
 
+class RowSelection(Selection):
+    """Rows of a leaf: ``count`` of ``size`` rows along ``axis`` train."""
+
+    axis: int
+    size: int
+    count: Any
+    runs: tuple[tuple[int, int], ...] | None = None
+    """The trainable rows as runs (start, stop), where these are static and few."""
+
+    def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the trainable rows of a leaf."""
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        return math.prod(self.shape_of_part(shape))
+
+    def indices(self, *array: Any) -> jax.Array:
+        """The numbers of the trainable rows, int32, ascending; ``array`` is that of the selection, if it has one."""
+        raise NotImplementedError
+
+    def _frozen_rows(self) -> jax.Array:
+        """For each row whether it is frozen."""
+        raise NotImplementedError
+
+    def frozen(self, ndim: int) -> jax.Array:
+        return jnp.expand_dims(self._frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+
+    def take(self, leaf: Any) -> Part:
+        def rows(leaf: Any, *array: Any) -> jax.Array:
+            if self.runs is not None and len(self.runs) == 1:
+                return cut(self.axis, leaf, *self.runs[0])
+            return gather(self.axis, leaf, self.indices(*array))
+
+        leaf = jnp.asarray(leaf)
+        sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
+        return Part(laid_out(sharding, rows, leaf, *jax.tree.leaves(self)), self.part_index, leaf.shape)
+
+    def put(self, full: Any, part: Part) -> jax.Array:
+        def put(full: Any, values: Any, *array: Any) -> jax.Array:
+            return scatter(self.axis, full, self.indices(*array), values)
+
+        full = jnp.asarray(full)
+        return laid_out(explicit_sharding(full), put, full, part.values, *jax.tree.leaves(self))
+
+    def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
+        shape: Any = part.shape
+
+        def spread(values: Any, *array: Any) -> jax.Array:
+            if self.runs is not None and len(self.runs) == 1:
+                [(start, stop)] = self.runs
+                edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
+                return jax.lax.pad(values, fill, edges)
+            return scatter(self.axis, jnp.full(shape, fill), self.indices(*array), values)
+
+        sharding = explicit_sharding(part.values if like is None else like, shape)
+        return laid_out(sharding, spread, part.values, *jax.tree.leaves(self))
+
+    def _add_part(self, full: Any, part: Part) -> jax.Array:
+        """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
+
+        The sums stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes its
+        values moves the whole leaf, and a slice update of a sharded leaf gathers it. Sums are set, and not added by the
+        scatter itself: XLA shards a scatter-add by its values, and then sums the whole leaf over the devices.
+        """
+
+        def add(full: Any, values: Any, *array: Any) -> jax.Array:
+            indices = self.indices(*array)
+            rows = at(full, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
+            return write(self.axis, full, indices, jax.lax.optimization_barrier((rows + values).astype(full.dtype)))
+
+        full = jnp.asarray(full)
+        return laid_out(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
+
+    def choose(self, frozen: Any, trainable: Any) -> jax.Array:
+        return laid_out(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class RowIndex(Selection):
-    """Rows of a leaf: which of ``size`` rows along ``axis`` train."""
+class RowIndex(RowSelection):
+    """Rows of a leaf that are known when a program is traced."""
 
     source: Rows = dataclasses.field(compare=False)
     axis: int
@@ -149,18 +229,11 @@ class RowIndex(Selection):
     def part_index(self) -> "RowIndex":
         return self
 
-    def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the trainable rows of a leaf."""
-        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
-
-    def elements(self, shape: tuple[int, ...]) -> int:
-        return math.prod(self.shape_of_part(shape))
-
     def as_spec(self) -> Rows:
         return self.source
 
-    def indices(self) -> jax.Array:
-        """The numbers of the trainable rows, int32, ascending; from iotas where they are few runs."""
+    def indices(self, *array: Any) -> jax.Array:
+        """From iotas where they are few runs."""
         if self.runs is not None and len(self.runs) <= _FEW:
             return jnp.concatenate([start + jnp.arange(stop - start, dtype=jnp.int32) for start, stop in self.runs])
         if self.runs is not None:
@@ -169,9 +242,6 @@ class RowIndex(Selection):
             start, _, step = self.picked[0]
             return start + step * jnp.arange(self.count, dtype=jnp.int32)
         return jnp.nonzero(~self._frozen_rows(), size=self.count)[0].astype(jnp.int32)
-
-    def frozen(self, ndim: int) -> jax.Array:
-        return jnp.expand_dims(self._frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
 
     def _frozen_rows(self) -> jax.Array:
         if len(self.picked) > _FEW:
@@ -183,53 +253,35 @@ class RowIndex(Selection):
             hit = functools.reduce(jnp.logical_or, hits)
         return ~hit if self.picked_train else hit
 
-    def take(self, leaf: Any) -> Part:
-        def rows(leaf: Any) -> jax.Array:
-            if self.runs is not None and len(self.runs) == 1:
-                return cut(self.axis, leaf, *self.runs[0])
-            return gather(self.axis, leaf, self.indices())
 
-        leaf = jnp.asarray(leaf)
-        sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
-        return Part(laid_out(sharding, rows, leaf), self, leaf.shape)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "size", "count"])
+@dataclasses.dataclass(frozen=True)
+class DynamicRowIndex(RowSelection):
+    """Rows of a leaf that are known when the program runs: ``array`` has the numbers of those that train.
 
-    def put(self, full: Any, part: Part) -> jax.Array:
-        def put(full: Any, values: Any) -> jax.Array:
-            return scatter(self.axis, full, self.indices(), values)
+    It is int32 and ascending. Two are equal if they differ in their array alone.
+    """
 
-        full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), put, full, part.values)
+    array: Any = dataclasses.field(compare=False)
+    axis: int
+    size: int
+    count: int
 
-    def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
-        shape: Any = part.shape
+    @property
+    def part_index(self) -> "DynamicRowIndex":
+        return self.with_array(HOLE)
 
-        def spread(values: Any) -> jax.Array:
-            if self.runs is not None and len(self.runs) == 1:
-                [(start, stop)] = self.runs
-                edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
-                return jax.lax.pad(values, fill, edges)
-            return scatter(self.axis, jnp.full(shape, fill), self.indices(), values)
+    def with_array(self, array: Any) -> "DynamicRowIndex":
+        return dataclasses.replace(self, array=array)
 
-        return laid_out(explicit_sharding(part.values if like is None else like, shape), spread, part.values)
+    def indices(self, *array: Any) -> jax.Array:
+        return array[0] if array else self.array
 
-    def _add_part(self, full: Any, part: Part) -> jax.Array:
-        """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
+    def _frozen_rows(self) -> jax.Array:
+        return jnp.ones(self.size, bool).at[self.array].set(False, mode="drop")
 
-        The sums stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes its
-        values moves the whole leaf, and a slice update of a sharded leaf gathers it. Sums are set, and not added by the
-        scatter itself: XLA shards a scatter-add by its values, and then sums the whole leaf over the devices.
-        """
-
-        def add(full: Any, values: Any) -> jax.Array:
-            indices = self.indices()
-            rows = at(full, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
-            return write(self.axis, full, indices, jax.lax.optimization_barrier((rows + values).astype(full.dtype)))
-
-        full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), add, full, part.values)
-
-    def choose(self, frozen: Any, trainable: Any) -> jax.Array:
-        return laid_out(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
+    def as_spec(self) -> DynamicRows:
+        return DynamicRows(self.array, self.axis, inverted=True, ascending=True)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
@@ -260,8 +312,8 @@ class DenseMask(Selection):
     def __str__(self) -> str:
         return "trains in part"
 
-    def without_array(self) -> "DenseMask":
-        return dataclasses.replace(self, array=HOLE)
+    def with_array(self, array: Any) -> "DenseMask":
+        return dataclasses.replace(self, array=array)
 
     def take(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)

@@ -1,11 +1,12 @@
 """Selectors decide for each leaf whether it is frozen. They combine by ``|``, ``&`` and ``~``.
 
 Like the filters of ``flax.nnx`` they are small immutable objects with a repr, equality and a hash, but a pattern that
-matches no leaf is an error. They are pytrees whose leaves are the arrays of dense masks, so that a spec can be an
+matches no leaf is an error. They are pytrees whose leaves are the arrays of element masks, so that a spec can be an
 argument of a jitted function.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -16,7 +17,7 @@ import numpy as np
 from optax_freeze._errors import counted, described, in_one_line, type_error, value_error
 from optax_freeze._spec import patterns as _glob
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, Elements
+from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements
 from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 Choice: TypeAlias = bool | ElementMask
@@ -204,11 +205,12 @@ class Not(Selector):
 
 @jax.tree_util.register_pytree_node_class
 class Choices(tuple[Choice, ...]):
-    """Choices as a pytree: dense masks are its children, and everything else is static."""
+    """Choices as a pytree: masks that have an array are its children, and everything else is static."""
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        masks = [choice for choice in self if isinstance(choice, Elements)]
-        return masks, tuple(None if isinstance(choice, Elements) else choice for choice in self)
+        has_array = [isinstance(choice, Elements | DynamicRows) for choice in self]
+        static = tuple(None if has else choice for choice, has in zip(self, has_array, strict=True))
+        return list(itertools.compress(self, has_array)), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, masks: Any) -> "Choices":

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_freeze._errors import described, is_array, is_bool, refuse_no_mapping, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Elements, Rows, elements
+from optax_freeze._spec.masks import ElementMask, elements
 from optax_freeze._spec.selector_algebra import (
     Choice,
     Choices,
@@ -182,7 +182,7 @@ def as_choice(value: Any, at: str) -> Choice:
     """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
     if is_bool(value):
         return bool(value)
-    if isinstance(value, (Rows, Elements)):
+    if isinstance(value, ElementMask):
         return value
     if is_array(value) and value.dtype == np.bool_:
         return elements(value)

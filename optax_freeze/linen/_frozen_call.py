@@ -18,7 +18,7 @@ from flax.linen.transforms import get_module_scopes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from optax_freeze._errors import value_error
-from optax_freeze._spec.masks import Elements, Rows
+from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.partition import stop_gradient
 from optax_freeze._spec.resolve import Spec, resolve
 from optax_freeze._spec.selector_algebra import as_selector, is_selector
@@ -288,5 +288,5 @@ def _use_stored_statistics(next_fun: Callable[..., Any], args: Any, kwargs: Any,
 
 def _one_answer(answer: Any) -> Any:
     """One bool for a parameter that is a tree itself, if its leaves agree."""
-    leaves = jax.tree.leaves(answer, is_leaf=lambda node: isinstance(node, (Rows, Elements)))
+    leaves = jax.tree.leaves(answer, is_leaf=lambda node: isinstance(node, ElementMask))
     return next((one for one in (True, False) if all(leaf is one for leaf in leaves)), answer)

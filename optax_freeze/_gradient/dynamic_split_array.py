@@ -1,0 +1,54 @@
+"""What is an array of which some rows are frozen, where which rows is a value of the running program?
+
+As a :class:`SplitArray` it holds the full array and the trainable rows; which rows these are is an array beside them. A
+loop over the rows reads them one by one (``dynamic_row_scan.py``). Any other operation gets the merged array.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen
+from optax_freeze._spec.selection import DynamicRowIndex
+from optax_freeze._spec.tree import Part
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["frozen", "rows", "numbers"],
+    meta_fields=["index", "log", "whole"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class DynamicSplitArray(PartlyFrozen):
+    """The array that is ``rows`` at the rows of these ``numbers``, which ascend, and ``frozen`` elsewhere.
+
+    If it is ``whole``, ``frozen`` has the values of ``rows``, too.
+    """
+
+    frozen: Any
+    rows: Any
+    numbers: Any
+    index: DynamicRowIndex  # without its array
+    log: OperationLog | None = None
+    whole: bool = False
+
+    @property
+    def axis(self) -> int:
+        """The axis of the rows."""
+        return self.index.axis
+
+    def like(self, frozen: Any, rows: Any) -> "DynamicSplitArray":
+        """Two new parts, of the same rows."""
+        return dataclasses.replace(self, frozen=frozen, rows=rows)
+
+    def merged(self) -> jax.Array:
+        """The array itself: where it is not whole, a copy of ``frozen``."""
+        index = self.index.with_array(self.numbers)
+        if self.whole:
+            from optax_freeze._gradient.with_rows import with_rows  # loads jax.extend
+
+            return with_rows(index, self.frozen, self.rows)
+        return index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
