@@ -21,7 +21,7 @@ from etils import epath
 import optax_freeze as fz
 from optax_freeze._errors import described, in_one_line, printable, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze.checkpoint._record import is_dense, read_record, reading, spec_of_record
+from optax_freeze.checkpoint._record import mask_struct, read_record, reading, spec_of_record
 
 _EXAMPLES = """\
 examples:
@@ -165,7 +165,8 @@ def _is_recorded(step: epath.Path) -> bool:
 def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
     """Every leaf of a record, and its spec."""
     records: list[Mapping[str, Any]] = read_record(str(step))["leaves"]
-    masks: dict[str, Any] = {str(i): np.zeros(r["shape"], bool) for i, r in enumerate(records) if is_dense(r)}
+    structs = {str(i): mask_struct(record) for i, record in enumerate(records)}
+    masks: dict[str, Any] = {i: np.zeros(s.shape, s.dtype) for i, s in structs.items() if not _tree.is_hole(s)}
     if any(mask.size for mask in masks.values()):
         with reading(str(step), "masks"), ocp.StandardCheckpointer() as checkpointer:
             masks |= checkpointer.restore(step / "masks")

@@ -205,7 +205,9 @@ class _Loop:
         on_steps = depends_on(closed, [False] * n + [True] * of_steps)[outs:]
         on_data = depends_on(closed, [i >= n and not self._is_stack(inputs, i) for i in range(n + of_steps)])[outs:]
         rows = set(closed.jaxpr.invars[n + len(inputs.carry) :])
-        kinds = ["stored" if data else "rows" if steps else "constant" for steps, data in zip(on_steps, on_data)]
+        kinds = [
+            "stored" if data else "rows" if steps else "constant" for steps, data in zip(on_steps, on_data, strict=True)
+        ]
         for i, v in enumerate(closed.jaxpr.outvars[outs:]):
             if not isinstance(v, Literal) and v in rows:
                 kinds[i] = "rows"

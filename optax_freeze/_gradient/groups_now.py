@@ -19,7 +19,7 @@ from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
 
@@ -108,6 +108,8 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         axis, size = frozen[0].axis, frozen[0].size
         found = functools.reduce(np.union1d, [numbers(index) for index in frozen if isinstance(index, RowIndex)])
         return len(found) == size or rows(found.tolist(), axis)
+    if isinstance(frozen[0], DynamicRowIndex):  # of one group alone
+        return ~frozen[0].as_spec()
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
     return elements(functools.reduce(jnp.logical_or, arrays))
 

@@ -11,7 +11,7 @@ from optax_freeze._errors import is_array
 from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
 from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen, SplitArray
 from optax_freeze._spec.partition import assemble
-from optax_freeze._spec.selection import DynamicRowIndex, RowSelection
+from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, RowSelection
 from optax_freeze._spec.tree import PyTree, Rest, is_leaf
 
 T = TypeVar("T")
@@ -46,14 +46,15 @@ def call_in_parts(
     logs, splits = iter(logs), []
 
     def combine_part(of_rest: Rest, part: Any) -> Any:
-        if not isinstance(of_rest.selection, RowSelection):
-            return of_rest.selection.put(of_rest.array, part)
-        array, index = jnp.asarray(of_rest.array), of_rest.selection
+        index = of_rest.selection
+        if not isinstance(index, RowSelection):
+            return index.put(of_rest.array, part)
+        array = jnp.asarray(of_rest.array)
         rows, log = jnp.asarray(part.values, array.dtype), next(logs)
-        if isinstance(index, DynamicRowIndex):
-            splits.append(DynamicSplitArray(array, rows, index.array, index.part_index, log, whole))
-        else:
+        if isinstance(index, RowIndex):
             splits.append(SplitArray.of(array, rows, index, log, whole))
+        elif isinstance(index, DynamicRowIndex):
+            splits.append(DynamicSplitArray(array, rows, index.array, index.part_index, log, whole))
         return splits[-1]
 
     leaves, treedef = assemble(trainable, rest, combine_part)

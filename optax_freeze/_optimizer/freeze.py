@@ -6,7 +6,8 @@ around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -14,12 +15,16 @@ import optax
 from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
+from optax_freeze._optimizer.initial_rows import with_initial_rows
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+Init: TypeAlias = Callable[[PyTree], PyTree]
+"""The ``init`` of an optimizer."""
 
 
 class MaskedZeroUpdatesState(NamedTuple):
@@ -135,14 +140,14 @@ def freeze(
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted = _accepted_plans(frozen)
+    accepted = _accepted_plans(frozen, inner.init)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
         # A function, since a tree of labels may itself be callable: an Equinox module is.
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        state = FreezeState(*_make_plan(params, frozen, tied, accepted), ())
+        state = FreezeState(*_make_plan(params, frozen, tied, accepted, inner.init), ())
         plan = plan_of(state)
         values, treedef = _tree.flatten(params)
         inner_state = transform(plan.labels(treedef)).init(plan.trainable(treedef, values))
@@ -214,8 +219,13 @@ def plan_of(state: Any) -> Plan:
     return state.spec.with_masks(_tree.flatten(state.masks)[0])
 
 
-def _make_plan(params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan]) -> tuple[Plan, PyTree]:
-    """The static plan for a state, and copies of its dense masks: a tree like the parameters, empty without masks."""
+def _make_plan(
+    params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan], init: Init | None = None
+) -> tuple[Plan, PyTree]:
+    """The static plan for a state, and copies of its masks: a tree like the parameters, empty without masks.
+
+    ``init`` is that of the optimizer, if it has a state of its own.
+    """
     register_with_flax()
     plan = make_plan(params, frozen, tied=tied)
     warn_of_extent(plan, params, frozen, stacklevel=3)
@@ -226,6 +236,7 @@ def _make_plan(params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans
     copies = plan.copied_masks(values)
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
+    plan = plan if init is None else with_initial_rows(plan, init)
     return accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, copies) if dense else ()
 
 
@@ -242,9 +253,10 @@ def _with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Pla
     return state._replace(spec=accepted.accept(state.spec, tree))
 
 
-def _accepted_plans(frozen: Spec) -> AcceptedPlans[Plan]:
+def _accepted_plans(frozen: Spec, init: Init | None = None) -> AcceptedPlans[Plan]:
     def make(tree: PyTree) -> Plan:
-        return make_plan(tree, frozen).without_masks()
+        plan = make_plan(tree, frozen)
+        return (plan if init is None else with_initial_rows(plan, init)).without_masks()
 
     def refuse_other(plan: Plan, tree: PyTree) -> None:
         try:

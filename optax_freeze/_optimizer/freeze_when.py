@@ -7,7 +7,7 @@ state and another program. Here a condition decides, a value of the running prog
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,14 +99,14 @@ def freeze_when(
     inner = as_transformation(inner, call, name="inner", other=groups)
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     named = parse_groups(groups)
-    accepted = _accepted_plans(named)
+    accepted = _accepted_plans(named, inner.init)
 
     def init_fn(params: PyTree) -> PyTree:
         register_with_flax(GroupPlans)
         for group in named:
             if group.condition is not None:
                 check(group.name, group.condition)
-        plans = make_group_plans(named, params, tied)
+        plans = make_group_plans(named, params, tied).with_initial_rows(inner.init)
         values, treedef = _tree.flatten(params)
         own = [
             plan.copied_masks(values) if group.has_array else []
@@ -232,9 +232,9 @@ def _with_plans(
     return state._replace(spec=accepted.accept(state.spec, tree))
 
 
-def _accepted_plans(groups: Sequence[Group]) -> AcceptedPlans[GroupPlans]:
+def _accepted_plans(groups: Sequence[Group], init: Callable[[PyTree], PyTree]) -> AcceptedPlans[GroupPlans]:
     def make(tree: PyTree) -> GroupPlans:
-        return make_group_plans(groups, tree, "ignore").without_masks()
+        return make_group_plans(groups, tree, "ignore").with_initial_rows(init).without_masks()
 
     def refuse_other(plans: GroupPlans, tree: PyTree) -> None:
         with jax.ensure_compile_time_eval():  # of two compact masks at one leaf: their union has a static count

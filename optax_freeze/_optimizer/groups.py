@@ -6,7 +6,7 @@ frozen, so that its elements are taken out of a leaf and put back as everywhere 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +15,14 @@ import numpy as np
 
 from optax_freeze._errors import refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
+from optax_freeze._optimizer.initial_rows import with_initial_rows
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.masks import Elements, Rows, elements, rows
+from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex
 from optax_freeze._spec.selector_algebra import Choice, Selector, as_selector
 from optax_freeze._spec.selectors import as_choice
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -37,14 +38,14 @@ class Group(NamedTuple):
 
     name: str
     selector: Selector
-    mask: Rows | Elements | None
+    mask: ElementMask | None
     condition: Condition | None  # None: a switch
     frozen: Any  # whether a group with a switch is frozen at first
 
     @property
     def has_array(self) -> bool:
         """Whether the state holds the group's dense masks."""
-        return isinstance(self.mask, Elements)
+        return isinstance(self.mask, (Elements, DynamicRows))
 
 
 def parse_groups(groups: Any) -> list[Group]:
@@ -91,15 +92,19 @@ class GroupPlans:
         """The leaves of the parameters."""
         return self.whole.leaves
 
+    def with_initial_rows(self, init: Callable[[PyTree], PyTree]) -> "GroupPlans":
+        """The same plans with what the state of a row begins with; ``init`` is that of each group's optimizer."""
+        return dataclasses.replace(self, plans=tuple(with_initial_rows(plan, init) for plan in self.plans))
+
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
         return dataclasses.replace(self, plans=tuple(plan.without_masks() for plan in self.plans))
 
     def with_masks(self, own: Sequence[Sequence[Any]]) -> "GroupPlans":
-        """The same plans with arrays in their dense masks.
+        """The same plans with arrays in their selections.
 
         ``own`` has for each group the arrays that its state holds, or none. The masks of the rest, and of a group that
-        has the remainder of a leaf, are True at what other groups own.
+        has the remainder of a leaf, are True at what other groups own; the rows of the rest are those of no group.
         """
         if not any(own):
             return self
@@ -107,9 +112,11 @@ class GroupPlans:
         for plan, arrays in zip(self.plans, [*own, []], strict=True):
             masks = list(arrays) or [_tree.HOLE] * len(self.leaves)
             for i, selection in enumerate(plan.selections):
+                others = [other[i] for other in own if other and not _tree.is_hole(other[i])]
                 if isinstance(selection, DenseMask) and _tree.is_hole(masks[i]):
-                    others = [other[i] for other in own if other and not _tree.is_hole(other[i])]
                     masks[i] = ~functools.reduce(jnp.logical_and, others)
+                if isinstance(selection, DynamicRowIndex) and _tree.is_hole(masks[i]):
+                    masks[i] = selection.without(*others)
             plans.append(plan.with_masks(masks))
         return dataclasses.replace(self, plans=tuple(plans))
 

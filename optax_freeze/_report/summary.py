@@ -26,7 +26,7 @@ from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
-from optax_freeze._spec.selection import FROZEN, DenseMask, RowIndex, Selection
+from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.entries import entries_of
 
@@ -232,7 +232,7 @@ def _row(leaf: Leaf, selection: Selection) -> Row:
 
 
 def _shape_of_part(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
-    return index.shape_of_part(shape) if isinstance(index, RowIndex) else (index,)
+    return index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
 
 
 @functools.cache

@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -90,22 +88,11 @@ def _fit_dynamic_rows(rows: DynamicRows, leaf: Leaf) -> Selection:
         _refuse_outside(rows, numbers, leaf)
         if len({number % size for number in numbers}) < named:
             raise named_twice(leaf.path, numbers)
-    if not isinstance(array, jax.ShapeDtypeStruct):
-        array = _ascending(rows, size, count)
-    elif not rows.inverted:
-        array = jax.ShapeDtypeStruct((count,), array.dtype)
-    return DynamicRowIndex(array, axis, size, count)
-
-
-def _ascending(rows: DynamicRows, size: int, count: int) -> Any:
-    """The numbers of the trainable rows, in order."""
-    array = jnp.asarray(rows.array, jnp.int32)
+    array = jnp.asarray(array, jnp.int32)
     if not rows.ascending:
         array = jnp.sort(jnp.where(array < 0, array + size, array))
-    if rows.inverted:
-        return array
-    named = jnp.zeros(size, bool).at[array].set(True, mode="drop")
-    return jnp.nonzero(~named, size=count)[0].astype(jnp.int32)
+    index = DynamicRowIndex(array, axis, size, count)
+    return index if rows.inverted else index.with_array(index.without(array))
 
 
 def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:

@@ -57,10 +57,10 @@ def copy_like(array: Any, like: Any) -> jax.Array:
     """A copy of ``array`` on the devices of ``like``."""
     copy = jnp.array(array)
     if is_concrete(copy) and isinstance(like, jax.Array) and is_concrete(like) and like.committed:
-        return jax.device_put(copy, like.sharding if copy.shape == like.shape else _replicated(like.sharding))
+        return jax.device_put(copy, like.sharding if copy.shape == like.shape else replicated(like.sharding))
     return copy
 
 
-def _replicated(sharding: Any) -> Any:
+def replicated(sharding: Any) -> Any:
     """The sharding of an array of another shape on the same devices."""
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

@@ -119,7 +119,7 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
       ~fz.rows(slice(32000, None, None))
     """
-    if isinstance(index, (jax.Array, jax.ShapeDtypeStruct)) and is_int(axis):
+    if isinstance(index, jax.Array) and is_int(axis):
         _refuse_no_numbers(index)
         return DynamicRows(index, int(axis))
     hashable = _hashable(index)

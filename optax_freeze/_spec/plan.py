@@ -36,6 +36,11 @@ class Plan:
     selections: tuple[Selection, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
+    initial: tuple[tuple[str, float | None], ...] = ()
+    """What arrays of the optimizer's state begin with, by their paths, where rows that change do not begin with zero.
+
+    None where it depends on the parameters.
+    """
 
     @property
     def all_frozen(self) -> bool:
@@ -74,6 +79,10 @@ class Plan:
     def without_masks(self) -> "Plan":
         """The static part of the plan, which jit compares by value."""
         return dataclasses.replace(self, selections=tuple(s.with_array(_tree.HOLE) for s in self.selections))
+
+    def with_initial(self, initial: tuple[tuple[str, float | None], ...]) -> "Plan":
+        """The same plan with :attr:`initial`."""
+        return dataclasses.replace(self, initial=initial)
 
     def parameters(self, tree: PyTree) -> PyTree:
         """The shapes of the parameters given to ``init``; ``tree`` itself where the plan was unpickled."""
@@ -152,13 +161,14 @@ class Plan:
             return NotImplemented
         if not self.leaves or not other.leaves:
             return True
-        return self.selections == other.selections and self.leaves == other.leaves
+        mine, its = ((plan.selections, plan.leaves, plan.initial) for plan in (self, other))
+        return mine == its
 
     def __hash__(self) -> int:
         return hash(Plan)
 
     def __reduce__(self) -> Any:
-        return Plan, (self.leaves, self.selections, None, self.variables)
+        return Plan, (self.leaves, self.selections, None, self.variables, self.initial)
 
 
 def _without_numbers(part: Part) -> Part:

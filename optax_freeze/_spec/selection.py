@@ -1,8 +1,9 @@
 """One leaf's selection: which of its elements are frozen.
 
 A spec comes to one selection per leaf: :data:`FROZEN`, :data:`TRAINABLE`, :class:`RowIndex`, :class:`DynamicRowIndex`
-or :class:`DenseMask`, all with the same methods: ``take`` the trainable part out of a leaf, ``put`` it back, ``spread`` it over a constant,
-``add`` to it in place, ``choose`` between two arrays. Nothing is multiplied by a mask, since NaN times zero is NaN.
+or :class:`DenseMask`, all with the same methods: ``take`` the trainable part out of a leaf, ``put`` it back, ``spread``
+it over a constant, ``add`` to it in place, ``choose`` between two arrays. Nothing is multiplied by a mask, since NaN
+times zero is NaN.
 """
 
 import dataclasses
@@ -127,8 +128,8 @@ class RowSelection(Selection):
     axis: int
     size: int
     count: Any
-    runs: tuple[tuple[int, int], ...] | None = None
-    """The trainable rows as runs (start, stop), where these are static and few."""
+    run: Any = None
+    """The trainable rows as one run (start, stop), if they are known to be one."""
 
     def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the trainable rows of a leaf."""
@@ -150,8 +151,8 @@ class RowSelection(Selection):
 
     def take(self, leaf: Any) -> Part:
         def rows(leaf: Any, *array: Any) -> jax.Array:
-            if self.runs is not None and len(self.runs) == 1:
-                return cut(self.axis, leaf, *self.runs[0])
+            if self.run is not None:
+                return cut(self.axis, leaf, *self.run)
             return gather(self.axis, leaf, self.indices(*array))
 
         leaf = jnp.asarray(leaf)
@@ -169,8 +170,8 @@ class RowSelection(Selection):
         shape: Any = part.shape
 
         def spread(values: Any, *array: Any) -> jax.Array:
-            if self.runs is not None and len(self.runs) == 1:
-                [(start, stop)] = self.runs
+            if self.run is not None:
+                start, stop = self.run
                 edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
                 return jax.lax.pad(values, fill, edges)
             return scatter(self.axis, jnp.full(shape, fill), self.indices(*array), values)
@@ -218,6 +219,10 @@ class RowIndex(RowSelection):
             return tuple((start, stop) for start, stop, _ in self.picked)
         edges = [0, *(edge for start, stop, _ in self.picked for edge in (start, stop)), self.size]
         return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        return self.runs[0] if self.runs is not None and len(self.runs) == 1 else None
 
     @functools.cached_property
     def count(self) -> int:
@@ -279,6 +284,12 @@ class DynamicRowIndex(RowSelection):
 
     def _frozen_rows(self) -> jax.Array:
         return jnp.ones(self.size, bool).at[self.array].set(False, mode="drop")
+
+    def without(self, array: Any) -> jax.Array:
+        """The numbers of as many rows: those that are not in ``array``."""
+        return jnp.nonzero(jnp.ones(self.size, bool).at[array].set(False, mode="drop"), size=self.count)[0].astype(
+            jnp.int32
+        )
 
     def as_spec(self) -> DynamicRows:
         return DynamicRows(self.array, self.axis, inverted=True, ascending=True)

@@ -19,7 +19,7 @@ from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, 
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, DenseMask, RowIndex, Selection
+from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
@@ -102,6 +102,7 @@ class Entry(NamedTuple):
     leaf: str | None = None  # the path of the parameter that it belongs to
     shape: tuple[int, ...] = ()  # of that parameter
     frozen: Any = None  # a dense mask of that parameter, True where the value holds nothing of it
+    dynamic_rows: DynamicRowIndex | None = None  # the rows of that parameter that it holds, if they may change
 
     @property
     def is_array(self) -> bool:
@@ -124,23 +125,31 @@ class Entry(NamedTuple):
         """Whether its elements are those of its parameter: not so for factored moments and memories of gradients."""
         if self.leaf is None or not isinstance(self.value, Part):
             return self.leaf is not None and jnp.shape(self.value) == self.shape
-        index = self.value.index
-        if isinstance(index, RowIndex):
+        index = self.rows
+        if index is not None:
             return self.value.values.shape == index.shape_of_part(self.shape)
+        index = self.value.index
         return self.frozen is not None and self.value.values.shape == (index,)
 
     @property
     def held(self) -> np.ndarray:
         """True at the elements of its parameter that it holds; broadcasts against it."""
-        if isinstance(self.value, Part) and isinstance(self.value.index, RowIndex):
-            return ~np.asarray(self.value.index.frozen(len(self.shape)))
+        if self.rows is not None:
+            return ~np.asarray(self.rows.frozen(len(self.shape)))
         return np.ones((1,) * len(self.shape), bool) if self.frozen is None else ~np.asarray(self.frozen)
 
     @property
     def selection(self) -> Selection:
         """That of its ``Part``."""
-        index = self.value.index
-        return index if isinstance(index, RowIndex) else DenseMask(self.frozen, True, index)
+        return DenseMask(self.frozen, True, self.value.index) if self.rows is None else self.rows
+
+    @property
+    def rows(self) -> RowSelection | None:
+        """The rows that it has, if it has rows of its parameter."""
+        index = self.value.index if isinstance(self.value, Part) else None
+        if isinstance(index, DynamicRowIndex):
+            return self.dynamic_rows
+        return index if isinstance(index, RowSelection) else None
 
 
 def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
@@ -167,4 +176,5 @@ def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str]
     around = [parts[leaf] for parts in entry.parts if leaf in parts]
     masks = [selection.array for selection in around if isinstance(selection, DenseMask)]
     frozen = functools.reduce(jnp.logical_or, masks) if masks else None
-    return entry._replace(leaf=leaf, shape=shapes[leaf] or (), frozen=frozen)
+    rows = next((selection for selection in around if isinstance(selection, DynamicRowIndex)), None)
+    return entry._replace(leaf=leaf, shape=shapes[leaf] or (), frozen=frozen, dynamic_rows=rows)

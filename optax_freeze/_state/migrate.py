@@ -20,7 +20,7 @@ from optax_freeze._errors import described, printable, type_error, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.selection import RowIndex
+from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.entries import Entry, Group, entries_of
 
@@ -221,11 +221,11 @@ def _alike(new: Entry, old: Entry) -> bool:
     same_shape = jax.tree.structure(new.value) == jax.tree.structure(old.value) and all(
         np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
     )
-    if any(isinstance(e.value, Part) and isinstance(e.value.index, int) and e.frozen is None for e in (new, old)):
+    if any(isinstance(e.value, Part) and e.rows is None and e.frozen is None for e in (new, old)):
         raise value_error(
             "fz.migrate: a state does not say which elements of a leaf it is about",
             at=old.name,
-            got="compact elements of the trainable part",
+            got="elements, or rows that change, of the trainable part",
             expected="fz.freeze around the optimizer, whose state has the mask",
             fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
         )
@@ -241,8 +241,8 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
     """``value`` of a new entry with the elements that an old one has of it."""
-    a, b = getattr(old.value, "index", None), getattr(value, "index", None)
-    if isinstance(a, RowIndex) and isinstance(b, RowIndex) and a.axis == b.axis:
+    a, b = old.rows, entry.rows
+    if a is not None and b is not None and a.axis == b.axis:
         _, source, target = np.intersect1d(a.indices(), b.indices(), return_indices=True)
 
         def moved(new: Any, old: Any) -> jax.Array:
@@ -291,7 +291,7 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
 def _whole_shape(part: Part) -> tuple[int, ...]:
     """The shape of the leaf that a part was taken from."""
     shape = tuple(part.shape or ())
-    if not isinstance(part.index, RowIndex):
+    if not isinstance(part.index, RowSelection):
         return shape
     return (*shape[: part.index.axis], part.index.size, *shape[part.index.axis + 1 :])
 

@@ -1,28 +1,17 @@
 """What the state of a frozen optimizer knows: its spec, and dense masks that can be replaced between steps."""
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._errors import is_array, is_concrete, refuse_no_mapping, value_error
+from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.groups_now import GroupsNow, sets_of
 from optax_freeze._optimizer.conditions import occurring
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.layout import copy_like
-from optax_freeze._spec.masks import Elements, elements
-from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import DenseMask
 from optax_freeze._spec.selector_algebra import Selector
-from optax_freeze._spec.tree import Leaf, Part, PyTree
-from optax_freeze._state.parameter_of import parameter_of
 
 
 def spec_of(state: optax.OptState) -> Selector:
@@ -66,54 +55,6 @@ def spec_of(state: optax.OptState) -> Selector:
     return plan_of(states[0]).known
 
 
-def replace_masks(state: optax.OptState, masks: Mapping[str, Any]) -> optax.OptState:
-    """Puts other dense masks into an optimizer state, between steps and without recompiling.
-
-    Moments of elements that go on training stay as they are. Where the leaf's elements are compact, their moments move
-    to their new places in the vector, and those of elements thawed now are zero.
-
-    Args:
-      state: from :func:`optax_freeze.freeze` or :func:`optax_freeze.masked_zero_updates`, alone or within another.
-      masks: for each leaf by its path, a boolean array of the leaf's shape, True where frozen.
-
-    Returns:
-      The state with the new masks.
-
-    Raises:
-      ValueError: if a path has no dense mask in the state, an array is of another shape, or the number of trainable
-        elements of a compact mask changes. The state is then as it was.
-      TypeError: if an array is not boolean.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> params = {"w": jnp.ones((2, 2))}
-      >>> tx = fz.freeze(optax.sgd(1.0), {"w": jnp.eye(2, dtype=bool)})
-      >>> state = fz.replace_masks(tx.init(params), {"w": ~jnp.eye(2, dtype=bool)})
-      >>> updates, state = tx.update(params, state, params)
-      >>> optax.apply_updates(params, updates)["w"]
-      Array([[0., 1.],
-             [1., 0.]], dtype=float32)
-    """
-    fix = "name each mask by the path of its leaf"
-    refuse_no_mapping("fz.replace_masks", masks, "{path: boolean array}", fix=fix)
-    known = {
-        leaf.path
-        for node in _states(state)
-        for leaf, selection in zip(node.spec.leaves, node.spec.selections, strict=True)
-        if isinstance(selection, DenseMask)
-    }
-    for path in masks:
-        if path not in known:
-            raise value_error(
-                "no dense mask in the state",
-                at=path,
-                got=f"a mask for {path!r}",
-                expected=f"a path among {sorted(known)}" if known else "a state with dense masks",
-                fix="freeze the leaf by fz.elements(...) or a boolean array from the start",
-            )
-    return jax.tree.map(lambda node: _with_masks(node, masks) if _is_state(node) else node, state, is_leaf=_is_state)
-
-
 def _differ(a: Any, b: Any) -> bool:
     """Whether two states have other specs or, as far as they have values, other masks."""
     pairs = zip(plan_of(a).masks, plan_of(b).masks, strict=False)
@@ -142,52 +83,3 @@ def _is_state(node: Any) -> bool:
 
 def _states(state: optax.OptState) -> list[Any]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(node)]
-
-
-def _with_masks(state: Any, new: Mapping[str, Any]) -> Any:
-    plan = plan_of(state)
-    arrays = plan.masks
-    for i, (leaf, selection) in enumerate(zip(plan.leaves, plan.selections, strict=True)):
-        if leaf.path in new and isinstance(selection, DenseMask):
-            arrays[i] = copy_like(_new_mask(new[leaf.path], leaf, selection), selection.array)
-    if isinstance(state, FreezeState):
-        state = state._replace(inner_state=_moved_parts(state.inner_state, plan, plan.with_masks(arrays)))
-    masks, treedef = _tree.flatten(state.masks)
-    return state._replace(masks=jax.tree.unflatten(treedef, arrays)) if masks else state
-
-
-def _new_mask(mask: Any, leaf: Leaf, selection: DenseMask) -> Any:
-    """The array that replaces that of a dense mask."""
-    new = elements(mask.array if isinstance(mask, Elements) else mask, selection.compact)
-    fit_mask(dataclasses.replace(new, count=selection.count), leaf)
-    if new.count != selection.count:
-        raise value_error(
-            "the number of trainable elements of a compact mask is fixed",
-            at=leaf.path,
-            got="a traced mask" if new.count is None else f"{new.count} trainable elements",
-            expected=f"{selection.count}, as in the state",
-            fix="keep their number and replace it outside jit, or use compact=False",
-        )
-    return new.array
-
-
-def _moved_parts(inner_state: PyTree, old: Plan, new: Plan) -> PyTree:
-    """The optimizer's state, in which each vector of compact elements is in the order of the new mask."""
-    replaced = {
-        leaf.path: (before, after)
-        for leaf, before, after in zip(old.leaves, old.selections, new.selections, strict=True)
-        if isinstance(before, DenseMask) and before.compact and before.array is not getattr(after, "array", None)
-    }
-    if not replaced:
-        return inner_state
-    nodes, treedef = _tree.flatten(inner_state)
-    paths = _tree.paths(inner_state)
-    owner_of = parameter_of(paths, [leaf.path for leaf in old.leaves])
-    for i, (path, part) in enumerate(zip(paths, nodes, strict=True)):
-        owner, values = owner_of(path), _tree.bare(part)
-        if owner in replaced and isinstance(part, Part) and is_array(values):
-            before, after = replaced[owner]
-            if part.index == before.count and values.shape == (before.count,):
-                full = before.put(jnp.zeros(part.shape, values.dtype), Part(values))
-                nodes[i] = jax.tree.unflatten(jax.tree.structure(part), [after.take(full).values])
-    return jax.tree.unflatten(treedef, nodes)

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from optax_freeze._errors import described, message, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.layout import replicated
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
@@ -27,8 +28,8 @@ from optax_freeze._verify.bits import hashed
 from optax_freeze._verify.fingerprint import digests
 from optax_freeze.checkpoint._record import (
     FORMAT,
-    is_dense,
     leaf_record,
+    mask_struct,
     read_record,
     reading,
     refuse_other_base,
@@ -217,9 +218,7 @@ def restore(
         record = read_record(at)
         values, treedef = _tree.flatten(params)
         refuse_other_leaves(record["leaves"], params)
-        dense = [value if is_dense(leaf) else _tree.HOLE for leaf, value in zip(record["leaves"], values, strict=True)]
-        structs = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, bool), dense)
-        saved_masks = _read(manager, at, "masks", structs, dense)
+        saved_masks = _read(manager, at, "masks", list(map(mask_struct, record["leaves"])), values)
         plan = make_plan(params, spec_of_record(record["leaves"], saved_masks))
         if frozen is not None:
             refuse_other_spec(plan, make_plan(params, frozen))
@@ -338,7 +337,7 @@ def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[An
     for name, struct in jax.eval_shape(_arrays, nodes).items():
         [other] = jax.tree.leaves(near[int(name)])
         sharding = getattr(other, "sharding", None) or default
-        sharding = beside(struct, Placed(np.shape(other), sharding), sharding)
+        sharding = beside(struct, Placed(np.shape(other), sharding), replicated(sharding))
         if struct.size:
             written[name] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
         else:

@@ -18,9 +18,9 @@ from etils import epath
 
 from optax_freeze._errors import counted, described, in_one_line, is_array, is_int, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Rows, Slice, elements
+from optax_freeze._spec.masks import DynamicRows, Rows, Slice, elements
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import DenseMask, RowIndex, Selection
+from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._verify.bits import LANES
@@ -55,24 +55,33 @@ def _selection_record(selection: Any) -> Any:
     if isinstance(selection, RowIndex):
         picked = [list(progression) for progression in selection.picked]
         return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
+    if isinstance(selection, DynamicRowIndex):
+        return {"axis": selection.axis, "count": selection.count}
     if isinstance(selection, DenseMask):
         return {"compact": selection.compact, "count": selection.count}
     return selection.as_spec() if isinstance(selection, Selection) else selection
 
 
-def is_dense(record: Mapping[str, Any]) -> bool:
-    """Whether a leaf has a dense mask, which is stored among the arrays."""
-    return isinstance(record["frozen"], dict) and "compact" in record["frozen"]
+def mask_struct(record: Mapping[str, Any]) -> Any:
+    """The shape of the array that says what of a leaf is frozen, which is stored among the arrays; else a hole."""
+    frozen = record["frozen"]
+    if not isinstance(frozen, dict) or "rows" in frozen:
+        return _tree.HOLE
+    if "compact" in frozen:
+        return jax.ShapeDtypeStruct(record["shape"], bool)
+    return jax.ShapeDtypeStruct((frozen["count"],), jax.numpy.int32)
 
 
 def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> ResolvedSpec:
-    """The spec that was saved; ``masks`` are the arrays of the dense masks, one for each leaf."""
+    """The spec that was saved; ``masks`` are the arrays of masks that have one, one for each leaf."""
 
     def choice(frozen: Any, mask: Any) -> Choice:
         if isinstance(frozen, bool):
             return frozen
         if "compact" in frozen:
             return elements(mask, frozen["compact"])
+        if "rows" not in frozen:
+            return DynamicRows(mask, frozen["axis"], inverted=True, ascending=True)
         if len(frozen["rows"]) == 1:
             return Rows(Slice(*frozen["rows"][0]), frozen["axis"], frozen["train"])
         numbers = [n for progression in frozen["rows"] for n in range(*progression)]
@@ -174,7 +183,7 @@ def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
     if not isinstance(frozen, dict) or shape is None or leaf["dtype"].startswith("key<"):
         return _Value("true, false, or, of an array of numbers, which part", lambda frozen: isinstance(frozen, bool))
     if "compact" not in frozen:
-        return _rows_schema(shape)
+        return _rows_schema(shape) if "rows" in frozen else _dynamic_rows_schema(shape)
     size = math.prod(shape)
     count = _Value(f"a number from 1 to {size}", lambda count: _is_int(count, 1, size))
     return {"compact": _BOOL, "count": lambda frozen: count if frozen["compact"] else _NULL}
@@ -182,8 +191,23 @@ def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
 
 def _part_schema(array: Mapping[str, Any]) -> Any:
     if isinstance(array["part"], dict):
-        return _rows_schema(None)
+        return _rows_schema(None) if "rows" in array["part"] else _dynamic_rows_schema(None)
     return _Value("rows, a number of elements, or null", lambda part: part is None or _is_int(part))
+
+
+def _dynamic_rows_schema(shape: Sequence[int] | None) -> Any:
+    """The schema of rows of which only the number is static, within a shape where it is known."""
+
+    def count(record: Mapping[str, Any]) -> _Value:
+        size = math.inf if shape is None else shape[record["axis"]]
+        return _Value("a number of rows of the leaf", lambda count: _is_int(count, 1, size))
+
+    return {"axis": _axis(shape), "count": count}
+
+
+def _axis(shape: Sequence[int] | None) -> _Value:
+    last = math.inf if shape is None else len(shape) - 1
+    return _Value("an axis of the leaf", lambda axis: _is_int(axis, 0, last))
 
 
 def _rows_schema(shape: Sequence[int] | None) -> Any:
@@ -193,8 +217,7 @@ def _rows_schema(shape: Sequence[int] | None) -> Any:
         size = math.inf if shape is None else shape[record["axis"]]
         return _Value("ascending [start, stop, step], within the leaf", lambda runs: _are_ascending(runs, size))
 
-    last = math.inf if shape is None else len(shape) - 1
-    return {"axis": _Value("an axis of the leaf", lambda axis: _is_int(axis, 0, last)), "train": _BOOL, "rows": rows}
+    return {"axis": _axis(shape), "train": _BOOL, "rows": rows}
 
 
 def _are_ascending(runs: Any, size: float) -> bool:

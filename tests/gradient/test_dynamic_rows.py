@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import bits
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze._precompute.flops import flops
 
 LAYERS, WIDTH = 6, 4
 X = jax.random.normal(jax.random.key(0), (8, WIDTH))
@@ -175,7 +173,8 @@ def test_no_operation_merges_the_rows(loss):
         pytest.skip("vmap is applied before the scan is traced, and moves no rows")
     frozen = {"embed": True, "layers": ~fz.rows(jnp.array([1, 2])), "scale": False, "head": False}
     for row in fz.explain(loss, init(), frozen, X).rows:
-        assert row.merged is None and {operation.name for operation in row.in_parts} <= {"scan", "stop_gradient"}
+        assert row.merged is None
+        assert {operation.name for operation in row.in_parts} <= {"scan", "stop_gradient"}
         assert (row.rows, row.trainable_rows) == (LAYERS, 2)
 
 
@@ -316,7 +315,7 @@ class TestSecondDerivatives:
 
     def test_forward_mode_is_refused(self):
         trainable, rest = fz.partition(init(), self.FROZEN)
-        with pytest.raises(TypeError, match="first derivatives by reverse mode alone|forward-mode"):
+        with pytest.raises(TypeError, match="first derivatives by reverse mode alone"):
             jax.jvp(lambda t: fz.restrict(of_scan(), rest)(t, X), (trainable,), (trainable,))
 
     def test_the_gradient_of_frozen_rows_is_refused(self):
@@ -512,4 +511,5 @@ class TestCost:
             counts.update(kernel=0, x=0)
             jax.block_until_ready(grads(init(), jnp.array(index), X))
             last = max(index) + 1 if reverse else LAYERS - min(index)
-            assert counts["kernel"] == 2 and last - 1 <= counts["x"] <= last
+            assert counts["kernel"] == 2
+            assert last - 1 <= counts["x"] <= last

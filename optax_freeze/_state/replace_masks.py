@@ -1,0 +1,291 @@
+"""Other dense masks and other dynamic rows, between steps or in the running program."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_freeze._errors import is_array, refuse_no_mapping, value_error
+from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
+from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.fit_mask import fit_mask
+from optax_freeze._spec.indexing import at, select
+from optax_freeze._spec.layout import copy_like
+from optax_freeze._spec.masks import ElementMask, Elements, elements
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
+from optax_freeze._spec.selector_algebra import Where, as_selector, first_match
+from optax_freeze._spec.tree import Leaf, Part, PyTree
+from optax_freeze._state.entries import entries_of
+from optax_freeze._state.parameter_of import parameter_of
+
+
+def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptState:
+    """Puts other dense masks, or other rows, into an optimizer state, without recompiling.
+
+    Between steps, or inside a jitted function. What goes on training keeps its moments; what begins to train begins as
+    in ``init``. Where all rows of an optimizer change that has nothing else to train (a label of
+    ``optax.multi_transform``, a group of :func:`optax_freeze.freeze_when`), the counts beside its moments begin anew,
+    too: under a kept count, Adam's first step on a fresh row is up to 3.2 times the usual one. Steps of schedules go
+    on.
+
+    Args:
+      state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
+        :func:`optax_freeze.freeze_when` (of the latter only rows), alone or within another.
+      masks: by the path of a leaf, or by a pattern or selector for all leaves with a mask that it matches; the first
+        that matches counts. A value is a boolean array of the leaf's shape, True where frozen, or, for leaves that were
+        frozen by :func:`optax_freeze.rows` of a JAX array, such rows again, as many as before.
+
+    Returns:
+      The state with the new masks.
+
+    Raises:
+      ValueError: if a path or pattern matches no leaf with such a mask, an array is of another shape, the number of
+        trainable rows, or of trainable elements of a compact mask, changes, or an optimizer begins with the values of
+        the parameters, which are not given here. The state is then as it was.
+      TypeError: if a mask is something else.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"layers": jnp.ones((4, 2)), "head": jnp.ones(2)}
+      >>> tx = fz.freeze(optax.sgd(1.0), {"layers": ~fz.rows(jnp.array([2, 3])), "head": False})
+      >>> state = fz.replace_masks(tx.init(params), {"layers": ~fz.rows(jnp.array([0, 3]))})
+      >>> updates, state = tx.update(params, state, params)
+      >>> optax.apply_updates(params, updates)["layers"][:, 0]
+      Array([0., 1., 1., 0.], dtype=float32)
+    """
+    fix = "name each mask by the path of its leaf, or by a pattern"
+    refuse_no_mapping("fz.replace_masks", masks, "{path or pattern: mask}", fix=fix)
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(node)]
+    leaves = {leaf.path: leaf for node in nodes for plan in _plans(node) for leaf in plan.leaves}
+    with_mask = {
+        leaf.path: selection
+        for node in nodes
+        for plan in _plans(node)
+        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
+        if _is_replaceable(selection, node)
+    }
+    new = {path: masks[key] for path, key in _matched(masks, list(leaves.values()), with_mask).items()}
+    return jax.tree.map(lambda node: _replaced(node, new) if _is_state(node) else node, state, is_leaf=_is_state)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, (FreezeState, MaskedZeroUpdatesState, FreezeWhenState)) and bool(node.spec.leaves)
+
+
+def _plans(node: Any) -> Sequence[Plan]:
+    return node.spec.plans[:-1] if isinstance(node, FreezeWhenState) else [node.spec]
+
+
+def _is_replaceable(selection: Selection, node: Any) -> bool:
+    dense = isinstance(selection, DenseMask) and not isinstance(node, FreezeWhenState)
+    return dense or isinstance(selection, DynamicRowIndex)
+
+
+def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Mapping[str, Selection]) -> dict[str, Any]:
+    """For each leaf that gets a new mask the key that names it."""
+    keys = list(masks)
+    paths = {leaf.path for leaf in leaves}
+    selectors = [
+        Where(lambda path, _, key=key: path == key) if key in paths else as_selector(key, "fz.replace_masks")
+        for key in keys
+    ]
+    found = {}
+    for n, leaf in zip(first_match(selectors, leaves) if leaves else [], leaves, strict=True):
+        if n is not None and leaf.path in with_mask:
+            found[leaf.path] = keys[n]
+    for key in keys:
+        if key not in found.values():
+            raise value_error(
+                "no mask in the state that can be replaced",
+                at=str(key),
+                got=f"a mask for {key!r}",
+                expected=f"a path among {sorted(with_mask)}" if with_mask else "a state with masks that have an array",
+                fix="freeze the leaf by fz.elements(...), a boolean array or fz.rows(jnp.array([...])) from the start",
+            )
+    return found
+
+
+def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
+    """A state of this library with other masks."""
+    if isinstance(node, FreezeWhenState):
+        return _with_rows_of_groups(node, new)
+    old = plan_of(node)
+    plan = old.with_masks(_new_masks(old, new))
+    masks, treedef = _tree.flatten(node.masks)
+    node = node._replace(masks=jax.tree.unflatten(treedef, plan.masks)) if masks else node
+    if not isinstance(node, FreezeState):
+        return node
+    partition: Any = node.inner_state
+    of_trainable = partition.inner_states["trainable"]
+    moved = of_trainable._replace(inner_state=_moved(of_trainable.inner_state, old, plan))
+    states = {**partition.inner_states, "trainable": moved}
+    return _with_counts(node, node._replace(inner_state=partition._replace(inner_states=states)), [(old, plan)])
+
+
+def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> FreezeWhenState:
+    """The state of groups with other rows, which the other groups and the rest do not have any more."""
+    olds = plans_of(node)
+    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # what a group has
+    own = [_new_masks(plan, new) if any(map(is_array, plan.masks)) else [] for plan in olds.plans[:-1]]
+    groups = {}
+    for name, masks in zip(olds.names, own, strict=True):
+        group, treedef = node.groups[name], _tree.flatten(node.groups[name].masks)[1]
+        groups[name] = group._replace(masks=jax.tree.unflatten(treedef, masks)) if group.masks != () else group
+    replaced = node._replace(groups=groups)
+    plans = plans_of(replaced)
+    states = [*(groups[name].inner_state for name in olds.names), node.rest_state]
+    *states, rest_state = [_moved(*each) for each in zip(states, olds.plans, plans.plans, strict=True)]
+    for name, state in zip(olds.names, states, strict=True):
+        groups[name] = groups[name]._replace(inner_state=state)
+    return _with_counts(node, replaced._replace(rest_state=rest_state), list(zip(olds.plans, plans.plans, strict=True)))
+
+
+def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
+    """The arrays of a plan, some of which are replaced."""
+    return [
+        copy_like(_new_mask(new[leaf.path], leaf, selection), selection.array)
+        if leaf.path in new and not _tree.is_hole(selection.array)
+        else selection.array
+        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
+    ]
+
+
+def _new_mask(mask: Any, leaf: Leaf, old: Selection) -> Any:
+    """The array that replaces that of a selection."""
+    if isinstance(old, DynamicRowIndex):
+        return _new_rows(mask, leaf, old)
+    assert isinstance(old, DenseMask)
+    if isinstance(mask, ElementMask) and not isinstance(mask, Elements):
+        raise _another_kind(mask, leaf, "a boolean array of the leaf's shape, or fz.elements of one")
+    new = elements(mask.array if isinstance(mask, Elements) else mask, old.compact)
+    fit_mask(dataclasses.replace(new, count=old.count), leaf)
+    if new.count != old.count:
+        raise value_error(
+            "the number of trainable elements of a compact mask is fixed",
+            at=leaf.path,
+            got="a traced mask" if new.count is None else f"{new.count} trainable elements",
+            expected=f"{old.count}, as in the state",
+            fix="keep their number and replace it outside jit, or use compact=False",
+        )
+    return new.array
+
+
+def _new_rows(mask: Any, leaf: Leaf, old: DynamicRowIndex) -> Any:
+    if not isinstance(mask, ElementMask) or isinstance(mask, Elements):
+        raise _another_kind(mask, leaf, "rows of a JAX array: ~fz.rows(jnp.array([...]))")
+    new = fit_mask(mask, leaf)
+    if not isinstance(new, RowSelection) or (new.axis, new.count) != (old.axis, old.count):
+        rows = (
+            f"{new.count} trainable rows along axis {new.axis}"
+            if isinstance(new, RowSelection)
+            else f"a leaf that {new}"
+        )
+        raise value_error(
+            "how many rows train is fixed",
+            at=leaf.path,
+            got=rows,
+            expected=f"{old.count} trainable rows along axis {old.axis}, as in the state",
+            fix="name as many rows; for another number make the state anew: fz.migrate(state, tx, params)",
+        )
+    return new.indices()
+
+
+def _another_kind(mask: Any, leaf: Leaf, expected: str) -> ValueError:
+    return value_error(
+        "another kind of mask than the state has",
+        at=leaf.path,
+        got=repr(mask) if isinstance(mask, ElementMask) else type(mask).__name__,
+        expected=expected,
+        fix="give the kind of mask that the leaf was frozen by; for another one, fz.migrate(state, tx, params)",
+    )
+
+
+def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
+    """The optimizer's state, in which the part of each leaf is that of its new mask."""
+    replaced = {
+        leaf.path: (before, after)
+        for leaf, before, after in zip(old.leaves, old.selections, new.selections, strict=True)
+        if before.part_index is not None and before.array is not after.array
+    }
+    if not replaced:
+        return state
+    nodes, treedef = _tree.flatten(state)
+    paths, initial = _tree.paths(state), dict(old.initial)
+    owner_of = parameter_of(paths, [leaf.path for leaf in old.leaves])
+    for i, (path, part) in enumerate(zip(paths, nodes, strict=True)):
+        owner, values = owner_of(path), _tree.bare(part)
+        if owner in replaced and isinstance(part, Part) and is_array(values):
+            begins = initial.get("", initial.get(path, 0)) if initial else 0
+            moved = _moved_part(part, values, *replaced[owner], begins, path)
+            nodes[i] = jax.tree.unflatten(jax.tree.structure(part), [moved])
+    return jax.tree.unflatten(treedef, nodes)
+
+
+def _moved_part(part: Part, values: Any, old: Any, new: Any, begins: float | None, path: str) -> Any:
+    """The values of a part, as many as before, of which those that both masks have are moved to their new places."""
+    if isinstance(old, DenseMask):
+        if part.index != old.count or values.shape != (old.count,):
+            return values
+        full = old.put(jnp.zeros(part.shape, values.dtype), Part(values))
+        return new.take(full).values
+    axis = _row_axis(values.shape, old, part.shape or ())
+    if axis is None:
+        return values
+    if begins is None:
+        raise value_error(
+            "the optimizer's state of a row begins with the values of its parameters",
+            at=path,
+            got="fz.replace_masks, which is given no parameters",
+            expected="a state that begins with a constant, as that of Adam",
+            fix="fz.migrate(state, tx, params), for a `tx` with the new rows",
+        )
+    position = jnp.searchsorted(old.array, new.array)
+    stays = jnp.take(old.array, position, mode="clip") == new.array
+    rows = at(values, axis, position).get(mode="clip")
+    shape = [-1 if d == axis else 1 for d in range(values.ndim)]
+    return select(stays.reshape(shape), rows, jnp.full_like(rows, begins))
+
+
+def _row_axis(shape: tuple[int, ...], index: RowSelection, full: tuple[int, ...]) -> int | None:
+    """The axis of the rows in an array of the state: of moments, a history of them, or factored moments; else None."""
+    rows = index.shape_of_part(full)
+    ahead = len(shape) - len(rows)
+    if ahead >= 0:
+        return ahead + index.axis if shape[ahead:] == rows else None
+    others = iter(rows[index.axis + 1 :])
+    n = index.axis + 1
+    return index.axis if shape[:n] == rows[:n] and all(size in others for size in shape[n:]) else None
+
+
+def _with_counts(before: Any, after: Any, plans: Sequence[tuple[Plan, Plan]]) -> Any:
+    """A state in which the counts beside moments of rows begin anew, if all of these rows have changed."""
+    changed: dict[str, Any] = {}
+    for old, new in plans:
+        for leaf, a, b in zip(old.leaves, old.selections, new.selections, strict=True):
+            if isinstance(a, DynamicRowIndex) and a.array is not b.array:
+                changed[leaf.path] = ~jnp.isin(b.array, a.array).any()
+    if not changed:
+        return after
+    shapes = {leaf.path: leaf.shape for old, _ in plans for leaf in old.leaves}
+    entries = entries_of(after, shapes)
+    owned: dict[Any, set[str]] = {}
+    for entry in entries:
+        if entry.leaf is not None and entry.is_array:
+            owned.setdefault((entry.group, _parent(entry.tree)), set()).add(entry.leaf)
+    values, treedef = _tree.flatten(after)
+    for i, entry in enumerate(entries):
+        leaves = owned.get((entry.group, _parent(str(entry.address))), set())
+        is_count = is_array(entry.value) and entry.value.shape == () and jnp.issubdtype(entry.value.dtype, jnp.integer)
+        if is_count and not entry.optional and entry.leaf is None and leaves and leaves <= changed.keys():
+            anew = jnp.all(jnp.stack([changed[path] for path in sorted(leaves)]))
+            values[i] = jnp.where(anew, jnp.zeros((), entry.value.dtype), entry.value)
+    return jax.tree.unflatten(treedef, values)
+
+
+def _parent(address: str) -> str:
+    return address.rpartition("/")[0]

@@ -1,0 +1,539 @@
+"""Rows that are a value of the program: in specs, optimizers, states, reports and checkpoints."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits, state_bytes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_freeze as fz
+from optax_freeze import checkpoint
+
+LAYERS = 5
+X = jax.random.normal(jax.random.key(0), (4, 3))
+
+
+def init(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(1), 4)
+    normal = lambda key, *shape: (jax.random.normal(key, shape) / 2).astype(dtype)  # noqa: E731
+    return {
+        "layers": {"kernel": normal(keys[0], LAYERS, 3, 3), "bias": normal(keys[1], LAYERS, 3)},
+        "embed": normal(keys[2], 3, 3),
+        "head": normal(keys[3], 3),
+    }
+
+
+def loss(params, x):
+    x, _ = jax.lax.scan(
+        lambda x, p: (jnp.tanh(x @ p["kernel"] + p["bias"]), None), x @ params["embed"], params["layers"]
+    )
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def only(*index, head=False):
+    return {"layers": ~fz.rows(jnp.array(index)), "embed": True, "head": head}
+
+
+def dense(*index, head=False):
+    """The same as a dense mask of each leaf."""
+    frozen = jnp.ones(LAYERS, bool).at[jnp.array(index)].set(False)
+    layers = {
+        "kernel": jnp.broadcast_to(frozen[:, None, None], (LAYERS, 3, 3)),
+        "bias": jnp.broadcast_to(frozen[:, None], (LAYERS, 3)),
+    }
+    return {"layers": layers, "embed": True, "head": head}
+
+
+def static(*index, head=False):
+    return {"layers": ~fz.rows(sorted(i % LAYERS for i in index)), "embed": True, "head": head}
+
+
+def close(got, expected, rtol=1e-5, atol=1e-6):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), got, expected)
+
+
+def step_of(tx, full=True):
+    apply = optax.apply_updates if full else fz.apply_updates
+
+    def step(params, state, x=X):
+        grads = fz.grad(loss, fz.spec_of(state))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return apply(params, updates), state
+
+    return step
+
+
+class TestSpec:
+    def test_resolve_and_partition(self):
+        params = init()
+        resolved = fz.resolve(params, only(3, -4))
+        assert repr(resolved["layers"]["bias"]) == "~fz.rows(<int32[2]>)"
+        trainable, rest = fz.partition(params, only(3, -4))
+        assert bits(trainable["layers"]["kernel"].values) == bits(params["layers"]["kernel"][jnp.array([1, 3])])
+        assert len(jax.tree.leaves(trainable)) == 3
+        assert bits(fz.combine(trainable, rest)) == bits(params)
+
+    def test_the_numbers_may_be_traced_and_in_any_order(self):
+        params = init()
+
+        @jax.jit
+        def there_and_back(params, index):
+            trainable, rest = fz.partition(params, {"layers": ~fz.rows(index), "embed": True, "head": False})
+            return trainable["layers"]["bias"].values, fz.combine(trainable, rest)
+
+        for index in ([3, 1], [1, 3], [-2, -4]):
+            rows, whole = there_and_back(params, jnp.array(index))
+            assert bits(rows) == bits(params["layers"]["bias"][jnp.array([1, 3])])
+            assert bits(whole) == bits(params)
+        assert there_and_back._cache_size() == 1
+
+    def test_a_spec_is_a_pytree(self):
+        spec = fz.rules({"layers/**": ~fz.rows(jnp.array([1, 2]))})
+        assert [leaf.tolist() for leaf in jax.tree.leaves(spec)] == [[1, 2]]
+        grads = jax.jit(lambda params, spec: fz.grad(loss, spec)(params, X))
+        grads(init(), spec)
+        grads(init(), fz.rules({"layers/**": ~fz.rows(jnp.array([0, 4]))}))
+        assert grads._cache_size() == 1
+
+    @pytest.mark.parametrize(
+        ("make", "error", "message"),
+        [
+            (lambda: fz.rows(jnp.array([1.0])), TypeError, "integers"),
+            (lambda: fz.rows(jnp.array([True, False])), TypeError, "fz.elements"),
+            (lambda: fz.rows(jnp.array(1)), ValueError, r"shape \(k,\)"),
+            (lambda: fz.rows(jnp.array([[1]])), ValueError, r"shape \(k,\)"),
+            (lambda: fz.resolve(init(), only(1, 1)), ValueError, "named twice"),
+            (lambda: fz.resolve(init(), only(1, -4)), ValueError, "named twice"),
+            (lambda: fz.resolve(init(), only(5)), ValueError, "out of range"),
+            (lambda: fz.resolve(init(), only(-6)), ValueError, "out of range"),
+            (lambda: fz.resolve(init(), only(0, 1, 2, 3, 4, 4)), ValueError, "more numbers than"),
+            (
+                lambda: fz.resolve(init(), {"layers": fz.rows(jnp.array([1]), axis=3), "embed": 1 == 1, "head": True}),
+                ValueError,
+                "no such axis",
+            ),
+        ],
+    )
+    def test_wrong_calls(self, make, error, message):
+        with pytest.raises(error, match=message):
+            make()
+
+    def test_all_rows_or_none(self):
+        params = init()
+        assert fz.resolve(params, {**only(0), "layers": ~fz.rows(jnp.array([], int))})["layers"]["bias"] is True
+        assert fz.resolve(params, {**only(0), "layers": fz.rows(jnp.arange(5))})["layers"]["bias"] is True
+        trainable, _ = fz.partition(params, {**only(0), "layers": ~fz.rows(jnp.arange(5)[::-1])})
+        assert bits(trainable["layers"]["kernel"].values) == bits(params["layers"]["kernel"])
+
+    def test_labels_selectors_and_stop_gradient(self):
+        params = init()
+        assert fz.labels(only(1))(params)["layers"] == {"kernel": "trainable", "bias": "trainable"}
+        spec = fz.rules({"layers/**": fz.rows(jnp.array([0, 1]))}) | fz.path("embed")
+        close(
+            jax.grad(lambda p: loss(fz.stop_gradient(p, spec), X))(params),
+            jax.grad(lambda p: loss(fz.stop_gradient(p, dense(2, 3, 4)), X))(params),
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("full", [True, False])
+def test_training_is_that_of_static_rows(full, dtype):
+    params = init(dtype)
+    results = []
+    for spec in (only(4, 1), static(4, 1)):
+        tx = fz.freeze(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)), spec, full_updates=full)
+        state, p = tx.init(params), params
+        step = jax.jit(step_of(tx, full))
+        for _ in range(3):
+            p, state = step(p, state)
+        fz.assert_frozen(params, p, fz.spec_of(state))
+        results.append((p, state.inner_state.inner_states["trainable"].inner_state[1][0].mu["layers"]["kernel"].values))
+    close(*jax.tree.map(lambda x: x.astype(jnp.float32), results), rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
+def test_the_state_and_the_gradient_have_as_many_rows_as_train():
+    params, tx = init(), fz.freeze(optax.adam(0.1), only(0, 2), full_updates=False)
+    state = tx.init(params)
+    grads = fz.grad(loss, fz.spec_of(state))(params, X)
+    assert [g.shape for g in jax.tree.leaves(grads)] == [(3,), (2, 3), (2, 3, 3)]
+    assert state_bytes(state) == 4 * 2 * (3 + 2 * 3 + 2 * 9) + 4 * 2 * 2  # moments, and the numbers of two leaves
+    updates, _ = tx.update(grads, state, params)
+    assert updates["layers"]["bias"].numbers.tolist() == [0, 2]
+    assert optax.tree.norm(grads) < 10  # no row number is taken for a gradient
+
+
+def test_frozen_rows_keep_every_bit():
+    params = init()
+    odd = jnp.array([jnp.nan, -0.0, 1e-42])
+    params["layers"]["bias"] = params["layers"]["bias"].at[jnp.array([0, 2])].set(odd)
+    loss_of_others = lambda p: jnp.sum(p["layers"]["kernel"] ** 2) + jnp.sum(p["layers"]["bias"][1] ** 2)  # noqa: E731
+    for full in (True, False):
+        tx = fz.freeze(optax.adamw(0.1), {**only(1, 4), "head": True}, full_updates=full)
+        state = tx.init(params)
+        grads = fz.grad(loss_of_others, fz.spec_of(state))(params)
+        updates, _ = tx.update(grads, state, params)
+        new = fz.apply_updates(params, updates, fz.spec_of(state))
+        still = jnp.array([0, 2, 3])
+        assert bits(new["layers"]["bias"][still]) == bits(params["layers"]["bias"][still])
+        assert bits(new["layers"]["kernel"][still]) == bits(params["layers"]["kernel"][still])
+        if not full:
+            assert bits(fz.apply_updates(params, updates)) == bits(new)
+
+
+def test_apply_updates_says_where_the_numbers_are():
+    params, tx = init(), fz.freeze(optax.sgd(0.1), only(1), full_updates=False)
+    state = tx.init(params)
+    grads = fz.grad(loss, fz.spec_of(state))(params, X)
+    with pytest.raises(ValueError, match="rows that change cannot be placed"):
+        fz.apply_updates(params, grads)
+    updates, _ = tx.update(grads, state, params)
+    scaled = jax.tree.map(lambda u: 0.5 * u, updates)
+    with pytest.raises(ValueError, match="row numbers of float32"):
+        fz.apply_updates(params, scaled)
+
+
+def test_masked_zero_updates():
+    params = init()
+    tx = optax.chain(optax.sgd(1.0), fz.masked_zero_updates(only(1, 2)))
+    state = tx.init(params)
+    for index in ([1, 2], [4, 0]):
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array(index))})
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        moved = np.flatnonzero(np.asarray(updates["layers"]["bias"])[:, 0])
+        assert moved.tolist() == sorted(index)
+
+
+class TestReplaceMasks:
+    def run(self, tx, replaced, steps=2, jit=True):
+        """Parameters and state after some steps with each of the masks."""
+        params = init()
+        state, step = tx.init(params), (jax.jit if jit else lambda f: f)(step_of(tx, False))
+        for masks in replaced:
+            state = fz.replace_masks(state, masks) if masks else state
+            for _ in range(steps):
+                params, state = step(params, state)
+        if jit:
+            assert step._cache_size() == 1
+        return params, state
+
+    def moments(self, state):
+        return optax.tree.get(state, "mu")["layers"]["kernel"].values, optax.tree.get(state, "nu")["layers"][
+            "bias"
+        ].values
+
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_rows_that_stay_keep_their_moments(self, jit):
+        tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
+        _, before = self.run(tx, [None], jit=jit)
+        replace = lambda state, index: fz.replace_masks(state, {"layers/**": ~fz.rows(index)})  # noqa: E731
+        after = (jax.jit(replace) if jit else replace)(before, jnp.array([3, 0]))
+        for old, new in zip(self.moments(before), self.moments(after), strict=True):
+            assert bits(new[1]) == bits(old[1])
+            assert not new[0].any()
+            assert old[1].any()
+        assert optax.tree.get(after, "count") == 2  # the head trains in the same optimizer
+        assert jax.tree.structure(before) == jax.tree.structure(after)
+        assert repr(fz.resolve(init(), fz.spec_of(after))["layers"]["bias"].array.tolist()) == "[0, 3]"
+
+    def test_the_count_begins_anew_where_all_rows_change(self):
+        tx = fz.freeze(optax.adam(0.1), only(3, 1, head=True), full_updates=False)
+        _, state = self.run(tx, [None])
+        kept = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 0]))})
+        anew = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        half = fz.replace_masks(state, {"layers/bias": ~fz.rows(jnp.array([4, 0]))})
+        assert [int(optax.tree.get(s, "count")) for s in (kept, anew, half)] == [2, 0, 2]
+
+    def test_the_first_step_of_a_fresh_row_is_that_of_a_fresh_optimizer(self):
+        labels = lambda params: {"layers": {"kernel": "turns", "bias": "turns"}, "embed": "stays", "head": "stays"}  # noqa: E731
+        inner = optax.multi_transform({"turns": optax.adam(0.1), "stays": optax.adam(0.1)}, labels)
+        tx = fz.freeze(inner, only(3, 1), full_updates=False)
+        params, state = self.run(tx, [None, None])
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        after, _ = step_of(tx, False)(params, state)
+        moved = np.abs(np.asarray(after["layers"]["kernel"] - params["layers"]["kernel"]))
+        assert moved[[0, 4]].max() < 0.1001
+        assert moved[[0, 4]].min() > 0.09
+        assert not moved[[1, 2, 3]].any()
+
+    def test_a_schedule_goes_on(self):
+        tx = fz.freeze(optax.adam(optax.linear_schedule(1.0, 0.0, 10)), only(3, 1, head=True), full_updates=False)
+        _, state = self.run(tx, [None])
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        counts = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == ()]
+        assert sorted(counts) == [0, 2]
+
+    @pytest.mark.parametrize(
+        ("make", "begins"),
+        [
+            (optax.adam, 0),
+            (lambda rate: optax.adagrad(rate, initial_accumulator_value=0.25), 0.25),
+            (optax.adafactor, 0),
+            (optax.yogi, 1e-6),
+        ],
+    )
+    def test_fresh_rows_begin_as_in_init(self, make, begins):
+        tx = fz.freeze(make(0.1), only(3, 1, head=True), full_updates=False)
+        params, state = self.run(tx, [None])
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
+        fresh = fz.freeze(make(0.1), only(4, 3, head=True)).init(params)
+        for new, first in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+            if new.ndim and new.shape[0] == 2 and jnp.issubdtype(new.dtype, jnp.floating):
+                close(new[1], first[1])
+                close(first[1], jnp.full_like(first[1], begins))
+
+    def test_a_state_that_begins_with_the_parameters_is_refused(self):
+        tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1))
+        state = tx.init(init())
+        with pytest.raises(ValueError, match="begins with the values of its parameters"):
+            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
+        moved = fz.migrate(state, fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(4, 3)), init())
+        assert bits(optax.tree.get(moved, "z")["layers"]["bias"].values) == bits(init()["layers"]["bias"][3:])
+
+    @pytest.mark.parametrize(
+        ("masks", "message"),
+        [
+            ({"head": ~fz.rows(jnp.array([1, 2]))}, "no mask in the state"),
+            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "no mask in the state|matches no"),
+            ({"layers/**": ~fz.rows(jnp.array([1]))}, "how many rows train is fixed"),
+            ({"layers/**": fz.rows(jnp.array([1, 2]))}, "how many rows train is fixed"),
+            ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "how many rows train is fixed"),
+            ({"layers/**": ~fz.rows(jnp.array([1, 7]))}, "out of range"),
+            ({"layers/**": jnp.array([1, 7])}, "another kind of mask"),
+            ({"layers/bias": jnp.zeros((LAYERS, 3), bool)}, "another kind of mask"),
+        ],
+    )
+    def test_wrong_calls(self, masks, message):
+        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
+        with pytest.raises(ValueError, match=message):
+            fz.replace_masks(state, masks)
+
+    def test_static_numbers_will_do(self):
+        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows([0, 2])})
+        assert fz.resolve(init(), fz.spec_of(state))["layers"]["bias"].array.tolist() == [0, 2]
+
+    def test_inside_of_the_jitted_step(self):
+        tx = fz.freeze(optax.adam(0.1), only(0, 1), full_updates=False)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, key):
+            index = jax.random.choice(key, LAYERS, (2,), replace=False)
+            state = fz.replace_masks(state, {"layers/**": ~fz.rows(index)})
+            params, state = step_of(tx, False)(params, state)
+            return params, state, index
+
+        params = init()
+        state = tx.init(params)
+        for key in jax.random.split(jax.random.key(2), 4):
+            before = jax.tree.map(np.array, params)
+            params, state, index = step(params, state, key)
+            moved = np.asarray(params["layers"]["kernel"]) != before["layers"]["kernel"]
+            assert np.flatnonzero(moved.any((1, 2))).tolist() == sorted(index.tolist())
+        assert step._cache_size() == 1
+
+    def test_other_steps_compute_what_optimizers_of_their_own_would(self):
+        """Rows by turns, with moments that begin anew: as a new optimizer for each turn."""
+        turns = [(0, 1), (2, 3), (4, 1)]
+        tx = fz.freeze(optax.adamw(0.1), only(*turns[0], head=True), full_updates=False)
+        got, _ = self.run(tx, [None, *({"layers/**": ~fz.rows(jnp.array(turn))} for turn in turns[1:])], steps=3)
+        params = init()
+        for turn in turns:
+            tx = fz.freeze(optax.adamw(0.1), static(*turn, head=True), full_updates=False)
+            state = tx.init(params)
+            for _ in range(3):
+                params, state = step_of(tx, False)(params, state)
+        close(got, params)
+
+
+class TestGroups:
+    def tx(self, condition=True):
+        return fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), condition), "embed": False})
+
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_the_group_has_the_rows_and_the_rest_the_others(self, jit):
+        params, tx = init(), self.tx()
+        state = tx.init(params)
+        step = step_of(tx)
+        step = jax.jit(step) if jit else step
+        after, state = step(params, state)
+
+        def moved(a, b):
+            return np.flatnonzero((a["layers"]["bias"] != b["layers"]["bias"]).any(1)).tolist()
+
+        assert moved(params, after) == [0, 2, 4]
+        state = fz.replace_masks(fz.set_frozen(state, {"layers/**": True}), {"layers/**": fz.rows(jnp.array([0, 1]))})
+        last, state = step(after, state)
+        assert moved(after, last) == [2, 3, 4]
+        state = fz.set_frozen(state, {"layers/**": False})
+        assert moved(last, step(last, state)[0]) == [0, 1, 2, 3, 4]
+        count = state.groups["layers/**"].inner_state[0].count
+        assert count == 0
+        assert state.rest_state[0].count == 2
+
+    def test_moments_go_with_the_rows(self):
+        params, tx = init(), self.tx(False)
+        _, state = step_of(tx)(params, tx.init(params))
+        new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 3]))})
+        bias = lambda s: np.asarray(s[0].mu["layers"]["bias"].values)  # noqa: E731
+        group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.rest_state))
+        assert bits(group[1]) == bits(bias(state.groups["layers/**"].inner_state)[1])
+        assert not group[0].any()
+        assert bits(rest[1:]) == bits(bias(state.rest_state)[1:])
+        assert not rest[0].any()
+
+    def test_two_groups_of_one_leaf_are_refused(self):
+        groups = {"layers/**": (fz.rows(jnp.array([1])), True), "**": (fz.rows(jnp.array([2])), True)}
+        with pytest.raises(ValueError, match="do not go together"):
+            fz.freeze_when(optax.adam(0.1), groups).init(init())
+
+
+class TestMigrate:
+    def test_from_static_rows_and_back(self):
+        params = init()
+        tx = fz.freeze(optax.adam(0.1), static(1, 3))
+        _, state = step_of(tx)(params, tx.init(params))
+        dynamic = fz.freeze(optax.adam(0.1), only(3, 4))
+        moved, report = fz.migrate(state, dynamic, params, report=True)
+        mu = lambda s: np.asarray(optax.tree.get(s, "mu")["layers"]["bias"].values)  # noqa: E731
+        assert bits(mu(moved)[0]) == bits(mu(state)[1])
+        assert not mu(moved)[1].any()
+        assert "0/mu/layers/bias" in set(report.carried) & set(report.created) & set(report.dropped)
+        again = fz.migrate(moved, fz.freeze(optax.adam(0.1), False), params)
+        assert bits(np.asarray(optax.tree.get(again, "mu")["layers"]["bias"])[3]) == bits(mu(moved)[0])
+
+    def test_to_other_rows_and_another_number(self):
+        params = init()
+        tx = fz.freeze(optax.adam(0.1), only(1, 3))
+        _, state = step_of(tx)(params, tx.init(params))
+        mu = lambda s: np.asarray(optax.tree.get(s, "mu")["layers"]["bias"].values)  # noqa: E731
+        moved = fz.migrate(state, fz.freeze(optax.adam(0.1), only(4, 3, 0)), params)
+        assert bits(mu(moved)[1]) == bits(mu(state)[1])
+        assert not mu(moved)[[0, 2]].any()
+        step_of(fz.freeze(optax.adam(0.1), only(4, 3, 0)))(params, moved)
+
+    def test_the_trainable_part_alone_does_not_say_which_rows(self):
+        trainable, _ = fz.partition(init(), only(1, 3))
+        state = optax.adam(0.1).init(trainable)
+        with pytest.raises(ValueError, match="which elements of a leaf"):
+            fz.migrate(state, fz.freeze(optax.adam(0.1), only(1, 2)), init())
+
+
+def test_summary():
+    text = str(fz.summary(init(), only(1, 3), optax.adam(0.1)))
+    assert "6 train (40 %)" in text
+    assert "18 train (40 %)" in text
+
+
+def test_assert_frozen_and_fingerprint():
+    params = init()
+    moved = {**params, "layers": {**params["layers"], "bias": params["layers"]["bias"].at[2].add(1)}}
+    fz.assert_frozen(params, moved, only(2, 3))
+    with pytest.raises(AssertionError, match="layers/bias: 3 of"):
+        fz.assert_frozen(params, moved, only(1, 3))
+    digest = functools.partial(
+        jax.jit(lambda params, index: fz.fingerprint(params, {"layers": ~fz.rows(index), "embed": True, "head": False}))
+    )
+    assert (
+        bits(digest(params, jnp.array([2, 3])))
+        == bits(digest(moved, jnp.array([3, 2])))
+        == bits(fz.fingerprint(params, static(2, 3)))
+    )
+    assert bits(digest(params, jnp.array([1, 3]))) != bits(digest(moved, jnp.array([1, 3])))
+
+
+def test_audit():
+    params = init()
+    assert fz.audit(fz.freeze(optax.adamw(0.1), only(1, 3)), params, only(1, 3)).ok
+    report = fz.audit(optax.adamw(0.1), params, only(1, 3))
+    assert not report.ok
+
+
+class TestCheckpoint:
+    def test_there_and_back(self, tmp_path):
+        base = init()
+        tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
+        params, state = step_of(tx, False)(base, tx.init(base))
+        checkpoint.save(tmp_path, params, fz.spec_of(state), step=1, opt_state=state)
+        template = fz.freeze(optax.adam(0.1), only(0, 2), full_updates=False).init(base)
+        new, restored = checkpoint.restore(tmp_path, base, opt_state=template)
+        assert bits(new) == bits(params)
+        assert bits(restored) == bits(state)
+        again = step_of(tx, False)(new, restored)
+        assert bits(again) == bits(step_of(tx, False)(params, state))
+
+    def test_on_a_mesh(self, tmp_path):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        shard = lambda x: jax.device_put(x, NamedSharding(mesh, P()))  # noqa: E731
+        base = jax.tree.map(shard, init())
+        checkpoint.save(tmp_path, base, only(3, 1), step=0)
+        new, _ = checkpoint.restore(tmp_path, base, frozen=only(1, 3))
+        assert bits(new) == bits(base)
+        with pytest.raises(ValueError, match="another spec"):
+            checkpoint.restore(tmp_path, base, frozen=only(1, 2))
+
+    def test_rows_that_trained_before_belong_to_the_checkpoint(self, tmp_path):
+        """Saved with what never trains as frozen, a checkpoint has all rows."""
+        base = init()
+        tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
+        params, state = step_of(tx, False)(base, tx.init(base))
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([0, 2]))})
+        params, state = step_of(tx, False)(params, state)
+        checkpoint.save(tmp_path / "a", params, fz.spec_of(state), step=1)
+        with pytest.raises(ValueError, match="another base"):
+            checkpoint.restore(tmp_path / "a", base)
+        checkpoint.save(tmp_path / "b", params, "embed", step=1, opt_state=state)
+        new, restored = checkpoint.restore(tmp_path / "b", base, opt_state=tx.init(base))
+        assert bits(new) == bits(params)
+        assert bits(restored) == bits(state)
+
+
+class TestSharded:
+    def test_the_state_lies_beside_the_parameters(self):
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+        params = {
+            "layers": {"kernel": place(jnp.ones((LAYERS, 8, 4)), None, "data", "model")},
+            "head": place(jnp.ones(4)),
+        }
+        frozen = {"layers": ~fz.rows(jnp.array([3, 1])), "head": False}
+        tx = fz.freeze(optax.adam(0.1), frozen, full_updates=False)
+        shardings = fz.state_shardings(tx, params)
+        state = jax.jit(tx.init, out_shardings=shardings)(params)
+        assert optax.tree.get(state, "mu")["layers"]["kernel"].values.sharding.spec == P(None, "data", "model")
+        assert state.masks["layers"]["kernel"].sharding.is_fully_replicated
+        replaced = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([0, 1]))})
+        assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, state)
+
+    def test_eager_init_takes_the_devices_of_the_parameters(self):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), init())
+        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(params)
+        assert len(state.masks["layers"]["bias"].sharding.device_set) == 8
+
+
+def test_under_multi_steps_and_in_a_scan():
+    params = init()
+    tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 2), only(3, 1), full_updates=False)
+
+    def step(carry, x):
+        return step_of(tx, False)(*carry, x), None
+
+    (last, state), _ = jax.lax.scan(step, (params, tx.init(params)), jnp.stack([X] * 4))
+    fz.assert_frozen(params, last, fz.spec_of(state))
+    assert state.inner_state.inner_states["trainable"].inner_state.gradient_step == 2
+
+
+def test_a_state_may_be_pickled_and_mapped():
+    tx = fz.freeze(optax.adagrad(0.1), only(3, 1))
+    state = tx.init(init())
+    copy = pickle.loads(pickle.dumps(state))
+    new = fz.replace_masks(copy, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
+    assert float(optax.tree.get(new, "sum_of_squares")["layers"]["bias"].values[1, 0]) == pytest.approx(0.1)
+    mapped = optax.tree_map_params(tx, lambda x: x + 0, state)
+    tx.update(jax.tree.map(jnp.ones_like, init()), mapped, init())
