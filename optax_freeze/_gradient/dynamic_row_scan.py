@@ -4,21 +4,20 @@ JAX would compute a gradient of every row. This loop has a backward pass of its 
 whose parameters train, in which a branch computes the gradients of the parameters of those steps alone.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
 
 from optax_freeze._errors import type_error
 from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
-from optax_freeze._gradient.jaxprs import depends_on, outputs_of
+from optax_freeze._gradient.jaxprs import outputs_of
 from optax_freeze._gradient.rules import Equation
 from optax_freeze._gradient.split_array import SplitArray, dense, read
+from optax_freeze._gradient.stacked_step import Inputs, Stack, is_inexact, linearized, row_at
 from optax_freeze._gradient.with_rows import is_zero
 
 
@@ -29,7 +28,7 @@ def scan_dynamic_rows(eqn: Equation, consts: Sequence[Any], carry: Sequence[Any]
     call = jax.custom_vjp(loop.run)
     call.defvjp(loop.forward, loop.backward, symbolic_zeros=True)
     try:
-        return call(_Inputs(leaves, list(carry), [_source(eqn, x) for x in xs]))
+        return call(Inputs(leaves, list(carry), [_source(eqn, x) for x in xs]))
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -42,7 +41,7 @@ def _source(eqn: Equation, x: Any) -> Any:
     if isinstance(x, DynamicSplitArray | SplitArray) and x.axis == 0:
         eqn.record("read", x)
         numbers = x.numbers if isinstance(x, DynamicSplitArray) else x.index.indices()
-        return _Stack(x.frozen, x.rows, numbers, x.whole)
+        return Stack(x.frozen, x.rows, numbers, x.whole)
     eqn.record("merged", x)
     return dense(x)
 
@@ -57,85 +56,6 @@ def _first_order_only(got: str) -> TypeError:
     )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows", "numbers"], meta_fields=["whole"])
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    """Stacked parameters: the full array, the rows that train, and their numbers, which ascend."""
-
-    frozen: Any
-    rows: Any
-    numbers: Any
-    whole: bool  # the full array has the values of the rows, too
-
-    def row(self, i: Any) -> Any:
-        """The parameters of step ``i``."""
-        row = _row(self.frozen, i)
-        if self.whole:
-            return row
-        trains, position = self.place(i)
-        return jnp.where(trains, _row(self.rows, jnp.minimum(position, len(self.numbers) - 1)), row)
-
-    def place(self, i: Any) -> tuple[Any, Any]:
-        """Whether row ``i`` trains, and its place among the rows that do: behind the last if it does not."""
-        here = self.numbers == i
-        trains = jnp.any(here)
-        return trains, jnp.where(trains, jnp.argmax(here), len(self.numbers))
-
-
-def _row(array: Any, i: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
-
-
-def _of_step(x: Any, i: Any) -> Any:
-    return x.row(i) if isinstance(x, _Stack) else _row(x, i)
-
-
-class _Inputs(NamedTuple):
-    """What is the same in every step, what is carried from step to step, and what has a row for each step."""
-
-    consts: list[Any]
-    carry: list[Any]
-    xs: list[Any]
-
-    def of_step(self, i: Any, carry: Sequence[Any]) -> list[Any]:
-        """The inputs of one step."""
-        return [*self.consts, *carry, *(_of_step(x, i) for x in self.xs)]
-
-    def divided(self, values: Sequence[Any]) -> "_Inputs":
-        """One value for each input of a step, in these three lists."""
-        n, m = len(self.consts), len(self.consts) + len(self.carry)
-        return _Inputs(list(values[:n]), list(values[n:m]), list(values[m:]))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Linear:
-    """One step, differentiated: a program of its outputs, and of the values that its transpose needs.
-
-    Values that are computed from constants alone, or from parameters alone, are computed again in the backward pass:
-    the loop would store one for every row. The others are stored in every step.
-    """
-
-    program: ClosedJaxpr
-    transpose: Any  # the treedef of the function that takes cotangents back
-    trained: Sequence[bool]  # for each input of a step whether it has a cotangent
-    reaches_back: bool  # whether anything trains that a step reads before the first row that trains
-    outs: int
-    constant: Sequence[int]  # of the values, by their positions
-    of_rows: Sequence[int]
-    stored: Sequence[int]
-
-    def values(self, positions: Sequence[int], inputs: Sequence[Any]) -> dict[int, Any]:
-        """Some of the values, which need some of the inputs."""
-        outs = outputs_of(self.program, [self.outs + i for i in positions], inputs)
-        return dict(zip(positions, outs, strict=True))
-
-    def transposed(self, values: dict[int, Any], cotangents: list[Any]) -> list[Any]:
-        """For each input of a step its cotangent, or None."""
-        found = iter(jax.tree.unflatten(self.transpose, [values[i] for i in range(len(values))])(cotangents))
-        return [next(found) if trains else None for trains in self.trained]
-
-
 class _Loop:
     """The scan of an equation, and its derivative."""
 
@@ -144,13 +64,13 @@ class _Loop:
         self.length: int = eqn.params["length"]
         self.inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in eqn.params["jaxpr"].out_avals]
 
-    def step(self, inputs: _Inputs) -> list[Any]:
+    def step(self, inputs: Inputs) -> list[Any]:
         """One step, of which ``inputs.xs`` are rows: the next carry, and the outputs."""
         closed = self.params["jaxpr"]
         values = [*jax.tree.unflatten(self.consts, inputs.consts), *inputs.carry, *inputs.xs]
         return [dense(out) for out in self.eqn.evaluate(closed.jaxpr, closed.consts, values)]
 
-    def scan(self, of_step: Callable[..., list[Any]], inputs: _Inputs) -> tuple[list[Any], list[Any]]:
+    def scan(self, of_step: Callable[..., list[Any]], inputs: Inputs) -> tuple[list[Any], list[Any]]:
         """The last carry, and for each other output of ``of_step`` its values in all steps."""
 
         def body(carry: list[Any], i: Any) -> Any:
@@ -160,85 +80,43 @@ class _Loop:
         i = jnp.arange(self.length, dtype=jnp.int32)
         return jax.lax.scan(body, inputs.carry, i, reverse=self.params["reverse"], unroll=self.params["unroll"])
 
-    def run(self, inputs: _Inputs) -> list[Any]:
+    def run(self, inputs: Inputs) -> list[Any]:
         """The outputs of the scan, where nothing is differentiated."""
         carry, ys = self.scan(lambda values: self.step(inputs.divided(values)), inputs)
         return [*carry, *ys]
 
-    def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
+    def forward(self, inputs: Inputs) -> tuple[list[Any], Any]:
         """The outputs of the scan, and what its transpose needs."""
         is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
-        perturbed = jax.tree.map(lambda x: x.perturbed and _is_inexact(x.value), inputs, is_leaf=is_primal)
-        if any(isinstance(x, _Stack) and x.frozen for x in perturbed.xs):
+        perturbed = jax.tree.map(lambda x: x.perturbed and is_inexact(x.value), inputs, is_leaf=is_primal)
+        if any(isinstance(x, Stack) and x.frozen for x in perturbed.xs):
             raise _first_order_only("the gradient of frozen rows")
         inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
-        linear = self._linearized(inputs, perturbed)
+        linear = linearized(self.step, inputs, perturbed)
         wanted = [*range(linear.outs), *(linear.outs + i for i in linear.stored)]
         carry, others = self.scan(lambda values: outputs_of(linear.program, wanted, values, effects=True), inputs)
         n = linear.outs - len(carry)
         return [*carry, *others[:n]], (linear, inputs, others[n:])
 
-    def _linearized(self, inputs: _Inputs, perturbed: _Inputs) -> _Linear:
-        """``perturbed`` says of each input whether it is differentiated."""
-        # A parameter of one step reaches the carry of the next.
-        carried = list(map(_is_inexact, inputs.carry))
-        of_xs = [x.rows if isinstance(x, _Stack) else x for x in perturbed.xs]
-        trained = [*perturbed.consts, *carried, *of_xs]
-        transpose: Any = None
-
-        def program(*values: Any) -> list[Any]:
-            nonlocal transpose
-
-            def of_trained(*primals: Any) -> tuple[list[Any], list[Any]]:
-                left = iter(primals)
-                every = [next(left) if trains else x for x, trains in zip(values, trained, strict=True)]
-                outs = self.step(inputs.divided(every))
-                return list(compress(outs, self.inexact)), [out for out in outs if not _is_inexact(out)]
-
-            inexact, back, others = jax.vjp(of_trained, *compress(values, trained), has_aux=True)
-            saved, transpose = jax.tree.flatten(back)
-            left, right = iter(inexact), iter(others)
-            return [*(next(left) if of_left else next(right) for of_left in self.inexact), *saved]
-
-        closed = jax.make_jaxpr(program)(*jax.eval_shape(lambda: inputs.of_step(0, inputs.carry)))
-        n, of_steps, outs = len(inputs.consts), len(inputs.carry) + len(inputs.xs), len(self.inexact)
-        on_steps = depends_on(closed, [False] * n + [True] * of_steps)[outs:]
-        on_data = depends_on(closed, [i >= n and not self._is_stack(inputs, i) for i in range(n + of_steps)])[outs:]
-        rows = set(closed.jaxpr.invars[n + len(inputs.carry) :])
-        kinds = [
-            "stored" if data else "rows" if steps else "constant" for steps, data in zip(on_steps, on_data, strict=True)
-        ]
-        for i, v in enumerate(closed.jaxpr.outvars[outs:]):
-            if not isinstance(v, Literal) and v in rows:
-                kinds[i] = "rows"
-        of_kind = [tuple(i for i, kind in enumerate(kinds) if kind == k) for k in ("constant", "rows", "stored")]
-        reaches_back = any(perturbed.consts + perturbed.carry)
-        reaches_back |= any(t and not isinstance(x, _Stack) for t, x in zip(of_xs, inputs.xs, strict=True))
-        return _Linear(closed, transpose, tuple(trained), reaches_back, outs, *of_kind)
-
-    def _is_stack(self, inputs: _Inputs, i: int) -> bool:
-        at = i - len(inputs.consts) - len(inputs.carry)
-        return at >= 0 and isinstance(inputs.xs[at], _Stack)
-
-    def backward(self, residuals: Any, cotangents: list[Any]) -> tuple[_Inputs]:
+    def backward(self, residuals: Any, cotangents: list[Any]) -> tuple[Inputs]:
         """The cotangents of the inputs from those of the outputs."""
         linear, inputs, stored = residuals
         trained = inputs.divided(linear.trained)
         given = [_dense(ct) for ct in compress(cotangents, self.inexact)]
         of_last, of_ys = given[: sum(trained.carry)], given[sum(trained.carry) :]
         constant = linear.values(linear.constant, inputs.of_step(0, inputs.carry))
-        in_rows = [trains and isinstance(x, _Stack) for x, trains in zip(inputs.xs, trained.xs, strict=True)]
-        stacks: list[_Stack] = list(compress(inputs.xs, in_rows))
+        in_rows = [trains and isinstance(x, Stack) for x, trains in zip(inputs.xs, trained.xs, strict=True)]
+        stacks: list[Stack] = list(compress(inputs.xs, in_rows))
 
-        def transposed(i: Any, of_outs: list[Any]) -> tuple[_Inputs, list[Any]]:
+        def transposed(i: Any, of_outs: list[Any]) -> tuple[Inputs, list[Any]]:
             """The cotangents of the inputs of step ``i``, and of the rows of the stacks."""
-            values = constant | dict(zip(linear.stored, [_row(x, i) for x in stored], strict=True))
+            values = constant | dict(zip(linear.stored, [row_at(x, i) for x in stored], strict=True))
             values |= linear.values(linear.of_rows, inputs.of_step(i, inputs.carry))
             found = inputs.divided(linear.transposed(values, of_outs))
             others = [None if here else ct for ct, here in zip(found.xs, in_rows, strict=True)]
             return found._replace(xs=others), list(compress(found.xs, in_rows))
 
-        def without_rows(i: Any, of_outs: list[Any]) -> tuple[_Inputs, list[Any]]:
+        def without_rows(i: Any, of_outs: list[Any]) -> tuple[Inputs, list[Any]]:
             found, of_rows = transposed(i, of_outs)
             return found, [jnp.zeros_like(ct) for ct in of_rows]
 
@@ -247,7 +125,7 @@ class _Loop:
             i = n if self.params["reverse"] else self.length - 1 - n
             places = [stack.place(i) for stack in stacks]
             trains = functools.reduce(jnp.logical_or, [trains for trains, _ in places], jnp.bool_(False))
-            of_outs = [*(ct for ct in sums.carry if ct is not None), *(_row(ct, i) for ct in of_ys)]
+            of_outs = [*(ct for ct in sums.carry if ct is not None), *(row_at(ct, i) for ct in of_ys)]
             found, of_rows = jax.lax.cond(trains, transposed, without_rows, i, of_outs)
 
             def write(_: Any, to_rows: list[Any]) -> list[Any]:
@@ -256,11 +134,11 @@ class _Loop:
 
             consts = jax.tree.map(jnp.add, sums.consts, found.consts)
             update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-            sums = _Inputs(consts, found.carry, jax.tree.map(update, sums.xs, found.xs))
+            sums = Inputs(consts, found.carry, jax.tree.map(update, sums.xs, found.xs))
             return n + 1, sums, jax.lax.fori_loop(0, trains.astype(jnp.int32), write, to_rows)
 
         left = iter(of_last)
-        start = _Inputs(
+        start = Inputs(
             [jnp.zeros_like(x) if trains else None for x, trains in zip(inputs.consts, trained.consts, strict=True)],
             [next(left) if trains else None for trains in trained.carry],
             [
@@ -273,20 +151,16 @@ class _Loop:
         _, found, to_rows = jax.lax.while_loop(lambda state: state[0] < steps, step, state)
         to_rows = iter(to_rows)
         xs = [
-            _Stack(None, next(to_rows) if here else None, None, x.whole) if isinstance(x, _Stack) else ct
+            Stack(None, next(to_rows) if here else None, None, x.whole) if isinstance(x, Stack) else ct
             for x, ct, here in zip(inputs.xs, found.xs, in_rows, strict=True)
         ]
         return (_refusing_a_second(found._replace(xs=xs)),)
 
-    def _steps(self, stacks: Sequence[_Stack]) -> Any:
+    def _steps(self, stacks: Sequence[Stack]) -> Any:
         """How many steps the backward pass has, up to the first whose parameters train."""
         if self.params["reverse"]:
             return functools.reduce(jnp.maximum, [stack.numbers[-1] for stack in stacks]) + 1
         return self.length - functools.reduce(jnp.minimum, [stack.numbers[0] for stack in stacks])
-
-
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)
 
 
 def _dense(cotangent: Any) -> Any:

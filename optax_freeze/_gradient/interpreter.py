@@ -22,7 +22,7 @@ from optax_freeze._gradient import rules_rowwise as rules_rowwise
 from optax_freeze._gradient import rules_writing as rules_writing
 from optax_freeze._gradient.constants import as_array, folded
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole, static_rows
-from optax_freeze._gradient.split_array import FrozenArray, PartlyFrozen, dense, has_split, read
+from optax_freeze._gradient.split_array import FrozenArray, dense, has_split, read
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line of the user
@@ -32,7 +32,7 @@ _TRACED = object()
 
 def call(
     fun: Callable[..., Any],
-    leaves: Sequence[PartlyFrozen],
+    leaves: Sequence[Any],
     frozen: Sequence[Any] = (),
     params: Sequence[Any] = (),
     inputs: Sequence[Any] = (),

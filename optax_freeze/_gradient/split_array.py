@@ -235,7 +235,7 @@ def read(value: Any) -> Any:
 
 def with_log(value: Any, log: OperationLog) -> Any:
     """``value`` with another log if it is split."""
-    return dataclasses.replace(value, log=log) if isinstance(value, PartlyFrozen) else value
+    return dataclasses.replace(value, log=log) if has_split([value]) else value
 
 
 def undifferentiated(x: SplitArray, operand: Any) -> Any:

@@ -51,14 +51,14 @@ def is_zero(tangent: Any) -> bool:
     return isinstance(tangent, (ad.Zero, jax.custom_derivatives.SymbolicZero))
 
 
-def _jvp(primals: Any, tangents: Any, *, index: RowSelection) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, index: Any) -> tuple[Any, Any]:
     out = _with_rows.bind(*primals, index=index)
     of_whole, of_rows, *_ = tangents
     tangent = spread_tangent(index.with_array(*primals[2:]) if primals[2:] else index, of_whole, of_rows, out)
     return out, of_whole if tangent is None else tangent
 
 
-def _batched(values: Any, axes: Any, *, index: RowSelection) -> tuple[Any, int]:
+def _batched(values: Any, axes: Any, *, index: Any) -> tuple[Any, int]:
     whole, rows, *numbers = values
     if numbers and axes[2] is not None:  # each example has rows of its own
 

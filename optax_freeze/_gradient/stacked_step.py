@@ -1,0 +1,154 @@
+"""What a scan over stacked parameters reads in each step, and one step as a program that can be transposed."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from optax_freeze._gradient.jaxprs import depends_on, outputs_of
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows", "numbers"], meta_fields=["whole"])
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Stacked parameters: the full array, the rows that train, and their numbers, which ascend."""
+
+    frozen: Any
+    rows: Any
+    numbers: Any
+    whole: bool  # the full array has the values of the rows, too
+
+    def row(self, i: Any) -> Any:
+        """The parameters of step ``i``."""
+        values = row_at(self.frozen, i)
+        if self.whole:
+            return values
+        trains, position = self.place(i)
+        return jnp.where(trains, row_at(self.rows, jnp.minimum(position, len(self.numbers) - 1)), values)
+
+    def place(self, i: Any) -> tuple[Any, Any]:
+        """Whether row ``i`` trains, and its place among the rows that do: behind the last if it does not."""
+        here = self.numbers == i
+        trains = jnp.any(here)
+        return trains, jnp.where(trains, jnp.argmax(here), len(self.numbers))
+
+
+def row_at(array: Any, i: Any) -> Any:
+    """Row ``i`` of an array, without its axis."""
+    return jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
+
+
+def row_of(x: Any, i: Any) -> Any:
+    """Row ``i`` of an array or a stack."""
+    return x.row(i) if isinstance(x, Stack) else row_at(x, i)
+
+
+class Inputs(NamedTuple):
+    """What is the same in every step, what is carried from step to step, and what has a row for each step."""
+
+    consts: list[Any]
+    carry: list[Any]
+    xs: list[Any]
+
+    def of_step(self, i: Any, carry: Sequence[Any]) -> list[Any]:
+        """The inputs of one step."""
+        return [*self.consts, *carry, *(row_of(x, i) for x in self.xs)]
+
+    def divided(self, values: Sequence[Any]) -> "Inputs":
+        """One value for each input of a step, in these three lists."""
+        n, m = len(self.consts), len(self.consts) + len(self.carry)
+        return Inputs(list(values[:n]), list(values[n:m]), list(values[m:]))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearStep:
+    """One step, differentiated: a program of its outputs, and of the values that its transpose needs.
+
+    Values that are computed from constants alone, or from parameters alone, are computed again in the backward pass:
+    the loop would store one for every row. The others are stored in every step.
+    """
+
+    program: ClosedJaxpr
+    transpose: Any  # the treedef of the function that takes cotangents back
+    trained: Sequence[bool]  # for each input of a step whether it has a cotangent
+    reaches_back: bool  # whether anything trains that a step reads before the first row that trains
+    outs: int
+    constant: Sequence[int]  # of the values, by their positions
+    of_rows: Sequence[int]
+    stored: Sequence[int]
+
+    def values(self, positions: Sequence[int], inputs: Sequence[Any]) -> dict[int, Any]:
+        """Some of the values, which need some of the inputs."""
+        outs = outputs_of(self.program, [self.outs + i for i in positions], inputs)
+        return dict(zip(positions, outs, strict=True))
+
+    def transposed(self, values: dict[int, Any], cotangents: list[Any]) -> list[Any]:
+        """For each input of a step its cotangent, or None."""
+        found = iter(jax.tree.unflatten(self.transpose, [values[i] for i in range(len(values))])(cotangents))
+        return [next(found) if trains else None for trains in self.trained]
+
+
+def linearized(step: Callable[[Inputs], list[Any]], inputs: Inputs, perturbed: Inputs) -> LinearStep:
+    """One step, differentiated with respect to the carry and to the ``perturbed`` inputs."""
+    # A parameter of one step reaches the carry of the next.
+    of_xs = [x.rows if isinstance(x, Stack) else x for x in perturbed.xs]
+    trained = (*perturbed.consts, *map(is_inexact, inputs.carry), *of_xs)
+    inexact: list[bool] = []
+    transpose: Any = None
+
+    def program(*values: Any) -> list[Any]:
+        nonlocal transpose
+
+        def of_trained(*primals: Any) -> tuple[list[Any], list[Any]]:
+            left = iter(primals)
+            outs = step(inputs.divided([next(left) if t else x for x, t in zip(values, trained, strict=True)]))
+            inexact[:] = map(is_inexact, outs)
+            return list(compress(outs, inexact)), [out for out in outs if not is_inexact(out)]
+
+        found, back, others = jax.vjp(of_trained, *compress(values, trained), has_aux=True)
+        saved, transpose = jax.tree.flatten(back)
+        left, right = iter(found), iter(others)
+        return [*(next(left) if of_left else next(right) for of_left in inexact), *saved]
+
+    closed = jax.make_jaxpr(program)(*jax.eval_shape(lambda: inputs.of_step(0, inputs.carry)))
+    kinds = _kinds(closed, inputs)[len(inexact) :]
+    constant, of_rows, stored = (tuple(i for i, kind in enumerate(kinds) if kind is k) for k in _Kind)
+    reaches_back = any((*perturbed.consts, *perturbed.carry)) or any(
+        trains and not isinstance(x, Stack) for trains, x in zip(of_xs, inputs.xs, strict=True)
+    )
+    return LinearStep(closed, transpose, trained, reaches_back, len(inexact), constant, of_rows, stored)
+
+
+class _Kind(enum.Enum):
+    """What a value of one step is computed from."""
+
+    CONSTANT = enum.auto()
+    ROWS = enum.auto()
+    OTHERS = enum.auto()
+
+
+def _kinds(program: ClosedJaxpr, inputs: Inputs) -> list[_Kind]:
+    """For each output of the program of a step what it is computed from; a row of an array can be read again."""
+    consts = [False] * len(inputs.consts)
+    of_step = depends_on(program, [*consts, *[True] * (len(inputs.carry) + len(inputs.xs))])
+    others = [*consts, *[True] * len(inputs.carry), *(not isinstance(x, Stack) for x in inputs.xs)]
+    rows = set(program.jaxpr.invars[len(program.jaxpr.invars) - len(inputs.xs) :])
+    kinds = []
+    for v, varies, needs_others in zip(program.jaxpr.outvars, of_step, depends_on(program, others), strict=True):
+        is_row = not isinstance(v, Literal) and v in rows
+        kinds.append(
+            _Kind.ROWS if is_row or (varies and not needs_others) else _Kind.OTHERS if varies else _Kind.CONSTANT
+        )
+    return kinds
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether a value has a derivative."""
+    return jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)
