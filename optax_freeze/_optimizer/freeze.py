@@ -6,8 +6,7 @@ around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -15,16 +14,13 @@ import optax
 from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
-from optax_freeze._optimizer.initial_rows import with_initial_rows
+from optax_freeze._optimizer.initial_rows import Init, with_initial_rows
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-
-Init: TypeAlias = Callable[[PyTree], PyTree]
-"""The ``init`` of an optimizer."""
 
 
 class MaskedZeroUpdatesState(NamedTuple):
@@ -236,8 +232,9 @@ def _make_plan(
     copies = plan.copied_masks(values)
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
-    plan = plan if init is None else with_initial_rows(plan, init)
-    return accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, copies) if dense else ()
+    return accepted.add(with_initial_rows(plan, init).without_masks()), jax.tree.unflatten(
+        plan.treedef, copies
+    ) if dense else ()
 
 
 def _with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan]) -> Any:
@@ -255,8 +252,7 @@ def _with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Pla
 
 def _accepted_plans(frozen: Spec, init: Init | None = None) -> AcceptedPlans[Plan]:
     def make(tree: PyTree) -> Plan:
-        plan = make_plan(tree, frozen)
-        return (plan if init is None else with_initial_rows(plan, init)).without_masks()
+        return with_initial_rows(make_plan(tree, frozen), init).without_masks()
 
     def refuse_other(plan: Plan, tree: PyTree) -> None:
         try:

@@ -1,7 +1,7 @@
 """What does an optimizer's state of a row begin with, where other rows may begin to train without a new ``init``?"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,17 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, DynamicRowIndex
 from optax_freeze._spec.tree import Part, PyTree
 
+Init: TypeAlias = Callable[[PyTree], PyTree]
+"""The ``init`` of an optimizer."""
 
-def with_initial_rows(plan: Plan, init: Callable[[PyTree], PyTree]) -> Plan:
+
+def with_initial_rows(plan: Plan, init: Init | None) -> Plan:
     """The plan with what the arrays of an optimizer's state begin with, where some rows are dynamic.
 
     ``init`` is called with an array of one element in the place of each leaf, once with zeros and once with ones: an
-    array that differs begins from its parameters.
+    array that differs begins from its parameters. It is None for a transformation without a state of its own.
     """
-    if not any(isinstance(selection, DynamicRowIndex) for selection in plan.selections):
+    if init is None or not any(isinstance(selection, DynamicRowIndex) for selection in plan.selections):
         return plan
     with jax.ensure_compile_time_eval():
         try:
