@@ -169,7 +169,7 @@ def stats_of(condition: Any) -> type[GroupStats] | type[Interval] | None:
         raise type_error(
             "a condition takes the step, or the step and the statistics of its group's gradients",
             at=described(condition),
-            got=f"a function of ({', '.join(map(str, parameters))})",
+            got=f"a function of ({', '.join(p.name for p in parameters)})",
             expected="a function of (step) or (step, stats)",
             fix="lambda step, stats: stats.norm < 0.01; set other parameters by functools.partial or a default",
         )
@@ -240,16 +240,14 @@ def _decided(groups: Sequence[Interval], interval: int, percentile: float, at_en
     # A state that was migrated in mid-interval has not seen all of it.
     whole = (each.seen == interval) & jnp.isfinite(each.sum)
     mean = jnp.where(whole, each.sum / interval, 0)
-    known = (mean > 0) & (each.previous > 0) & ~each.converged
+    ends = at_end & ~each.converged  # what is frozen stands still
+    known = ends & (mean > 0) & (each.previous > 0)
     change = jnp.abs(each.previous - mean) / jnp.where(known, each.previous, 1)
     known &= jnp.isfinite(change)
     settled = each.converged | (known & (change < _percentile(change, known, percentile)))
-    converged = jnp.cumsum(~settled) == 0
+    converged = each.converged | (jnp.cumsum(~settled) == 0)
     after = Interval(
-        jnp.where(at_end, 0, each.sum),
-        jnp.where(at_end, 0, each.seen),
-        jnp.where(at_end, mean, each.previous),
-        each.converged | (at_end & converged),
+        jnp.where(ends, 0, each.sum), jnp.where(ends, 0, each.seen), jnp.where(ends, mean, each.previous), converged
     )
     return [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(groups))]
 
