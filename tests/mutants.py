@@ -278,6 +278,24 @@ MUTANTS = [
         "tests/optimizer/test_freeze_when.py -k part_of_the_groups",
     ),
     Mutant(
+        "_optimizer/convergence.py",
+        "(jnp.cumsum(~settled) == 0)",
+        "settled",
+        "tests/optimizer/test_freeze_converged.py -k autofreeze",
+    ),
+    Mutant(
+        "_optimizer/convergence.py",
+        "whole = (each.seen == interval) & jnp.isfinite(each.sum)",
+        "whole = jnp.isfinite(each.sum)",
+        "tests/optimizer/test_freeze_converged.py -k whole_one",
+    ),
+    Mutant(
+        "_optimizer/convergence.py",
+        "ends = at_end & ~each.converged",
+        "ends = at_end",
+        "tests/optimizer/test_freeze_converged.py -k keeps_still",
+    ),
+    Mutant(
         "_optimizer/groups.py",
         "if owners[0][0] is TRAINABLE:",
         "if len(owners) == 1:",

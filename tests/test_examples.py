@@ -209,6 +209,30 @@ def test_gradual_unfreezing_refuses_no_epochs(run):
         run("gradual_unfreezing", "--epochs", 0)
 
 
+def test_autofreeze(run):
+    output = run("autofreeze", "--epochs", 12)
+    layers = ["stem", "block_0", "block_1", "block_2"]
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if re.match(r"│ \d", line)]
+    frozen = [cells[1].strip().split(", ") for cells in rows]
+    assert frozen[0] == ["nothing"]
+    assert len(frozen) > 1
+    assert all(names == layers[: len(names)] for names in frozen[1:])
+    costs = [[float(cell) for cell in cells[2:]] for cells in rows]
+    assert costs[0][0] == costs[0][1]
+    for (before, before_once), (after, after_once) in itertools.pairwise(costs):
+        assert after < before
+        assert after_once < min(before_once, after)
+    totals = [float(cell) for cell in row(output, "GFLOP of the training")]
+    assert totals[2] < totals[1] < 0.8 * totals[0]
+    accuracies = [float(cell.rstrip("%")) for cell in row(output, "held-out accuracy")]
+    assert min(accuracies) > 95
+
+
+def test_autofreeze_refuses_no_epochs(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("autofreeze", "--epochs", 0)
+
+
 def test_gan_alternating(run):
     output = run("gan_alternating", "--turns", 400)
     turns = [row(output, f"│ {turn}  ") for turn in range(4)]

@@ -1,6 +1,8 @@
-"""When a group is frozen: functions of the step, for :func:`optax_freeze.freeze_when`."""
+"""When a group is frozen: functions of the step, for :func:`optax_freeze.freeze_when`, and what conditions say."""
 
+import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -10,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error, value_error, whole_number
+from optax_freeze._optimizer.convergence import Converged, initial_stats, stats_of
 from optax_freeze._spec.selectors import distinct
 
-Condition: TypeAlias = Callable[[jax.Array], Any]
-"""``step -> bool``: whether a group is frozen in the update that follows ``step`` updates."""
+Condition: TypeAlias = Callable[..., Any]
+"""``step -> bool`` or ``(step, stats) -> bool``: whether a group is frozen in the update after ``step`` updates."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -137,10 +140,30 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition
 def occurring(conditions: Sequence[Any]) -> list[tuple[bool, ...]] | None:
     """What these conditions say together, each combination once, in order; None if one cannot be listed.
 
-    Conditions of this library change at known steps; what a function says is not known.
+    Conditions of the step change at known steps, and a call of ``freeze_converged`` freezes its groups in their order,
+    but for the last. What a function says is not known.
     """
-    if not all(isinstance(condition, (_UnfreezeAt, _FreezeAt, _Alternate)) for condition in conditions):
+    by_step: list[int] = []
+    by_call: dict[Any, list[int]] = {}
+    for i, condition in enumerate(conditions):
+        if isinstance(condition, Converged):
+            by_call.setdefault(condition.call, []).append(i)
+        elif isinstance(condition, (_UnfreezeAt, _FreezeAt, _Alternate)):
+            by_step.append(i)
+        else:
+            return None
+    of_steps = _occurring_in_steps([conditions[i] for i in by_step])
+    if of_steps is None or len(of_steps) * math.prod(map(len, by_call.values())) > _MOST_STEPS:
         return None
+    choices = [[dict(zip(by_step, says, strict=True)) for says in of_steps]]
+    for groups in by_call.values():
+        ordered = sorted(groups, key=lambda i: conditions[i].place)
+        choices.append([{i: place < number for place, i in enumerate(ordered)} for number in range(len(ordered))])
+    together = (collections.ChainMap(*each) for each in itertools.product(*choices))
+    return [tuple(says[i] for i in range(len(conditions))) for says in together]
+
+
+def _occurring_in_steps(conditions: Sequence[Any]) -> list[tuple[bool, ...]] | None:
     changes = sorted({0, *(c.at for c in conditions if isinstance(c, (_UnfreezeAt, _FreezeAt)))})
     turns = [condition for condition in conditions if isinstance(condition, _Alternate)]
     cycle = math.lcm(*(2 * turn.period for turn in turns))
@@ -159,19 +182,22 @@ _MOST_STEPS = 100_000
 
 def check(name: str, condition: Condition) -> None:
     """Refuses, before the first step, a condition that returns no bool."""
-    jax.eval_shape(lambda step: jnp.asarray(ask(name, condition, step)), jax.ShapeDtypeStruct((), jnp.int32))
+    stats = jax.eval_shape(lambda: initial_stats(condition))
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    jax.eval_shape(lambda step, stats: jnp.asarray(ask(name, condition, step, stats)), step, stats)
 
 
-def ask(name: str, condition: Condition, step: jax.Array) -> Any:
-    """Whether a group is frozen at a step: a bool, or a scalar array of one."""
+def ask(name: str, condition: Condition, step: jax.Array, stats: Any) -> Any:
+    """Whether a group is frozen at a step, with its statistics: a bool, or a scalar array of one."""
+    kind = stats_of(condition)
     try:
-        answer = condition(step)
+        answer = condition(step) if kind is None else condition(step, kind(*jax.tree.leaves(stats)))
     except jax.errors.JAXTypeError as error:
         raise type_error(
-            "a condition looks at the value of the step, which is traced",
+            "a condition looks at a value that is traced",
             at=name,
             got=described(condition),
-            expected="a function step -> bool of arithmetic and comparisons",
+            expected="a function step -> bool, or (step, stats) -> bool, of arithmetic and comparisons",
             fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
         ) from error
     refuse_no_bool(name, answer, described(condition))

@@ -19,6 +19,7 @@ from optax_freeze._gradient.groups_now import zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
+from optax_freeze._optimizer.convergence import initial_stats, next_stats, stats_of
 from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
 from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._optimizer.update_unless import update_unless
@@ -30,7 +31,7 @@ from optax_freeze._spec.tree import PyTree
 
 
 class GroupState(NamedTuple):
-    """State of one group: whether it is frozen (if it has no schedule), its dense masks, its optimizer's state."""
+    """State of one group: its switch, or the statistics that its condition takes; its dense masks; its optimizer's."""
 
     frozen: Any
     masks: PyTree
@@ -67,8 +68,9 @@ def freeze_when(
       groups: a mapping from patterns or selectors to conditions, or to pairs of an element mask
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements`) and a condition: the group is then those elements of
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
-        the updates of this transformation from 0), or a bool, which :func:`optax_freeze.set_frozen` changes between
-        steps. What two groups name belongs to the first.
+        the updates of this transformation from 0), or ``(step, stats) -> bool`` with the
+        :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which :func:`optax_freeze.set_frozen`
+        changes between steps. What two groups name belongs to the first.
       coupled: a transformation that runs first, over all groups together, the frozen ones zeroed: a clip by the global
         norm.
       tied: ``"error"`` refuses, in ``init``, one array object at two paths that are not in the same group.
@@ -117,7 +119,7 @@ def freeze_when(
         coupled_state = () if coupled is None else _init(coupled, plans.whole, treedef, values)
         of_groups = {
             group.name: GroupState(
-                jnp.array(group.frozen) if group.condition is None else (),
+                jnp.array(group.frozen) if group.condition is None else initial_stats(group.condition),
                 jax.tree.unflatten(treedef, masks) if group.has_array else (),
                 state,
             )
@@ -156,9 +158,16 @@ def freeze_when(
             )
         ]
         *states, rest_state = [inner_state for _, inner_state in runs]
+        stats = next_stats(
+            [group.condition for group in named],
+            [group.frozen for group in group_states],
+            frozen,
+            state.step,
+            lambda i: plans.plans[i].trainable(treedef, values),
+        )
         of_groups = {
-            group.name: group_state._replace(inner_state=inner_state)
-            for group, group_state, inner_state in zip(named, group_states, states, strict=True)
+            group.name: group_state._replace(frozen=its, inner_state=inner_state)
+            for group, group_state, its, inner_state in zip(named, group_states, stats, states, strict=True)
         }
         step = jnp.asarray(optax.safe_increment(state.step))
         return jax.tree.unflatten(treedef, new), FreezeWhenState(step, state.spec, of_groups, rest_state, coupled_state)
@@ -191,7 +200,9 @@ def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
     [step] = jax.tree.leaves(state.step)
     named = zip(state.spec.names, state.spec.conditions, strict=True)
     return {
-        name: jax.tree.leaves(state.groups[name].frozen)[0] if condition is None else ask(name, condition, step)
+        name: jax.tree.leaves(state.groups[name].frozen)[0]
+        if condition is None
+        else ask(name, condition, step, state.groups[name].frozen)
         for name, condition in named
     }
 
@@ -266,7 +277,8 @@ def _refuse_other_condition(group: Group, condition: Condition | None) -> None:
     """A ``ValueError`` for a switch where a condition is, and for another condition, as far as they can be compared."""
     mine = group.condition
     comparable = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(condition)
-    if (mine is None) != (condition is None) or (comparable and mine != condition):
+    alike = (mine is None) == (condition is None) and stats_of(mine) == stats_of(condition)
+    if not alike or (comparable and mine != condition):
         raise value_error(
             "the state of another schedule",
             at=group.name,

@@ -15,6 +15,7 @@ import numpy as np
 
 from optax_freeze._errors import refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
+from optax_freeze._optimizer.convergence import stats_of
 from optax_freeze._optimizer.initial_rows import with_initial_rows
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
@@ -67,6 +68,7 @@ def parse_groups(groups: Any) -> list[Group]:
             )
         selector = as_selector(key, "fz.freeze_when")
         if callable(condition):
+            stats_of(condition)
             parsed[name] = Group(name, selector, mask, condition, None)
         else:
             refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")

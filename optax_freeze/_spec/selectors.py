@@ -155,14 +155,14 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
     return Rules(tuple(selector for selector, _ in pairs), choices)
 
 
-def distinct(name: str, patterns: Any) -> list[Any]:
+def distinct(name: str, patterns: Any, order: str = "from the output to the input layers") -> list[Any]:
     """A list of patterns and selectors, where a list of patterns is made a selector; an error if one is named twice."""
     if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
         raise type_error(
             f"{name} takes a list of patterns",
             at=name,
             got=described(patterns),
-            expected="patterns or selectors, from the output to the input layers",
+            expected=f"patterns or selectors, {order}",
             fix="[pattern, ...]",
         )
     for i, pattern in enumerate(patterns):

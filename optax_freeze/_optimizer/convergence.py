@@ -1,0 +1,263 @@
+"""What conditions know of the gradients of their groups, and freezing by itself: :func:`freeze_converged`.
+
+The statistics of a group are a few scalars in its state. They are computed from the gradients given to ``update``, and
+only for groups whose condition asks for them. What is frozen in an update follows from the state before it.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._errors import described, type_error, value_error, whole_number
+from optax_freeze._spec.selectors import distinct
+from optax_freeze._spec.tree import PyTree
+
+
+class GroupStats(NamedTuple):
+    """What a condition ``(step, stats) -> bool`` of :func:`optax_freeze.freeze_when` knows of its group's gradients.
+
+    They are of the gradients given to ``update``, before ``coupled``, and stand still while the group is frozen: a
+    group frozen by a comparison of them alone stays frozen. Every comparison ``<`` or ``>`` with NaN is False.
+
+    Attributes:
+      norm: float32, the global norm of the gradient in the last update in which the group trained; infinity before the
+        first.
+      total: float32, the sum of these norms, without those that are infinite or NaN.
+      updates: int32, the number of norms in ``total``; their mean is ``total / updates``.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"encoder": jnp.ones(4), "head": jnp.ones(4)}
+      >>> def settled(step, stats):
+      ...     return stats.norm < 0.5 * stats.total / stats.updates
+      >>> tx = fz.freeze_when(optax.sgd(0.1), {"encoder": settled})
+      >>> state = tx.init(params)
+      >>> for size in (1.0, 1.0, 0.25):
+      ...     _, state = tx.update(jax.tree.map(lambda p: size * p, params), state, params)
+      >>> state.groups["encoder"].frozen
+      GroupStats(norm=Array(0.5, dtype=float32), total=Array(4.5, dtype=float32), updates=Array(3, dtype=int32))
+      >>> fz.currently_frozen(state)
+      {'encoder': True}
+    """
+
+    norm: jax.Array
+    total: jax.Array
+    updates: jax.Array
+
+
+class Interval(NamedTuple):
+    """Of a group of :func:`freeze_converged`: the sum of its norms so far in this interval, how many they are, their
+    mean in the interval before (0 if there is none, or not a finite one), and whether the group is frozen for good.
+    """
+
+    sum: jax.Array
+    seen: jax.Array
+    previous: jax.Array
+    converged: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Converged:
+    """The condition of one of the groups of a call of :func:`freeze_converged`, which are compared with each other."""
+
+    patterns: tuple[Any, ...]
+    interval: int
+    percentile: float
+    place: int  # of its pattern
+
+    def __call__(self, step: Any, stats: Interval) -> Any:
+        return stats.converged
+
+    @property
+    def call(self) -> tuple[Any, ...]:
+        """Equal for all conditions of a call."""
+        return self.patterns, self.interval, self.percentile
+
+    def __repr__(self) -> str:
+        percentile = "" if self.percentile == 50 else f", percentile={self.percentile:g}"
+        call = f"fz.freeze_converged({list(self.patterns)!r}, interval={self.interval}{percentile})"
+        return f"{call}[{self.patterns[self.place]!r}]"
+
+
+def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float = 50.0) -> dict[Any, Converged]:
+    """The groups of freezing by itself (AutoFreeze): layers freeze from the input end, as their gradients settle.
+
+    In each interval the norms of a group's gradients are averaged. At its end each group that trains has a relative
+    change, ``|previous - now| / previous``, and the threshold is a percentile of these changes. The first group that
+    trains freezes if its change is below the threshold; if so, the next one is asked, and so on. What is frozen is thus
+    always a number of groups from the input end, and stays frozen. The group that changes most goes on training: the
+    last group never freezes.
+
+    Nothing freezes before the end of the second interval. A group whose gradient was infinite, NaN or throughout zero
+    in one of two intervals has no change: it does not freeze, and neither do those behind it.
+
+    Args:
+      patterns: patterns or selectors, from the **input end**, where freezing starts, to the output end, which always
+        trains. (:func:`optax_freeze.gradual_unfreeze` takes them the other way round.)
+      interval: the number of updates from one decision to the next: enough to average over batches, such as an epoch.
+      percentile: from 0, which freezes nothing, to 100, which freezes all groups before the one that changes most.
+
+    Returns:
+      The groups for :func:`optax_freeze.freeze_when`. Those that it is given are compared; a group of elements is given
+      as ``(element mask, condition)``.
+
+    Raises:
+      TypeError, ValueError: if ``patterns`` is not a list of at least two, or one is named twice; if ``interval`` is
+        not an int or less than 1, or ``percentile`` not a number from 0 to 100.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"embed": jnp.ones(4), "encoder": jnp.ones(4), "head": jnp.ones(4)}
+      >>> tx = fz.freeze_when(optax.sgd(0.1), fz.freeze_converged(["embed", "encoder", "head"], interval=2))
+      >>> state = tx.init(params)
+      >>> for sizes in ([1, 1, 1], [1, 1, 1], [0.9, 0.7, 0.5], [0.9, 0.7, 0.5]):
+      ...     grads = {name: size * params[name] for name, size in zip(params, sizes, strict=True)}
+      ...     _, state = tx.update(grads, state, params)
+      >>> fz.currently_frozen(state)  # the changes are 0.1, 0.3 and 0.5, their median is 0.3
+      {'embed': True, 'encoder': False, 'head': False}
+
+    The rule is that of `AutoFreeze <https://arxiv.org/abs/2102.01386>`_ (Liu, Agarwal and Venkataraman, 2021), which
+    takes the norm of the sum of an interval's gradients, an array of the size of the parameters, instead of the mean
+    of their norms.
+    """
+    name = "fz.freeze_converged"
+    listed = tuple(distinct(name, patterns, "from the input to the output layers"))
+    if len(listed) < 2:
+        raise value_error(
+            f"{name} compares groups with each other, and the last never freezes",
+            at=name,
+            got=described(patterns),
+            expected="at least two patterns, from the input to the output layers",
+            fix="name the layer after it, too; for a single group: {pattern: lambda step, stats: stats.norm < 0.01}",
+        )
+    interval = whole_number(
+        f"{name} counts updates", interval, at="interval", least=1, fix="give a number of updates, such as 100"
+    )
+    is_number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
+    if not is_number or not 0 <= percentile <= 100:
+        raise (value_error if is_number else type_error)(
+            f"{name} compares changes with a percentile of them",
+            at="percentile",
+            got=described(percentile),
+            expected="a number from 0 to 100",
+            fix="percentile=50 is the median; with a larger one, more freezes sooner",
+        )
+    interval = min(interval, np.iinfo(np.int32).max)
+    return {pattern: Converged(listed, interval, float(percentile), place) for place, pattern in enumerate(listed)}
+
+
+def stats_of(condition: Any) -> type[GroupStats] | type[Interval] | None:
+    """Which statistics a condition takes beside the step, if any.
+
+    Raises:
+      TypeError: if it takes neither ``(step)`` nor ``(step, stats)``.
+    """
+    if condition is None or isinstance(condition, Converged):
+        return None if condition is None else Interval
+    try:
+        parameters = inspect.signature(condition).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p for p in positional if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if not positional or len(required) > 2:
+        raise type_error(
+            "a condition takes the step, or the step and the statistics of its group's gradients",
+            at=described(condition),
+            got=f"a function of ({', '.join(p.name for p in parameters)})",
+            expected="a function of (step) or (step, stats)",
+            fix="lambda step, stats: stats.norm < 0.01; set other parameters by functools.partial or a default",
+        )
+    return GroupStats if len(required) == 2 else None
+
+
+def initial_stats(condition: Any) -> Any:
+    """The statistics before the first update, as a group's state holds them; ``()`` if the condition takes none."""
+    kind = stats_of(condition)
+    if kind is None:
+        return ()
+    if kind is GroupStats:
+        return GroupStats(jnp.full([], jnp.inf, jnp.float32), jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32))
+    return Interval(
+        jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32), jnp.zeros([], bool)
+    )
+
+
+def next_stats(
+    conditions: Sequence[Any],
+    stats: Sequence[Any],
+    frozen: Sequence[Any],
+    step: jax.Array,
+    gradient: Callable[[int], PyTree],
+) -> list[Any]:
+    """The statistics of all groups after an update.
+
+    Args:
+      conditions: of the groups; None for a switch.
+      stats: those before the update, and whatever stands in their place for groups that have none.
+      frozen: whether each group was frozen in the update.
+      step: the number of updates before it.
+      gradient: called with the number of a group, gives its gradient.
+    """
+    new = list(stats)
+    calls: dict[Any, list[int]] = {}
+    for i, condition in enumerate(conditions):
+        kind = stats_of(condition)
+        if kind is None:
+            continue
+        old, norm = kind(*jax.tree.leaves(stats[i])), _norm(gradient(i))
+        trained = ~jnp.asarray(frozen[i])
+        if isinstance(old, Interval):
+            of_interval = old._replace(sum=old.sum + norm, seen=old.seen + 1)
+            new[i] = jax.tree.map(lambda a, b, t=trained: jnp.where(t, a, b), of_interval, old)
+            calls.setdefault(condition.call, []).append(i)
+        else:
+            counts = trained & jnp.isfinite(norm)
+            total = jnp.where(counts, old.total + norm, old.total)
+            new[i] = GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts)
+    for (_, interval, percentile), groups in calls.items():
+        groups = sorted(groups, key=lambda i: conditions[i].place)
+        decided = _decided([new[i] for i in groups], interval, percentile, (step + 1) % interval == 0)
+        for i, its in zip(groups, decided, strict=True):
+            new[i] = its
+    return new
+
+
+def _norm(gradient: PyTree) -> jax.Array:
+    """The global norm in float32."""
+    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(gradient)]
+    return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))
+
+
+def _decided(groups: Sequence[Interval], interval: int, percentile: float, at_end: jax.Array) -> list[Interval]:
+    """The groups of a call, from the input end, after the decision at the end of an interval."""
+    each: Interval = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
+    # A state that was migrated in mid-interval has not seen all of it.
+    whole = (each.seen == interval) & jnp.isfinite(each.sum)
+    mean = jnp.where(whole, each.sum / interval, 0)
+    ends = at_end & ~each.converged  # what is frozen stands still
+    known = ends & (mean > 0) & (each.previous > 0)
+    change = jnp.abs(each.previous - mean) / jnp.where(known, each.previous, 1)
+    known &= jnp.isfinite(change)
+    settled = each.converged | (known & (change < _percentile(change, known, percentile)))
+    converged = each.converged | (jnp.cumsum(~settled) == 0)
+    after = Interval(
+        jnp.where(ends, 0, each.sum), jnp.where(ends, 0, each.seen), jnp.where(ends, mean, each.previous), converged
+    )
+    return [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(groups))]
+
+
+def _percentile(values: jax.Array, known: jax.Array, percentile: float) -> jax.Array:
+    """``numpy.percentile`` of the known values, of which there may be none."""
+    number = np.arange(len(values) + 1)
+    position = percentile / 100 * np.maximum(number - 1, 0)  # among the sorted, for each number of known values
+    below = np.floor(position).astype(np.int32)
+    ordered = jnp.sort(jnp.where(known, values, jnp.finfo(values.dtype).max))
+    many = jnp.sum(known)
+    low, high = (ordered[jnp.asarray(at)[many]] for at in (below, np.minimum(below + 1, np.maximum(number - 1, 0))))
+    return low + (high - low) * jnp.asarray(position - below, values.dtype)[many]
