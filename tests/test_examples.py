@@ -119,6 +119,15 @@ def test_last_layers_of_a_scanned_transformer(run):
     assert "merged by" not in output
 
 
+def test_lisa(run):
+    output = run("lisa", "--steps", 40)
+    (before,) = row(output, "before")
+    figures = {name: row(output, name) for name in ("AdamW of everything", "LISA", "the last two layers")}
+    assert all(float(loss) < float(before) for loss, *_ in figures.values())
+    full, lisa, last = (float(size.removesuffix(" kB").replace(",", "")) for *_, size in figures.values())
+    assert last < lisa < 0.3 * full
+
+
 def test_lottery_ticket(run):
     output = run("lottery_ticket", "--epochs", 4)
     assert "no frozen weight moved" in output

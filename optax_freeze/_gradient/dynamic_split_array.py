@@ -40,9 +40,10 @@ class DynamicSplitArray(PartlyFrozen):
         """The axis of the rows."""
         return self.index.axis
 
-    def like(self, frozen: Any, rows: Any) -> "DynamicSplitArray":
-        """Two new parts, of the same rows."""
-        return dataclasses.replace(self, frozen=frozen, rows=rows)
+    def like(self, frozen: Any, rows: Any, axis: int | None = None) -> "DynamicSplitArray":
+        """Two new parts, of the same rows, possibly along another axis."""
+        index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
+        return dataclasses.replace(self, frozen=frozen, rows=rows, index=index)
 
     def merged(self) -> jax.Array:
         """The array itself: where it is not whole, a copy of ``frozen``."""

@@ -46,7 +46,7 @@ class Equation(NamedTuple):
         functions, params = self.bind_params(**changed)
         return self.primitive.bind(*functions, *operands, **params)
 
-    def bind_parts(self, x: SplitArray, *others: Any, axis: int | None = None, **of_rows: Any) -> SplitArray:
+    def bind_parts(self, x: Any, *others: Any, axis: int | None = None, **of_rows: Any) -> Any:
         """The operation applied to both parts of ``x``; ``of_rows`` are the params that differ for the rows."""
         return x.like(self.bind(x.frozen, *others), self.bind(x.rows, *others, **of_rows), axis)
 

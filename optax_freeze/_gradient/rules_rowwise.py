@@ -70,8 +70,8 @@ def optimization_barrier(eqn: Equation, *operands: Any) -> Any:
     return jax.tree.unflatten(treedef, eqn.bind(*leaves))
 
 
-@rule("transpose")
-def transpose(eqn: Equation, x: SplitArray) -> Any:
+@rule("transpose", dynamic=True)
+def transpose(eqn: Equation, x: Any) -> Any:
     """Moves the axis of the rows."""
     return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))
 
@@ -88,8 +88,8 @@ def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
     return eqn.bind_parts(x, axis=axis, shape=at_axis(shape, axis, x.index.count))
 
 
-@rule("squeeze")
-def squeeze(eqn: Equation, x: SplitArray) -> Any:
+@rule("squeeze", dynamic=True)
+def squeeze(eqn: Equation, x: Any) -> Any:
     """Removes other axes; a split array has more than one row."""
     return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["dimensions"]))
 

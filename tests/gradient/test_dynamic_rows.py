@@ -271,6 +271,22 @@ def test_rows_along_another_axis_of_the_scan():
     close(got, rows_of(jax.grad(of_scan())(params, X)["layers"]["kernel"], [1, 3], 2))
 
 
+def test_layers_stacked_along_another_axis():
+    """As in MaxText: the scan is over the array with its axes in another order."""
+
+    def loss(params, x):
+        layers = jax.tree.map(lambda p: jnp.moveaxis(p, 1, 0), params["layers"])
+        return of_scan()({**params, "layers": layers}, x)
+
+    params = init()
+    params["layers"] = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), params["layers"])
+    frozen = {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([5, 2]), axis=1)}
+    got, dense = fz.grad(loss, frozen)(params, X), jax.grad(loss)(params, X)
+    close(values(got["layers"]), jax.tree.map(lambda g: rows_of(g, [2, 5], 1), dense["layers"]))
+    for row in fz.explain(loss, params, frozen, X).rows:
+        assert row.merged is None
+
+
 def test_every_row_may_train():
     params = init()
     frozen = {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([3, 1, 0, 2, 5, 4]))}
