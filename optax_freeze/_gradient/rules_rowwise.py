@@ -90,7 +90,9 @@ def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
 
 @rule("squeeze", dynamic=True)
 def squeeze(eqn: Equation, x: Any) -> Any:
-    """Removes other axes; a split array has more than one row."""
+    """Removes other axes."""
+    if x.axis in eqn.params["dimensions"]:  # one row, of which it is known at run time alone that it trains
+        return None
     return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["dimensions"]))
 
 

@@ -191,7 +191,7 @@ def named_twice(at: str, numbers: Sequence[int]) -> ValueError:
 def _refuse_no_numbers(array: Any) -> None:
     if jnp.issubdtype(array.dtype, jnp.integer) and len(array.shape) == 1:
         return
-    raise (value_error if jnp.issubdtype(array.dtype, jnp.integer) else type_error)(
+    raise type_error(
         "fz.rows takes the numbers of rows",
         at="fz.rows",
         got=f"a JAX array of {array.dtype}, of shape {tuple(array.shape)}",

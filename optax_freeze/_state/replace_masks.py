@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import is_array, refuse_no_mapping, value_error
+from optax_freeze._errors import counted, is_array, refuse_no_mapping, value_error
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
 from optax_freeze._spec import tree as _tree
@@ -101,10 +101,10 @@ def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Mappin
     for key in keys:
         if key not in found.values():
             raise value_error(
-                "no mask in the state that can be replaced",
+                "no dense mask in the state, nor rows of a JAX array",
                 at=str(key),
                 got=f"a mask for {key!r}",
-                expected=f"a path among {sorted(with_mask)}" if with_mask else "a state with masks that have an array",
+                expected=f"one that matches one of {sorted(with_mask)}" if with_mask else "a state with such masks",
                 fix="freeze the leaf by fz.elements(...), a boolean array or fz.rows(jnp.array([...])) from the start",
             )
     return found
@@ -180,19 +180,19 @@ def _new_rows(mask: Any, leaf: Leaf, old: DynamicRowIndex) -> Any:
         raise _another_kind(mask, leaf, "rows of a JAX array: ~fz.rows(jnp.array([...]))")
     new = fit_mask(mask, leaf)
     if not isinstance(new, RowSelection) or (new.axis, new.count) != (old.axis, old.count):
-        rows = (
-            f"{new.count} trainable rows along axis {new.axis}"
-            if isinstance(new, RowSelection)
-            else f"a leaf that {new}"
-        )
+        rows = _told(new) if isinstance(new, RowSelection) else f"a leaf that {new}"
         raise value_error(
             "how many rows train is fixed",
             at=leaf.path,
             got=rows,
-            expected=f"{old.count} trainable rows along axis {old.axis}, as in the state",
+            expected=f"{_told(old)}, as in the state",
             fix="name as many rows; for another number make the state anew: fz.migrate(state, tx, params)",
         )
     return new.indices()
+
+
+def _told(rows: RowSelection) -> str:
+    return f"{counted(rows.count, 'trainable row', 'trainable rows')} along axis {rows.axis}"
 
 
 def _another_kind(mask: Any, leaf: Leaf, expected: str) -> ValueError:

@@ -106,8 +106,8 @@ class TestSpec:
         [
             (lambda: fz.rows(jnp.array([1.0])), TypeError, "integers"),
             (lambda: fz.rows(jnp.array([True, False])), TypeError, "fz.elements"),
-            (lambda: fz.rows(jnp.array(1)), ValueError, r"shape \(k,\)"),
-            (lambda: fz.rows(jnp.array([[1]])), ValueError, r"shape \(k,\)"),
+            (lambda: fz.rows(jnp.array(1)), TypeError, r"shape \(k,\)"),
+            (lambda: fz.rows(jnp.array([[1]])), TypeError, r"shape \(k,\)"),
             (lambda: fz.resolve(init(), only(1, 1)), ValueError, "named twice"),
             (lambda: fz.resolve(init(), only(1, -4)), ValueError, "named twice"),
             (lambda: fz.resolve(init(), only(5)), ValueError, "out of range"),
