@@ -41,6 +41,7 @@ SECTIONS = (
     Section("precompute", "Features computed once", "performance.md"),
     Section("element_masks", "Single elements", "performance.md"),
     Section("schedules", "Freezing that changes", "performance.md"),
+    Section("turns", "Layers by turns", "layers_by_turns.md"),
     Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),
     Section("flax_nnx", "Frozen modules of Flax NNX", "performance.md"),
     Section("tracing", "Tracing", "performance.md"),

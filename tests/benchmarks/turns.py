@@ -1,0 +1,187 @@
+"""Layers by turns: a stack of which two layers train, where which ones is a value of the running program.
+
+1. A decoder of 16 layers on the device that is there: seconds of a gradient as fractions of that of everything, by
+   ``fz.grad`` with ``fz.rows`` of a JAX array and by hand: a scan with a backward loop written for this one model.
+   Beside them rows of a list, which are part of the program. Times are the least of many, taken in turn.
+2. Llama 8B on four chips of TPU v5e, with the optimizer of ``scale.py``: two layers of any number, norm and head;
+   GiB on one chip by the compiler, without a TPU.
+
+Run with ``python tests/benchmarks/turns.py`` (``--no-times`` leaves the first table out, ``--no-memory`` the second).
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import measure  # first: it sets up the TPU compiler
+
+import jax  # isort: skip
+import jax.numpy as jnp
+import numpy as np
+import optax
+import scale
+from decoder import ADAMW
+
+import optax_freeze as fz
+
+LAYERS, TRAIN, WIDTH, LENGTH, BATCH, ROUNDS = 16, 2, 256, 64, 8, 20
+
+
+def init(key: jax.Array) -> Any:
+    keys = iter(jax.random.split(key, 6))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) * 0.02
+
+    layers = {
+        "qkv": normal(LAYERS, WIDTH, 3 * WIDTH),
+        "out": normal(LAYERS, WIDTH, WIDTH),
+        "up": normal(LAYERS, WIDTH, 4 * WIDTH),
+        "down": normal(LAYERS, 4 * WIDTH, WIDTH),
+        "scale": jnp.ones((LAYERS, 2, WIDTH)),
+    }
+    return {"layers": layers, "head": normal(WIDTH, 128)}
+
+
+def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def layer(x: jax.Array, p: Any) -> jax.Array:
+    q, k, v = jnp.split((normalise(x, p["scale"][0]) @ p["qkv"]).reshape(*x.shape[:2], 4, -1), 3, -1)
+    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
+    return x + jax.nn.gelu(normalise(x, p["scale"][1]) @ p["up"]) @ p["down"]
+
+
+def loss_of(stack: Callable[..., jax.Array], params: Any, x: jax.Array) -> jax.Array:
+    logits = stack(params["layers"], x) @ params["head"]
+    return jax.nn.logsumexp(logits, -1).mean() - logits[..., 0].mean()
+
+
+def scanned(layers: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
+
+
+def by_hand(params: Any, index: jax.Array, x: jax.Array) -> Any:
+    """The gradient of the head and of these layers, which ascend."""
+    transpose, again = None, []  # the transpose of a layer, and which of its values are parameters, to be read again
+
+    def row(i: Any, tree: Any = params["layers"]) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), tree)
+
+    def forward(x: jax.Array, i: Any) -> Any:
+        nonlocal transpose, again
+        p = row(i)
+        y, back = jax.vjp(layer, x, p)
+        leaves, transpose = jax.tree.flatten(back)
+        known = list(map(id, jax.tree.leaves(p)))
+        again = [known.index(id(leaf)) if id(leaf) in known else None for leaf in leaves]
+        return y, [leaf for leaf in leaves if id(leaf) not in known]
+
+    last, stored = jax.lax.scan(forward, x, jnp.arange(LAYERS))
+    value, of_last = jax.value_and_grad(
+        lambda last, head: loss_of(lambda *_: last, {"layers": None, "head": head}, x), argnums=(0, 1)
+    )(last, params["head"])
+
+    def both(i: Any, ct: jax.Array) -> Any:
+        rows, kept = jax.tree.leaves(row(i)), iter(row(i, stored))
+        back: Any = jax.tree.unflatten(transpose, [next(kept) if at is None else rows[at] for at in again])
+        return back(ct)
+
+    def activations(i: Any, ct: jax.Array) -> Any:
+        ct, of_layer = both(i, ct)
+        return ct, jax.tree.map(jnp.zeros_like, of_layer)
+
+    def step(state: Any) -> Any:
+        i, ct, grads = state
+        here = index == i
+        ct, new = jax.lax.cond(here.any(), both, activations, i, ct)
+        place = jnp.where(here.any(), jnp.argmax(here), TRAIN)
+        return i - 1, ct, jax.tree.map(lambda to, row: to.at[place].set(row, mode="drop"), grads, new)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros((TRAIN, *x.shape[1:]), x.dtype), params["layers"])
+    _, _, grads = jax.lax.while_loop(lambda state: state[0] >= index[0], step, (LAYERS - 1, of_last[0], zeros))
+    return value, {"layers": grads, "head": of_last[1]}
+
+
+def times() -> None:
+    params, x = init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
+    loss = functools.partial(loss_of, scanned)
+
+    def by_turns(params: Any, index: jax.Array, x: jax.Array) -> Any:
+        return fz.value_and_grad(loss, {"layers": ~fz.rows(index), "head": False})(params, x)
+
+    turns, hand, everything = jax.jit(by_turns), jax.jit(by_hand), jax.jit(jax.value_and_grad(loss))
+    programs = {"everything": lambda: everything(params, x)}
+    choices = ([14, 15], [3, 7], [0, 1])
+    for rows in choices:
+        index, frozen = jnp.array(rows), {"layers": ~fz.rows(rows), "head": False}
+        listed = jax.jit(fz.value_and_grad(loss, frozen))
+        programs |= {
+            f"{rows} fz": functools.partial(turns, params, index, x),
+            f"{rows} by hand": functools.partial(hand, params, index, x),
+            f"{rows} list": functools.partial(listed, params, x),
+        }
+        ours, theirs = (jax.tree.leaves(programs[f"{rows} {way}"]()[1]) for way in ("fz", "by hand"))
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)), "the same bits"
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(ROUNDS):
+        for name, program in programs.items():
+            start = measure.clock()
+            jax.block_until_ready(program())
+            seconds[name].append(measure.clock() - start)
+    least = {name: min(times) for name, times in seconds.items()}
+    columns = {"fz": "fz.rows(array)", "by hand": "by hand", "list": "fz.rows(list)"}
+    table = measure.table(
+        f"A gradient as a fraction of that of all {LAYERS} layers", timed=columns.values(), label="layers that train"
+    )
+    for rows in choices:
+        table.add_row(str(rows), *(f"{least[f'{rows} {way}'] / least['everything']:.2f}" for way in columns))
+    measure.show(table)
+
+
+def by_turns(loss: Callable[..., jax.Array], params: Any, which: Any) -> scale.Step:
+    """A step of ``scale.py`` with as many rows by turns as ``which`` trains, from any first one."""
+    del which
+    frozen = {"embed": True, "blocks": ~fz.rows(jnp.arange(TRAIN)), "norm": False, "head": False}
+    tx = fz.freeze(ADAMW, frozen, full_updates=False)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = fz.value_and_grad(loss, fz.spec_of(state))(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates), state, value
+
+    return (params, scale.in_float32(tx, params)), step
+
+
+def memory() -> None:
+    scale.WAYS["two layers by turns"] = by_turns
+    cells = {
+        "two layers of any number, norm, head": scale.Cell(
+            "8B", "v5e", 4, "last block and head", "two layers by turns"
+        ),
+        "last layer, norm, head": scale.Cell("8B", "v5e", 4, "last block and head", "fz.freeze"),
+        "everything": scale.Cell("8B", "v5e", 4, "full", "fz.freeze"),
+    }
+    table = measure.table("8B on 4 chips of v5e, GiB per chip of 15.75", "arguments + temporaries", label="what trains")
+    for name, cell in cells.items():
+        arguments = scale.lower(cell)[1] / 2**30
+        fits = arguments < scale.HBM["v5e"]
+        table.add_row(name, scale.text(scale.compile_here(cell)) if fits else f"{arguments:.1f} alone: no")
+    measure.show(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-times", action="store_true")
+    parser.add_argument("--no-memory", action="store_true")
+    args = parser.parse_args()
+    if not args.no_times:
+        times()
+    if not args.no_memory:
+        memory()
+
+
+if __name__ == "__main__":
+    main()
