@@ -19,7 +19,6 @@ import measure  # first: it sets up the TPU compiler
 import jax  # isort: skip
 import jax.numpy as jnp
 import numpy as np
-import optax
 import scale
 from decoder import ADAMW
 
@@ -134,7 +133,7 @@ def times() -> None:
     least = {name: min(times) for name, times in seconds.items()}
     columns = {"fz": "fz.rows(array)", "by hand": "by hand", "list": "fz.rows(list)"}
     table = measure.table(
-        f"A gradient as a fraction of that of all {LAYERS} layers", timed=columns.values(), label="layers that train"
+        f"A gradient as a fraction of that of all {LAYERS} layers", timed=[*columns.values()], label="layers that train"
     )
     for rows in choices:
         table.add_row(str(rows), *(f"{least[f'{rows} {way}'] / least['everything']:.2f}" for way in columns))
