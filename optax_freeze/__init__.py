@@ -32,6 +32,7 @@ from optax_freeze._gradient.explain import explain as explain
 # Gradient transformations around any Optax optimizer.
 from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
+from optax_freeze._optimizer.update_params import update_params as update_params
 from optax_freeze._optimizer.conditions import alternate as alternate
 from optax_freeze._optimizer.conditions import freeze_at as freeze_at
 from optax_freeze._optimizer.conditions import gradual_unfreeze as gradual_unfreeze
