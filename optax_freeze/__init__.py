@@ -42,6 +42,7 @@ from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 # What reads and changes their states.
 from optax_freeze._state.spec_of import replace_masks as replace_masks
 from optax_freeze._state.spec_of import spec_of as spec_of
+from optax_freeze._state.train_step import train_step as train_step
 from optax_freeze._state.shardings import state_shardings as state_shardings
 from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen

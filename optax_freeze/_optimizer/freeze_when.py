@@ -128,7 +128,12 @@ def freeze_when(
         return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, rest_state, coupled_state)
 
     def update(
-        of_groups: Any, updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]
+        of_groups: Any,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None,
+        extra_args: dict[str, Any],
+        known: Any = None,
     ) -> tuple[PyTree, PyTree]:
         state = _with_plans(state, updates if params is None else params, named, accepted)
         plans = plans_of(state)
@@ -138,7 +143,7 @@ def freeze_when(
             olds, params_treedef = plans.whole.align(params, "params")
         call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
-        frozen = list(frozen_groups(state).values())
+        frozen = list(frozen_groups(state).values() if known is None else known)
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
             grads = zeroed(values, frozen, [plan.selections for plan in plans.plans[: len(frozen)]])
@@ -157,8 +162,10 @@ def freeze_when(
     ) -> tuple[PyTree, PyTree]:
         return update(UpdateCall.updates, updates, state, params, extra_args)
 
-    def update_params_fn(grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]) -> Any:
-        return update(UpdateCall.new_params, grads, state, params, extra_args)
+    def update_params_fn(
+        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any], frozen: Sequence[Any] | None
+    ) -> tuple[PyTree, PyTree]:
+        return update(UpdateCall.new_params, grads, state, params, extra_args, frozen)
 
     return optax.GradientTransformationExtraArgs(init_fn, with_update_params(update_fn, update_params_fn))
 

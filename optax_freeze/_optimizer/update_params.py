@@ -4,7 +4,7 @@ What a transformation returns are updates, and those of frozen parameters are ze
 added. Here the transformation adds its updates itself, where it knows how.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -57,7 +57,17 @@ def update_params(
       >>> params
       {'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}
     """
-    transformation = as_transformation(tx, _CALL, other=grads)
+    return update_where_frozen(tx, grads, state, params, None, extra_args)
+
+
+def update_where_frozen(
+    tx: Any, grads: PyTree, state: PyTree, params: PyTree, frozen: Sequence[Any] | None, extra_args: Any = None
+) -> tuple[PyTree, PyTree]:
+    """Updates the parameters as :func:`update_params` does.
+
+    ``frozen`` says of each group of ``freeze_when`` whether it is frozen, where that is known better than by the state.
+    """
+    transformation, extra_args = as_transformation(tx, _CALL, other=grads), extra_args or {}
     if params is None:
         raise type_error(
             "fz.update_params was given no parameters",
@@ -71,13 +81,13 @@ def update_params(
         _tree.refuse_other_structure(grads, params, "grads", f"the arguments in this order: {_CALL}")
     update: Any = getattr(transformation.update, "update_params", None)
     if update is not None:
-        return update(grads, state, params, extra_args)
+        return update(grads, state, params, extra_args, frozen)
     updates, state = transformation.update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
 
 def with_update_params(update: Any, update_params: Callable[..., Any]) -> Any:
-    """An update function with its other form, ``(grads, state, params, extra_args) -> (params, state)``.
+    """An update function with its other form, ``(grads, state, params, extra_args, frozen) -> (params, state)``.
 
     It is an attribute of the function, and not of the transformation: it stays wherever the function is used, and is
     gone wherever another one is put around it.
