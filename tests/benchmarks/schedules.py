@@ -8,7 +8,7 @@
 3. New parameters in place of the old, which are donated with the state: ``fz.update_params`` beside ``tx.update`` and
    ``optax.apply_updates``, with none, half and all of 8 groups frozen; times beside the plain optimizer.
 4. A training step of 8 layers, of which the first k are frozen: the gradient by ``fz.spec_of(state)`` and the update,
-   beside the static phase in which these are frozen, ``fz.freeze`` with ``fz.apply_updates``.
+   and ``fz.train_step``, beside the static phase in which these are frozen, ``fz.freeze`` with ``fz.apply_updates``.
 5. A training step of the decoder of ``transformer.py``, nothing frozen, compiled for one chip of TPU v5e.
 6. Static phases of that decoder, unfrozen from the head on: FLOPs of each beside the optimum of the phase by hand.
 
@@ -242,6 +242,7 @@ def whole_steps(times: bool, side: int, batch: int) -> None:
     ways = {
         "tx.update and apply_updates": functools.partial(stepping, apply_after(tx)),
         "fz.update_params": functools.partial(stepping, functools.partial(fz.update_params, tx)),
+        "fz.train_step": lambda p, s, x: fz.train_step(loss, tx)(p, s, x)[:2],
     }
     counts, runs = (0, 2, 4, 6), {}
     for k in counts:
@@ -326,7 +327,7 @@ def main() -> None:
     frozen_groups(times, "AdamW", ADAMW, 1024)
     frozen_groups(times, "Muon", optax.contrib.muon(1e-3), 256)
     in_place(times, 1024)
-    for batch in (256, 1024):
+    for batch in (64, 512):
         whole_steps(times, 1024, batch)
     decoder(measure.tpu_sharding())
 
