@@ -2,8 +2,7 @@
 
 A small net learns the digits 0 to 4, then all ten, unfrozen layer by layer from the output end. The same schedule runs
 twice: with ``fz.freeze_when``, compiled once, and in phases with ``fz.freeze`` and ``fz.migrate``, each compiled by
-itself. The step is the same function: ``fz.spec_of(state)`` says what is frozen and has no backward pass, and
-``fz.update_params`` does not touch it. The two differ from the moment at which a second layer thaws.
+itself. The step is the same: what is frozen has no gradient. They differ once a second layer thaws.
 
 Run with ``python examples/gradual_unfreezing.py``.
 """
