@@ -86,8 +86,7 @@ def main() -> None:
             of_generator, of_discriminator = losses(params, key)
             return jnp.where(fz.currently_frozen(state)["generator"], of_discriminator, of_generator)
 
-        updates, state = tx.update(fz.grad(loss, fz.spec_of(state))(params), state, params)
-        return optax.apply_updates(params, updates), state
+        return fz.update_params(tx, fz.grad(loss, fz.spec_of(state))(params), state, params)
 
     compiled: Any = jax.jit(step)
     params = start = {name: init(jax.random.key(n), (2, WIDTH, WIDTH, n)) for name, n in OUTPUTS.items()}

@@ -34,6 +34,7 @@ from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
 from optax_freeze._optimizer.convergence import GroupStats as GroupStats
 from optax_freeze._optimizer.convergence import freeze_converged as freeze_converged
+from optax_freeze._optimizer.update_params import update_params as update_params
 from optax_freeze._optimizer.conditions import alternate as alternate
 from optax_freeze._optimizer.conditions import freeze_at as freeze_at
 from optax_freeze._optimizer.conditions import gradual_unfreeze as gradual_unfreeze
@@ -43,6 +44,7 @@ from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 # What reads and changes their states.
 from optax_freeze._state.replace_masks import replace_masks as replace_masks
 from optax_freeze._state.spec_of import spec_of as spec_of
+from optax_freeze._state.train_step import train_step as train_step
 from optax_freeze._state.shardings import state_shardings as state_shardings
 from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen

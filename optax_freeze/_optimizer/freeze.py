@@ -16,7 +16,9 @@ from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._optimizer.initial_rows import Init, with_initial_rows
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
+from optax_freeze._optimizer.update_params import with_update_params
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.partition import add_updates
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
@@ -149,8 +151,8 @@ def freeze(
         inner_state = transform(plan.labels(treedef)).init(plan.trainable(treedef, values))
         return state._replace(inner_state=parts_outside(inner_state, plan))
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    def update(
+        full: bool, updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
         state = _with_plan(state, FreezeState, updates if params is None else params, accepted)
         plan = plan_of(state)
@@ -175,10 +177,22 @@ def freeze(
                 fix="if so, tx.update(grads, state, params)",
             ) from error
         leaves = zip(plan.selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
-        full = [_full_update(*leaf) if full_updates else _trainable_update(*leaf) for leaf in leaves]
-        return jax.tree.unflatten(treedef, full), state._replace(inner_state=parts_outside(inner_state, plan))
+        new = [_full_update(*leaf) if full else _trainable_update(*leaf) for leaf in leaves]
+        return jax.tree.unflatten(treedef, new), state._replace(inner_state=parts_outside(inner_state, plan))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        return update(full_updates, updates, state, params, extra_args)
+
+    def update_params_fn(
+        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any], frozen: None
+    ) -> tuple[PyTree, PyTree]:
+        del frozen  # it is in the plan
+        updates, state = update(False, grads, state, params, extra_args)
+        return add_updates(params, updates, plan_of(state).selections), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, with_update_params(update_fn, update_params_fn))
 
 
 def _trainable_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:

@@ -21,8 +21,9 @@ from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
 from optax_freeze._optimizer.convergence import initial_stats, next_stats, stats_of
 from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
-from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
-from optax_freeze._optimizer.update_unless import update_unless
+from optax_freeze._optimizer.inner_update import parts_outside
+from optax_freeze._optimizer.update_call import UpdateCall
+from optax_freeze._optimizer.update_params import with_update_params
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
@@ -128,8 +129,13 @@ def freeze_when(
         spec = accepted.add(plans.without_masks())
         return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, rest_state, coupled_state)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    def update(
+        of_groups: Any,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None,
+        extra_args: dict[str, Any],
+        known: Any = None,
     ) -> tuple[PyTree, PyTree]:
         state = _with_plans(state, updates if params is None else params, named, accepted)
         plans = plans_of(state)
@@ -137,27 +143,15 @@ def freeze_when(
         olds, params_treedef = [None] * len(values), None
         if params is not None:
             olds, params_treedef = plans.whole.align(params, "params")
-        call = _Call(treedef, params, olds, params_treedef, extra_args)
+        call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
-        frozen = list(frozen_groups(state).values())
+        frozen = list(frozen_groups(state).values() if known is None else known)
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
             grads = zeroed(values, frozen, [plan.selections for plan in plans.plans[: len(frozen)]])
             grads, coupled_state = call.run(coupled, plans.whole, coupled_state, grads, False)
         states = [*(group.inner_state for group in group_states), state.rest_state]
-        runs = [
-            call.run(inner, plan, inner_state, grads, is_frozen)
-            for plan, inner_state, is_frozen in zip(plans.plans, states, [*frozen, False], strict=True)
-        ]
-        new = [
-            zero(leaf, value, old)
-            if selection is FROZEN
-            else plans.merge(i, [parts[i] for parts, _ in runs], value if old is None else old)
-            for i, (leaf, selection, value, old) in enumerate(
-                zip(plans.leaves, plans.whole.selections, values, olds, strict=True)
-            )
-        ]
-        *states, rest_state = [inner_state for _, inner_state in runs]
+        new, [*states, rest_state] = of_groups(call, inner, plans, states, grads, [*frozen, False])
         stats = next_stats(
             [group.condition for group in named],
             [group.frozen for group in group_states],
@@ -165,34 +159,24 @@ def freeze_when(
             state.step,
             lambda i: plans.plans[i].trainable(treedef, values),
         )
-        of_groups = {
+        by_name = {
             group.name: group_state._replace(frozen=its, inner_state=inner_state)
             for group, group_state, its, inner_state in zip(named, group_states, stats, states, strict=True)
         }
         step = jnp.asarray(optax.safe_increment(state.step))
-        return jax.tree.unflatten(treedef, new), FreezeWhenState(step, state.spec, of_groups, rest_state, coupled_state)
+        return new, FreezeWhenState(step, state.spec, by_name, rest_state, coupled_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def update_fn(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        return update(UpdateCall.updates, updates, state, params, extra_args)
 
+    def update_params_fn(
+        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any], frozen: Sequence[Any] | None
+    ) -> tuple[PyTree, PyTree]:
+        return update(UpdateCall.new_params, grads, state, params, extra_args, frozen)
 
-class _Call(NamedTuple):
-    """The arguments of one update: the treedef of the updates, the parameters as given and flattened, the others."""
-
-    treedef: Any
-    params: PyTree | None
-    olds: Sequence[Any]
-    params_treedef: Any
-    extra_args: dict[str, Any]
-
-    def run(self, tx: Any, plan: Plan, state: PyTree, values: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
-        """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
-        if plan.all_frozen:
-            return [_tree.HOLE] * len(values), state
-        updates = plan.trainable(self.treedef, values)
-        params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
-        extra_args = without_frozen(self.extra_args, plan, self.treedef, self.params)
-        updates, state = update_unless(frozen, tx.update, updates, variables_outside(state, plan), params, extra_args)
-        return _tree.flatten(updates)[0], parts_outside(state, plan)
+    return optax.GradientTransformationExtraArgs(init_fn, with_update_params(update_fn, update_params_fn))
 
 
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:

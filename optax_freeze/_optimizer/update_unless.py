@@ -15,11 +15,7 @@ from optax_freeze._spec.tree import Leaf, PyTree
 def update_unless(
     frozen: Any, update: Callable[..., Any], updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """``update(updates, state, params)``; if ``frozen``, updates that change nothing and the same state.
-
-    It is a loop of zero or one iterations instead of a ``lax.cond``. XLA updates the state of a loop in place, but
-    copies the operands of a conditional that its branches return, even donated ones (five times the time of Adam).
-    """
+    """``update(updates, state, params)``; if ``frozen``, updates that change nothing and the same state."""
     if not isinstance(frozen, Tracer):
         if not frozen:
             return update(updates, state, params, **extra_args)
@@ -28,23 +24,33 @@ def update_unless(
         return jax.tree.unflatten(treedef, [zero(Leaf("", p.shape, p.dtype), u, p) for u, p in of]), state
     # Traced once, though called for its shapes and in the loop.
     train = jax.jit(lambda updates, state, params: update(updates, state, params, **extra_args))
-    new, new_state = jax.eval_shape(train, updates, state, params)
-    shapes, treedef = jax.tree.flatten(new)
-    # Moments of bfloat16 parameters become float32 in the first update, if the gradients are.
-    state = jax.tree.map(lambda old, new: old if old.dtype == new.dtype else old.astype(new.dtype), state, new_state)
+    shapes, treedef = jax.tree.flatten(jax.eval_shape(train, updates, state, params)[0])
     # What a loop starts from is written to: one buffer for each, as long as no two are equal.
     still = [
         _filled(u, jnp.where(frozen, negative_zero(shape.dtype), jnp.asarray(i, shape.dtype)), shape)
         for i, (u, shape) in enumerate(zip(jax.tree.leaves(updates), shapes, strict=True))
     ]
+    start = (jax.tree.unflatten(treedef, still), state)
+    return unless(frozen, lambda carry: train(updates, carry[1], params), start)
 
-    def step(carry: Any) -> Any:
-        return (True, *train(updates, carry[2], params))
 
-    _, new, state = jax.lax.while_loop(
-        lambda carry: ~carry[0], step, (frozen, jax.tree.unflatten(treedef, still), state)
-    )
-    return new, state
+def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
+    """``step(carry)``; if ``frozen``, the same ``carry``.
+
+    It is a loop of zero or one iterations instead of a ``lax.cond``. XLA updates the state of a loop in place, but
+    copies the operands of a conditional that its branches return, even donated ones (five times the time of Adam).
+    """
+    if not isinstance(frozen, Tracer):
+        return carry if frozen else step(carry)
+    step = jax.jit(step)  # traced once, though called for its shapes and in the loop
+    # Moments of bfloat16 parameters become float32 in the first update, if the gradients are.
+    carry = jax.tree.map(_with_dtype, carry, jax.eval_shape(step, carry))
+    start: Any = (frozen, carry)
+    return jax.lax.while_loop(lambda carry: ~carry[0], lambda carry: (True, step(carry[1])), start)[1]
+
+
+def _with_dtype(old: Any, new: Any) -> Any:
+    return old if old.dtype == new.dtype else old.astype(new.dtype)
 
 
 def _filled(like: Any, value: Any, shape: Any) -> jax.Array:

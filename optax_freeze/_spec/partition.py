@@ -7,7 +7,7 @@ already skip it, and ``None`` keeps its own meaning.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -180,11 +180,16 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
       >>> fz.apply_updates(params, {"encoder": 5.0, "head": 0.5}, "encoder")
       {'encoder': Array(-0., dtype=float32), 'head': Array(1.5, dtype=float32)}
     """
+    return add_updates(params, updates, None if frozen is None else make_plan(params, frozen).selections)
+
+
+def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection] | None) -> PyTree:
+    """:func:`apply_updates` with a selection for each leaf; None if everything trains."""
     values, treedef = _tree.flatten(params)
     changes, other = _tree.flatten_beside(treedef, updates)
     if treedef != other:
         _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
-    selections = [TRAINABLE] * len(values) if frozen is None else make_plan(params, frozen).selections
+    selections = [TRAINABLE] * len(values) if selections is None else selections
     names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
     for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
         if selection is FROZEN or is_nothing(change) or _stays(value, change):
@@ -200,10 +205,11 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
                 expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
                 fix="the parameters come first; pass the updates that belong to these parameters",
             )
-    return jax.tree.unflatten(treedef, list(map(_updated, values, changes, selections)))
+    return jax.tree.unflatten(treedef, list(map(updated, values, changes, selections)))
 
 
-def _updated(value: Any, change: Any, selection: Selection) -> Any:
+def updated(value: Any, change: Any, selection: Selection) -> Any:
+    """One leaf with its update."""
     if selection is FROZEN or is_nothing(change) or _stays(value, change):
         return value
     if isinstance(value, Part):

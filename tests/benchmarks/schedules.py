@@ -5,13 +5,18 @@
    is computed and ``jnp.where`` chooses. With none frozen: FLOPs, temporaries, time, and time with the updates applied,
    beside the plain optimizer. With k frozen: time beside the same with none frozen, of which (8 - k) / 8 is the least.
    All compiled for the device that is there; times are the least of many, taken in turn, as seconds of the processor.
-3. A training step of the decoder of ``transformer.py``, nothing frozen, compiled for one chip of TPU v5e.
-4. Static phases of that decoder, unfrozen from the head on: FLOPs of each beside the optimum of the phase by hand.
+3. New parameters in place of the old, which are donated with the state: ``fz.update_params`` beside ``tx.update`` and
+   ``optax.apply_updates``, with none, half and all of 8 groups frozen; times beside the plain optimizer.
+4. A training step of 8 layers, of which the first k are frozen: the gradient by ``fz.spec_of(state)`` and the update,
+   and ``fz.train_step``, beside the static phase in which these are frozen, ``fz.freeze`` with ``fz.apply_updates``.
+5. A training step of the decoder of ``transformer.py``, nothing frozen, compiled for one chip of TPU v5e.
+6. Static phases of that decoder, unfrozen from the head on: FLOPs of each beside the optimum of the phase by hand.
 
 Run with ``python tests/benchmarks/schedules.py`` (``--no-times`` leaves the times out).
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +32,7 @@ import transformer
 import optax_freeze as fz
 
 GROUPS, ROUNDS = 8, 50
+LONG = 10**6  # steps of a phase that lasts as long as a measurement
 NAMES = [f"group_{i}" for i in range(GROUPS)]
 ADAMW = optax.adamw(1e-3)
 
@@ -166,6 +172,100 @@ def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
     measure.show(table)
 
 
+class Stepping:
+    """A step in a loop; its parameters and state are donated."""
+
+    def __init__(self, step: Callable[..., Any], params: Any, state: Any, batch: Any) -> None:
+        self.params, self.state, self.batch = *jax.tree.map(jnp.copy, (params, state)), batch
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
+
+    def __call__(self) -> None:
+        self.params, self.state = jax.block_until_ready(self.compiled(self.params, self.state, self.batch))
+
+    @property
+    def temporary(self) -> str:
+        memory: Any = self.compiled.memory_analysis()
+        return f"{memory.temp_size_in_bytes / 1e6:.2f}"
+
+
+def apply_after(tx: Any, apply: Any = optax.apply_updates) -> Callable[..., Any]:
+    """What ``fz.update_params`` does, in two calls."""
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return apply(params, updates), state
+
+    return update
+
+
+def in_place(times: bool, side: int) -> None:
+    """An update with its application, some groups frozen."""
+    params = {name: jax.random.normal(jax.random.key(i), (side, side)) for i, name in enumerate(NAMES)}
+    tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
+    ways = {
+        "tx.update and apply_updates": apply_after(tx),
+        "fz.update_params": functools.partial(fz.update_params, tx),
+    }
+    runs = {"plain": Stepping(lambda p, s, g: apply_after(ADAMW)(g, s, p), params, ADAMW.init(params), params)}
+    counts = (0, 4, 8)
+    for way, update in ways.items():
+        for k in counts:
+            state = fz.set_frozen(tx.init(params), {name: i < k for i, name in enumerate(NAMES)})
+            runs[f"{way} {k}"] = Stepping(lambda p, s, g, update=update: update(g, s, p), params, state, params)
+    seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
+    table = measure.table(
+        f"new parameters by AdamW, {GROUPS} groups of {side} x {side}, k of them frozen",
+        "MB temporary",
+        timed=[f"time, k = {k}" for k in counts],
+    )
+    table.add_row("plain optimizer", runs["plain"].temporary, "(1.00)")
+    for way in ways:
+        ratios = (ratio(seconds[f"{way} {k}"], seconds["plain"]) for k in counts)
+        table.add_row(f"fz.freeze_when, {way}", runs[f"{way} 0"].temporary, *ratios)
+    measure.show(table)
+
+
+def whole_steps(times: bool, side: int, batch: int) -> None:
+    """A training step with the first layers frozen, beside the static phase."""
+    params = {name: jax.random.normal(jax.random.key(i), (side, side)) / side**0.5 for i, name in enumerate(NAMES)}
+    x = jax.random.normal(jax.random.key(GROUPS), (batch, side))
+
+    def loss(params: Any, x: Any) -> Any:
+        for name in NAMES:
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    def stepping(update: Any, p: Any, s: Any, x: Any) -> Any:
+        return update(fz.value_and_grad(loss, fz.spec_of(s))(p, x)[1], s, p)
+
+    tx = fz.freeze_when(ADAMW, {name: fz.unfreeze_at(LONG * (GROUPS - i)) for i, name in enumerate(NAMES)})
+    ways = {
+        "tx.update and apply_updates": functools.partial(stepping, apply_after(tx)),
+        "fz.update_params": functools.partial(stepping, functools.partial(fz.update_params, tx)),
+        "fz.train_step": lambda p, s, x: fz.train_step(loss, tx)(p, s, x)[:2],
+    }
+    counts, runs = (0, 2, 4, 6), {}
+    for k in counts:
+        phase = fz.freeze(ADAMW, {name: i < k for i, name in enumerate(NAMES)}, full_updates=False)
+        static = functools.partial(stepping, apply_after(phase, fz.apply_updates))
+        runs[f"phase {k}"] = Stepping(static, params, phase.init(params), x)
+        for way, step in ways.items():
+            state: Any = tx.init(params)
+            state = state._replace(step=jnp.int32(LONG * (GROUPS - k)))
+            runs[f"{way} {k}"] = Stepping(step, params, state, x)
+    seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
+    table = measure.table(
+        f"a training step of {GROUPS} layers of {side} x {side} on {batch} examples, the first k frozen",
+        "MB temporary, k = 4",
+        timed=[f"time, k = {k}" for k in counts],
+    )
+    table.add_row("static phase", runs["phase 4"].temporary, *["(1.00)"] * len(counts))
+    for way in ways:
+        ratios = (ratio(seconds[f"{way} {k}"], seconds[f"phase {k}"]) for k in counts)
+        table.add_row(f"fz.freeze_when, {way}", runs[f"{way} 4"].temporary, *ratios)
+    measure.show(table)
+
+
 def decoder(chip: Any) -> None:
     """A whole training step, and static phases of it."""
     params = jax.eval_shape(transformer.init, jax.random.key(0))
@@ -226,6 +326,9 @@ def main() -> None:
     toggles()
     frozen_groups(times, "AdamW", ADAMW, 1024)
     frozen_groups(times, "Muon", optax.contrib.muon(1e-3), 256)
+    in_place(times, 1024)
+    for batch in (64, 512):
+        whole_steps(times, 1024, batch)
     decoder(measure.tpu_sharding())
 
 

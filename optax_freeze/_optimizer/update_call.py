@@ -1,0 +1,75 @@
+"""One update of the groups of ``freeze_when``: to the updates of all leaves, or to new parameters."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_freeze._optimizer.groups import GroupPlans
+from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
+from optax_freeze._optimizer.update_unless import unless, update_unless
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.partition import updated
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN
+from optax_freeze._spec.tree import PyTree
+
+
+class UpdateCall(NamedTuple):
+    """The arguments of one update: the updates flattened, the parameters as given and flattened, the others."""
+
+    treedef: Any
+    values: Sequence[Any]
+    params: PyTree | None
+    olds: Sequence[Any]
+    params_treedef: Any
+    extra_args: dict[str, Any]
+
+    def updates(
+        self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], grads: Sequence[Any], frozen: Sequence[Any]
+    ) -> tuple[PyTree, list[PyTree]]:
+        """The updates of all leaves, and the state of each group."""
+        runs = [
+            self.run(tx, plan, state, grads, is_frozen)
+            for plan, state, is_frozen in zip(plans.plans, states, frozen, strict=True)
+        ]
+        new = [
+            zero(leaf, value, old)
+            if selection is FROZEN
+            else plans.merge(i, [parts[i] for parts, _ in runs], value if old is None else old)
+            for i, (leaf, selection, value, old) in enumerate(
+                zip(plans.leaves, plans.whole.selections, self.values, self.olds, strict=True)
+            )
+        ]
+        return jax.tree.unflatten(self.treedef, new), [state for _, state in runs]
+
+    def new_params(
+        self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], grads: Sequence[Any], frozen: Sequence[Any]
+    ) -> tuple[PyTree, list[PyTree]]:
+        """The new parameters, and the state of each group; groups that share a leaf add to it in turn."""
+        new, new_states = list(self.olds), []
+        for plan, state, is_frozen in zip(plans.plans, states, frozen, strict=True):
+            own = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
+
+            def step(carry: Any, plan: Plan = plan, own: Sequence[int] = own) -> Any:
+                leaves = list(self.olds)
+                for i, leaf in zip(own, carry[0], strict=True):
+                    leaves[i] = leaf
+                changes, state = self._replace(olds=leaves).run(tx, plan, carry[1], grads, False)
+                return [updated(leaves[i], changes[i], plan.selections[i]) for i in own], state
+
+            leaves, state = unless(is_frozen, step, ([new[i] for i in own], state))
+            for i, leaf in zip(own, leaves, strict=True):
+                new[i] = leaf
+            new_states.append(state)
+        return jax.tree.unflatten(self.params_treedef, new), new_states
+
+    def run(self, tx: Any, plan: Plan, state: PyTree, grads: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
+        """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
+        if plan.all_frozen:
+            return [_tree.HOLE] * len(grads), state
+        updates = plan.trainable(self.treedef, grads)
+        params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
+        extra_args = without_frozen(self.extra_args, plan, self.treedef, self.params)
+        updates, state = update_unless(frozen, tx.update, updates, variables_outside(state, plan), params, extra_args)
+        return _tree.flatten(updates)[0], parts_outside(state, plan)

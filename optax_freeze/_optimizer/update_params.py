@@ -1,0 +1,96 @@
+"""One update of the parameters, in place: :func:`update_params`.
+
+What a transformation returns are updates, and those of frozen parameters are zeros, which are written, read again and
+added. Here the transformation adds its updates itself, where it knows how.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optax
+
+from optax_freeze._errors import described, type_error
+from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.partition import apply_updates
+from optax_freeze._spec.tree import PyTree
+
+_CALL = "fz.update_params(tx, grads, state, params)"
+
+
+def update_params(
+    tx: optax.GradientTransformation | optax.MultiSteps, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
+) -> tuple[PyTree, PyTree]:
+    """Updates the parameters: ``tx.update`` and ``apply_updates`` in one, without a write to what is frozen.
+
+    The new parameters are those of ``optax.apply_updates(params, tx.update(grads, state, params)[0])``, up to the
+    rounding of operations that the compiler fuses. Of :func:`optax_freeze.freeze_when` a frozen group is neither read
+    nor written; of :func:`optax_freeze.freeze` no frozen leaf is, and rows are written in place, whatever
+    ``full_updates`` says. Donate parameters and state to the jitted step: what is frozen is then not even copied. With
+    any other transformation, also one in which one of these stands in a chain, it is ``tx.update`` and then
+    :func:`optax_freeze.apply_updates`.
+
+    Args:
+      tx: the optimizer, or an ``optax.MultiSteps``.
+      grads: what ``tx.update`` takes: full gradients, or those of the trainable structure.
+      state: the state of ``tx``.
+      params: the parameters given to ``tx.init``, whole or the trainable part.
+      extra_args: extra arguments of ``tx.update``.
+
+    Returns:
+      ``(params, state)``: the new parameters, of the structure, shapes and dtypes of ``params``, and the new state.
+      Every bit of what is frozen by ``fz.freeze`` or in a group of ``fz.freeze_when`` is kept.
+
+    Raises:
+      TypeError: if ``tx`` is not an optimizer, or ``params`` is None.
+      ValueError: if gradients and parameters differ in structure; whatever ``tx.update`` raises.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, optax_freeze as fz
+      >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+      >>> tx = fz.freeze_when(optax.sgd(0.5), {"encoder": fz.unfreeze_at(2)})
+      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+      ... def step(params, state):
+      ...     grads = jax.tree.map(jnp.ones_like, params)
+      ...     return fz.update_params(tx, grads, state, params)
+      >>> params, state = step(params, tx.init(params))
+      >>> params
+      {'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}
+    """
+    return update_where_frozen(tx, grads, state, params, None, extra_args)
+
+
+def update_where_frozen(
+    tx: Any, grads: PyTree, state: PyTree, params: PyTree, frozen: Sequence[Any] | None, extra_args: Any = None
+) -> tuple[PyTree, PyTree]:
+    """Updates the parameters as :func:`update_params` does.
+
+    ``frozen`` says of each group of ``freeze_when`` whether it is frozen, where that is known better than by the state.
+    """
+    transformation, extra_args = as_transformation(tx, _CALL, other=grads), extra_args or {}
+    if params is None:
+        raise type_error(
+            "fz.update_params was given no parameters",
+            at="params",
+            got=described(params),
+            expected=_CALL,
+            fix="give the parameters, which it returns updated; tx.update alone can do without them",
+        )
+    treedef = _tree.flatten(params)[1]
+    if _tree.flatten_beside(treedef, grads)[1] != treedef:
+        _tree.refuse_other_structure(grads, params, "grads", f"the arguments in this order: {_CALL}")
+    update: Any = getattr(transformation.update, "update_params", None)
+    if update is not None:
+        return update(grads, state, params, extra_args, frozen)
+    updates, state = transformation.update(grads, state, params, **extra_args)
+    return apply_updates(params, updates), state
+
+
+def with_update_params(update: Any, update_params: Callable[..., Any]) -> Any:
+    """An update function with its other form, ``(grads, state, params, extra_args, frozen) -> (params, state)``.
+
+    It is an attribute of the function, and not of the transformation: it stays wherever the function is used, and is
+    gone wherever another one is put around it.
+    """
+    update.update_params = update_params
+    return update

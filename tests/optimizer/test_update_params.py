@@ -1,0 +1,355 @@
+"""Update and apply in one, without a write to what is frozen."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_freeze as fz
+
+MASK = np.arange(15).reshape(5, 3) % 2 == 0
+GROUPS = {
+    "leaves": {"w": fz.alternate(1), "v": False},
+    "every leaf": {"**": fz.unfreeze_at(1)},
+    "no group": {},
+    "rows": {"w": (fz.rows([0, 3]), fz.alternate(1)), "w/**": (fz.rows([1]), True)},
+    "rows and a group of the others": {"w": (fz.rows(slice(0, 2)), True), "**": fz.alternate(1)},
+    "elements": {"w": (MASK, fz.alternate(1)), "v": fz.alternate(1)},
+    "compact elements": {"w": (fz.elements(MASK, compact=True), fz.alternate(1))},
+}
+INNER = {
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+    "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
+    "multi steps": optax.MultiSteps(optax.adamw(0.1), 2),
+    "noise": optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=0)),
+}
+WRAPPED = {
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "extra arguments": optax.with_extra_args_support,
+    "freeze": lambda tx: fz.freeze(tx, "u"),
+    "freeze_when": lambda tx: fz.freeze_when(tx, {"u": True}),
+    "masked_zero_updates": lambda tx: optax.chain(tx, fz.masked_zero_updates("u")),
+}
+FROZEN = {
+    "leaf": "w",
+    "rows": fz.rules({"w": fz.rows([0, 2])}),
+    "elements": fz.rules({"w": MASK}),
+    "compact": fz.rules({"w": fz.elements(MASK, compact=True), "v": True}),
+    "nothing": False,
+}
+
+
+@pytest.fixture
+def setting():
+    w = jax.random.normal(jax.random.key(0), (5, 3))
+    return {"w": w, "v": jnp.ones(2), "u": jnp.full(2, 0.5), "n": jnp.arange(2), "none": None}
+
+
+def gradient(params):
+    return jax.tree.map(lambda p: jnp.cos(p) if jnp.issubdtype(p.dtype, jnp.inexact) else p * 0, params)
+
+
+def by_update(tx, grads, state, params, **extra_args):
+    updates, state = tx.update(grads, state, params, **extra_args)
+    return fz.apply_updates(params, updates), state
+
+
+def run(update, tx, params, steps, grads):
+    state, history = tx.init(params), [params]
+    for _ in range(steps):
+        params, state = update(grads(params), state, params)
+        history.append(params)
+    return history, state
+
+
+def same(tx, params, compiled, steps=3, grads=gradient):
+    """Both ways give the same bits; jitted they may round otherwise, where other operations are fused."""
+    expected, state = run(functools.partial(by_update, tx), tx, params, steps, grads)
+    got, new_state = run(compiled(functools.partial(fz.update_params, tx)), tx, params, steps, grads)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    if compiled is jax.jit:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
+        assert [x.shape for x in jax.tree.leaves(new_state)] == [x.shape for x in jax.tree.leaves(state)]
+    else:
+        assert bits(got) == bits(expected)
+        assert bits(new_state) == bits(state)
+    return got
+
+
+class TestIsUpdateAndApply:
+    @pytest.mark.parametrize("name", GROUPS)
+    def test_groups(self, setting, name, compiled):
+        same(fz.freeze_when(optax.adamw(0.1), GROUPS[name]), setting, compiled)
+
+    @pytest.mark.parametrize("name", INNER)
+    def test_optimizers(self, setting, name, compiled):
+        same(fz.freeze_when(INNER[name], {"w": (fz.rows([1]), fz.alternate(1)), "v": True}), setting, compiled)
+
+    @pytest.mark.parametrize("name", WRAPPED)
+    def test_in_other_transformations(self, setting, name, compiled):
+        same(WRAPPED[name](fz.freeze_when(optax.adam(0.1), {"w": fz.alternate(1)})), setting, compiled, steps=4)
+
+    def test_coupled(self, setting, compiled):
+        tx = fz.freeze_when(optax.sgd(1.0), {"w": fz.alternate(1)}, optax.clip_by_global_norm(1.0))
+        same(tx, setting, compiled)
+
+    @pytest.mark.parametrize("full_updates", [True, False])
+    @pytest.mark.parametrize("name", FROZEN)
+    def test_freeze(self, setting, name, full_updates, compiled):
+        tx = fz.freeze(optax.adamw(0.1), FROZEN[name], full_updates=full_updates)
+        full = fz.freeze(optax.adamw(0.1), FROZEN[name])
+        expected, _ = run(functools.partial(by_update, full), full, setting, 3, gradient)
+        got, _ = run(compiled(functools.partial(fz.update_params, tx)), tx, setting, 3, gradient)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
+        if compiled is not jax.jit:
+            assert bits(got) == bits(expected)
+
+    def test_any_other_optimizer(self, setting, compiled):
+        same(
+            optax.masked(optax.adamw(0.1), {**dict.fromkeys("wvu", True), "n": False, "none": False}), setting, compiled
+        )
+
+    def test_mixed_precision(self, compiled):
+        params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2), "c": jnp.ones((3, 2), jnp.bfloat16)}
+        tx = fz.freeze_when(optax.adamw(0.1), {"a": fz.alternate(1), "c": (fz.rows([0]), fz.alternate(1))})
+        history = same(tx, params, compiled, 2, lambda p: jax.tree.map(lambda x: jnp.ones(x.shape), p))
+        assert all(leaf.dtype == params[name].dtype for name, leaf in history[-1].items())
+
+    @pytest.mark.parametrize("frozen", ["w", fz.rules({"w": fz.rows([0, 2])})], ids=["leaf", "rows"])
+    def test_gradients_of_the_trainable_structure(self, setting, frozen, compiled):
+        tx = fz.freeze(optax.adamw(0.1), frozen)
+        same(tx, setting, compiled, grads=lambda p: fz.partition(gradient(p), frozen)[0])
+
+    @pytest.mark.parametrize("frozen", ["v", fz.rules({"w": fz.rows([0, 2])})], ids=["hole", "part"])
+    def test_the_trainable_part_alone(self, setting, frozen, compiled):
+        trainable, _ = fz.partition(setting, frozen)
+        for tx in (
+            fz.freeze_when(optax.adamw(0.1), {"w": fz.alternate(1)}),
+            optax.adamw(0.1),
+            fz.freeze(optax.adamw(0.1), "u"),
+        ):
+            same(tx, trainable, compiled)
+
+    def test_extra_arguments(self, params, loss, batch):
+        """A line search of each group evaluates the loss at the parameters before the update."""
+        tx = fz.freeze_when(optax.lbfgs(), {"encoder": fz.unfreeze_at(1), "head": False})
+        ways = {}
+        for name, update in (
+            ("update", functools.partial(by_update, tx)),
+            ("params", functools.partial(fz.update_params, tx)),
+        ):
+            new, state = params, tx.init(params)
+            for _ in range(2):
+                value, grads = jax.value_and_grad(loss)(new, batch)
+                new, state = update(grads, state, new, value=value, grad=grads, value_fn=loss, x=batch)
+            ways[name] = new, state
+        assert bits(ways["params"]) == bits(ways["update"])
+        assert bits(ways["params"][0]["encoder"]) != bits(params["encoder"])
+
+    def test_gradients_of_examples(self, params, compiled):
+        mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.mean(axis=0), updates))
+        tx = fz.freeze_when(mean, {"encoder": fz.unfreeze_at(1)})
+        same(tx, params, compiled, grads=lambda p: jax.tree.map(lambda x: jnp.stack([x, 2 * x]), p))
+
+    def test_a_lone_leaf(self, compiled):
+        same(fz.freeze_when(optax.adam(0.1), {"**": fz.unfreeze_at(1)}), jnp.ones(2), compiled)
+
+    def test_vmap_over_an_ensemble(self, params):
+        tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.alternate(1)})
+        stacked = jax.tree.map(lambda p: jnp.stack([p, p + 1]), params)
+        state = jax.vmap(tx.init)(stacked)
+        state = state._replace(step=jnp.array([0, 1]))
+        new, _ = jax.vmap(functools.partial(fz.update_params, tx))(stacked, state, stacked)
+        moved = [
+            not np.array_equal(new["encoder"]["layer_0"]["kernel"][i], stacked["encoder"]["layer_0"]["kernel"][i])
+            for i in (0, 1)
+        ]
+        assert moved == [False, True]
+
+    def test_nnx_variables(self):
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+        groups = {"layers/0/kernel": (fz.rows([0, 2]), fz.unfreeze_at(1)), "**/bias": True}
+        for tx in (
+            fz.freeze_when(optax.adamw(0.1), groups),
+            fz.freeze(optax.adamw(0.1), fz.rules({"layers/0/kernel": fz.rows([0])})),
+            optax.adamw(0.1),
+        ):
+            _, params = nnx.split(model)
+            same(tx, params, lambda fn: fn, grads=lambda p: jax.tree.map(jnp.cos, p))
+
+    def test_an_equinox_module(self):
+        model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+        params, _ = eqx.partition(model, eqx.is_inexact_array)
+        tx = fz.freeze_when(optax.adamw(0.1), {"layers/0": True})
+        new, _ = fz.update_params(tx, params, tx.init(params), params)
+        assert bits(new.layers[0].weight) == bits(model.layers[0].weight)
+        assert bits(new.layers[1].weight) != bits(model.layers[1].weight)
+
+
+class TestFrozenBits:
+    @pytest.mark.parametrize(
+        "make",
+        [lambda tx: fz.freeze_when(tx, {"frozen": True}, tied="ignore"), lambda tx: fz.freeze(tx, "frozen")],
+        ids=["freeze_when", "freeze"],
+    )
+    def test_are_kept_whatever_the_gradient(self, awkward, odd_bits, make, compiled):
+        params = {"frozen": {**awkward["frozen"], **odd_bits["frozen"]}, "trains": jnp.ones(2)}
+        grads = {**jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params), "trains": jnp.ones(2)}
+        tx = make(optax.adamw(0.1))
+        new, _ = compiled(functools.partial(fz.update_params, tx))(grads, tx.init(params), params)
+        assert bits(new["frozen"]) == bits(params["frozen"])
+        assert bits(new["trains"]) != bits(params["trains"])
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
+    @pytest.mark.parametrize("kind", ["rows", "elements", "compact"])
+    def test_of_elements(self, kind, dtype, compiled):
+        size = jnp.dtype(dtype).itemsize
+        patterns = (np.arange(15).reshape(5, 3) * (7 if size == 1 else 1)).astype(f"uint{8 * size}")  # denormals
+        patterns[0] |= 1 << (8 * size - 1)  # negative ones, and -0.0
+        params = {"w": jax.lax.bitcast_convert_type(jnp.asarray(patterns), dtype)}
+        choice = {"rows": fz.rows([0, 2]), "elements": MASK, "compact": fz.elements(MASK, compact=True)}[kind]
+        frozen = np.isin(np.arange(5), [0, 2])[:, None] | np.zeros((5, 3), bool) if kind == "rows" else MASK
+        tx = fz.freeze_when(optax.sgd(0.5), {"w": (choice, True)})
+        grads = {"w": jnp.ones((5, 3), dtype)}
+        new, _ = compiled(functools.partial(fz.update_params, tx))(grads, tx.init(params), params)
+        before, after = (np.asarray(tree["w"]).view(f"uint{8 * size}") for tree in (params, new))
+        assert np.array_equal(before[frozen], after[frozen])
+        assert (before[~frozen] != after[~frozen]).any()
+
+
+SHAPES = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcd"}
+SIZE = 256 * 256 * 4
+
+
+def compile_for(tx, params=SHAPES, donate=(0, 1)):
+    """The compiled update; parameters and state are donated."""
+    update = jax.jit(lambda p, s, g: fz.update_params(tx, g, s, p), donate_argnums=donate)
+    return update.lower(params, jax.eval_shape(tx.init, params), params).compile()
+
+
+def in_entry(compiled, operations):
+    """The operations of the program itself, outside of loops, that make an array of the size of a leaf."""
+    entry = re.search(r"^ENTRY.*?^}", compiled.as_text(), re.DOTALL | re.MULTILINE)
+    assert entry is not None
+    made = re.findall(r"= f32\[(?:256,256|65536)\]\S* (\w[\w-]*)\(", entry[0])
+    return [name for name in made if name not in operations]
+
+
+class TestInPlace:
+    @pytest.mark.parametrize(
+        "groups",
+        [dict.fromkeys("abcd", True), {"**": fz.alternate(1)}, {"a": True}, {"a": (fz.rows(slice(0, 8)), True)}],
+        ids=["switches", "one condition", "and the rest", "rows"],
+    )
+    def test_nothing_of_the_size_of_a_leaf_is_allocated(self, groups):
+        tx = fz.freeze_when(optax.adam(0.1), groups)
+        memory = compile_for(tx).memory_analysis()
+        assert memory.temp_size_in_bytes < SIZE
+        assert memory.alias_size_in_bytes >= 12 * SIZE
+
+    def test_outside_of_the_loops_nothing_is_read_or_written(self):
+        """So a group that is frozen, whose loop has no iteration, costs nothing."""
+        tx = fz.freeze_when(optax.adamw(0.1), dict.fromkeys("abcd", True))
+        compiled = compile_for(tx)
+        assert not in_entry(compiled, {"parameter", "get-tuple-element"})
+        assert len(re.findall(r" while\(", compiled.as_text())) == 4
+
+    def test_what_is_not_frozen_now_is_no_program_of_its_own(self):
+        traced, tx = [], fz.freeze_when(optax.adam(0.1), {"a": True, "b": fz.alternate(2)})
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state):
+            traced.append(True)
+            return fz.update_params(tx, params, state, params)
+
+        params = {name: jnp.ones(3) for name in "abc"}
+        state, rng = tx.init(params), np.random.default_rng(0)
+        for i in range(20):
+            state, before = fz.set_frozen(state, {"a": bool(rng.integers(2))}), jax.tree.map(np.array, params)
+            now = fz.currently_frozen(state)
+            params, state = step(params, state)
+            assert all((bits(params[name]) == bits(before[name])) is frozen for name, frozen in now.items())
+            assert state.step == i + 1
+        assert len(traced) == 1
+
+    @pytest.mark.parametrize("full_updates", [True, False])
+    def test_frozen_leaves_are_not_touched(self, full_updates):
+        tx = fz.freeze(optax.adamw(0.1), fz.only("d"), full_updates=full_updates)
+        compiled = compile_for(tx)
+        alone = compile_for(optax.adamw(0.1), {"d": SHAPES["d"]})
+        assert [each.cost_analysis()["bytes accessed"] for each in (compiled, alone)] == [
+            pytest.approx(10 * SIZE, 1e-3)
+        ] * 2
+        assert compiled.memory_analysis().temp_size_in_bytes < SIZE
+
+    def test_rows_of_a_static_freeze_are_written_in_place(self):
+        tx = fz.freeze(optax.adamw(0.1), fz.rules({"a": ~fz.rows(slice(0, 8)), "*": True}))
+        memory = compile_for(tx).memory_analysis()
+        assert memory.temp_size_in_bytes < SIZE // 8
+
+
+class TestSharded:
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_on_eight_devices(self, axis_type):
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+        sharding = NamedSharding(mesh, PartitionSpec("x", "y"))
+        plain = {name: jax.random.normal(jax.random.key(i), (8, 4)) for i, name in enumerate("abcd")}
+        groups = {
+            "a": fz.alternate(1),
+            "b": (plain["b"] > 0, fz.alternate(1)),
+            "c": (fz.rows([1, 5]), fz.alternate(1)),
+        }
+        tx = fz.freeze_when(optax.adamw(0.1), groups)
+        expected, _ = run(functools.partial(by_update, tx), tx, plain, 3, gradient)
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(plain, sharding)
+            update = jax.jit(functools.partial(fz.update_params, tx))
+            got, state = run(update, tx, sharded, 3, gradient)
+            text = update.lower(sharded, state, sharded).compile().as_text()
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
+        assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(got[-1]))
+        assert "all-gather" not in text
+
+
+class TestRefuses:
+    def test_arguments_in_another_order(self, params):
+        for tx in (
+            optax.adam(0.1),
+            fz.freeze(optax.adam(0.1), "encoder"),
+            fz.freeze_when(optax.adam(0.1), {"encoder": True}),
+        ):
+            state = tx.init(params)
+            for arguments in ((params, params, state), (state, params, params)):
+                with pytest.raises(ValueError, match=r"grads: (.|\n)*fz.update_params\(tx, grads, state, params\)"):
+                    fz.update_params(tx, *arguments)
+
+    def test_no_parameters(self, params):
+        tx = optax.sgd(0.1)
+        with pytest.raises(TypeError, match="no parameters"):
+            fz.update_params(tx, params, tx.init(params), None)
+
+    def test_no_optimizer(self, params):
+        with pytest.raises(TypeError, match=r"`tx` is not an optimizer(.|\n)*swap the arguments"):
+            fz.update_params(params, optax.sgd(0.1), (), params)
+        with pytest.raises(TypeError, match="call the factory"):
+            fz.update_params(optax.sgd, params, (), params)
+
+    def test_the_state_of_another_transformation(self, params):
+        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
+        for state in (optax.sgd(0.1).init(params), fz.freeze_when(optax.sgd(0.1), {"head": True}).init(params)):
+            with pytest.raises(TypeError, match="the state of another transformation"):
+                fz.update_params(tx, params, state, params)
+
+    def test_the_gradient_of_a_part_of_the_groups(self, params, loss, batch):
+        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
+        with pytest.raises(ValueError, match="give the gradient of every group"):
+            fz.update_params(tx, fz.grad(loss, "encoder")(params, batch), tx.init(params), params)

@@ -1,0 +1,167 @@
+"""A whole training step, with a program for each set of frozen groups."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+
+import optax_freeze as fz
+from optax_freeze._precompute.flops import flops
+
+X = jax.random.normal(jax.random.key(0), (4, 8))
+NAMES = ("a", "b", "c", "head")
+
+
+@pytest.fixture
+def params():
+    keys = jax.random.split(jax.random.key(1), 4)
+    return {name: jax.random.normal(key, (8, 8)) / 3 for name, key in zip(NAMES, keys, strict=True)}
+
+
+def loss(params, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+def in_two(tx, params, state, *args):
+    """The gradient, then the update."""
+    value, grads = fz.value_and_grad(loss, fz.spec_of(state))(params, *args)
+    return *fz.update_params(tx, grads, state, params), value
+
+
+def close(got, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, expected)
+
+
+GROUPS = {
+    "gradual": fz.gradual_unfreeze(["c", "b", "a"], 1),
+    "in turn": {"a": fz.alternate(1), "b": fz.alternate(1, 1)},
+    "switches": {"a": True, "b": False, "c": True},
+    "rows": {"a": (fz.rows([0, 3]), fz.alternate(1)), "b": True},
+    "elements": {"a": (np.eye(8, dtype=bool), fz.alternate(1))},
+    "always": {"a": fz.unfreeze_at(0)},
+    "everything": {"**": fz.alternate(1)},
+}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("branches", [16, 2, 1])
+@pytest.mark.parametrize("name", GROUPS)
+def test_is_the_gradient_and_the_update(params, name, branches, jit):
+    for coupled in (None, optax.clip_by_global_norm(1e-3)):
+        tx = fz.freeze_when(optax.adamw(0.1), GROUPS[name], coupled)
+        step = fz.train_step(loss, tx, branches=branches)
+        step = jax.jit(step) if jit else step
+        new, state, expected, expected_state = params, tx.init(params), params, tx.init(params)
+        for _ in range(4):
+            frozen = [key for key, is_frozen in fz.currently_frozen(state).items() if is_frozen]
+            before = new, state
+            new, state, value = step(new, state, X)
+            expected, expected_state, expected_value = in_two(tx, expected, expected_state, X)
+            close((new, value, state), (expected, expected_value, expected_state))
+            assert jax.tree.structure(state) == jax.tree.structure(expected_state)
+            for key in frozen:
+                assert bits(state.groups[key]) == bits(before[1].groups[key])
+                assert bits(new.get(key)) == bits(before[0].get(key)) or name in ("rows", "elements")
+
+
+def test_toggles_compile_nothing_and_choose_what_runs(params):
+    tx = fz.freeze_when(optax.adam(0.1), dict.fromkeys("abc", True))
+    for branches in (16, 3):
+        step, state, new = jax.jit(fz.train_step(loss, tx, branches=branches)), tx.init(params), params
+        rng = np.random.default_rng(0)
+        for _ in range(12):
+            now = {name: bool(rng.integers(2)) for name in "abc"}
+            state, before = fz.set_frozen(state, now), new
+            new, state, _ = step(new, state, X)
+            assert fz.currently_frozen(state) == now
+            assert {name: bits(new[name]) == bits(before[name]) for name in now} == now
+            assert bits(new["head"]) != bits(before["head"])
+        assert step._cache_size() == 1
+
+
+def loops(step, *args):
+    """The bodies of the loops of a step, outside of other loops."""
+    eqns = jax.make_jaxpr(step)(*args).eqns
+    return [eqn.params["body_jaxpr"] for eqn in eqns if eqn.primitive.name == "while"]
+
+
+def test_a_program_costs_what_the_static_phase_costs(params):
+    tx = fz.freeze_when(optax.adam(0.1), fz.gradual_unfreeze(["c", "b", "a"], 1))
+    bodies = loops(fz.train_step(loss, tx), params, tx.init(params), X)
+    assert len(bodies) == 3
+    phases = []
+    for n in (1, 2, 3):
+        static = fz.freeze(optax.adam(0.1), fz.only(*"cba"[:n], "head"))
+        phases.append(flops(jax.make_jaxpr(fz.train_step(loss, static))(params, static.init(params), X).eqns))
+    got = sorted(flops(body.eqns) for body in bodies)
+    np.testing.assert_allclose(got, phases, rtol=0.03)  # each group counts for itself
+
+
+def test_in_place_and_without_zeros():
+    """The parameters and the state are written where they lie, and no program writes zeros for a frozen group."""
+    shapes = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in NAMES}
+    x = jax.ShapeDtypeStruct((4, 256), jnp.float32)
+    tx = fz.freeze_when(optax.adam(0.1), {name: fz.unfreeze_at(i + 1) for i, name in enumerate("cba")})
+    step = jax.jit(fz.train_step(loss, tx), donate_argnums=(0, 1))
+    compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), x).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= 12 * 256 * 256 * 4
+    text = compiled.as_text()
+    outside = [part for part in text.split("\n\n") if not part.startswith("%fused")]
+    assert not re.search(r"= f32\[256,256\]\S* broadcast\(", "".join(outside))
+    assert len(re.findall(r" while\(", text)) == 4
+
+
+def test_other_transformations(params):
+    inside = optax.chain(optax.clip(1.0), fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}))
+    for tx in (inside, fz.freeze(optax.adam(0.1), "a"), optax.chain(optax.clip(1.0), fz.freeze(optax.adam(0.1), "a"))):
+        new, state, expected, expected_state = params, tx.init(params), params, tx.init(params)
+        step = jax.jit(fz.train_step(loss, tx))
+        for i in range(2):
+            new, state, _ = step(new, state, X)
+            expected, expected_state, _ = in_two(tx, expected, expected_state, X)
+            close((new, state), (expected, expected_state))
+            assert (bits(new["a"]) == bits(params["a"])) is (i == 0 or tx is not inside)
+
+
+def test_auxiliary_output_and_keywords(params):
+    tx = fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1), "b": True})
+    step = jax.jit(fz.train_step(lambda p, x, *, scale: (loss(p, x) * scale, {"x": x, "n": 3}), tx, has_aux=True))
+    _, _, (value, aux) = step(params, tx.init(params), X, scale=2.0)
+    assert value == pytest.approx(2 * loss(params, X))
+    assert bits(aux["x"]) == bits(X)
+    assert aux["n"] == 3
+
+
+def test_a_scan_over_steps(params):
+    tx = fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1), "b": fz.unfreeze_at(2)})
+    step = fz.train_step(loss, tx)
+
+    def body(carry, x):
+        *carry, value = step(*carry, x)
+        return tuple(carry), value
+
+    (new, _), values = jax.lax.scan(body, (params, tx.init(params)), jnp.stack([X, X, X]))
+    expected, state = params, tx.init(params)
+    for i in range(3):
+        expected, state, value = in_two(tx, expected, state, X)
+        assert value == pytest.approx(float(values[i]), 1e-4)
+    close(new, expected)
+
+
+def test_refuses(params):
+    tx = fz.freeze_when(optax.adam(0.1), {"a": True})
+    with pytest.raises(TypeError, match=r"a function is differentiated(.|\n)*swap the arguments"):
+        fz.train_step(tx, loss)
+    with pytest.raises(TypeError, match="`tx` is not an optimizer"):
+        fz.train_step(loss, params)
+    with pytest.raises(ValueError, match="branches counts programs"):
+        fz.train_step(loss, tx, branches=0)
+    with pytest.raises(ValueError, match="no spec to be found"):
+        fz.train_step(loss, optax.adam(0.1))(params, optax.adam(0.1).init(params), X)
