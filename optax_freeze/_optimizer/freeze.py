@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
-from optax_freeze._optimizer.accepted_plans import AcceptedPlans
+from optax_freeze._errors import described, in_one_line, type_error, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
-from optax_freeze._optimizer.initial_rows import Init, with_initial_rows
 from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
+from optax_freeze._optimizer.plan_in_state import plan_and_masks, plan_of, plans_of_spec, with_plan
 from optax_freeze._optimizer.update_params import with_update_params
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import add_updates
-from optax_freeze._spec.plan import Plan, refuse_other_leaf
-from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Spec, Tied
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -57,16 +56,16 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       Array([-0., -0.], dtype=float32)
     """
 
-    accepted = _accepted_plans(frozen)
+    accepted = plans_of_spec(frozen)
 
     def init_fn(params: PyTree) -> PyTree:
-        return MaskedZeroUpdatesState(*_make_plan(params, frozen, tied, accepted))
+        return MaskedZeroUpdatesState(*plan_and_masks(params, frozen, tied, accepted))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del extra_args
-        state = _with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
+        state = with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
         plan = plan_of(state)
         values, treedef = plan.align(updates, "updates")
         zeroed = [
@@ -138,14 +137,14 @@ def freeze(
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted = _accepted_plans(frozen, inner.init)
+    accepted = plans_of_spec(frozen, inner.init)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
         # A function, since a tree of labels may itself be callable: an Equinox module is.
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        state = FreezeState(*_make_plan(params, frozen, tied, accepted, inner.init), ())
+        state = FreezeState(*plan_and_masks(params, frozen, tied, accepted, inner.init), ())
         plan = plan_of(state)
         values, treedef = _tree.flatten(params)
         inner_state = transform(plan.labels(treedef)).init(plan.trainable(treedef, values))
@@ -154,7 +153,7 @@ def freeze(
     def update(
         full: bool, updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        state = _with_plan(state, FreezeState, updates if params is None else params, accepted)
+        state = with_plan(state, FreezeState, updates if params is None else params, accepted)
         plan = plan_of(state)
         values, treedef = plan.align(updates, "updates")
         trainable, olds = None, [None] * len(values)
@@ -222,76 +221,6 @@ def _zeroed(selection: Selection, leaf: Leaf, update: Any) -> Any:
     if selection is TRAINABLE:
         return update
     return selection.choose(zero(leaf, update) if selection is FROZEN else negative_zero(update.dtype), update)
-
-
-def plan_of(state: Any) -> Plan:
-    """The plan of a state of :func:`freeze` or :func:`masked_zero_updates`, with its dense masks."""
-    return state.spec.with_masks(_tree.flatten(state.masks)[0])
-
-
-def _make_plan(
-    params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan], init: Init | None = None
-) -> tuple[Plan, PyTree]:
-    """The static plan for a state, and copies of its masks: a tree like the parameters, empty without masks.
-
-    ``init`` is that of the optimizer, if it has a state of its own.
-    """
-    register_with_flax()
-    plan = make_plan(params, frozen, tied=tied)
-    warn_of_extent(plan, params, frozen, stacklevel=3)
-    values = _tree.flatten(params)[0]
-    for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
-        if isinstance(value, Part) and selection.in_part:
-            refuse_other_leaf(value, leaf, selection, "params")
-    copies = plan.copied_masks(values)
-    # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
-    dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
-    return accepted.add(with_initial_rows(plan, init).without_masks()), jax.tree.unflatten(
-        plan.treedef, copies
-    ) if dense else ()
-
-
-def _with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan]) -> Any:
-    """The state with its plan, made again after ``optax.tree_map_params``, which drops static data."""
-    if not isinstance(state, kind):
-        raise type_error(
-            "the state of another transformation",
-            at="the second argument of update",
-            got=type(state).__name__,
-            expected=f"{kind.__name__}, from the init of this transformation",
-            fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
-        )
-    return state._replace(spec=accepted.accept(state.spec, tree))
-
-
-def _accepted_plans(frozen: Spec, init: Init | None = None) -> AcceptedPlans[Plan]:
-    def make(tree: PyTree) -> Plan:
-        return with_initial_rows(make_plan(tree, frozen), init).without_masks()
-
-    def refuse_other(plan: Plan, tree: PyTree) -> None:
-        try:
-            own = make_plan(plan.parameters(tree), frozen, leaves=plan.leaves)
-        except (ValueError, TypeError) as error:
-            if plan.treedef is None:
-                return  # unpickled, and the tree at hand may have other containers
-            raise value_error(
-                "the state of another spec, or of other parameters",
-                at="the second argument of update",
-                got=f"the state for {[leaf.path for leaf in plan.leaves[:3]]}: {str(error).splitlines()[0]}",
-                expected="the state of this transformation",
-                fix="state = tx.init(params)",
-            ) from error
-        for leaf, mine, its in zip(plan.leaves, own.selections, plan.selections, strict=True):
-            if mine != its:
-                raise value_error(
-                    "the state of another spec",
-                    at=leaf.path,
-                    got=f"a state in which it {its}",
-                    expected=f"the state of this transformation, in which it {mine}",
-                    fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
-                )
-
-    return AcceptedPlans(make, refuse_other)
 
 
 def _refuse_no_spec(inner: Any) -> None:

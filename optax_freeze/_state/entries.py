@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
+from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
+from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowSelection, Selection

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import counted, is_array, refuse_no_mapping, value_error
-from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
+from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
+from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.indexing import at, select

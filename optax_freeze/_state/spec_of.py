@@ -9,8 +9,9 @@ import optax
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.groups_now import GroupsNow, sets_of
 from optax_freeze._optimizer.conditions import occurring
-from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState, plan_of
+from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
+from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec.selector_algebra import Selector
 
 

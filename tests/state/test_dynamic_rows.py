@@ -298,8 +298,8 @@ class TestReplaceMasks:
     @pytest.mark.parametrize(
         ("masks", "message"),
         [
-            ({"head": ~fz.rows(jnp.array([1, 2]))}, "no mask in the state"),
-            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "no mask in the state|matches no"),
+            ({"head": ~fz.rows(jnp.array([1, 2]))}, "no dense mask in the state"),
+            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "matches no leaf"),
             ({"layers/**": ~fz.rows(jnp.array([1]))}, "how many rows train is fixed"),
             ({"layers/**": fz.rows(jnp.array([1, 2]))}, "how many rows train is fixed"),
             ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "how many rows train is fixed"),

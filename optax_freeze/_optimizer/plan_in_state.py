@@ -1,0 +1,84 @@
+"""How a state of :func:`optax_freeze.freeze` holds its plan: what is static in a node, and the masks beside it."""
+
+from typing import Any
+
+import jax
+
+from optax_freeze._errors import is_array, type_error, value_error
+from optax_freeze._optimizer.accepted_plans import AcceptedPlans
+from optax_freeze._optimizer.initial_rows import Init, with_initial_rows
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.plan import Plan, refuse_other_leaf
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.tree import Part, PyTree
+
+
+def plan_of(state: Any) -> Plan:
+    """The plan of a state of :func:`freeze` or :func:`masked_zero_updates`, with its dense masks."""
+    return state.spec.with_masks(_tree.flatten(state.masks)[0])
+
+
+def plan_and_masks(
+    params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan], init: Init | None = None
+) -> tuple[Plan, PyTree]:
+    """The static plan for a state, and copies of its masks: a tree like the parameters, empty without masks.
+
+    ``init`` is that of the optimizer, if it has a state of its own.
+    """
+    register_with_flax()
+    plan = make_plan(params, frozen, tied=tied)
+    warn_of_extent(plan, params, frozen, stacklevel=3)
+    values = _tree.flatten(params)[0]
+    for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+        if isinstance(value, Part) and selection.in_part:
+            refuse_other_leaf(value, leaf, selection, "params")
+    copies = plan.copied_masks(values)
+    # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
+    dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
+    masks = jax.tree.unflatten(plan.treedef, copies) if dense else ()
+    return accepted.add(with_initial_rows(plan, init).without_masks()), masks
+
+
+def with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan]) -> Any:
+    """The state with its plan, made again after ``optax.tree_map_params``, which drops static data."""
+    if not isinstance(state, kind):
+        raise type_error(
+            "the state of another transformation",
+            at="the second argument of update",
+            got=type(state).__name__,
+            expected=f"{kind.__name__}, from the init of this transformation",
+            fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
+        )
+    return state._replace(spec=accepted.accept(state.spec, tree))
+
+
+def plans_of_spec(frozen: Spec, init: Init | None = None) -> AcceptedPlans[Plan]:
+    """The plans of a spec that a transformation accepts in a state."""
+
+    def make(tree: PyTree) -> Plan:
+        return with_initial_rows(make_plan(tree, frozen), init).without_masks()
+
+    def refuse_other(plan: Plan, tree: PyTree) -> None:
+        try:
+            own = make_plan(plan.parameters(tree), frozen, leaves=plan.leaves)
+        except (ValueError, TypeError) as error:
+            if plan.treedef is None:
+                return  # unpickled, and the tree at hand may have other containers
+            raise value_error(
+                "the state of another spec, or of other parameters",
+                at="the second argument of update",
+                got=f"the state for {[leaf.path for leaf in plan.leaves[:3]]}: {str(error).splitlines()[0]}",
+                expected="the state of this transformation",
+                fix="state = tx.init(params)",
+            ) from error
+        for leaf, mine, its in zip(plan.leaves, own.selections, plan.selections, strict=True):
+            if mine != its:
+                raise value_error(
+                    "the state of another spec",
+                    at=leaf.path,
+                    got=f"a state in which it {its}",
+                    expected=f"the state of this transformation, in which it {mine}",
+                    fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
+                )
+
+    return AcceptedPlans(make, refuse_other)
