@@ -29,6 +29,54 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "_gradient/stacked_step.py",
+        "return trains, jnp.where(trains, jnp.argmax(here), len(self.numbers))",
+        "return trains, jnp.argmax(here)",
+        "tests/gradient/test_dynamic_rows.py -k other_rows_and_static",
+    ),
+    Mutant(
+        "_gradient/stacked_step.py",
+        "kind = _Kind.ROWS if is_row or (varies and not needs_others) else",
+        "kind = _Kind.ROWS if False else",
+        "tests/gradient/test_dynamic_rows.py -k stored",
+    ),
+    Mutant(
+        "_gradient/dynamic_row_scan.py",
+        "[stack.numbers[0] for stack in stacks]",
+        "[stack.numbers[-1] for stack in stacks]",
+        "tests/gradient/test_dynamic_rows.py -k forward",
+    ),
+    Mutant(
+        "_gradient/dynamic_row_scan.py",
+        "steps = self.length if linear.reaches_back or not stacks else self._steps(stacks)",
+        "steps = self.length",
+        "tests/gradient/test_dynamic_rows.py -k skipped",
+    ),
+    Mutant(
+        "_gradient/dynamic_row_scan.py",
+        "jax.lax.cond(trains, transposed, without_rows, i, of_outs)",
+        "transposed(i, of_outs)",
+        "tests/gradient/test_dynamic_rows.py -k skipped",
+    ),
+    Mutant(
+        "_state/replace_masks.py",
+        'stays = jnp.take(old.array, position, mode="clip") == new.array',
+        'stays = jnp.take(old.array, position, mode="clip") >= 0',
+        "tests/state/test_dynamic_rows.py -k stay_keep",
+    ),
+    Mutant(
+        "_state/replace_masks.py",
+        "leaves <= changed.keys()",
+        "True",
+        "tests/state/test_dynamic_rows.py -k all_rows_change",
+    ),
+    Mutant(
+        "_optimizer/groups.py",
+        "masks[i] = selection.without(*others)",
+        "masks[i] = jnp.arange(selection.count, dtype=jnp.int32)",
+        "tests/state/test_dynamic_rows.py -k Groups",
+    ),
+    Mutant(
         "_gradient/groups_now.py",
         "    if spec.sets and len(spec.sets) == len(branches):",
         "    if spec.sets:",

@@ -143,9 +143,8 @@ def _kinds(program: ClosedJaxpr, inputs: Inputs) -> list[_Kind]:
     kinds = []
     for v, varies, needs_others in zip(program.jaxpr.outvars, of_step, depends_on(program, others), strict=True):
         is_row = not isinstance(v, Literal) and v in rows
-        kinds.append(
-            _Kind.ROWS if is_row or (varies and not needs_others) else _Kind.OTHERS if varies else _Kind.CONSTANT
-        )
+        kind = _Kind.ROWS if is_row or (varies and not needs_others) else _Kind.OTHERS if varies else _Kind.CONSTANT
+        kinds.append(kind)
     return kinds
 
 

@@ -496,6 +496,21 @@ class TestCost:
 
         assert stacks.isdisjoint(shapes(program.jaxpr))
 
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_no_row_of_the_parameters_is_stored(self, dtype):
+        """Neither as it is nor cast: the backward pass reads it again."""
+        stack, x = jnp.ones((16, 64, 64), dtype), jnp.ones((2, 64))
+
+        def loss(params, x):
+            step = lambda x, p: (jnp.tanh(x @ p.astype(jnp.float32)), None)  # noqa: E731
+            return jnp.mean(jax.lax.scan(step, x, params["layers"])[0])
+
+        def grads(params, index, x):
+            return fz.grad(loss, {"layers": ~fz.rows(index)})(params, x)
+
+        compiled = self.compiled(grads, {"layers": stack}, jnp.array([3]), x)
+        assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * 4 * stack.size
+
     @pytest.mark.parametrize("reverse", [False, True])
     def test_steps_without_anything_that_trains_are_skipped(self, reverse):
         """Counted by calls to the host in the derivative, of which those that nothing needs are not made."""
