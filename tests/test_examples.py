@@ -120,7 +120,7 @@ def test_last_layers_of_a_scanned_transformer(run):
 
 
 def test_lisa(run):
-    output = run("lisa", "--steps", 40)
+    output = run("lisa", "--steps", 20)
     (before,) = row(output, "before")
     figures = {name: row(output, name) for name in ("AdamW of everything", "LISA", "the last two layers")}
     assert all(float(loss) < float(before) for loss, *_ in figures.values())

@@ -126,7 +126,10 @@ class _Loop:
             places = [stack.place(i) for stack in stacks]
             trains = functools.reduce(jnp.logical_or, [trains for trains, _ in places], jnp.bool_(False))
             of_outs = [*(ct for ct in sums.carry if ct is not None), *(row_at(ct, i) for ct in of_ys)]
-            found, of_rows = jax.lax.cond(trains, transposed, without_rows, i, of_outs)
+            if linear.alone:
+                found, of_rows = jax.lax.cond(trains, transposed, without_rows, i, of_outs)
+            else:
+                found, of_rows = transposed(i, of_outs)
 
             def write(_: Any, to_rows: list[Any]) -> list[Any]:
                 new = zip(to_rows, places, of_rows, strict=True)
@@ -146,7 +149,7 @@ class _Loop:
                 for x, trains, here in zip(inputs.xs, trained.xs, in_rows, strict=True)
             ],
         )
-        steps = self.length if linear.reaches_back or not stacks else self._steps(stacks)
+        steps = self._steps(stacks) if linear.alone and not linear.reaches_back and stacks else self.length
         state = (jnp.int32(0), start, [jnp.zeros_like(stack.rows) for stack in stacks])
         _, found, to_rows = jax.lax.while_loop(lambda state: state[0] < steps, step, state)
         to_rows = iter(to_rows)
@@ -159,7 +162,8 @@ class _Loop:
     def _steps(self, stacks: Sequence[Stack]) -> Any:
         """How many steps the backward pass has, up to the first whose parameters train."""
         if self.params["reverse"]:
-            return functools.reduce(jnp.maximum, [stack.numbers[-1] for stack in stacks]) + 1
+            last = functools.reduce(jnp.maximum, [stack.numbers[-1] for stack in stacks])
+            return jnp.minimum(last + 1, self.length)
         return self.length - functools.reduce(jnp.minimum, [stack.numbers[0] for stack in stacks])
 
 

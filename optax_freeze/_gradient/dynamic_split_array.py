@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen
+from optax_freeze._errors import value_error
+from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen, varies
 from optax_freeze._spec.selection import DynamicRowIndex
 from optax_freeze._spec.tree import Part
 
@@ -35,6 +36,21 @@ class DynamicSplitArray(PartlyFrozen):
     log: OperationLog | None = None
     whole: bool = False
 
+    @classmethod
+    def of(
+        cls, frozen: Any, rows: Any, index: DynamicRowIndex, log: OperationLog | None, whole: bool
+    ) -> "DynamicSplitArray":
+        """The two parts, which vary over the same axes of a mesh inside of ``jax.shard_map``."""
+        if not varies(frozen) == varies(rows) >= varies(index.array):
+            raise value_error(
+                "rows that change vary over other axes of the mesh than their leaf",
+                at=f"a leaf of shape {jnp.shape(frozen)}, inside of jax.shard_map",
+                got=f"numbers over {_axes(index.array)}, trainable rows over {_axes(rows)}, the leaf over {_axes(frozen)}",
+                expected="the same for the leaf and its rows, and no more for their numbers",
+                fix="params = jax.lax.pcast(params, axes, to='varying') before fz.grad or fz.partition",
+            )
+        return cls(frozen, rows, index.array, index.part_index, log, whole)
+
     @property
     def axis(self) -> int:
         """The axis of the rows."""
@@ -53,3 +69,7 @@ class DynamicSplitArray(PartlyFrozen):
 
             return with_rows(index, self.frozen, self.rows)
         return index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
+
+
+def _axes(array: Any) -> str:
+    return str(sorted(varies(array)))

@@ -108,8 +108,8 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         axis, size = frozen[0].axis, frozen[0].size
         found = functools.reduce(np.union1d, [numbers(index) for index in frozen if isinstance(index, RowIndex)])
         return len(found) == size or rows(found.tolist(), axis)
-    if isinstance(frozen[0], DynamicRowIndex):  # of one group alone
-        return ~frozen[0].as_spec()
+    if isinstance(frozen[0], DynamicRowIndex):  # of one group, and perhaps of another that has the other rows
+        return len(frozen) > 1 or ~frozen[0].as_spec()
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
     return elements(functools.reduce(jnp.logical_or, arrays))
 

@@ -54,7 +54,7 @@ def call_in_parts(
         if isinstance(index, RowIndex):
             splits.append(SplitArray.of(array, rows, index, log, whole))
         elif isinstance(index, DynamicRowIndex):
-            splits.append(DynamicSplitArray(array, rows, index.array, index.part_index, log, whole))
+            splits.append(DynamicSplitArray.of(array, rows, index, log, whole))
         return splits[-1]
 
     leaves, treedef = assemble(trainable, rest, combine_part)

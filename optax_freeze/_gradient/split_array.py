@@ -90,7 +90,7 @@ class SplitArray(PartlyFrozen):
     @classmethod
     def of(cls, frozen: Any, rows: Any, index: RowIndex, log: OperationLog | None, whole: bool) -> "SplitArray":
         """The two parts, made to vary over the same axes of a mesh inside of ``jax.shard_map``."""
-        if _varies(frozen) != _varies(rows):
+        if varies(frozen) != varies(rows):
             rows = jnp.where(True, rows, trainable_rows(index, frozen))
             frozen = jnp.where(True, frozen, join(index, index.axis, frozen, jax.lax.stop_gradient(rows)))
         return cls(frozen, rows, index, np.size(frozen), log, whole)
@@ -202,7 +202,7 @@ def segments(splits: Sequence[SplitArray], length: int) -> list[tuple[int, int]]
     return list(zip([0, *inner], [*inner, length], strict=True))
 
 
-def _varies(array: Any) -> Any:
+def varies(array: Any) -> Any:
     """The axes of a mesh over which an array varies inside of ``jax.shard_map``."""
     aval: Any = jax.typeof(array)
     return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying

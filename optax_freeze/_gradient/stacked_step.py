@@ -79,6 +79,7 @@ class LinearStep:
     transpose: Any  # the treedef of the function that takes cotangents back
     trained: Sequence[bool]  # for each input of a step whether it has a cotangent
     reaches_back: bool  # whether anything trains that a step reads before the first row that trains
+    alone: bool  # whether a step needs no other devices, which may have other rows, so that it may be skipped
     outs: int
     constant: Sequence[int]  # of the values, by their positions
     of_rows: Sequence[int]
@@ -123,7 +124,8 @@ def linearized(step: Callable[[Inputs], list[Any]], inputs: Inputs, perturbed: I
     reaches_back = any((*perturbed.consts, *perturbed.carry)) or any(
         trains and not isinstance(x, Stack) for trains, x in zip(of_xs, inputs.xs, strict=True)
     )
-    return LinearStep(closed, transpose, trained, reaches_back, len(inexact), constant, of_rows, stored)
+    alone = not any(type(effect).__name__ == "NamedAxisEffect" for effect in closed.effects)
+    return LinearStep(closed, transpose, trained, reaches_back, alone, len(inexact), constant, of_rows, stored)
 
 
 class _Kind(enum.Enum):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -32,7 +33,7 @@ def with_rows(index: RowSelection, whole: Any, rows: Any) -> jax.Array:
 
 def spread(index: RowSelection, rows: Any, like: Any) -> jax.Array:
     """``rows`` among zeros: an array of the shape of ``like``. The gradient is a slice, or a lookup of the rows."""
-    zero, shape = jnp.zeros((), rows.dtype), jnp.shape(like)
+    zero, shape = np.zeros((), rows.dtype), jnp.shape(like)
     if isinstance(index, RowIndex) and (edges := padding(index, index.axis, len(shape))):
         return laid_out(explicit_sharding(like), lambda rows: jax.lax.pad(rows, zero, edges), rows)
     return index.spread(Part(rows, index, shape), zero, like)

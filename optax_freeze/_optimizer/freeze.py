@@ -201,7 +201,7 @@ def _trainable_update(selection: Selection, leaf: Leaf, new: Any, update: Any, p
         return selection.take(new)
     if not isinstance(new, Part):
         return _zeroed(selection, leaf, new)
-    return dataclasses.replace(new, numbers=selection.array) if isinstance(selection, DynamicRowIndex) else new
+    return dataclasses.replace(new, trains=~selection.frozen_rows()) if isinstance(selection, DynamicRowIndex) else new
 
 
 def _full_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -88,10 +89,12 @@ def _fit_dynamic_rows(rows: DynamicRows, leaf: Leaf) -> Selection:
         _refuse_outside(rows, numbers, leaf)
         if len({number % size for number in numbers}) < named:
             raise named_twice(leaf.path, numbers)
-    array = jnp.asarray(array, jnp.int32)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return DynamicRowIndex(jax.ShapeDtypeStruct((count,), jnp.int32), axis, size, count)
     if not rows.ascending:
-        array = jnp.sort(jnp.where(array < 0, array + size, array))
-    index = DynamicRowIndex(array, axis, size, count)
+        array = jnp.where(array < 0, array + size, array)
+        array = jnp.sort(jnp.where((array < 0) | (array >= size), size, array))  # out of range: no row
+    index = DynamicRowIndex(jnp.asarray(array, jnp.int32), axis, size, count)
     return index if rows.inverted else index.with_array(index.without(array))
 
 

@@ -223,15 +223,14 @@ def _places(part: Part) -> Selection:
     """Where a part belongs in its leaf, as far as the part itself says."""
     if isinstance(part.index, RowIndex):
         return part.index
-    numbers = part.numbers
-    if isinstance(part.index, DynamicRowIndex) and numbers is not None and jnp.issubdtype(numbers.dtype, jnp.integer):
-        return part.index.with_array(numbers)
+    if isinstance(part.index, DynamicRowIndex) and part.trains is not None and part.trains.dtype == bool:
+        return part.index.of_rows(part.trains)
     is_rows = isinstance(part.index, DynamicRowIndex)
     raise value_error(
         f"a Part of {'rows that change' if is_rows else 'single elements'} cannot be placed",
         at=f"a leaf of shape {part.shape}",
         got=f"{'rows' if is_rows else 'a vector of elements'}, and "
-        + ("no mask that says where they are" if numbers is None else f"row numbers of {numbers.dtype}"),
+        + ("no mask that says where they are" if part.trains is None else f"a mask of {part.trains.dtype}"),
         expected="`frozen` with the mask, as it is in the state",
         fix="fz.apply_updates(params, updates, fz.spec_of(state))",
     )

@@ -7,7 +7,7 @@ and may have other dtypes or paths.
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,16 @@ from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+
+class InitialRows(NamedTuple):
+    """Of an array in an optimizer's state: along which axis it has rows of its parameter, and what these begin with.
+
+    ``axis`` is None for an array that has none, ``number`` where it is not one number, whatever the parameters are.
+    """
+
+    axis: int | None
+    number: Any
 
 
 @jax.tree_util.register_static
@@ -36,11 +46,8 @@ class Plan:
     selections: tuple[Selection, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
-    initial: tuple[tuple[str, float | None], ...] = ()
-    """What arrays of the optimizer's state begin with, by their paths, where rows that change do not begin with zero.
-
-    None where it depends on the parameters.
-    """
+    initial: tuple[tuple[str, InitialRows], ...] = ()
+    """What the optimizer's state has of rows that may change, by the paths of its arrays."""
 
     @property
     def all_frozen(self) -> bool:
@@ -80,7 +87,7 @@ class Plan:
         """The static part of the plan, which jit compares by value."""
         return dataclasses.replace(self, selections=tuple(s.with_array(_tree.HOLE) for s in self.selections))
 
-    def with_initial(self, initial: tuple[tuple[str, float | None], ...]) -> "Plan":
+    def with_initial(self, initial: tuple[tuple[str, InitialRows], ...]) -> "Plan":
         """The same plan with :attr:`initial`."""
         return dataclasses.replace(self, initial=initial)
 
@@ -143,7 +150,7 @@ class Plan:
     def take(self, values: Sequence[Any]) -> list[Any]:
         """The trainable part of each leaf; a ``Part`` of a leaf stays as it is."""
         pairs = zip(self.selections, values, strict=True)
-        return [_without_numbers(v) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
+        return [_values_alone(v) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         """The trainable part as a tree."""
@@ -171,8 +178,8 @@ class Plan:
         return Plan, (self.leaves, self.selections, None, self.variables, self.initial)
 
 
-def _without_numbers(part: Part) -> Part:
-    return part if part.numbers is None else dataclasses.replace(part, numbers=None)
+def _values_alone(part: Part) -> Part:
+    return part if part.trains is None else dataclasses.replace(part, trains=None)
 
 
 def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:

@@ -142,12 +142,12 @@ class RowSelection(Selection):
         """The numbers of the trainable rows, int32, ascending; ``array`` is that of the selection, if it has one."""
         raise NotImplementedError
 
-    def _frozen_rows(self) -> jax.Array:
+    def frozen_rows(self) -> jax.Array:
         """For each row whether it is frozen."""
         raise NotImplementedError
 
     def frozen(self, ndim: int) -> jax.Array:
-        return jnp.expand_dims(self._frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+        return jnp.expand_dims(self.frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
 
     def take(self, leaf: Any) -> Part:
         def rows(leaf: Any, *array: Any) -> jax.Array:
@@ -246,9 +246,9 @@ class RowIndex(RowSelection):
         if self.picked_train and len(self.picked) == 1:
             start, _, step = self.picked[0]
             return start + step * jnp.arange(self.count, dtype=jnp.int32)
-        return jnp.nonzero(~self._frozen_rows(), size=self.count)[0].astype(jnp.int32)
+        return jnp.nonzero(~self.frozen_rows(), size=self.count)[0].astype(jnp.int32)
 
-    def _frozen_rows(self) -> jax.Array:
+    def frozen_rows(self) -> jax.Array:
         if len(self.picked) > _FEW:
             rows = [np.arange(*progression) for progression in self.picked]
             hit = jnp.zeros(self.size, bool).at[np.concatenate(rows)].set(True)
@@ -282,14 +282,16 @@ class DynamicRowIndex(RowSelection):
     def indices(self, *array: Any) -> jax.Array:
         return array[0] if array else self.array
 
-    def _frozen_rows(self) -> jax.Array:
+    def frozen_rows(self) -> jax.Array:
         return jnp.ones(self.size, bool).at[self.array].set(False, mode="drop")
+
+    def of_rows(self, trains: Any) -> "DynamicRowIndex":
+        """The index of the rows at which a boolean array is True, as many as before."""
+        return self.with_array(jnp.nonzero(trains, size=self.count, fill_value=self.size)[0].astype(jnp.int32))
 
     def without(self, array: Any) -> jax.Array:
         """The numbers of as many rows: those that are not in ``array``."""
-        return jnp.nonzero(jnp.ones(self.size, bool).at[array].set(False, mode="drop"), size=self.count)[0].astype(
-            jnp.int32
-        )
+        return self.of_rows(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
 
     def as_spec(self) -> DynamicRows:
         return DynamicRows(self.array, self.axis, inverted=True, ascending=True)

@@ -25,7 +25,7 @@ HOLE = optax.MaskedNode()
 """Stands in the place of a leaf that was taken out; every Optax transformation skips it."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "numbers"], meta_fields=["index", "shape"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "trains"], meta_fields=["index", "shape"])
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The trainable part of a partially frozen leaf: a pytree node whose child is an array.
@@ -37,9 +37,9 @@ class Part:
       values: the trainable rows, of the leaf's shape but for the axis of the rows; or the trainable elements, a vector.
       index: which rows they are, or how many elements; static.
       shape: the shape of the full leaf; static.
-      numbers: in the updates of an optimizer, where the rows are a value of the program, their numbers: a second child,
-        of integers, so that :func:`optax_freeze.apply_updates` finds the rows. Elsewhere None: parameters, gradients
-        and moments have no leaf that is not a number of their own.
+      trains: in the updates of an optimizer, where which rows train is a value of the program, a second child: for each
+        row of the leaf whether it trains, so that :func:`optax_freeze.apply_updates` finds the rows. Elsewhere None:
+        parameters, gradients and moments have no leaf but their values.
 
     Example:
       >>> import optax_freeze as fz
@@ -51,7 +51,7 @@ class Part:
     values: Any
     index: Any = None
     shape: tuple[int, ...] | None = None
-    numbers: Any = None
+    trains: Any = None
 
     @property
     def dtype(self) -> Any:

@@ -1,6 +1,7 @@
 """Other dense masks and other dynamic rows, between steps or in the running program."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.indexing import at, select
 from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import ElementMask, Elements, elements
-from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan import InitialRows, Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Where, as_selector, first_match
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -125,14 +126,17 @@ def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
     of_trainable = partition.inner_states["trainable"]
     moved = of_trainable._replace(inner_state=_moved(of_trainable.inner_state, old, plan))
     states = {**partition.inner_states, "trainable": moved}
-    return _with_counts(node, node._replace(inner_state=partition._replace(inner_states=states)), [(old, plan)])
+    return _begun_anew(node._replace(inner_state=partition._replace(inner_states=states)), {None: (old, plan)})
 
 
 def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> FreezeWhenState:
     """The state of groups with other rows, which the other groups and the rest do not have any more."""
     olds = plans_of(node)
     new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # what a group has
-    own = [_new_masks(plan, new) if any(map(is_array, plan.masks)) else [] for plan in olds.plans[:-1]]
+    own = [
+        _new_masks(plan, new) if node.groups[name].masks != () else []
+        for name, plan in zip(olds.names, olds.plans, strict=False)
+    ]
     groups = {}
     for name, masks in zip(olds.names, own, strict=True):
         group, treedef = node.groups[name], _tree.flatten(node.groups[name].masks)[1]
@@ -143,7 +147,10 @@ def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> Freez
     *states, rest_state = [_moved(*each) for each in zip(states, olds.plans, plans.plans, strict=True)]
     for name, state in zip(olds.names, states, strict=True):
         groups[name] = groups[name]._replace(inner_state=state)
-    return _with_counts(node, replaced._replace(rest_state=rest_state), list(zip(olds.plans, plans.plans, strict=True)))
+    of_groups: dict[str | None, Any] = dict(
+        zip([*olds.names, ""], zip(olds.plans, plans.plans, strict=True), strict=True)
+    )
+    return _begun_anew(replaced._replace(rest_state=rest_state), of_groups)
 
 
 def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
@@ -219,74 +226,71 @@ def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
     paths, initial = _tree.paths(state), dict(old.initial)
     owner_of = parameter_of(paths, [leaf.path for leaf in old.leaves])
     for i, (path, part) in enumerate(zip(paths, nodes, strict=True)):
-        owner, values = owner_of(path), _tree.bare(part)
-        if owner in replaced and isinstance(part, Part) and is_array(values):
-            begins = initial.get("", initial.get(path, 0)) if initial else 0
-            moved = _moved_part(part, values, *replaced[owner], begins, path)
+        owner = owner_of(path)
+        if owner in replaced and isinstance(part, Part) and all(map(is_array, jax.tree.leaves(part))):
+            moved = _moved_part(part, *replaced[owner], initial.get(path), path)
             nodes[i] = jax.tree.unflatten(jax.tree.structure(part), [moved])
     return jax.tree.unflatten(treedef, nodes)
 
 
-def _moved_part(part: Part, values: Any, old: Any, new: Any, begins: float | None, path: str) -> Any:
+def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, path: str) -> Any:
     """The values of a part, as many as before, of which those that both masks have are moved to their new places."""
     if isinstance(old, DenseMask):
+        values = jnp.asarray(_tree.bare(part))
         if part.index != old.count or values.shape != (old.count,):
             return values
         full = old.put(jnp.zeros(part.shape, values.dtype), Part(values))
         return new.take(full).values
-    axis = _row_axis(values.shape, old, part.shape or ())
-    if axis is None:
-        return values
-    if begins is None:
+    if initial is None or (initial.axis is not None and (initial.number is None or initial.axis > old.axis)):
         raise value_error(
-            "the optimizer's state of a row begins with the values of its parameters",
+            "the optimizer's state of a row cannot begin anew by itself",
             at=path,
-            got="fz.replace_masks, which is given no parameters",
-            expected="a state that begins with a constant, as that of Adam",
-            fix="fz.migrate(state, tx, params), for a `tx` with the new rows",
+            got="an array that begins with the parameters, a history of them, or several arrays for one leaf",
+            expected="a state that begins with a number for each element, as that of Adam",
+            fix="make the state anew: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
         )
+    values = jnp.asarray(_tree.bare(part))
+    if initial.axis is None:
+        return values
     position = jnp.searchsorted(old.array, new.array)
     stays = jnp.take(old.array, position, mode="clip") == new.array
-    rows = at(values, axis, position).get(mode="clip")
-    shape = [-1 if d == axis else 1 for d in range(values.ndim)]
-    return select(stays.reshape(shape), rows, jnp.full_like(rows, begins))
+    rows = at(values, initial.axis, position).get(mode="clip")
+    shape = [-1 if d == initial.axis else 1 for d in range(values.ndim)]
+    return select(stays.reshape(shape), rows, jnp.full_like(rows, initial.number))
 
 
-def _row_axis(shape: tuple[int, ...], index: RowSelection, full: tuple[int, ...]) -> int | None:
-    """The axis of the rows in an array of the state: of moments, a history of them, or factored moments; else None."""
-    rows = index.shape_of_part(full)
-    ahead = len(shape) - len(rows)
-    if ahead >= 0:
-        return ahead + index.axis if shape[ahead:] == rows else None
-    others = iter(rows[index.axis + 1 :])
-    n = index.axis + 1
-    return index.axis if shape[:n] == rows[:n] and all(size in others for size in shape[n:]) else None
+def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> Any:
+    """A state in which counts begin anew beside moments of rows that have all changed, and line searches with any.
 
-
-def _with_counts(before: Any, after: Any, plans: Sequence[tuple[Plan, Plan]]) -> Any:
-    """A state in which the counts beside moments of rows begin anew, if all of these rows have changed."""
-    changed: dict[str, Any] = {}
-    for old, new in plans:
+    Args:
+      after: the state, with its moments in their new places.
+      plans: the old and the new plan of each group of ``freeze_when`` by its name, or of the whole state.
+    """
+    replaced: dict[tuple[str | None, str], Any] = {}  # by group and leaf: whether all of its rows have changed
+    for name, (old, new) in plans.items():
         for leaf, a, b in zip(old.leaves, old.selections, new.selections, strict=True):
-            if isinstance(a, DynamicRowIndex) and a.array is not b.array:
-                changed[leaf.path] = ~jnp.isin(b.array, a.array).any()
-    if not changed:
+            if a.array is not b.array:
+                is_rows = isinstance(a, DynamicRowIndex)
+                replaced[name, leaf.path] = ~jnp.isin(b.array, a.array).any() if is_rows else False
+    if not replaced:
         return after
-    shapes = {leaf.path: leaf.shape for old, _ in plans for leaf in old.leaves}
-    entries = entries_of(after, shapes)
-    owned: dict[Any, set[str]] = {}
+    entries = entries_of(after, {leaf.path: leaf.shape for old, _ in plans.values() for leaf in old.leaves})
+    beside: dict[Any, dict[str, set[str]]] = {}  # by group and address: the trees of parameters there, and their leaves
     for entry in entries:
         if entry.leaf is not None and entry.is_array:
-            owned.setdefault((entry.group, _parent(entry.tree)), set()).add(entry.leaf)
+            parent, _, tree = entry.tree.rpartition("/")
+            beside.setdefault((entry.group, parent), {}).setdefault(tree, set()).add(entry.leaf)
     values, treedef = _tree.flatten(after)
     for i, entry in enumerate(entries):
-        leaves = owned.get((entry.group, _parent(str(entry.address))), set())
-        is_count = is_array(entry.value) and entry.value.shape == () and jnp.issubdtype(entry.value.dtype, jnp.integer)
-        if is_count and not entry.optional and entry.leaf is None and leaves and leaves <= changed.keys():
-            anew = jnp.all(jnp.stack([changed[path] for path in sorted(leaves)]))
-            values[i] = jnp.where(anew, jnp.zeros((), entry.value.dtype), entry.value)
+        parent, _, field = str(entry.address).rpartition("/")
+        trees = beside.get((entry.group, parent), {})
+        if entry.leaf is not None or entry.optional or not trees or getattr(entry.value, "shape", None) != ():
+            continue
+        group = entry.group.names[0] if None not in plans else None
+        owned = {(group, leaf) for leaf in set().union(*trees.values())}
+        if field == "count" and owned <= replaced.keys():
+            anew = functools.reduce(jnp.logical_and, [replaced[each] for each in sorted(owned, key=str)])
+            values[i] = jnp.where(anew, jnp.zeros_like(entry.value), entry.value)
+        elif field == "value" and "grad" in trees and owned & replaced.keys():
+            values[i] = jnp.full_like(entry.value, jnp.inf)  # the stored gradient is that of other elements
     return jax.tree.unflatten(treedef, values)
-
-
-def _parent(address: str) -> str:
-    return address.rpartition("/")[0]

@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_freeze._errors import is_array
+from optax_freeze._spec.layout import replicated
 from optax_freeze._spec.selection import Selection
 
 LANES = 4
@@ -83,13 +84,15 @@ def placed(*nodes: Any) -> tuple[Any, ...]:
     arrays = jax.tree.leaves(nodes)
     if any(isinstance(array, Tracer) for array in arrays):
         return nodes
-    shardings = [array.sharding for array in arrays if isinstance(array, jax.Array)]
-    if not shardings:
+    shape = np.shape(arrays[0])
+    placed = [array for array in arrays if isinstance(array, jax.Array)]
+    if not placed:
         return jax.tree.map(lambda array: _words_on_host(array) if _is_too_wide(array) else array, nodes)
-    sharding = min(shardings, key=lambda sharding: math.prod(sharding.shard_shape(arrays[0].shape)))
+    shardings = [array.sharding for array in placed if array.shape == shape] or [placed[0].sharding]
+    sharding = min(shardings, key=lambda sharding: math.prod(sharding.shard_shape(shape)))
     if sharding.memory_kind == "pinned_host":
         sharding = sharding.with_memory_kind("device")
-    return jax.tree.map(lambda array: _onto(sharding, array), nodes)
+    return jax.tree.map(lambda x: _onto(sharding if x.shape == shape else replicated(sharding), x), nodes)
 
 
 def _onto(sharding: jax.sharding.Sharding, array: Any) -> Any:

@@ -164,7 +164,7 @@ def test_the_state_and_the_gradient_have_as_many_rows_as_train():
     assert [g.shape for g in jax.tree.leaves(grads)] == [(3,), (2, 3), (2, 3, 3)]
     assert state_bytes(state) == 4 * 2 * (3 + 2 * 3 + 2 * 9) + 4 * 2 * 2  # moments, and the numbers of two leaves
     updates, _ = tx.update(grads, state, params)
-    assert updates["layers"]["bias"].numbers.tolist() == [0, 2]
+    assert updates["layers"]["bias"].trains.tolist() == [True, False, True, False, False]
     assert optax.tree.norm(grads) < 10  # no row number is taken for a gradient
 
 
@@ -194,8 +194,50 @@ def test_apply_updates_says_where_the_numbers_are():
         fz.apply_updates(params, grads)
     updates, _ = tx.update(grads, state, params)
     scaled = jax.tree.map(lambda u: 0.5 * u, updates)
-    with pytest.raises(ValueError, match="row numbers of float32"):
+    with pytest.raises(ValueError, match="a mask of float32"):
         fz.apply_updates(params, scaled)
+
+
+def moved(a, b):
+    """The rows whose bias has moved."""
+    return np.flatnonzero((np.asarray(a["layers"]["bias"]) != np.asarray(b["layers"]["bias"])).any(1)).tolist()
+
+
+@pytest.mark.parametrize("change", [lambda u: -u, lambda u: 2 * u, lambda u: u + u, lambda u: 0.5 * u, lambda u: u**2])
+def test_arithmetic_on_updates_moves_no_other_rows(change):
+    params, tx = init(), fz.freeze(optax.sgd(0.1), only(1, 3), full_updates=False)
+    state = tx.init(params)
+    updates, _ = tx.update(fz.grad(loss, fz.spec_of(state))(params, X), state, params)
+    try:
+        new = fz.apply_updates(params, jax.tree.map(change, updates))
+    except (TypeError, ValueError):
+        return
+    assert moved(params, new) == [1, 3]
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_traced_number_out_of_range_names_no_row(inverted):
+    params, tx = init(), fz.freeze(optax.sgd(0.1), only(0), full_updates=False)
+    rows = lambda index: fz.rows(index) if inverted else ~fz.rows(index)  # noqa: E731
+
+    @jax.jit
+    def step(params, index):
+        frozen = {"layers": rows(index), "embed": True, "head": True}
+        tx = fz.freeze(optax.sgd(0.1), frozen, full_updates=False)
+        state = tx.init(params)
+
+        def reverse(p):
+            return jax.lax.scan(
+                lambda x, p: (jnp.tanh(x @ p["kernel"] + p["bias"]), None), X, p["layers"], reverse=True
+            )[0].sum()
+
+        updates, _ = tx.update(fz.grad(reverse, fz.spec_of(state))(params), state, params)
+        return fz.apply_updates(params, updates)
+
+    del tx
+    for outside in (-7, -6, 5, 99, 2**31 - 1):
+        rows_moved = moved(params, step(params, jnp.array([1, outside])))
+        assert rows_moved == ([0, 2, 3] if inverted else [1])
 
 
 def test_masked_zero_updates():
@@ -290,7 +332,7 @@ class TestReplaceMasks:
     def test_a_state_that_begins_with_the_parameters_is_refused(self):
         tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1))
         state = tx.init(init())
-        with pytest.raises(ValueError, match="begins with the values of its parameters"):
+        with pytest.raises(ValueError, match="cannot begin anew by itself"):
             fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
         moved = fz.migrate(state, fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(4, 3)), init())
         assert bits(optax.tree.get(moved, "z")["layers"]["bias"].values) == bits(init()["layers"]["bias"][3:])
@@ -312,6 +354,51 @@ class TestReplaceMasks:
         state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
         with pytest.raises(ValueError, match=message):
             fz.replace_masks(state, masks)
+
+    def test_a_line_search_computes_its_gradient_again(self):
+        inner = optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(10, store_grad=True))
+        tx, params = fz.freeze(inner, only(1, 2), full_updates=False), init()
+        state, fun = tx.init(params), lambda params: loss(params, X)
+
+        def step(params, state):
+            value, grads = fz.value_and_grad_from_state(fun, fz.spec_of(state))(params, state=state)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=fun)
+            return fz.apply_updates(params, updates), state
+
+        params, state = step(params, state)
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 4]))})
+        assert moved(params, step(params, state)[0]) == [3, 4]
+
+    @pytest.mark.parametrize("make", [optax.lbfgs, lambda: optax.sm3(0.1)])
+    def test_a_history_and_several_arrays_for_a_leaf_are_refused(self, make):
+        state = fz.freeze(make(), only(1, 2)).init(init())
+        with pytest.raises(ValueError, match="cannot begin anew by itself"):
+            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 1]))})
+
+    def test_multi_steps_goes_on(self):
+        tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 3), only(3, 1, head=True), full_updates=False)
+        _, state = self.run(tx, [None], steps=4)
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        inner = state.inner_state.inner_states["trainable"].inner_state
+        assert (inner.gradient_step, inner.mini_step, inner.inner_opt_state[0].count) == (1, 1, 0)
+
+    def test_a_factored_moment_without_rows_stays(self):
+        params = {"w": jax.random.normal(jax.random.key(0), (32, 16))}
+        tx = fz.freeze(optax.adafactor(0.1, min_dim_size_to_factor=4), {"w": ~fz.rows(jnp.arange(16))})
+        _, state = tx.update(params, tx.init(params), params)
+        new = fz.replace_masks(state, {"w": ~fz.rows(jnp.arange(8, 24))})
+        factors = [[optax.tree.get(s, name)["w"].values for name in ("v_row", "v_col")] for s in (state, new)]
+        kept = [np.array_equal(*pair) for pair in zip(*factors, strict=True)]
+        assert sorted(kept) == [False, True]
+
+    def test_a_state_of_numpy_arrays(self):
+        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
+        new = {"layers/**": ~fz.rows(jnp.array([3, 0]))}
+        assert bits(fz.replace_masks(jax.device_get(state), new)) == bits(fz.replace_masks(state, new))
+
+    def test_the_spec_of_a_state_without_values(self):
+        state = jax.eval_shape(fz.freeze(optax.adam(0.1), only(3, 1)).init, init())
+        assert repr(fz.resolve(init(), fz.spec_of(state))["layers"]["bias"]) == "~fz.rows(<int32[2]>)"
 
     def test_static_numbers_will_do(self):
         state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
@@ -386,6 +473,28 @@ class TestGroups:
         assert not group[0].any()
         assert bits(rest[1:]) == bits(bias(state.rest_state)[1:])
         assert not rest[0].any()
+
+    def test_counts_follow_the_rows_of_the_group(self):
+        params, tx = init(), fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([0, 1, 2])), False)})
+        _, state = step_of(tx)(params, tx.init(params))
+        for index, count in (([0, 3, 4], 1), ([2, 3, 4], 1)):
+            new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array(index))})
+            assert new.groups["layers/**"].inner_state[0].count == count
+        tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([0, 1])), False)})
+        _, state = step_of(tx)(params, tx.init(params))
+        new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([3, 4]))})
+        assert (new.groups["layers/**"].inner_state[0].count, new.rest_state[0].count) == (0, 1)
+
+    def test_a_group_and_the_remainder_of_its_leaf(self):
+        params = init()
+        tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), True), "**": True})
+        state = tx.init(params)
+        grads = jax.jit(lambda params, state: fz.grad(loss, fz.spec_of(state))(params, X))(params, state)
+        assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
+        assert fz.resolve(params, fz.spec_of(state))["layers"] == {"bias": True, "kernel": True}
+        state = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 1]))})
+        state = fz.set_frozen(state, {"**": False})
+        assert moved(params, step_of(tx)(params, state)[0]) == [2, 3, 4]
 
     def test_two_groups_of_one_leaf_are_refused(self):
         groups = {"layers/**": (fz.rows(jnp.array([1])), True), "**": (fz.rows(jnp.array([2])), True)}
@@ -494,6 +603,15 @@ class TestCheckpoint:
 
 
 class TestSharded:
+    @pytest.mark.parametrize("spec", [P(None, None, "data"), P("data")])
+    def test_fingerprint_and_checkpoint(self, spec, tmp_path):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        params = {"layers": jax.device_put(jnp.ones((8, 4, 8)), NamedSharding(mesh, spec))}
+        frozen = {"layers": ~fz.rows(jnp.array([5, 2]))}
+        assert bits(fz.fingerprint(params, frozen)) == bits(fz.fingerprint(params, {"layers": ~fz.rows([2, 5])}))
+        checkpoint.save(tmp_path, params, frozen, step=0)
+        assert bits(checkpoint.restore(tmp_path, params)[0]) == bits(params)
+
     def test_the_state_lies_beside_the_parameters(self):
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731

@@ -412,6 +412,76 @@ def test_inside_of_shard_map():
         close(values(sharded(params, jnp.array(index), X)), expected_of(of_scan(), params, frozen, index, X))
 
 
+def pcast(tree):
+    """The arrays of a tree as values that vary over the devices."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.tree.map(lambda x: jax.lax.pcast(x, ("data",), to="varying"), tree)
+    return jax.tree.map(lambda x: jax.lax.pvary(x, ("data",)), tree)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_devices_may_have_rows_of_their_own(check_vma):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    params, frozen = init(), {"embed": True, "scale": True, "head": True}
+    index = jnp.array([[0, 1], [5, 2], [4, 3], [1, 5]])
+
+    def grads(params, index, x):
+        params = pcast(params) if check_vma else params
+        got = fz.grad(of_scan(), {**frozen, "layers": ~fz.rows(index[0])})(params, x)
+        return jax.tree.map(lambda g: g[None], got)
+
+    options = {"mesh": mesh, "in_specs": (P(), P("data"), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+    got = jax.jit(jax.shard_map(grads, **options))(params, index, X)
+    for i, rows in enumerate(index.tolist()):
+        one = jax.tree.map(lambda g, i=i: g[i], got)
+        close(values(one), expected_of(of_scan(), params, frozen, rows, X[2 * i : 2 * i + 2]))
+
+
+@pytest.mark.parametrize("own", ["numbers", "rows"])
+def test_devices_with_rows_of_their_own_and_common_parameters_are_refused(own):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def grads(params, index, x):
+        trainable, rest = fz.partition(params, {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(index)})
+        trainable = pcast(trainable) if own == "rows" else trainable
+        return jax.grad(fz.restrict(of_scan(), rest))(trainable, x)["layers"]["bias"].values[None]
+
+    specs = (P(), P("data") if own == "numbers" else P(), P("data"))
+    sharded = jax.shard_map(grads, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    with pytest.raises(ValueError, match="vary over other axes of the mesh"):
+        sharded(init(), jnp.arange(8) % LAYERS if own == "numbers" else jnp.array([5]), X)
+
+
+def test_a_collective_in_the_layers():
+    """A step that others wait for is not skipped, where examples have rows of their own."""
+
+    def loss(params, x):
+        def step(x, p):
+            y = layer(x, p)
+            return y - 0.3 * jax.lax.pmean(y, "examples"), None
+
+        return jnp.mean(jax.lax.scan(step, x, params["layers"])[0] ** 2)
+
+    def grads(index, x):
+        return fz.grad(loss, {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(index)})(init(), x)
+
+    indices, x = jnp.array([[5, 4], [1, 0]]), X.reshape(2, 4, WIDTH)
+    got = jax.vmap(grads, axis_name="examples")(indices, x)["layers"]["bias"].values
+    dense = jax.vmap(lambda x: jax.grad(loss)(init(), x), axis_name="examples")(x)["layers"]["bias"]
+    for i, index in enumerate(indices.tolist()):
+        close(got[i], rows_of(dense[i], index))
+
+
+def test_eager_on_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        params = {"layers": jax.device_put(init()["layers"]["kernel"], NamedSharding(mesh, P(None, "data")))}
+        got = fz.grad(lambda params: jnp.sum(jnp.tanh(params["layers"]) ** 2), {"layers": ~fz.rows(jnp.array([2, 5]))})(
+            params
+        )
+        assert got["layers"].values.shape == (2, WIDTH, WIDTH)
+
+
 def test_nn_scan():
     class Layer(nn.Module):
         @nn.compact
