@@ -45,7 +45,7 @@ class DynamicSplitArray(PartlyFrozen):
             raise value_error(
                 "rows that change vary over other axes of the mesh than their leaf",
                 at=f"a leaf of shape {jnp.shape(frozen)}, inside of jax.shard_map",
-                got=f"numbers over {_axes(index.array)}, trainable rows over {_axes(rows)}, the leaf over {_axes(frozen)}",
+                got=f"numbers over {_axes(index.array)}, rows over {_axes(rows)}, the leaf over {_axes(frozen)}",
                 expected="the same for the leaf and its rows, and no more for their numbers",
                 fix="params = jax.lax.pcast(params, axes, to='varying') before fz.grad or fz.partition",
             )
