@@ -13,8 +13,8 @@ from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, tra
 
 OF_ONE = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 
-ELEMENTWISE = """
-abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
+ELEMENTWISE = f"""
+{OF_ONE} abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
 cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
 logistic lt max min mul name ne nextafter not or pow pvary real rem round rsqrt select_n
 sign sin sinh sqrt square sub tan tanh xor
