@@ -25,7 +25,7 @@ HOLE = optax.MaskedNode()
 """Stands in the place of a leaf that was taken out; every Optax transformation skips it."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "trains"], meta_fields=["index", "shape"])
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The trainable part of a partially frozen leaf: a pytree node whose child is an array.
@@ -52,6 +52,17 @@ class Part:
     index: Any = None
     shape: tuple[int, ...] | None = None
     trains: Any = None
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Without a child for what is None, which some functions of Optax take for a leaf."""
+        children = [("values", self.values), *([] if self.trains is None else [("trains", self.trains)])]
+        return [(jax.tree_util.GetAttrKey(name), child) for name, child in children], (self.index, self.shape)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "Part":
+        """The inverse of flattening."""
+        values, *trains = children
+        return cls(values, *static, *trains)
 
     @property
     def dtype(self) -> Any:

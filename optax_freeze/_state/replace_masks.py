@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import counted, is_array, refuse_no_mapping, value_error
+from optax_freeze._errors import counted, refuse_no_mapping, value_error
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
 from optax_freeze._optimizer.plan_in_state import plan_of
@@ -20,7 +20,7 @@ from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import ElementMask, Elements, elements
 from optax_freeze._spec.plan import InitialRows, Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
-from optax_freeze._spec.selector_algebra import Where, as_selector, first_match
+from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._state.entries import entries_of
 from optax_freeze._state.parameter_of import parameter_of
@@ -91,25 +91,29 @@ def _is_replaceable(selection: Selection, node: Any) -> bool:
 def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Mapping[str, Selection]) -> dict[str, Any]:
     """For each leaf that gets a new mask the key that names it."""
     keys = list(masks)
-    paths = {leaf.path for leaf in leaves}
-    selectors = [
-        Where(lambda path, _, key=key: path == key) if key in paths else as_selector(key, "fz.replace_masks")
-        for key in keys
-    ]
-    found = {}
-    for n, leaf in zip(first_match(selectors, leaves) if leaves else [], leaves, strict=True):
+    found: dict[str, Any] = {}
+    for n, leaf in zip(first_match([_selector(key, leaves) for key in keys], leaves), leaves, strict=True):
         if n is not None and leaf.path in with_mask:
             found[leaf.path] = keys[n]
     for key in keys:
         if key not in found.values():
             raise value_error(
-                "no dense mask in the state, nor rows of a JAX array",
+                "no dense mask in the state",
                 at=str(key),
                 got=f"a mask for {key!r}",
-                expected=f"one that matches one of {sorted(with_mask)}" if with_mask else "a state with such masks",
+                expected=f"what matches one of {sorted(with_mask)}" if with_mask else "a state with masks",
                 fix="freeze the leaf by fz.elements(...), a boolean array or fz.rows(jnp.array([...])) from the start",
             )
     return found
+
+
+def _selector(key: Any, leaves: Sequence[Leaf]) -> Selector:
+    """The selector of a key: a path is itself, whatever is in it, and one that is nowhere selects nothing."""
+    paths = [leaf.path for leaf in leaves]
+    is_pattern = not isinstance(key, str) or any(sign in key for sign in "*?[")
+    if key in paths or not (is_pattern or any(path.startswith(f"{key}/") for path in paths)):
+        return Where(lambda path, _: path == key)
+    return as_selector(key, "fz.replace_masks")
 
 
 def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
@@ -227,7 +231,7 @@ def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
     owner_of = parameter_of(paths, [leaf.path for leaf in old.leaves])
     for i, (path, part) in enumerate(zip(paths, nodes, strict=True)):
         owner = owner_of(path)
-        if owner in replaced and isinstance(part, Part) and all(map(is_array, jax.tree.leaves(part))):
+        if owner in replaced and isinstance(part, Part) and jax.tree.leaves(part):
             moved = _moved_part(part, *replaced[owner], initial.get(path), path)
             nodes[i] = jax.tree.unflatten(jax.tree.structure(part), [moved])
     return jax.tree.unflatten(treedef, nodes)

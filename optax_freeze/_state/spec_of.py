@@ -35,7 +35,7 @@ def spec_of(state: optax.OptState) -> Selector:
       ValueError: if there is no such state in it, or several that differ.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
       >>> state = fz.freeze(optax.sgd(0.1), {"w": jnp.eye(2, dtype=bool), "b": True}).init(params)
       >>> fz.resolve(params, fz.spec_of(state))

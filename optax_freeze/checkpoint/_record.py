@@ -56,7 +56,7 @@ def _selection_record(selection: Any) -> Any:
         picked = [list(progression) for progression in selection.picked]
         return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
     if isinstance(selection, DynamicRowIndex):
-        return {"axis": selection.axis, "count": selection.count}
+        return {"axis": selection.axis, "count": selection.count, "dynamic": True}
     if isinstance(selection, DenseMask):
         return {"compact": selection.compact, "count": selection.count}
     return selection.as_spec() if isinstance(selection, Selection) else selection
@@ -65,11 +65,11 @@ def _selection_record(selection: Any) -> Any:
 def mask_struct(record: Mapping[str, Any]) -> Any:
     """The shape of the array that says what of a leaf is frozen, which is stored among the arrays; else a hole."""
     frozen = record["frozen"]
-    if not isinstance(frozen, dict) or "rows" in frozen:
-        return _tree.HOLE
-    if "compact" in frozen:
+    if isinstance(frozen, dict) and "compact" in frozen:
         return jax.ShapeDtypeStruct(record["shape"], bool)
-    return jax.ShapeDtypeStruct((frozen["count"],), jax.numpy.int32)
+    if isinstance(frozen, dict) and "dynamic" in frozen:
+        return jax.ShapeDtypeStruct((frozen["count"],), jax.numpy.int32)
+    return _tree.HOLE
 
 
 def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> ResolvedSpec:
@@ -80,7 +80,7 @@ def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -
             return frozen
         if "compact" in frozen:
             return elements(mask, frozen["compact"])
-        if "rows" not in frozen:
+        if "dynamic" in frozen:
             return DynamicRows(mask, frozen["axis"], inverted=True, ascending=True)
         if len(frozen["rows"]) == 1:
             return Rows(Slice(*frozen["rows"][0]), frozen["axis"], frozen["train"])
@@ -183,7 +183,7 @@ def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
     if not isinstance(frozen, dict) or shape is None or leaf["dtype"].startswith("key<"):
         return _Value("true, false, or, of an array of numbers, which part", lambda frozen: isinstance(frozen, bool))
     if "compact" not in frozen:
-        return _rows_schema(shape) if "rows" in frozen else _dynamic_rows_schema(shape)
+        return _dynamic_rows_schema(shape) if "dynamic" in frozen else _rows_schema(shape)
     size = math.prod(shape)
     count = _Value(f"a number from 1 to {size}", lambda count: _is_int(count, 1, size))
     return {"compact": _BOOL, "count": lambda frozen: count if frozen["compact"] else _NULL}
@@ -191,7 +191,7 @@ def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
 
 def _part_schema(array: Mapping[str, Any]) -> Any:
     if isinstance(array["part"], dict):
-        return _rows_schema(None) if "rows" in array["part"] else _dynamic_rows_schema(None)
+        return _dynamic_rows_schema(None) if "dynamic" in array["part"] else _rows_schema(None)
     return _Value("rows, a number of elements, or null", lambda part: part is None or _is_int(part))
 
 
@@ -202,7 +202,7 @@ def _dynamic_rows_schema(shape: Sequence[int] | None) -> Any:
         size = math.inf if shape is None else shape[record["axis"]]
         return _Value("a number of rows of the leaf", lambda count: _is_int(count, 1, size))
 
-    return {"axis": _axis(shape), "count": count}
+    return {"dynamic": _BOOL, "axis": _axis(shape), "count": count}
 
 
 def _axis(shape: Sequence[int] | None) -> _Value:

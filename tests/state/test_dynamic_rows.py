@@ -341,7 +341,7 @@ class TestReplaceMasks:
         ("masks", "message"),
         [
             ({"head": ~fz.rows(jnp.array([1, 2]))}, "no dense mask in the state"),
-            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "matches no leaf"),
+            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "no dense mask in the state"),
             ({"layers/**": ~fz.rows(jnp.array([1]))}, "how many rows train is fixed"),
             ({"layers/**": fz.rows(jnp.array([1, 2]))}, "how many rows train is fixed"),
             ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "how many rows train is fixed"),
