@@ -26,12 +26,12 @@ def with_initial_rows(plan: Plan, init: Init | None) -> Plan:
     """
     if init is None or not any(isinstance(selection, DynamicRowIndex) for selection in plan.selections):
         return plan
-    with jax.ensure_compile_time_eval():
-        try:
+    try:
+        with jax.ensure_compile_time_eval():
             zeros, ones = (_parts(init(_of_one_element(plan, fill))) for fill in (0, 1))
-            shapes, longer = (_parts(jax.eval_shape(init, _of_rows(plan, more))) for more in (0, 1))
-        except Exception:  # an optimizer may need parameters of other shapes
-            return plan
+        shapes, longer = (_parts(jax.eval_shape(init, _of_rows(plan, more))) for more in (0, 1))
+    except Exception:  # an optimizer may need parameters of other shapes
+        return plan
     found = []
     for path, values in shapes.items():
         if path in longer and path in zeros:

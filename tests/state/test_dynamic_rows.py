@@ -168,6 +168,12 @@ def test_the_state_and_the_gradient_have_as_many_rows_as_train():
     assert optax.tree.norm(grads) < 10  # no row number is taken for a gradient
 
 
+def test_init_allocates_nothing_for_shapes():
+    params = {"layers": jax.ShapeDtypeStruct((100, 10**6, 10**6), jnp.float32)}
+    state = jax.eval_shape(fz.freeze(optax.adam(0.1), {"layers": ~fz.rows(jnp.array([3, 1]))}).init, params)
+    assert optax.tree.get(state, "mu")["layers"].values.shape == (2, 10**6, 10**6)
+
+
 def test_frozen_rows_keep_every_bit():
     params = init()
     odd = jnp.array([jnp.nan, -0.0, 1e-42])
