@@ -172,6 +172,7 @@ def test_init_allocates_nothing_for_shapes():
     params = {"layers": jax.ShapeDtypeStruct((100, 10**6, 10**6), jnp.float32)}
     state = jax.eval_shape(fz.freeze(optax.adam(0.1), {"layers": ~fz.rows(jnp.array([3, 1]))}).init, params)
     assert optax.tree.get(state, "mu")["layers"].values.shape == (2, 10**6, 10**6)
+    assert dict(state.spec.initial) == {"0/mu/layers": (0, 0.0), "0/nu/layers": (0, 0.0)}
 
 
 def test_frozen_rows_keep_every_bit():
