@@ -44,26 +44,29 @@ def _of_rows(plan: Plan, more: int) -> PyTree:
     """The shapes of what trains, with some rows more."""
 
     def leaf_of(leaf: Any, selection: Any) -> Any:
-        if selection is FROZEN:
-            return _tree.HOLE
         part = jax.eval_shape(selection.take, leaf.struct) if leaf.index is None else leaf.struct
         if not isinstance(selection, DynamicRowIndex) or leaf.index is not None:
             return part
         shape = dataclasses.replace(selection, count=selection.count + more).shape_of_part(leaf.shape)
         return dataclasses.replace(part, values=jax.ShapeDtypeStruct(shape, leaf.dtype))
 
-    return jax.tree.unflatten(plan.treedef, map(leaf_of, plan.leaves, plan.selections))
+    return _trainable(plan, leaf_of)
 
 
 def _of_one_element(plan: Plan, fill: int) -> PyTree:
     def leaf_of(leaf: Any, selection: Any) -> Any:
-        if selection is FROZEN:
-            return _tree.HOLE
         index = selection.part_index if selection.in_part else leaf.index
         array = jnp.full((1,) * (1 if isinstance(index, int) else len(leaf.shape)), fill, leaf.dtype)
         return array if index is None else Part(array, index, leaf.shape)
 
-    return jax.tree.unflatten(plan.treedef, map(leaf_of, plan.leaves, plan.selections))
+    return _trainable(plan, leaf_of)
+
+
+def _trainable(plan: Plan, leaf_of: Callable[[Any, Any], Any]) -> PyTree:
+    """The trainable structure of a plan, of what ``leaf_of`` makes of each leaf and its selection."""
+    pairs = zip(plan.leaves, plan.selections, strict=True)
+    leaves = [_tree.HOLE if selection is FROZEN else leaf_of(leaf, selection) for leaf, selection in pairs]
+    return jax.tree.unflatten(plan.treedef, leaves)
 
 
 def _parts(state: PyTree) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptS
     nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(node)]
     leaves = {leaf.path: leaf for node in nodes for plan in _plans(node) for leaf in plan.leaves}
     with_mask = {
-        leaf.path: selection
+        leaf.path
         for node in nodes
         for plan in _plans(node)
         for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
@@ -88,7 +88,7 @@ def _is_replaceable(selection: Selection, node: Any) -> bool:
     return dense or isinstance(selection, DynamicRowIndex)
 
 
-def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Mapping[str, Selection]) -> dict[str, Any]:
+def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collection[str]) -> dict[str, Any]:
     """For each leaf that gets a new mask the key that names it."""
     keys = list(masks)
     found: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> Freez
     groups = {}
     for name, masks in zip(olds.names, own, strict=True):
         group, treedef = node.groups[name], _tree.flatten(node.groups[name].masks)[1]
-        groups[name] = group._replace(masks=jax.tree.unflatten(treedef, masks)) if group.masks != () else group
+        groups[name] = group._replace(masks=jax.tree.unflatten(treedef, masks)) if masks else group
     replaced = node._replace(groups=groups)
     plans = plans_of(replaced)
     states = [*(groups[name].inner_state for name in olds.names), node.rest_state]
