@@ -1,0 +1,30 @@
+"""In which memory is an array: the device's, or the host's, from where programs read it over the link?
+
+JAX says so in the type of an array, and of a tracer (``float32<host>[8,2]``), and in the sharding of a
+``jax.ShapeDtypeStruct``.
+"""
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+HOST = "pinned_host"
+"""What JAX calls memory of the host from which a device reads by itself."""
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether an array, a tracer or a shape lies in the host's memory."""
+    if isinstance(leaf, Tracer):
+        return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and getattr(leaf.sharding, "memory_kind", None) == HOST
+
+
+def to_device(leaf: Any) -> Any:
+    """``leaf`` in the device's memory: itself, if it is there."""
+    return jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf
+
+
+def to_memory_of(like: Any, leaf: Any) -> Any:
+    """``leaf`` in the memory in which ``like`` is."""
+    return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(like) and not is_on_host(leaf) else leaf
