@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from optax_freeze._errors import type_error
 from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
+from optax_freeze._gradient.frozen_array import has_rows, is_late, read
 from optax_freeze._gradient.jaxprs import outputs_of
 from optax_freeze._gradient.rules import Equation
-from optax_freeze._gradient.split_array import SplitArray, dense, read
+from optax_freeze._gradient.split_array import SplitArray, dense
 from optax_freeze._gradient.stacked_step import Inputs, Stack, is_inexact, linearized, row_at
 from optax_freeze._gradient.with_rows import is_zero
 
@@ -37,6 +38,8 @@ def scan_dynamic_rows(eqn: Equation, consts: Sequence[Any], carry: Sequence[Any]
 
 def _source(eqn: Equation, x: Any) -> Any:
     """What the loop reads a row of in each step: an array, or a stack."""
+    if is_late(x) and has_rows(x):
+        return Stack(x, None, None, whole=True)
     x = read(x)
     if isinstance(x, DynamicSplitArray | SplitArray) and x.axis == 0:
         eqn.record("read", x)

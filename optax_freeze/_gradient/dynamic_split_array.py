@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_freeze._errors import value_error
-from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen, varies
+from optax_freeze._gradient.operation_log import OperationLog
+from optax_freeze._gradient.split_array import PartlyFrozen, varies
 from optax_freeze._spec.selection import DynamicRowIndex
 from optax_freeze._spec.tree import Part
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from optax_freeze._errors import is_array, printable, type_error
-from optax_freeze._gradient import split_array
+from optax_freeze._gradient import operation_log
 from optax_freeze._gradient.in_parts import OfParts, call_in_parts
+from optax_freeze._gradient.operation_log import OperationLog
 from optax_freeze._gradient.restrict import refuse_no_function
-from optax_freeze._gradient.split_array import OperationLog
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import RowSelection
@@ -139,6 +139,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     pairs = zip(plan.leaves, plan.selections, strict=True)
     indices = {leaf.path: index for leaf, index in pairs if isinstance(index, RowSelection)}
     logs = {path: OperationLog() for path in indices}
+    log_of_each = [logs.get(leaf.path) for leaf in plan.leaves]
     everything, treedef = jax.tree.flatten((params, args, kwargs))
     abstract = [is_array(leaf) for leaf in jax.tree.leaves(params)]
     abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(abstract) :]]
@@ -147,7 +148,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         left = iter(arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
-        call_in_parts(fun, *split(params, plan), args, kwargs, logs.values(), whole=True)
+        call_in_parts(fun, *split(params, plan), args, kwargs, log_of_each, whole=True)
 
     try:
         jax.eval_shape(traced, list(compress(everything, abstract)))
@@ -165,7 +166,7 @@ def _of_leaf(path: str, index: RowSelection, log: OperationLog) -> LeafExplanati
     return LeafExplanation(path, index.size, index.count, in_parts, whole, merged)
 
 
-def _with_line(operation: split_array.Operation) -> Operation:
+def _with_line(operation: operation_log.Operation) -> Operation:
     from jax.extend.source_info_util import summarize
 
     return Operation(operation.name, "" if operation.source is None else summarize(operation.source))

@@ -1,5 +1,6 @@
 """How is a function called with the trainable part of the parameters and the rest?"""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any, TypeVar
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 
 from optax_freeze._errors import is_array
 from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
-from optax_freeze._gradient.split_array import OperationLog, PartlyFrozen, SplitArray
+from optax_freeze._gradient.frozen_array import FrozenArray
+from optax_freeze._gradient.operation_log import OperationLog
+from optax_freeze._gradient.split_array import PartlyFrozen, SplitArray
+from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.partition import assemble
-from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, RowSelection
+from optax_freeze._spec.selection import RowIndex, RowSelection
 from optax_freeze._spec.tree import PyTree, Rest, is_leaf
 
 T = TypeVar("T")
@@ -37,36 +41,44 @@ def call_in_parts(
     logs: Iterable[OperationLog | None] = repeat(None),
     whole: bool = False,
 ) -> T:
-    """``fun`` of the combined parameters, with a split array, and a log of it, for each leaf frozen by rows.
+    """``fun`` of the combined parameters, with a split array for each leaf frozen by rows, and a log for each leaf.
 
     ``whole`` says that the rows of ``trainable`` are those of the arrays in ``rest``.
     """
     if isinstance(fun, OfParts):
         return fun.of_parts(trainable, rest, tuple(args), kwargs)
-    logs, splits = iter(logs), []
 
     def combine_part(of_rest: Rest, part: Any) -> Any:
         index = of_rest.selection
         if not isinstance(index, RowSelection):
             return index.put(of_rest.array, part)
         array = jnp.asarray(of_rest.array)
-        rows, log = jnp.asarray(part.values, array.dtype), next(logs)
-        if isinstance(index, RowIndex):
-            splits.append(SplitArray.of(array, rows, index, log, whole))
-        elif isinstance(index, DynamicRowIndex):
-            splits.append(DynamicSplitArray.of(array, rows, index, log, whole))
-        return splits[-1]
+        rows = jnp.asarray(part.values, array.dtype)
+        split = SplitArray if isinstance(index, RowIndex) else DynamicSplitArray
+        return split.of(array, rows, index, None, whole)
 
     leaves, treedef = assemble(trainable, rest, combine_part)
-    if not splits:
+    leaves = list(map(_read_in_parts, leaves, logs))
+    in_parts = [leaf for leaf in leaves if isinstance(leaf, PartlyFrozen | FrozenArray)]
+    if not in_parts:
         return fun(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
 
     def of_arrays(*arrays: Any) -> T:
         left = iter(arrays)
-        filled = [next(left) if isinstance(leaf, PartlyFrozen) else leaf for leaf in leaves]
+        filled = [to_device(next(left)) if isinstance(leaf, PartlyFrozen | FrozenArray) else leaf for leaf in leaves]
         return fun(jax.tree.unflatten(treedef, filled), *args, **kwargs)
 
     from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
 
     frozen = [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
-    return call(of_arrays, splits, frozen, leaves, jax.tree.leaves((args, kwargs)))
+    return call(of_arrays, in_parts, frozen, leaves, jax.tree.leaves((args, kwargs)))
+
+
+def _read_in_parts(leaf: Any, log: OperationLog | None) -> Any:
+    """A leaf that is not read as one array on the device: with its log, and from the host if it lies there."""
+    if isinstance(leaf, PartlyFrozen):
+        frozen = (
+            FrozenArray(leaf.frozen, is_late=True, on_host=True, log=log) if is_on_host(leaf.frozen) else leaf.frozen
+        )
+        return dataclasses.replace(leaf, frozen=frozen, log=log)
+    return FrozenArray(leaf, is_late=True, on_host=True, log=log) if is_on_host(leaf) else leaf

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
-from jax.extend.source_info_util import current_name_stack, register_exclusion, user_context
+from jax.extend.source_info_util import current, current_name_stack, register_exclusion, user_context
 
 from optax_freeze._gradient import rules_calls as rules_calls
 from optax_freeze._gradient import rules_control_flow as rules_control_flow
@@ -21,8 +21,9 @@ from optax_freeze._gradient import rules_products as rules_products
 from optax_freeze._gradient import rules_rowwise as rules_rowwise
 from optax_freeze._gradient import rules_writing as rules_writing
 from optax_freeze._gradient.constants import as_array, folded
+from optax_freeze._gradient.frozen_array import FrozenArray, has_late, read
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole, static_rows
-from optax_freeze._gradient.split_array import FrozenArray, dense, has_split, read
+from optax_freeze._gradient.split_array import dense, has_split, on_device
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line of the user
@@ -55,18 +56,28 @@ def call(
         return [out for out in outs if isinstance(out, Tracer)]
 
     try:
-        closed = jax.make_jaxpr(traced)(*(leaf.frozen for leaf in leaves))
+        closed = jax.make_jaxpr(traced)(*map(_array, leaves))
     except Exception:
         closed = None
     if closed is None:
         for leaf in leaves:
-            leaf.record("Python that needs a value", "merged", None)
-        return fun(*(leaf.merged() for leaf in leaves))
-    frozen_ids = {id(array) for array in frozen}
-    consts = [FrozenArray(const) if id(const) in frozen_ids else const for const in closed.consts]
+            leaf.record("Python that needs a value", "host whole" if isinstance(leaf, FrozenArray) else "merged", None)
+        return fun(*map(dense, leaves))
+    frozen_ids, late = {id(array) for array in frozen}, any(isinstance(_frozen(leaf), FrozenArray) for leaf in leaves)
+    consts = [FrozenArray(const, is_late=late) if id(const) in frozen_ids else const for const in closed.consts]
     known, unknown = set(map(id, params)), set(map(id, inputs))
     outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
     return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
+
+
+def _frozen(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, FrozenArray) else leaf.frozen
+
+
+def _array(leaf: Any) -> Any:
+    """The array of all frozen rows, in the memory in which it is."""
+    frozen = _frozen(leaf)
+    return frozen.array if isinstance(frozen, FrozenArray) else frozen
 
 
 def evaluate(
@@ -111,7 +122,11 @@ def evaluate(
 def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     if not rule.enters:
+        if has_late(values) and not has_split(values):
+            with eqn.ctx.manager:
+                return equation.bind(*values)
         values = [read(value) if rule.dynamic else static_rows(equation, read(value)) for value in values]
+        values = values if rule.late else [on_device(value, eqn.primitive.name, current()) for value in values]
     out = None
     if rule.enters or has_split(values):
         with eqn.ctx.manager:

@@ -10,6 +10,16 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
+OF_ONE = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
+
+ELEMENTWISE = f"""
+{OF_ONE} abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
+cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
+logistic lt max min mul name ne nextafter not or pow pvary real rem round rsqrt select_n
+sign sin sinh sqrt square sub tan tanh xor
+"""
+"""The operations on each element alone; those of `OF_ONE` have one operand."""
+
 
 def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """For each output of ``jaxpr`` whether it depends on one of the marked inputs.

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from optax_freeze._gradient.jaxprs import ELEMENTWISE
 from optax_freeze._gradient.rules import Equation
-from optax_freeze._gradient.rules_rowwise import ELEMENTWISE
 from optax_freeze._gradient.split_array import at_axis, trainable_rows
 from optax_freeze._spec.selection import RowIndex
 

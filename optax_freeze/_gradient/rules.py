@@ -17,7 +17,9 @@ import numpy as np
 from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
+from optax_freeze._gradient.frozen_array import has_late
 from optax_freeze._gradient.jaxprs import bind_params
+from optax_freeze._gradient.late_operations import read_again, waiting
 from optax_freeze._gradient.row_numbers import padding
 from optax_freeze._gradient.split_array import PartlyFrozen, SplitArray, dense
 from optax_freeze._gradient.with_rows import is_zero, spread, spread_tangent
@@ -42,7 +44,14 @@ class Equation(NamedTuple):
         return bind_params(self.primitive, {**self.params, **changed})
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
-        """The operation applied to dense operands, with some of its params changed."""
+        """The operation applied to dense operands, with some of its params changed.
+
+        Where operands are late, it waits, or reads them; so does its derivative.
+        """
+        if has_late(operands):
+            name, bind = self.primitive.name, functools.partial(self.bind, **changed)
+            result = waiting(name, {**self.params, **changed}, bind, operands)
+            return read_again(name, bind, operands) if result is None else result
         functions, params = self.bind_params(**changed)
         return self.primitive.bind(*functions, *operands, **params)
 
@@ -143,19 +152,21 @@ def static_rows(eqn: Equation, value: Any) -> Any:
     if not isinstance(value, DynamicSplitArray):
         return value
     eqn.record("merged", value)
-    return value.merged()
+    return dense(value)
 
 
 class Rule(NamedTuple):
     """A rule in the table.
 
     One that ``enters`` programs reads frozen arrays and records operations by itself. A rule that is ``dynamic`` is
-    given a :class:`DynamicSplitArray` as it is; for others it is merged.
+    given a :class:`DynamicSplitArray` as it is; for others it is merged. A rule that is ``late`` is given a split array
+    whose frozen part is not read from the host yet.
     """
 
     apply: Callable[..., Any]
     enters: bool = False
     dynamic: bool = False
+    late: bool = False
 
 
 NO_RULE = Rule(lambda eqn, *operands: None)
@@ -165,12 +176,12 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    *names: str, enters: bool = False, dynamic: bool = False
+    *names: str, enters: bool = False, dynamic: bool = False, late: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the rule for the primitives of these names."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        RULES.update(dict.fromkeys(names, Rule(function, enters, dynamic)))
+        RULES.update(dict.fromkeys(names, Rule(function, enters, dynamic, late)))
         return function
 
     return register

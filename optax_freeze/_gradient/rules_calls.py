@@ -18,18 +18,18 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.extend.source_info_util import current
 
+from optax_freeze._gradient.frozen_array import Computed, FrozenArray, has_late, read
 from optax_freeze._gradient.jaxprs import is_inlined, opened
+from optax_freeze._gradient.operation_log import OperationLog
 from optax_freeze._gradient.row_numbers import numbers, padding
 from optax_freeze._gradient.rows_of_outputs import has_rows, rows_of_outputs
 from optax_freeze._gradient.rules import Equation, Whole, rule, static_rows
 from optax_freeze._gradient.split_array import (
-    FrozenArray,
-    OperationLog,
     SplitArray,
     dense,
     has_split,
     made_of,
-    read,
+    on_device,
     trainable_rows,
     with_log,
 )
@@ -40,7 +40,7 @@ _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 @rule("call", "closed_call", "core_call", enters=True)
 def inline(eqn: Equation, *values: Any) -> Any:
     """Evaluates the program in place of the call."""
-    if not has_split(values):
+    if not has_split(values) and not has_late(values):
         return None
     return eqn.evaluate(*opened(eqn.params["call_jaxpr"]), values)
 
@@ -50,7 +50,7 @@ def jit(eqn: Equation, *values: Any) -> Any:
     """Keeps the call, except of functions of ``jax.numpy`` and where the program is to be inlined."""
     params = eqn.params
     placed = any(type(s).__name__ != "UnspecifiedValue" for s in (*params["in_shardings"], *params["out_shardings"]))
-    if not has_split(values) or placed or any(params["donated_invars"]):
+    if not (has_split(values) or has_late(values)) or placed or any(params["donated_invars"]):
         return None
     closed = params["jaxpr"]
     if _JAX in closed.jaxpr.debug_info.func_src_info:  # the user knows the line of the call only
@@ -74,8 +74,7 @@ def _jitted(evaluate: Callable[..., list[Any]], closed: ClosedJaxpr, name: str) 
 def remat(eqn: Equation, *values: Any) -> Any:
     """Keeps the rematerialisation; rows of frozen arrays are read again in the backward pass."""
     params = eqn.params
-    rows_to_read = any(isinstance(value, FrozenArray) and value.row is not None for value in values)
-    if params["differentiated"] or not (has_split(values) or rows_to_read):
+    if params["differentiated"] or not (has_split(values) or any(map(_is_read_in_parts, values))):
         return None
 
     def function(*values: Any) -> list[Any]:
@@ -84,6 +83,13 @@ def remat(eqn: Equation, *values: Any) -> Any:
     prevent_cse = params["prevent_cse"]
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
     return jax.checkpoint(function, prevent_cse=prevent_cse, policy=params["policy"])(*values)
+
+
+def _is_read_in_parts(value: Any) -> bool:
+    """Whether a frozen array is read as late as possible, or a row of one is read."""
+    return isinstance(value, Computed) or (
+        isinstance(value, FrozenArray) and (value.is_late or value.count is not None)
+    )
 
 
 class _CustomJvp(NamedTuple):
@@ -153,7 +159,7 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
     outs_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals)
     if not has_split(values) or eqn.params["symbolic_zeros"] or not outs_inexact or closed.effects:
         return None  # effects would happen once for each part
-    values = tuple(static_rows(eqn, read(value)) for value in values)
+    values = tuple(on_device(static_rows(eqn, read(value)), eqn.primitive.name, current()) for value in values)
     call = _CustomJvp(eqn, inexact)
 
     def merge(out: Any) -> Any:

@@ -14,20 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.dynamic_row_scan import scan_dynamic_rows
 from optax_freeze._gradient.dynamic_split_array import DynamicSplitArray
+from optax_freeze._gradient.frozen_array import FrozenArray, Unread, has_late, has_rows, is_late, row_of
 from optax_freeze._gradient.jaxprs import scan_counts
+from optax_freeze._gradient.operation_log import OperationLog
 from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._gradient.rules import Equation, rule, static_rows
 from optax_freeze._gradient.split_array import (
-    FrozenArray,
-    OperationLog,
     SplitArray,
     dense,
     has_split,
     made_of,
-    read,
+    on_device,
     segments,
     trains_in_any,
     with_log,
@@ -48,7 +49,7 @@ def scan(eqn: Equation, *values: Any) -> Any:
     xs = [static_rows(eqn, x) for x in xs]
     by_rows = [x for x in xs if isinstance(x, SplitArray) and x.axis == 0]
     stretches = segments(by_rows, eqn.params["length"]) if by_rows else [(0, eqn.params["length"])]
-    if not has_split((*consts, *xs)) or len(stretches) > _MOST_SEGMENTS:
+    if not (has_split((*consts, *xs)) or has_late((*consts, *xs))) or len(stretches) > _MOST_SEGMENTS:
         return None
     consts = _merged_outside(eqn, eqn.params["jaxpr"], consts)
     eqn.record("read", *by_rows)
@@ -56,7 +57,7 @@ def scan(eqn: Equation, *values: Any) -> Any:
 
     reverse, ys = eqn.params["reverse"], []
     for start, stop in stretches[::-1] if reverse else stretches:
-        inputs = [_stretch(x, start, stop) for x in xs] if by_rows else [read(x) for x in xs]
+        inputs = [_stretch(eqn, x, start, stop) if by_rows else _late_or_read(eqn, x) for x in xs]
         carry, y = _scan_stretch(eqn, consts, carry, inputs, start, stop)
         ys.append(y)
     ys = ys[::-1] if reverse else ys
@@ -66,8 +67,8 @@ def scan(eqn: Equation, *values: Any) -> Any:
 def _scan_stretch(
     eqn: Equation, consts: Sequence[Any], carry: Sequence[Any], inputs: Sequence[Any], start: int, stop: int
 ) -> tuple[list[Any], list[Any]]:
-    """The scan over the steps from ``start`` to ``stop``, which reads the rows of a :class:`FrozenArray` by number."""
-    closed, reads_rows = eqn.params["jaxpr"], any(isinstance(x, FrozenArray) for x in inputs)
+    """The scan over the steps from ``start`` to ``stop``, which reads the rows of frozen arrays by number."""
+    closed, reads_rows = eqn.params["jaxpr"], any(isinstance(x, Unread) for x in inputs)
 
     def body(carry: Sequence[Any], step: Any) -> Any:
         i, slices = step
@@ -77,29 +78,40 @@ def _scan_stretch(
 
     steps = stop - start
     rows = jnp.arange(start, stop, dtype=jnp.int32) if reads_rows else None
-    sliced = [None if isinstance(x, FrozenArray) else x for x in inputs]
+    sliced = [None if isinstance(x, Unread) else x for x in inputs]
     unroll = max(1, min(eqn.params["unroll"], steps))
     options = {"_split_transpose": True} if eqn.params.get("_split_transpose") else {}
     return jax.lax.scan(body, list(carry), (rows, sliced), steps, eqn.params["reverse"], unroll, **options)
 
 
-def _stretch(x: Any, start: int, stop: int) -> Any:
-    """The input of a scan over the steps from ``start`` to ``stop``: a :class:`FrozenArray` is read step by step."""
-    if isinstance(x, FrozenArray):
-        return FrozenArray(x.read())
+def _late_or_read(eqn: Equation, x: Any) -> Any:
+    """An input of a scan over all steps: what is late is read step by step, where a row can be read alone."""
+    return x if is_late(x) and has_rows(x) else on_device(x, eqn.primitive.name, current())
+
+
+def _stretch(eqn: Equation, x: Any, start: int, stop: int) -> Any:
+    """The input of a scan over the steps from ``start`` to ``stop``: a frozen array is read step by step."""
+    if isinstance(x, Unread):
+        x = _late_or_read(eqn, x)
+        return x if isinstance(x, Unread) else FrozenArray(x)
     if not isinstance(x, SplitArray):
         return jax.lax.slice_in_dim(x, start, stop)
     if x.axis:
+        x = on_device(x, eqn.primitive.name, current())
         return x.like(jax.lax.slice_in_dim(x.frozen, start, stop), jax.lax.slice_in_dim(x.rows, start, stop))
     position = int(np.searchsorted(numbers(x.index), start))
     trains = position < x.index.count and numbers(x.index)[position] == start
-    return jax.lax.slice_in_dim(x.rows, position, position + stop - start) if trains else FrozenArray(x.frozen)
+    return jax.lax.slice_in_dim(x.rows, position, position + stop - start) if trains else _frozen_rows(eqn, x.frozen)
+
+
+def _frozen_rows(eqn: Equation, frozen: Any) -> Any:
+    return _stretch(eqn, frozen if isinstance(frozen, Unread) else FrozenArray(frozen), 0, 0)
 
 
 def _of_step(x: Any, i: Any, part: Any) -> Any:
     """One step of an input ``x`` of a scan, sliced to ``part``; the rows are one axis further to the left there."""
-    if isinstance(x, FrozenArray):
-        return FrozenArray(x.array, i)
+    if isinstance(x, Unread):
+        return row_of(x, i)
     if isinstance(part, SplitArray):
         part = dataclasses.replace(part, elements=part.frozen.size)
         return part.like(part.frozen, part.rows, part.axis - 1)
@@ -111,7 +123,8 @@ def while_loop(eqn: Equation, *values: Any) -> Any:
     """What the condition and the body read in every step stays split; what changes from step to step is merged."""
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-    if not has_split(values[: of_condition + of_body]):
+    read_in_steps = values[: of_condition + of_body]
+    if not has_split(read_in_steps) and not has_late(read_in_steps):
         return None
     for_condition = _merged_outside(eqn, condition, values[:of_condition])
     for_body = _merged_outside(eqn, body, values[of_condition:][:of_body])
@@ -138,7 +151,7 @@ def while_loop(eqn: Equation, *values: Any) -> Any:
 @rule("cond", enters=True)
 def cond(eqn: Equation, which: Any, *operands: Any) -> Any:
     """Branches with split operands. An output is split if it is in every branch, along the same axis."""
-    if not has_split(operands) or eqn.params.get("branches_platforms") is not None:
+    if not (has_split(operands) or has_late(operands)) or eqn.params.get("branches_platforms") is not None:
         return None
 
     def outputs(branch: ClosedJaxpr) -> list[Any]:
@@ -174,8 +187,8 @@ def _finished(eqn: Equation, out: Any, layout: SplitArray | None) -> Any:
 
 
 def _merged_outside(eqn: Equation, body: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
-    """The constants of a loop: those that its body would merge in every step are merged before it."""
-    if not has_split(consts):
+    """The constants of a loop: those that its body would merge, or read as a whole, in every step are so before it."""
+    if not has_split(consts) and not has_late(consts):
         return list(consts)
     logs = [OperationLog() for _ in consts]
     logged = [with_log(x, log) for x, log in zip(consts, logs, strict=True)]
@@ -188,5 +201,7 @@ def _merged_outside(eqn: Equation, body: ClosedJaxpr, consts: Sequence[Any]) -> 
     for i, log in enumerate(logs):
         if merges := log.with_effect("merged"):
             consts[i].record(*merges[0])
-            merged[i] = consts[i].merged()
+            merged[i] = dense(consts[i])
+        elif wholes := log.with_effect("host whole"):
+            merged[i] = on_device(consts[i], wholes[0].name, wholes[0].source)
     return merged

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.source_info_util import current
 
+from optax_freeze._gradient.frozen_array import Unread
 from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis
+from optax_freeze._gradient.split_array import SplitArray, at_axis, on_device
 
 _FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
 
@@ -26,7 +28,7 @@ def _slice_rows(x: SplitArray, start: int, stop: int, step: int = 1) -> Any:
     trains = numbers(x.index)
     inside = (trains >= start) & (trains < stop) & ((trains - start) % step == 0)
     size = len(range(start, stop, step))
-    frozen = jax.lax.slice_in_dim(x.frozen, start, stop, step, x.axis)
+    frozen = _frozen_slice(x, start, stop, step)
     places = np.flatnonzero(inside)
     if not places.size:
         return frozen
@@ -39,7 +41,15 @@ def _slice_rows(x: SplitArray, start: int, stop: int, step: int = 1) -> Any:
     return x.like(frozen, rows, index=of_numbers(x.index, (trains[inside] - start) // step, size))
 
 
-@rule("slice")
+def _frozen_slice(x: SplitArray, start: int, stop: int, step: int) -> Any:
+    if isinstance(x.frozen, Unread):
+        if x.axis == 0 and step == 1 and (rows := x.frozen.stretch(start, stop - start)) is not None:
+            return rows
+        x = on_device(x, "slice", current())
+    return jax.lax.slice_in_dim(x.frozen, start, stop, step, x.axis)
+
+
+@rule("slice", late=True)
 def static_slice(eqn: Equation, x: SplitArray) -> Any:
     """A static slice: of the other axes, then of the rows."""
     start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
@@ -47,6 +57,7 @@ def static_slice(eqn: Equation, x: SplitArray) -> Any:
     bounds = start[x.axis], stop[x.axis], step[x.axis]
     start, step = at_axis(start, x.axis, 0), at_axis(step, x.axis, 1)
     if (start, at_axis(stop, x.axis, x.size)) != ((0,) * len(start), x.frozen.shape) or set(step) != {1}:
+        x = on_device(x, "slice", current())
         frozen, rows = (
             jax.lax.slice(part, start, at_axis(stop, x.axis, part.shape[x.axis]), step) for part in (x.frozen, x.rows)
         )
@@ -62,12 +73,14 @@ def consecutive_slices(eqn: Equation, x: SplitArray) -> Any:
     return [x.like(*parts) for parts in zip(eqn.bind(x.frozen), eqn.bind(x.rows), strict=True)]
 
 
-@rule("dynamic_slice")
+@rule("dynamic_slice", late=True)
 def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
     """All rows, or some from a row that is known only when the program runs."""
     if any(isinstance(start, SplitArray) for start in starts):
         return None
     sizes, start = eqn.params["slice_sizes"], starts[x.axis]
+    is_stretch = at_axis(sizes, x.axis, x.size) == x.frozen.shape and not isinstance(start, Tracer)
+    x = x if is_stretch else on_device(x, "dynamic_slice", current())
     of_rows = at_axis(sizes, x.axis, x.index.count)
     if sizes[x.axis] == x.size:
         return eqn.bind_parts(x, *starts, slice_sizes=of_rows)

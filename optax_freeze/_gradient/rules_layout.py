@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._gradient.frozen_array import Unread, read
 from optax_freeze._gradient.row_numbers import numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, Whole, rule
 from optax_freeze._gradient.split_array import (
+    PartlyFrozen,
     SplitArray,
     at_axis,
     made_of,
-    read,
     trainable_rows,
     trains_in_any,
     undifferentiated,
@@ -24,6 +25,14 @@ from optax_freeze._gradient.split_array import (
 )
 
 _MOST_NUMBERS = 2**20  # so long an axis may become by a reshape, since its numbers are listed
+
+
+@rule("device_put", enters=True)
+def device_put(eqn: Equation, *values: Any) -> Any:
+    """What is not read from the host yet stays there until it is used on the device."""
+    unread = [value.frozen if isinstance(value, PartlyFrozen) else value for value in values]
+    to_device = all(target == jax.memory.Space.Device for target in eqn.params["devices"])
+    return list(values) if to_device and all(isinstance(value, Unread) for value in unread) else None
 
 
 @rule("reshape")

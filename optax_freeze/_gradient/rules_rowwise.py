@@ -7,18 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._gradient.frozen_array import Unread
+from optax_freeze._gradient.jaxprs import ELEMENTWISE, OF_ONE
 from optax_freeze._gradient.row_numbers import numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
 from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, trainable_rows, trains_in_any
-
-OF_ONE = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
-
-ELEMENTWISE = f"""
-{OF_ONE} abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj cos
-cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
-logistic lt max min mul name ne nextafter not or pow pvary real rem round rsqrt select_n
-sign sin sinh sqrt square sub tan tanh xor
-"""
 
 
 @rule(*ELEMENTWISE.split())
@@ -55,10 +48,10 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
     return first.like(eqn.bind(*frozen), eqn.bind(*rows))
 
 
-@rule(*OF_ONE.split(), dynamic=True)
+@rule(*OF_ONE.split(), dynamic=True, late=True)
 def of_one(eqn: Equation, x: Any) -> Any:
     """One operand, of which also the trainable rows may be known to the running program alone."""
-    if isinstance(x, SplitArray):
+    if isinstance(x, SplitArray) and not isinstance(x.frozen, Unread):
         return elementwise(eqn, x)
     return None if eqn.params.get("sharding") is not None else x.like(eqn.bind(x.frozen), eqn.bind(x.rows))
 
@@ -70,7 +63,7 @@ def optimization_barrier(eqn: Equation, *operands: Any) -> Any:
     return jax.tree.unflatten(treedef, eqn.bind(*leaves))
 
 
-@rule("transpose", dynamic=True)
+@rule("transpose", dynamic=True, late=True)
 def transpose(eqn: Equation, x: Any) -> Any:
     """Moves the axis of the rows."""
     return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))

@@ -7,56 +7,29 @@ the functions below: row numbers, the values of a dense array at the trainable r
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._gradient.frozen_array import read, record_reads, with_log_of_host
+from optax_freeze._gradient.operation_log import Logged, OperationLog
 from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers, padding
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
 
 
-class Operation(NamedTuple):
-    """An operation in a log."""
+class PartlyFrozen(Logged):
+    """An array of which some rows are frozen, in two parts. ``frozen`` may be not read yet."""
 
-    name: str
-    effect: str  # it "kept" the array split, "read" rows of it, took the "whole" array forward or "merged" it
-    source: Any
-
-
-@dataclasses.dataclass(eq=False)
-class OperationLog:
-    """The operations applied to a split array and to the split arrays made of it.
-
-    A mutable object in a static field of ``SplitArray``, compared by identity: ``jit`` then traces again for each log,
-    instead of reusing a trace whose operations were recorded elsewhere.
-    """
-
-    is_trial: bool = False  # a rule asks which operations a function would apply
-    operations: list[Operation] = dataclasses.field(default_factory=list)
-
-    def with_effect(self, *effects: str) -> list[Operation]:
-        """The operations that had one of these effects, in order."""
-        return [operation for operation in self.operations if operation.effect in effects]
-
-
-class PartlyFrozen:
-    """An array of which some rows are frozen, in two parts."""
-
-    log: OperationLog | None = None
+    frozen: Any
 
     def merged(self) -> jax.Array:
         """The array itself."""
         raise NotImplementedError
-
-    def record(self, operation: str, effect: str, source: Any) -> None:
-        """Adds an operation to the log, if there is one."""
-        if self.log is not None:
-            self.log.operations.append(Operation(operation, effect, source))
 
 
 @functools.partial(
@@ -156,22 +129,16 @@ class SplitArray(PartlyFrozen):
         return self.made_whole().merged()
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "row"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, eq=False)
-class FrozenArray:
-    """A wholly frozen leaf, or one ``row`` of it: read as late as possible, so that nothing copies it."""
-
-    array: Any
-    row: Any = None
-
-    def read(self) -> Any:
-        """The dense array."""
-        return self.array if self.row is None else jax.lax.dynamic_index_in_dim(self.array, self.row, 0, keepdims=False)
+def on_device(value: Any, operation: str = "", source: Any = None) -> Any:
+    """``value``, which is read now, or of which the frozen part is, for an operation."""
+    unread = value.frozen if isinstance(value, PartlyFrozen) else value
+    record_reads(unread, operation, source)
+    return dataclasses.replace(value, frozen=read(unread)) if isinstance(value, PartlyFrozen) else read(unread)
 
 
 def dense(value: Any) -> Any:
     """``value`` as one array."""
-    return value.merged() if isinstance(value, PartlyFrozen) else read(value)
+    return on_device(value).merged() if isinstance(value, PartlyFrozen) else read(value)
 
 
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
@@ -228,14 +195,11 @@ def made_of(splits: Sequence[SplitArray], trains: np.ndarray) -> SplitArray:
     return dataclasses.replace(splits[0].widened(trains), whole=all(x.whole for x in splits))
 
 
-def read(value: Any) -> Any:
-    """``value``, dense if it is a :class:`FrozenArray`."""
-    return value.read() if isinstance(value, FrozenArray) else value
-
-
 def with_log(value: Any, log: OperationLog) -> Any:
-    """``value`` with another log if it is split."""
-    return dataclasses.replace(value, log=log) if has_split([value]) else value
+    """``value`` with another log if it is split, or read from the host."""
+    if isinstance(value, PartlyFrozen):
+        return dataclasses.replace(value, frozen=with_log_of_host(value.frozen, log), log=log)
+    return with_log_of_host(value, log)
 
 
 def undifferentiated(x: SplitArray, operand: Any) -> Any:

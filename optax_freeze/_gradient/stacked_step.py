@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from optax_freeze._gradient.frozen_array import Unread, read
+from optax_freeze._gradient.frozen_array import row_of as row_of_unread
 from optax_freeze._gradient.jaxprs import depends_on, outputs_of
 
 
@@ -41,6 +43,8 @@ class Stack:
 
 def row_at(array: Any, i: Any) -> Any:
     """Row ``i`` of an array, without its axis."""
+    if isinstance(array, Unread):
+        return read(row_of_unread(array, i))
     return jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from optax_freeze._gradient.rules_rowwise import ELEMENTWISE
+from optax_freeze._gradient.jaxprs import ELEMENTWISE
 from optax_freeze._precompute.program import Node, Program, has_effects
 
 CHEAP = f"""{ELEMENTWISE}

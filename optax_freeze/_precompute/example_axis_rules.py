@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from optax_freeze._gradient.rules_rowwise import ELEMENTWISE
+from optax_freeze._gradient.jaxprs import ELEMENTWISE
 from optax_freeze._precompute.example_axis import Layout, MixedError, joined, rule
 
 

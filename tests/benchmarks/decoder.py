@@ -119,7 +119,7 @@ def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
 
     def stands_for_a_leaf(node: Any) -> bool:
-        return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "answer")
+        return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "selection")
 
     parts = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
     return jax.tree.map(place, parts, (params, params), is_leaf=stands_for_a_leaf)

@@ -1,0 +1,200 @@
+"""What is a frozen array that is read as late as possible: row by row, and from the host's memory if it lies there?
+
+Where a frozen leaf lies in the host's memory, frozen arrays are ``late``: what is computed from them alone, such as a
+cast or a transpose, is computed where it is used, of the rows that are used there.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_freeze._gradient.operation_log import Logged, OperationLog
+from optax_freeze._spec.memory import to_device
+
+
+class _Shaped:
+    """The attributes of an array that follow from its shape."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "start"],
+    meta_fields=["count", "is_late", "on_host", "log"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class FrozenArray(_Shaped, Logged):
+    """A wholly frozen leaf, or ``count`` of its rows from ``start`` on."""
+
+    array: Any
+    start: Any = None
+    count: int | None = None
+    is_late: bool = False
+    on_host: bool = False
+    log: OperationLog | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is read."""
+        return self.array.shape if self.count is None else (self.count, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the leaf."""
+        return self.array.dtype
+
+    def stretch(self, start: Any, count: int) -> "FrozenArray":
+        """Some rows of these, one after another."""
+        return dataclasses.replace(self, start=start if self.start is None else self.start + start, count=count)
+
+    def read(self, done: dict[int, Any]) -> Any:
+        """The array, on the device; each is read once and kept in ``done``."""
+        if id(self) not in done:
+            array = self.array
+            if self.count is not None:
+                array = jax.lax.dynamic_slice_in_dim(array, self.start, self.count)
+            done[id(self)] = to_device(array)
+        return done[id(self)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LateOperation:
+    """An operation on frozen arrays alone, to be applied where its result is read.
+
+    ``stretch(operands, start, count)`` are some rows of the result, from fewer rows of the operands; None if that takes
+    all of them.
+    """
+
+    name: str
+    apply: Callable[..., Any]
+    struct: jax.ShapeDtypeStruct
+    stretch: Callable[[Sequence[Any], Any, int], Any]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["operation"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computed(_Shaped):
+    """The result of an operation on frozen arrays and numbers, not computed yet."""
+
+    operands: tuple[Any, ...]
+    operation: LateOperation
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return self.operation.struct.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the result."""
+        return self.operation.struct.dtype
+
+    def stretch(self, start: Any, count: int) -> Any:
+        """Some rows of the result, not computed yet; None if all have to be computed."""
+        return self.operation.stretch(self.operands, start, count)
+
+    def read(self, done: dict[int, Any]) -> Any:
+        """The array, on the device."""
+        if id(self) not in done:
+            done[id(self)] = self.operation.apply(*(_read(operand, done) for operand in self.operands))
+        return done[id(self)]
+
+
+Unread = FrozenArray | Computed
+
+
+def _read(value: Any, done: dict[int, Any]) -> Any:
+    return value.read(done) if isinstance(value, Unread) else value
+
+
+def read(value: Any) -> Any:
+    """``value``, as a dense array if it is not read yet."""
+    return _read(value, {})
+
+
+def read_all(values: Sequence[Any]) -> list[Any]:
+    """The same for several, of which each frozen array is read once."""
+    done: dict[int, Any] = {}
+    return [_read(value, done) for value in values]
+
+
+def sources(value: Any) -> Iterator[FrozenArray]:
+    """The frozen arrays that a value is read from."""
+    if isinstance(value, FrozenArray):
+        yield value
+    elif isinstance(value, Computed):
+        for operand in value.operands:
+            yield from sources(operand)
+
+
+def is_late(value: Any) -> bool:
+    """Whether a value is to be read as late as possible."""
+    return any(source.is_late for source in sources(value))
+
+
+def has_late(values: Sequence[Any]) -> bool:
+    """Whether any of these is."""
+    return any(map(is_late, values))
+
+
+def record_reads(value: Any, operation: str, source: Any) -> None:
+    """Adds an operation to the logs of what it reads from the host."""
+    for array in sources(value):
+        if array.on_host:
+            array.record(operation, "host whole" if array.count is None else "host rows", source)
+
+
+def with_log_of_host(value: Any, log: OperationLog) -> Any:
+    """``value``, whose reads from the host are written into another log."""
+    if isinstance(value, FrozenArray):
+        return dataclasses.replace(value, log=log)
+    if isinstance(value, Computed):
+        return dataclasses.replace(value, operands=tuple(with_log_of_host(x, log) for x in value.operands))
+    return value
+
+
+def reshaped(value: Unread, shape: tuple[int, ...]) -> Unread:
+    """``value`` with another shape, not read yet."""
+    if isinstance(value, Computed) and value.operation.name == "reshape":
+        (value,) = value.operands
+    if value.shape == shape:
+        return value
+
+    def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
+        (x,) = operands
+        if not shape or not x.ndim or x.shape[0] % shape[0]:
+            return None
+        rows = x.shape[0] // shape[0]
+        part = x.stretch(start * rows, count * rows)
+        return None if part is None else reshaped(part, (count, *shape[1:]))
+
+    def apply(x: Any) -> Any:
+        return jax.lax.squeeze(x, (0,)) if x.shape == (1, *shape) else jax.lax.reshape(x, shape)
+
+    return Computed((value,), LateOperation("reshape", apply, jax.ShapeDtypeStruct(shape, value.dtype), stretch))
+
+
+def row_of(value: Unread, i: Any) -> Unread | None:
+    """Row ``i``, without its axis and not read yet; None if all rows have to be read."""
+    row = value.stretch(i, 1) if value.ndim else None
+    return None if row is None else reshaped(row, value.shape[1:])
+
+
+def has_rows(value: Unread) -> bool:
+    """Whether one row can be read without the others."""
+    return row_of(value, 0) is not None

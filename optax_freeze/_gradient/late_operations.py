@@ -1,0 +1,158 @@
+"""Which operations on frozen arrays alone wait until their result is used, and how is a result used?
+
+A weight that came over from the host must not stay on the device until the backward pass. The operation that uses it is
+rematerialised: the weight is read again there, and of the operation only what its derivative needs is done again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.source_info_util import current
+from jax.sharding import NamedSharding
+
+from optax_freeze._gradient.frozen_array import (
+    Computed,
+    LateOperation,
+    Unread,
+    has_late,
+    is_late,
+    read_all,
+    record_reads,
+    reshaped,
+    sources,
+)
+from optax_freeze._gradient.jaxprs import ELEMENTWISE
+
+
+def waiting(name: str, params: dict[str, Any], bind: Callable[..., Any], operands: Sequence[Any]) -> Unread | None:
+    """The result of an operation on late arrays and numbers alone, not computed yet; None if it does not wait.
+
+    ``bind`` applies the operation to dense operands, with some of its params changed.
+    """
+    if not has_late(operands) or (params.get("sharding") is not None and name != "sharding_constraint"):
+        return None
+    first, *others = operands
+    if name == "dynamic_slice" and isinstance(first, Unread):
+        is_stretch = params["slice_sizes"][1:] == first.shape[1:] and not has_late(others)
+        return _stretch_from(first, others[0], params["slice_sizes"][0]) if is_stretch else None
+    if not all(is_late(operand) or _is_number(operand) for operand in operands):
+        return None
+    if name in ELEMENTWISE.split():
+        return _elementwise(name, bind, operands)
+    return _OF_ONE[name](first, params, bind) if name in _OF_ONE else None
+
+
+def read_again(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """The result of an operation, some operands of which are read from the host, and read again for its derivative."""
+    for operand in operands:
+        record_reads(operand, name, current())
+    found = [source for operand in operands for source in sources(operand) if source.on_host]
+    if not found:
+        return bind(*read_all(operands))
+    in_loops = all(isinstance(source.start, Tracer) for source in found)
+    function = jax.checkpoint(lambda *values: bind(*read_all(values)), prevent_cse=not in_loops)
+    return function(*operands)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, (Tracer, Unread)) and np.shape(value) == ()
+
+
+def _stretch_from(x: Unread, start: Any, count: int) -> Unread | None:
+    last = x.shape[0] - count
+    if isinstance(start, Tracer):
+        return x.stretch(jax.lax.clamp(np.int32(0), start.astype(np.int32), np.int32(last)), count)
+    return x.stretch(min(max(int(start), 0), last), count)
+
+
+def _computed(name: str, apply: Callable[..., Any], operands: Sequence[Any], stretch: Callable[..., Any]) -> Computed:
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Unread) else x for x in operands]
+    out = jax.eval_shape(apply, *structs)
+    out = out[0] if isinstance(out, list) else out
+    struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    return Computed(tuple(operands), LateOperation(name, apply, struct, stretch))
+
+
+def _elementwise(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -> Computed:
+    def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
+        size = max(x.shape[0] for x in operands if isinstance(x, Unread) and x.ndim)
+        parts = [
+            x.stretch(start, count) if isinstance(x, Unread) and x.ndim and x.shape[0] == size else x for x in operands
+        ]
+        return None if any(part is None for part in parts) else _elementwise(name, bind, parts)
+
+    return _computed(name, bind, operands, stretch)
+
+
+def _transpose(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed:
+    def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
+        part = operands[0].stretch(start, count) if params["permutation"][0] == 0 else None
+        return None if part is None else _transpose(part, params, bind)
+
+    return _computed("transpose", bind, [x], stretch)
+
+
+def _sharding_constraint(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed:
+    sharding = params["sharding"]
+
+    def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
+        rows_apart = not isinstance(sharding, NamedSharding) or any(sharding.spec[:1])
+        part = None if rows_apart else operands[0].stretch(start, count)
+        return None if part is None else _sharding_constraint(part, params, bind)
+
+    return _computed("sharding_constraint", bind, [x], stretch)
+
+
+def _broadcast_in_dim(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed:
+    shape, axes = params["shape"], params["broadcast_dimensions"]
+
+    def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
+        (x,) = operands
+        has_rows = bool(axes) and axes[0] == 0 and x.shape[0] == shape[0]
+        part = x.stretch(start, count) if has_rows else x
+        return None if part is None else _broadcast_in_dim(part, {**params, "shape": (count, *shape[1:])}, bind)
+
+    return _computed("broadcast_in_dim", lambda x: bind(x, shape=shape), [x], stretch)
+
+
+def _slice(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Unread | None:
+    (start, *starts), (limit, *limits) = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * x.ndim
+    part = x.stretch(start, limit - start) if (start, limit) != (0, x.shape[0]) else x
+    if strides[0] != 1 or part is None:
+        return None
+    if (tuple(starts), tuple(limits)) == ((0,) * len(starts), x.shape[1:]) and set(strides) == {1}:
+        return part
+    return _slice_of_rows(part, starts, limits, strides)
+
+
+def _slice_of_rows(x: Unread, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int]) -> Computed:
+    def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
+        part = operands[0].stretch(start, count)
+        return None if part is None else _slice_of_rows(part, starts, limits, strides)
+
+    def apply(x: Any) -> Any:
+        return jax.lax.slice(x, (0, *starts), (x.shape[0], *limits), strides)
+
+    return _computed("slice", apply, [x], stretch)
+
+
+def _squeeze(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Unread:
+    return reshaped(x, tuple(size for axis, size in enumerate(x.shape) if axis not in params["dimensions"]))
+
+
+def _reshape(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Unread | None:
+    return None if params["dimensions"] is not None else reshaped(x, tuple(params["new_sizes"]))
+
+
+_OF_ONE: dict[str, Callable[..., Unread | None]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "reshape": _reshape,
+    "sharding_constraint": _sharding_constraint,
+    "slice": _slice,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+}
