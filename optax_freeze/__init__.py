@@ -68,3 +68,6 @@ from optax_freeze._verify.fingerprint import fingerprint as fingerprint
 # Where an optimizer does not freeze what it should.
 from optax_freeze._audit.audit import Audit as Audit
 from optax_freeze._audit.audit import audit as audit
+
+# The types in their signatures.
+from optax_freeze import typing as typing

@@ -23,8 +23,8 @@ def print_trainable(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> No
       TypeError, ValueError: as :func:`optax_freeze.summary` does.
 
     Example:
-      >>> import jax, optax_freeze as fz
-      >>> params = {"base": jax.ShapeDtypeStruct((4444,), "float32"), "adapter": jax.ShapeDtypeStruct((1234,), "float32")}
+      >>> import numpy as np, optax_freeze as fz
+      >>> params = {"base": np.ones(4444, np.float32), "adapter": np.ones(1234, np.float32)}
       >>> fz.print_trainable(params, "base")
       trainable params: 1,234 || all params: 5,678 || trainable%: 21.7330
     """
