@@ -53,6 +53,7 @@ from optax_freeze._state.migrate import migrate as migrate
 # What is frozen, and what that saves.
 from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary
+from optax_freeze._report.print_trainable import print_trainable as print_trainable
 
 # What is computed once for each batch.
 from optax_freeze._precompute.cut_explanation import CutExplanation as CutExplanation
@@ -67,3 +68,6 @@ from optax_freeze._verify.fingerprint import fingerprint as fingerprint
 # Where an optimizer does not freeze what it should.
 from optax_freeze._audit.audit import Audit as Audit
 from optax_freeze._audit.audit import audit as audit
+
+# The types in their signatures.
+from optax_freeze import typing as typing

@@ -262,7 +262,10 @@ MUTANTS = [
         "tests/test_checkpoint.py -k Damaged",
     ),
     Mutant(
-        "__main__.py", "child.name.isascii() and child.name.isdigit()", "child.name.isdigit()", "tests/test_main.py"
+        "_report/stored_shapes.py",
+        "child.name.isascii() and child.name.isdigit()",
+        "child.name.isdigit()",
+        "tests/test_main.py",
     ),
     Mutant("__main__.py", ' and items <= {"trainable", "masks", "opt_state"}', "", "tests/test_main.py"),
     Mutant("_errors.py", "return text if text.isprintable() else repr(text)", "return text", "tests/test_errors.py"),

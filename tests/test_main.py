@@ -1,16 +1,26 @@
 """The command line: what it reads of a checkpoint, what it prints, and its exit status."""
 
+import importlib
+import json
 import pathlib
+import pickle
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
+import zipfile
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
+import msgpack
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.flax
+import safetensors.numpy
 from flax import nnx
 
 import optax_freeze as fz
@@ -71,6 +81,41 @@ class TestWhatItPrints:
         got = lines(capsys, base, "--freeze", "**/kernel", "--freeze", "head", "--depth", "1")
         assert got == str(fz.summary(PARAMS, ["**/kernel", "head"], depth=1)).splitlines()
 
+    @pytest.mark.parametrize("option", ["--freeze", "--only"])
+    def test_several_patterns_after_one_option(self, base, capsys, option):
+        spec = (fz.path if option == "--freeze" else fz.only)("**/kernel", "head")
+        assert lines(capsys, base, option, "**/kernel", "head") == str(fz.summary(PARAMS, spec)).splitlines()
+
+    def test_json_has_the_numbers_of_the_summary(self, base, capsys):
+        got = json.loads("\n".join(lines(capsys, base, "--freeze", "encoder", "--optimizer", "adam", "--json")))
+        summary = fz.summary(PARAMS, "encoder", optax.adam(1e-3))
+        rows = got.pop("rows")
+        assert got == {name: getattr(summary, name) for name in got}
+        assert set(got) == {
+            *("elements", "trainable_elements", "frozen_elements", "bytes", "trainable_bytes", "frozen_bytes"),
+            *("state_bytes", "full_state_bytes", "extent"),
+        }
+        assert [row["path"] for row in rows] == [row.path for row in summary.rows]
+        numbers = {"elements": 600, "frozen_elements": 600, "bytes": 1200, "frozen_bytes": 1200, "leaves": 1}
+        shape = {"path": "encoder/kernel", "shape": [300, 2], "dtype": "bfloat16"}
+        assert rows[0] == {**shape, **numbers, "state_bytes": 0}
+        assert [row["state_bytes"] for row in rows] == list(summary.row_state_bytes)
+
+    def test_json_without_an_optimizer(self, base, capsys):
+        got = json.loads("\n".join(lines(capsys, base, "--json", "--depth", "1")))
+        assert [(row["path"], row["dtype"], row["leaves"]) for row in got["rows"]] == [
+            ("encoder", None, 4),
+            ("head", "float32", 1),
+        ]
+        assert (got["state_bytes"], got["extent"]) == (None, "nothing")
+        assert "state_bytes" not in got["rows"][0]
+
+    def test_the_version(self, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main(["--version"])
+        assert stop.value.code == 0
+        assert capsys.readouterr().out == f"optax-freeze {fz.__version__}\n"
+
     @pytest.mark.parametrize("name", ["muon", "contrib.muon"])
     def test_optimizers_of_contrib(self, base, capsys, name):
         got = lines(capsys, base, "--freeze", "encoder", "--optimizer", name)
@@ -80,6 +125,13 @@ class TestWhatItPrints:
         done = program(base, "--freeze", "encoder")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines() == str(fz.summary(PARAMS, "encoder")).splitlines()
+
+    def test_the_script_is_the_same_program(self, base, capsys, monkeypatch):
+        scripts = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["scripts"]
+        module, _, name = scripts["optax-freeze"].partition(":")
+        monkeypatch.setattr(sys, "argv", ["optax-freeze", base])
+        assert getattr(importlib.import_module(module), name)() == 0
+        assert capsys.readouterr().out.splitlines() == lines(capsys, base)
 
     def test_no_array_is_read(self, base, capsys, monkeypatch):
         monkeypatch.delattr(ocp.StandardCheckpointer, "restore")
@@ -152,6 +204,151 @@ class TestWhereItLooks:
         assert next(line for line in other if line.startswith("head")).endswith("frozen")
 
 
+FLAT = {"encoder/kernel": np.ones((3, 2), np.float32), "encoder/steps": np.int32(4), "head": np.ones(2, np.float16)}
+NESTED = {"encoder": {"kernel": FLAT["encoder/kernel"], "steps": FLAT["encoder/steps"]}, "head": FLAT["head"]}
+
+
+def as_safetensors(file):
+    safetensors.numpy.save_file({name: np.asarray(array) for name, array in FLAT.items()}, file)
+
+
+FORMATS = {
+    "model.safetensors": as_safetensors,
+    "model.npz": lambda file: np.savez(file, **FLAT),
+    "compressed.npz": lambda file: np.savez_compressed(file, **FLAT),
+    "model.msgpack": lambda file: file.write_bytes(flax.serialization.to_bytes(NESTED)),
+    "checkpoint_1000": lambda file: file.write_bytes(flax.serialization.to_bytes(NESTED)),  # flax.training.checkpoints
+}
+
+
+class TestFiles:
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_the_summary_of_the_arrays_themselves(self, tmp_path, capsys, name):
+        FORMATS[name](tmp_path / name)
+        got = lines(capsys, tmp_path / name, "--freeze", "encoder", "--optimizer", "adam")
+        assert got == str(fz.summary(NESTED, "encoder", optax.adam(1e-3))).splitlines()
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_parameters_within_a_file(self, tmp_path, capsys, name):
+        FORMATS[name](tmp_path / name)
+        assert [line.split()[0] for line in lines(capsys, tmp_path / name, "--params", "encoder")[2:4]] == [
+            "kernel",
+            "steps",
+        ]
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "uint16", "bool"])
+    def test_dtypes(self, tmp_path, capsys, dtype):
+        params = {"w": jnp.zeros((2, 3), dtype)}
+        safetensors.flax.save_file(params, tmp_path / "a.safetensors")
+        (tmp_path / "a.msgpack").write_bytes(flax.serialization.to_bytes(params))
+        expected = str(fz.summary(params, False)).splitlines()
+        assert lines(capsys, tmp_path / "a.safetensors") == lines(capsys, tmp_path / "a.msgpack") == expected
+
+    def test_what_npz_cannot_say(self, tmp_path, capsys):
+        arrays = {"names": np.array(["a", "b"]), "objects": np.array([{}, None]), "big": np.ones(2, ">f4")}
+        np.savez(tmp_path / "a.npz", w=jnp.ones(2, jnp.bfloat16), **arrays, fields=np.zeros(1, [("ä", "f4")]))
+        found = {row["path"]: row for row in json.loads("\n".join(lines(capsys, tmp_path / "a.npz", "--json")))["rows"]}
+        dtypes = {"big": "float32", "fields": None, "names": None, "objects": None, "w": "bfloat16"}
+        assert {path: row["dtype"] for path, row in found.items()} == dtypes
+
+    def test_shards_by_their_index(self, tmp_path, capsys):
+        shards = {name: f"model-{i}.safetensors" for i, name in enumerate(FLAT)}
+        for name, shard in shards.items():
+            safetensors.numpy.save_file({name: np.asarray(FLAT[name])}, tmp_path / shard)
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+        assert lines(capsys, index) == str(fz.summary(NESTED, False)).splitlines()
+        assert f"fix: name one: {tmp_path}/model-0.safetensors" in refused(capsys, tmp_path)
+        (tmp_path / "model-1.safetensors").unlink()
+        assert "model-1.safetensors" in refused(capsys, index)
+
+    def test_a_train_state_of_flax_with_other_leaves(self, tmp_path, capsys):
+        state = {
+            "step": 3,
+            "rate": 1j,
+            "scale": np.float32(2),
+            "name": "run",
+            "none": None,
+            "params": {"layers": [1.5]},
+        }
+        (tmp_path / "a.msgpack").write_bytes(flax.serialization.to_bytes({**state, "params": NESTED}))
+        got = lines(capsys, tmp_path / "a.msgpack")
+        assert got == str(fz.summary({**state, "params": NESTED}, False)).splitlines()
+
+    def test_arrays_in_chunks(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(flax.serialization, "MAX_CHUNK_SIZE", 16)
+        (tmp_path / "a.msgpack").write_bytes(flax.serialization.to_bytes(NESTED))
+        assert b"__msgpack_chunked_array__" in (tmp_path / "a.msgpack").read_bytes()
+        assert lines(capsys, tmp_path / "a.msgpack") == str(fz.summary(NESTED, False)).splitlines()
+
+    def test_the_state_of_nnx(self, tmp_path, capsys):
+        state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        (tmp_path / "a.msgpack").write_bytes(flax.serialization.to_bytes(nnx.to_pure_dict(state)))
+        assert lines(capsys, tmp_path / "a.msgpack") == str(fz.summary(state, False)).splitlines()
+
+    def test_only_headers_are_read(self, tmp_path, capsys):
+        """A file of 64 GiB, of which only the header takes space on the disk."""
+        header = json.dumps({"w": {"dtype": "F32", "shape": [2**16, 2**18], "data_offsets": [0, 2**36]}}).encode()
+        with open(tmp_path / "big.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + 2**36)
+        assert "64.0 GiB" in lines(capsys, tmp_path / "big.safetensors")[2]
+
+    def test_nothing_is_unpickled(self, tmp_path, capsys):
+        class Harmful:
+            def __reduce__(self):
+                return (pathlib.Path.touch, (tmp_path / "harm",))
+
+        np.savez(tmp_path / "a.npz", harm=np.array([Harmful()], object))
+        assert "no array" in lines(capsys, tmp_path / "a.npz")[2]
+        (tmp_path / "a.pt").write_bytes(pickle.dumps(Harmful()))
+        assert "got: a .pt file" in refused(capsys, tmp_path / "a.pt")
+        assert not (tmp_path / "harm").exists()
+
+    @pytest.mark.parametrize("name", ["model.pt", "model.h5", "model.keras", "pytorch_model.bin", "model.npy", "model"])
+    def test_other_files(self, tmp_path, capsys, name):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
+        error = refused(capsys, tmp_path / name)
+        assert "expected: a directory that Orbax wrote, or a .safetensors, .npz or Flax .msgpack file\n" in error
+        assert "fix: convert it, or call fz.summary on shapes" in error
+
+    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("size", [0, 1, 20, -60])
+    def test_a_damaged_file(self, tmp_path, capsys, name, size):
+        FORMATS[name](tmp_path / name)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
+        assert "it is damaged" in refused(capsys, tmp_path / name)
+
+    @pytest.mark.parametrize(
+        "data", [b"\x05", msgpack.packb([1]), flax.serialization.to_bytes(np.ones(2)), b"\x81\xa1a\xc7\x01\x01\x00"]
+    )
+    def test_msgpack_that_flax_did_not_write(self, tmp_path, capsys, data):
+        (tmp_path / "a.msgpack").write_bytes(data)
+        assert "it is damaged" in refused(capsys, tmp_path / "a.msgpack")
+
+    @pytest.mark.parametrize("shape", [[-1], ["2"], 3])
+    def test_what_is_not_a_shape(self, tmp_path, capsys, shape):
+        array = msgpack.ExtType(1, msgpack.packb((shape, "float32", b"")))
+        (tmp_path / "a.msgpack").write_bytes(msgpack.packb({"w": array}))
+        assert "it is damaged" in refused(capsys, tmp_path / "a.msgpack")
+
+    def test_a_zip_file_without_arrays(self, tmp_path, capsys):
+        with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+            archive.writestr("data.pkl", "")
+        assert "it is damaged" in refused(capsys, tmp_path / "a.npz")
+
+    def test_without_safetensors(self, tmp_path, capsys, monkeypatch):
+        as_safetensors(tmp_path / "a.safetensors")
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+        assert "pip install 'optax-freeze[safetensors]'" in refused(capsys, tmp_path / "a.safetensors")
+
+    def test_a_file_that_is_not_there(self, tmp_path, capsys):
+        as_safetensors(tmp_path / "model.safetensors")
+        (tmp_path / "notes.txt").touch()
+        for missing in ("modle.safetensors", "other"):
+            assert f"fix: there is {tmp_path}/model.safetensors\n" in refused(capsys, tmp_path / missing)
+
+
 class TestWrongInput:
     def test_a_wrong_pattern_names_the_nearest_paths(self, base, capsys):
         error = refused(capsys, base, "--freeze", "encoder/kernal")
@@ -162,6 +359,10 @@ class TestWrongInput:
         ("name", "expected"),
         [
             ("adamx", "nearest names: adamax, adam"),
+            ("adamz", "nearest names: adam, adamw, "),
+            ("AdamW", "nearest names: adamw, adam"),
+            ("contrib.muom", "nearest names: muon"),
+            ("apply_updatez", "for an optimizer of your own call fz.summary"),
             ("dpsgd", "missing 3 required positional arguments"),
             ("apply_updates", "missing 1 required"),
             ("chain", "has no attribute 'init'"),
@@ -176,11 +377,13 @@ class TestWrongInput:
         (tmp_path / "file").touch()
         for missing in ("nothing", "nothing/0/default"):
             error = refused(capsys, tmp_path / missing)
-            assert "got: no such directory" in error
+            assert "got: no such file or directory" in error
             assert f"fix: look into {tmp_path}\n" in error
         error = refused(capsys, tmp_path / "file")
-        assert "got: a file" in error
-        assert f"fix: give the directory that Orbax wrote: {tmp_path}?\n" in error
+        assert "got: a file\n" in error
+        assert "fix: convert it, or call fz.summary" in error
+        error = refused(capsys, pathlib.Path(base) / "_METADATA")
+        assert f"fix: give the directory that Orbax wrote: {base}\n" in error
         error = refused(capsys, tmp_path)
         assert "Orbax did not write" in error
         assert "fix: give one that holds _METADATA" in error
@@ -192,7 +395,7 @@ class TestWrongInput:
     def test_a_path_that_is_not_there_names_what_is(self, tmp_path, capsys, missing, there):
         manage(tmp_path / "run", [1, 2], default={"w": jnp.ones(2)})
         error = refused(capsys, tmp_path / missing)
-        assert "got: no such directory" in error
+        assert "got: no such file or directory" in error
         assert f"fix: there is {', '.join(str(tmp_path / path) for path in there)}\n" in error
 
     def test_a_damaged_checkpoint(self, tmp_path):
@@ -215,7 +418,7 @@ class TestWrongInput:
         with pytest.raises(SystemExit) as stop:
             main([base, *wrong] if wrong else [])
         assert stop.value.code == 2
-        assert "usage: python -m optax_freeze" in capsys.readouterr().err
+        assert "usage: optax-freeze CHECKPOINT [--freeze PATTERN" in capsys.readouterr().err
 
     def test_a_depth_below_zero(self, base, capsys):
         assert "a depth counts segments of a path" in refused(capsys, base, "--depth", "-1")
@@ -227,8 +430,10 @@ def test_the_page_shows_what_it_prints(tmp_path, capsys, monkeypatch):
     page = pathlib.Path("docs/command_line.md").read_text()
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "base", params)
+    attention = {f"h.{i}.attn.{name}.weight": np.ones((64, 64), np.float16) for i in range(12) for name in "kv"}
+    safetensors.numpy.save_file({"wte.weight": np.ones((512, 64), np.float16)} | attention, "model.safetensors")
     checkpoint.save("adapters", params, fz.only("head", "**/bias"), step=1000)
-    blocks = re.findall(r"```console\n\$ python -m optax_freeze (.*)\n([^`]*)```", page)
+    blocks = re.findall(r"```console\n\$ optax-freeze (.*)\n([^`]*)```", page)
     assert blocks
     for command, shown in blocks:
         assert main(shlex.split(command)) == (2 if shown.startswith("error") else 0)

@@ -51,7 +51,14 @@ def test_the_architecture_lists_the_folders_and_files_that_exist():
     files = [module_of(path) for path in PACKAGE.glob("_*/*.py") if path.stem != "__init__"]
     assert sorted(FILES) == sorted(files)
     assert sorted(SECTIONS) == sorted(path.name for path in PACKAGE.glob("_*/") if path.name != "__pycache__")
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "_errors", "_version", "nnx"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {
+        "__init__",
+        "__main__",
+        "_errors",
+        "_version",
+        "nnx",
+        "typing",
+    }
     assert list(SECTIONS) == list(dict.fromkeys(re.findall(r"^from optax_freeze\.(\w+)\.", MAP, re.MULTILINE)))
 
 
@@ -60,9 +67,9 @@ def test_a_file_imports_only_files_above_it(path):
     module, text = module_of(path), path.read_text()
     imported = re.findall(r"^ *from optax_freeze\.([\w.]+) import", text, re.MULTILINE)
     imported += map(".".join, re.findall(r"^ *from optax_freeze\.(_\w+) import (\w+) as", text, re.MULTILINE))
-    assert (
-        not re.search(r"^ *(import optax_freeze|from optax_freeze import)", text, re.MULTILINE) or module == "__main__"
-    )
+    whole = re.findall(r"^ *(?:import optax_freeze|from optax_freeze import).*", text, re.MULTILINE)
+    allowed = {"__main__": ["import optax_freeze as fz"], "__init__": ["from optax_freeze import typing as typing"]}
+    assert whole == allowed.get(module, [])
     listed = {name for name in imported if is_listed(name)}
     assert listed <= set(FILES[: FILES.index(module)] if module in FILES else FILES)
     if module in FILES:
@@ -91,6 +98,13 @@ def test_every_public_name_is_documented(name):
     assert "Example:\n  >>> " in doc
     parameters = () if name == "FreezeWarning" else inspect.signature(function).parameters
     assert all(re.search(rf"^  \*{{0,2}}{parameter}: ", doc, re.MULTILINE) for parameter in parameters)
+
+
+def test_every_type_is_documented():
+    types = [name for name in vars(fz.typing) if not name.startswith("_")]
+    assert types == ["ElementMask", "Spec", "Selector", "PyTree"]
+    page = pathlib.Path("docs/api/typing.md").read_text()
+    assert set(re.findall(r"^\.\. py:data:: (\w+)$", page, re.MULTILINE)) == set(types)
 
 
 @pytest.mark.parametrize("outer", OUTER)

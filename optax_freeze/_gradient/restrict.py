@@ -7,7 +7,7 @@ to the trainable parameters has no other gradients, neither of whole leaves nor 
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import optax
@@ -23,9 +23,11 @@ from optax_freeze._spec.tree import PyTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Aux = TypeVar("Aux")
+Tree = TypeVar("Tree", bound=Any)  # not `object`, which would be the type of the argument of a lambda
 
 
-def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
+def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
     """Restricts a function of the parameters to the trainable parameters.
 
     Frozen parameters are not differentiated. The gradient of a leaf frozen by rows has the size of the trainable rows,
@@ -64,6 +66,17 @@ def restrict(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     return functools.wraps(fun)(_restricted(fun, rest, whole=False))
 
 
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[Tree, P], T],
+    frozen: Spec,
+    argnums: Literal[0] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    branches: int = 16,
+) -> Callable[Concatenate[Tree, P], tuple[T, Tree]]: ...
+@overload
 def value_and_grad(
     fun: Callable[P, T],
     frozen: Spec,
@@ -72,7 +85,16 @@ def value_and_grad(
     *,
     holomorphic: bool = False,
     branches: int = 16,
-) -> Callable[P, tuple[T, PyTree]]:
+) -> Callable[P, tuple[T, PyTree]]: ...
+def value_and_grad(
+    fun: Callable[..., Any],
+    frozen: Spec,
+    argnums: int = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    branches: int = 16,
+) -> Callable[..., tuple[Any, PyTree]]:
     """``jax.value_and_grad`` with respect to the trainable parameters.
 
     With the spec of a :func:`optax_freeze.freeze_when` state (:func:`optax_freeze.spec_of`), the groups that train now
@@ -118,7 +140,7 @@ def value_and_grad(
     most = whole_number("branches counts programs", branches, at="branches", least=1, fix="give branches=16")
 
     @functools.wraps(fun)
-    def value_and_grad_fn(*args: P.args, **kwargs: P.kwargs) -> tuple[T, PyTree]:
+    def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         if not -len(args) <= argnums < len(args):
             raise value_error(
                 "there is no such argument",
@@ -150,6 +172,27 @@ def value_and_grad(
     return value_and_grad_fn
 
 
+@overload
+def grad(
+    fun: Callable[Concatenate[Tree, P], Any],
+    frozen: Spec,
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    holomorphic: bool = False,
+    branches: int = 16,
+) -> Callable[Concatenate[Tree, P], Tree]: ...
+@overload
+def grad(
+    fun: Callable[Concatenate[Tree, P], tuple[Any, Aux]],
+    frozen: Spec,
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = False,
+    branches: int = 16,
+) -> Callable[Concatenate[Tree, P], tuple[Tree, Aux]]: ...
+@overload
 def grad(
     fun: Callable[P, Any],
     frozen: Spec,
@@ -158,7 +201,16 @@ def grad(
     *,
     holomorphic: bool = False,
     branches: int = 16,
-) -> Callable[P, Any]:
+) -> Callable[P, Any]: ...
+def grad(
+    fun: Callable[..., Any],
+    frozen: Spec,
+    argnums: int = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    branches: int = 16,
+) -> Callable[..., Any]:
     """``jax.grad`` with respect to the trainable parameters: :func:`value_and_grad` without the value.
 
     Args:
@@ -184,14 +236,16 @@ def grad(
     both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic, branches=branches)
 
     @functools.wraps(fun)
-    def grad_fn(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def grad_fn(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_fn
 
 
-def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable[..., tuple[Any, PyTree]]:
+def value_and_grad_from_state(
+    fun: Callable[Concatenate[Tree, ...], Any], frozen: Spec
+) -> Callable[Concatenate[Tree, ...], tuple[Any, Tree]]:
     """``optax.value_and_grad_from_state`` of the trainable parameters: reuses a line search's last value and gradient.
 
     Args:
@@ -224,7 +278,7 @@ def value_and_grad_from_state(fun: Callable[..., Any], frozen: Spec) -> Callable
     refuse_no_function(fun, frozen, "fz.value_and_grad_from_state(fun, frozen)")
 
     @functools.wraps(fun)
-    def value_and_grad_fn(params: PyTree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+    def value_and_grad_fn(params: Tree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, Any]:
         trainable, rest = split(params, _something_trains(params, frozen))
         return optax.value_and_grad_from_state(_restricted(fun, rest, whole=True))(
             trainable, *args, state=state, **kwargs

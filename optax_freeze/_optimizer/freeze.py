@@ -6,7 +6,7 @@ around the optimizer instead: what is inside never sees a frozen leaf.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import optax
@@ -223,7 +223,7 @@ def _zeroed(selection: Selection, leaf: Leaf, update: Any) -> Any:
     return selection.choose(zero(leaf, update) if selection is FROZEN else negative_zero(update.dtype), update)
 
 
-def _refuse_no_spec(inner: Any) -> None:
+def _refuse_no_spec(inner: Any) -> NoReturn:
     """A ``TypeError`` for a call with one argument."""
     if is_optimizer(inner):
         what, got, fix = (

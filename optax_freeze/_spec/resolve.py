@@ -9,8 +9,8 @@ import collections
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -18,14 +18,42 @@ import numpy as np
 from optax_freeze._errors import described, is_concrete, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
+from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
-from optax_freeze._spec.selector_algebra import Choice, ResolvedSpec, Selector, as_selector, is_selector
+from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
 
-Spec: TypeAlias = bool | str | Sequence[str] | Selector | Callable[[PyTree], PyTree] | PyTree
-"""Every form in which "what is frozen" may be said."""
+
+class DataclassTree(Protocol):
+    """A tree that is a dataclass: of ``flax.struct``, of Equinox, or a filter of NNX."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class CustomTree(Protocol):
+    """A tree that says how it is flattened, as ``jax.tree_util.register_pytree_node_class`` asks for."""
+
+    def tree_flatten(self) -> Any: ...
+
+
+Tree: TypeAlias = Mapping[Any, Any] | Sequence[Any] | DataclassTree | CustomTree
+"""Containers of bools and element masks. What they hold is checked when they are resolved."""
+
+Spec: TypeAlias = (
+    bool
+    | np.bool_
+    | str
+    | Selector
+    | ElementMask
+    | jax.Array
+    | np.ndarray[Any, Any]
+    | Callable[[Any], Any]
+    | FilterOfNnx
+    | Tree
+)
+"""Every form of "what is frozen". A list of patterns is a ``Sequence``, an ``nnx.State`` a ``Mapping``."""
 
 Tied: TypeAlias = Literal["error", "ignore"]
 

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -24,6 +24,12 @@ Choice: TypeAlias = bool | ElementMask
 """What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
 
+class FilterOfNnx(Protocol):
+    """A filter of NNX, as ``nnx.PathContains``."""
+
+    def __call__(self, path: Any, x: Any) -> Any: ...
+
+
 class Selector:
     """Chooses leaves by path, shape and dtype. Combine selectors with ``|``, ``&`` and ``~``."""
 
@@ -31,16 +37,16 @@ class Selector:
         """Whether each leaf is selected; for rules the choice may also be an element mask."""
         raise NotImplementedError
 
-    def __or__(self, other: "Selector | str") -> "Selector":
+    def __or__(self, other: "Selectable") -> "Selector":
         return Or(self, as_selector(other, "|"))
 
-    def __ror__(self, other: str) -> "Selector":
+    def __ror__(self, other: "Selectable") -> "Selector":
         return Or(as_selector(other, "|"), self)
 
-    def __and__(self, other: "Selector | str") -> "Selector":
+    def __and__(self, other: "Selectable") -> "Selector":
         return And(self, as_selector(other, "&"))
 
-    def __rand__(self, other: str) -> "Selector":
+    def __rand__(self, other: "Selectable") -> "Selector":
         return And(as_selector(other, "&"), self)
 
     def __invert__(self) -> "Selector":
@@ -54,6 +60,10 @@ class Selector:
             expected="~a, a & b, a | b",
             fix="use ~, & and |",
         )
+
+
+Selectable: TypeAlias = Selector | str | Sequence[str] | FilterOfNnx | type[Any]
+"""What a selector may be combined with: what :func:`as_selector` accepts, types of NNX variables among it."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -1,0 +1,220 @@
+"""Which leaves does a checkpoint have? Their paths, shapes and dtypes, without their values.
+
+Orbax stores shapes beside its arrays, a safetensors file has all of them in its header, and each array of an ``.npz``
+file has a header of its own. In a Flax msgpack file they alternate with the values: it is read through, one array at a
+time. Nothing is unpickled, and no JAX array is made.
+"""
+
+import difflib
+import json
+import mmap
+import pathlib
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from numpy.lib import format as npy
+
+from optax_freeze._errors import is_int, value_error
+from optax_freeze._spec import tree as _tree
+
+SUPPORTED = "a directory that Orbax wrote, or a .safetensors, .npz or Flax .msgpack file"
+
+
+def stored_shapes(checkpoint: epath.Path) -> dict[str, Any]:
+    """The leaves of one tree by their paths: a ``jax.ShapeDtypeStruct`` for each array, objects for the other leaves.
+
+    Args:
+      checkpoint: a file, or the directory of one tree or of one step that Orbax wrote.
+
+    Raises:
+      ValueError: if there is none, if its format is not supported, or if it is damaged.
+    """
+    shapes = _of_orbax(_item(checkpoint)) if checkpoint.is_dir() else _of_file(checkpoint)
+    if shapes and all(path.endswith("/value") for path in shapes):  # an nnx.State
+        return {path.removesuffix("/value"): leaf for path, leaf in shapes.items()}
+    return shapes
+
+
+def latest_step(checkpoint: epath.Path) -> epath.Path:
+    """The latest step of a ``CheckpointManager``'s directory; anything else itself."""
+    if not checkpoint.exists():
+        raise _wrong(checkpoint, "no such file or directory", _what_is_there(checkpoint))
+    if not checkpoint.is_dir():
+        return checkpoint
+    steps = [child for child in checkpoint.iterdir() if child.name.isascii() and child.name.isdigit()]
+    is_tree = (checkpoint / "_METADATA").exists()
+    return max(steps, key=lambda child: int(child.name)) if steps and not is_tree else checkpoint
+
+
+def _item(step: epath.Path) -> epath.Path:
+    """The directory of one tree."""
+    if (step / "_METADATA").exists():
+        return step
+    items = [child for child in step.iterdir() if (child / "_METADATA").exists()]
+    named = [item for item in items if item.name == "params"] or items
+    if len(named) == 1:
+        return named[0]
+    if items:
+        names = ", ".join(sorted(item.name for item in items))
+        raise _wrong(step, f"the items {names}", f"name one: {_listed(items)}")
+    below = [metadata.parent for metadata in step.glob("*/*/_METADATA")]
+    below = below or [child for child in step.iterdir() if _reader(child)]
+    fix = f"name one: {_listed(below)}" if below else "give one that holds _METADATA, by itself or in an item"
+    raise _wrong(step, "a directory that Orbax did not write", fix)
+
+
+def _of_orbax(item: epath.Path) -> dict[str, Any]:
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.metadata(item).item_metadata.tree  # of some damaged files the metadata are None
+    except Exception as error:
+        fix = "give another step, or write it again"
+        raise _wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix) from error
+    return dict(zip(_tree.paths(tree), map(_leaf_of_orbax, _tree.flatten(tree)[0]), strict=True))
+
+
+def _leaf_of_orbax(metadata: Any) -> Any:
+    if isinstance(metadata, ocp.metadata.value.ScalarMetadata):
+        return np.zeros((), metadata.dtype).item()
+    if hasattr(metadata, "shape"):
+        return jax.ShapeDtypeStruct(metadata.shape, metadata.dtype)
+    return metadata
+
+
+def _of_file(file: epath.Path) -> dict[str, Any]:
+    read = _reader(file)
+    if read is None:
+        got = f"a {file.suffix} file" if file.suffix else "a file"
+        fix = "convert it, or call fz.summary on shapes: jax.eval_shape of a function that returns the parameters"
+        if (file.parent / "_METADATA").exists():
+            fix = f"give the directory that Orbax wrote: {file.parent}"
+        raise _wrong(file, got, fix)
+    try:
+        return read(pathlib.Path(file))
+    except (ImportError, OSError):
+        raise
+    except Exception as error:
+        raise _wrong(file, "a file without shapes that can be read: it is damaged", "write it again") from error
+
+
+def _reader(file: epath.Path) -> Callable[[pathlib.Path], dict[str, Any]] | None:
+    """The function that reads such a file; ``checkpoint_1000`` is a name of ``flax.training.checkpoints``."""
+    if file.name.endswith(".safetensors.index.json"):
+        return _of_safetensors_index
+    is_step = file.name.startswith("checkpoint_") and file.name.removeprefix("checkpoint_").isdecimal()
+    return _READERS.get(".msgpack" if is_step and not file.is_dir() else file.suffix)
+
+
+def _of_safetensors(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"safetensors is not installed, which reads {file}: pip install 'optax-freeze[safetensors]'"
+        ) from error
+    with safe_open(file, framework="numpy") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: _struct(s.get_shape(), _DTYPES_OF_SAFETENSORS[s.get_dtype()]) for name, s in slices.items()}
+
+
+_DTYPES_OF_SAFETENSORS = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+
+
+def _of_safetensors_index(file: pathlib.Path) -> dict[str, Any]:
+    """All tensors of a model that is stored in several files."""
+    shards = set(json.loads(file.read_text())["weight_map"].values())
+    return {name: leaf for shard in sorted(shards) for name, leaf in _of_safetensors(file.parent / shard).items()}
+
+
+def _of_npz(file: pathlib.Path) -> dict[str, Any]:
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+        if not names:
+            raise ValueError("a zip file without arrays")
+        return {name.removesuffix(".npy"): _of_npy(archive, name) for name in names}
+
+
+def _of_npy(archive: zipfile.ZipFile, name: str) -> Any:
+    with archive.open(name) as member:
+        # A header of version 3 is one of version 2 with field names in UTF-8; an array with fields is not a parameter.
+        is_short = npy.read_magic(member) == (1, 0)
+        shape, _, dtype = (npy.read_array_header_1_0 if is_short else npy.read_array_header_2_0)(member)
+    if dtype == np.dtype("V2"):
+        return _struct(shape, jnp.bfloat16)  # NumPy writes its size without its name
+    return _struct(shape, dtype.newbyteorder("=")) if dtype.kind in "biufc" else str(dtype)
+
+
+def _of_msgpack(file: pathlib.Path) -> dict[str, Any]:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        tree = msgpack.unpackb(data, ext_hook=_leaf_of_msgpack, raw=False, strict_map_key=False)
+    if not isinstance(tree, Mapping):
+        raise ValueError("not a tree")
+    tree = _joined(tree)
+    return dict(zip(_tree.paths(tree), _tree.flatten(tree)[0], strict=True))
+
+
+def _leaf_of_msgpack(code: int, data: bytes) -> Any:
+    """What Flax writes as an extension: an array or a NumPy scalar as shape, dtype and values, or a complex number."""
+    if code not in (1, 3):
+        return 0j if code == 2 else "an object"
+    start = msgpack.Unpacker()
+    start.feed(data[:1024])
+    start.read_array_header()
+    return _struct(start.unpack(), start.unpack())
+
+
+def _joined(tree: Any) -> Any:
+    """A tree in which arrays of more than 1 GiB, which Flax writes in chunks, are one leaf."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if "__msgpack_chunked_array__" in tree:
+        return _struct([tree["shape"][str(axis)] for axis in range(len(tree["shape"]))], tree["chunks"]["0"].dtype)
+    return {str(key): _joined(child) for key, child in tree.items()}
+
+
+_READERS = {".safetensors": _of_safetensors, ".npz": _of_npz, ".msgpack": _of_msgpack}
+
+
+def _struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    if not all(is_int(size) and size >= 0 for size in shape):
+        raise ValueError(f"not a shape: {shape}")
+    return jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+
+
+def _what_is_there(missing: epath.Path) -> str:
+    """A hint for a path that does not exist: what lies beside its first missing segment."""
+    while missing.parent != missing and not missing.parent.exists():
+        missing = missing.parent
+    above = missing.parent
+    children = above.iterdir() if above.is_dir() else []
+    beside = {child.name: child for child in children if child.is_dir() or _reader(child)}
+    near = difflib.get_close_matches(missing.name, beside)
+    near = near or [name for name, child in beside.items() if not child.is_dir() or any(child.glob("_*METADATA"))]
+    return f"there is {_listed([beside[name] for name in near])}" if near else f"look into {above.resolve()}"
+
+
+def _listed(paths: Sequence[epath.Path]) -> str:
+    """Paths, three at most."""
+    names = sorted(map(str, paths))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _wrong(checkpoint: epath.Path, got: str, fix: str) -> ValueError:
+    return value_error("not a checkpoint of one tree", at=str(checkpoint), got=got, expected=SUPPORTED, fix=fix)
