@@ -25,6 +25,14 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_there_are_at_most_thirty_pages():
+    assert len(PAGES) - 1 <= 30  # without the README
+
+
+def test_that_the_examples_are_executed_is_said_once():
+    assert sum("executed by the tests" in page.read_text() for page in PAGES) == 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_link_and_every_file_that_a_page_names_exists(page):
     text = CODE.sub("", page.read_text())

@@ -18,9 +18,24 @@ import yaml
 import optax_freeze as fz
 
 PACKAGE = pathlib.Path(fz.__file__).parent
-PAGE = pathlib.Path("docs/architecture.md").read_text()
+PAGE = pathlib.Path("docs/development.md").read_text()
 SECTIONS = dict(re.findall(r"^## `(_\w+)`: (.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
 FILES = [f"{folder}.{file}" for folder, text in SECTIONS.items() for file in re.findall(r"^\| `(\w+)\.py`", text, re.M)]
+API = {  # the page under docs/api of each folder, and of the modules that users import themselves
+    "_spec": "spec",
+    "_gradient": "gradient",
+    "_optimizer": "optimizer",
+    "_state": "optimizer",
+    "_report": "report",
+    "_precompute": "precompute",
+    "_verify": "report",
+    "_audit": "report",
+    "typing": "spec",
+    "linen": "modules",
+    "nnx": "modules",
+    "checkpoint": "modules",
+    "features": "precompute",
+}
 OUTER = ["linen", "nnx", "checkpoint", "features"]  # you import these yourself: they bring Flax or Orbax with them
 MAP = (PACKAGE / "__init__.py").read_text()
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
@@ -84,11 +99,25 @@ def test_the_architecture_has_a_reason_for_each_long_file():
     assert set(re.findall(r"`([\w/]+\.py)`", reasons)) == long
 
 
+def api_page(folder):
+    return pathlib.Path("docs/api", f"{API[folder]}.md").read_text()
+
+
+def test_each_folder_has_its_page_of_the_api():
+    assert set(API) == {*SECTIONS, *OUTER, "typing"}
+    assert {path.stem for path in pathlib.Path("docs/api").glob("*.md")} == {*API.values(), "index"}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_index_of_the_api_lists_every_public_name(name):
+    if not inspect.isclass(getattr(fz, name)) or name == "Part":
+        assert f"`fz.{name}`" in pathlib.Path("docs/api/index.md").read_text()
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name):
     function = getattr(fz, name)
-    module = function.__module__.rpartition(".")[2]
-    page = pathlib.Path("docs/api", f"{module}.md").read_text()
+    page = api_page(function.__module__.split(".")[1])
     assert re.search(rf"optax_freeze\.{name}$", page, re.MULTILINE)
     doc = inspect.getdoc(function)
     assert doc is not None
@@ -103,7 +132,7 @@ def test_every_public_name_is_documented(name):
 def test_every_type_is_documented():
     types = [name for name in vars(fz.typing) if not name.startswith("_")]
     assert types == ["ElementMask", "Spec", "Selector", "PyTree"]
-    page = pathlib.Path("docs/api/typing.md").read_text()
+    page = api_page("typing")
     assert set(re.findall(r"^\.\. py:data:: (\w+)$", page, re.MULTILINE)) == set(types)
 
 
@@ -113,7 +142,7 @@ def test_every_public_name_of_an_outer_module_is_documented(outer):
     here = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     public = {name: inspect.getdoc(value) for name, value in here.items() if not name.startswith("_")}
     assert public
-    page = pathlib.Path("docs/api", f"{outer}.md").read_text()
+    page = api_page(outer)
     for name, doc in public.items():
         assert re.search(rf"optax_freeze\.{outer}\.{name}$", page, re.MULTILINE)
         assert re.search(r"Example:\n  >>> ", doc)

@@ -1,4 +1,4 @@
-"""What `docs/recipes.md` says: for every way of freezing, and on several devices."""
+"""Loss scaling, `pmap` and target networks, as the guides show them: for every way of freezing, on several devices."""
 
 import jax
 import jax.numpy as jnp

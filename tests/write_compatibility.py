@@ -1,6 +1,7 @@
 """Runs the whole optimizer matrix and writes ``docs/compatibility.md``: half an hour on two cores.
 
-The page is the record, too: the tests read it back and compare it with the installed Optax.
+The page is the record, too: the tests read it back and compare it with the installed Optax. Its last section, on models,
+is written by ``tests/gallery/write_page.py``.
 """
 
 import concurrent.futures
@@ -18,6 +19,7 @@ import optimizers
 from matrix import DTYPES, MODES, OPTIMIZERS, SPECS, Cell, every_cell, programs_on_disk, run, sees_zeros
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compatibility.md"
+MODELS = "\n## Models\n"
 
 
 class Record(NamedTuple):
@@ -52,7 +54,9 @@ def main() -> None:
             zeros[name] = found.sees_zeros
     if failures:
         sys.exit(f"{failures} cells failed")
-    PAGE.write_text(render(Record(optax.__version__, jax.__version__, zeros, limits, optimizers.SKIPPED)))
+    _, heading, models = PAGE.read_text().partition(MODELS)
+    record = Record(optax.__version__, jax.__version__, zeros, limits, optimizers.SKIPPED)
+    PAGE.write_text(render(record) + heading + models)
 
 
 class Found(NamedTuple):
@@ -112,7 +116,7 @@ def render(record: Record) -> str:
 
 def parse(page: str) -> Record:
     """What a page says."""
-    versions, matrix, limits, skipped = page.split("\n## ")
+    versions, matrix, limits, skipped = page.partition(MODELS)[0].split("\n## ")
     found = re.search(r"Optax (\S+) and JAX (\S+)\.", versions)
     assert found, "the page does not say its versions"
     return Record(
@@ -148,47 +152,46 @@ def _table(*head: str, rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 _TEXT = """\
-# Compatibility
+# Compatibility: optimizers and models
 
-Every optimizer of `optax` and `optax.contrib`, found by introspection: the public functions that return a gradient
-transformation and take a learning rate or another transformation; `scale_by_*` and other building blocks do not count.
-Each is run in {each} ways for each form of freezing, {cells} cells in all: in float32 and bfloat16; op by op, under
-`jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and with
+On this page you can look up whether an Optax optimizer gives the same results with freezing, and what freezing rows costs in models of other packages.
+
+Every optimizer of `optax` and `optax.contrib` is tested, found by introspection: the public functions that return a gradient transformation and take a
+learning rate or another transformation, without building blocks such as `scale_by_*`. Each is run in {each} ways for each form of freezing, {cells} cells in
+all: in float32 and bfloat16; op by op, under `jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and with
 `optax.inject_hyperparams`, all inside `fz.freeze` or `fz.freeze_when`.
 
-A cell compares two runs of a few steps. One goes through this library, with NaN in the place of every frozen gradient.
-The other is the optimizer on what trains alone, the tree of `fz.partition`. A tick (✓) says:
+A cell compares two runs of a few steps: one with this library and NaN in place of every frozen gradient, and one with the plain optimizer on the trainable
+parameters of `fz.partition`. A tick (✓) means:
 
-- What is frozen keeps its bits, and its updates are -0.0.
-- Each update, each parameter that trains and the whole state of the optimizer are those of the second run: bit for bit
-  op by op, within rounding where a compiler is at work.
-- A group that `freeze_when` thaws steps as if its optimizer had been created then, and the state of a frozen one stands
-  still bit for bit.
+- Frozen parameters keep their bits, and their updates are -0.0.
+- Each update, each trainable parameter and the whole optimizer state equal those of the second run: bit for bit op by op, within rounding if a compiler is
+  involved.
+- A group that `freeze_when` unfreezes is updated as if its optimizer had been created then, and the state of a frozen group keeps its bits.
 
-`tests/matrix.py` is the cell, `make compatibility` runs all of them and writes this page; the tests run a cover in
-which any form, dtype and mode meet, and every optimizer meets four modes. Run with Optax {optax} and JAX {jax}.
+`tests/matrix.py` defines a cell, and `make compatibility` runs all cells and writes this page. The tests run a subset in which all pairs of form, dtype and mode
+occur, and every optimizer occurs in four modes. Run with Optax {optax} and JAX {jax}.
 
 ## The matrix
 
-**zeros**: beside dense elements, `fz.elements(mask)`, the optimizer sees the whole leaf with zeros at what is frozen,
-in gradients and parameters. Where the update of an element depends on others by more than a sum or a norm (a mean, a
-factor, a shape, random numbers), what trains moves otherwise than alone. With `compact=True` the optimizer sees what
-trains and nothing else.
+**zeros**: with a dense mask, `fz.elements(mask)`, the optimizer receives the whole leaf with zeros at frozen elements, in gradients and parameters. If the
+update of an element depends on others by more than a sum or a norm (a mean, a factor, a shape, random numbers), trainable elements are updated differently
+than alone. With `compact=True` the optimizer receives only the trainable elements.
 
 {optimizers}
 
-Four optimizers are given something of their own:
+Four optimizers need something of their own:
 
-- `contrib.dpsgd` takes the gradients of examples. Of rows and compact elements these have the trainable structure, as
-  of `jax.vmap(fz.grad(loss, frozen), (None, 0))`: a row cannot be told from an example in a full gradient.
+- `contrib.dpsgd` takes gradients of examples. For rows and compact elements, these have the trainable structure, as from
+  `jax.vmap(fz.grad(loss, frozen), (None, 0))`: in a full gradient a row cannot be distinguished from an example.
 - `contrib.sam` takes `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))` as its adversary.
-- `lookahead` keeps its slow parameters in its state (ten lines in `tests/optimizers.py`): Optax's own takes a pair of
-  parameters and the gradient of one, which no transformation around it can be given.
-- `contrib.reduce_on_plateau`, a building block, stands in a chain after Adam.
+- `lookahead` keeps its slow parameters in its state (ten lines in `tests/optimizers.py`). Optax's own takes a pair of parameters and the gradient of one,
+  which a transformation around it cannot pass.
+- `contrib.reduce_on_plateau`, a building block, is in a chain after Adam.
 
 ## Where Optax fails by itself
 
-These do not run without freezing either, on the same parameters and in the same way.
+These do not run without freezing either, with the same parameters and in the same way.
 
 {limits}
 

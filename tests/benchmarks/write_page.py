@@ -34,20 +34,20 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("transformer", "A decoder of which the last block and the head train", "performance.md"),
-    Section("frozen_rows", "Frozen rows", "frozen_rows.md"),
-    Section("rows_cost", "Rows in ordinary places", "frozen_rows.md"),
-    Section("scale", "Scale", "scale.md"),
+    Section("transformer", "Training the last block and head of a decoder", "performance.md"),
+    Section("frozen_rows", "Frozen rows", "performance.md"),
+    Section("rows_cost", "Rows in ordinary places", "performance.md"),
+    Section("scale", "Scale", "performance.md"),
     Section("precompute", "Features computed once", "performance.md"),
     Section("element_masks", "Single elements", "performance.md"),
     Section("schedules", "Freezing that changes", "performance.md"),
-    Section("turns", "Layers by turns", "layers_by_turns.md"),
+    Section("turns", "Layers by turns", "rows_and_elements.md"),
     Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),
     Section("flax_nnx", "Frozen modules of Flax NNX", "performance.md"),
     Section("tracing", "Tracing", "performance.md"),
     Section("import_time", "Importing it", "performance.md"),
     Section("summary", "Summaries", "performance.md"),
-    Section("fingerprint", "Fingerprints", "trust.md"),
+    Section("fingerprint", "Fingerprints", "checks.md"),
 )
 
 
@@ -117,15 +117,14 @@ def _versions() -> Iterator[tuple[str, str]]:
 _HEAD = """\
 # Benchmarks
 
-Every benchmark of this library beside its peers, as `make bench` wrote this page. What is compared
-runs in one process.
+On this page you can look up the figures behind [Performance and scale](performance.md): each benchmark with its peers, measured in one process, as
+`make bench` wrote them.
 
-Figures in upright type are exact: FLOPs and bytes as the compiler counts them, for one chip of TPU v5e unless a table
-says otherwise. It takes no TPU to compile for one, and the same versions give the same figures.
+Upright figures are exact: FLOPs and bytes as the compiler reports them, for one TPU v5e chip unless a table says otherwise. They need no TPU, and the same
+versions give the same figures.
 
-*Figures in italics* are times on the machine at hand, nearly all of them ratios: seconds of the processor, so that
-other programs hardly count, of runs taken in turn; the text says whether the least or the median of them. They still
-differ from run to run by several percent. A figure in brackets is a ratio to a row of the same table."""
+*Figures in italics* are times on this machine, nearly all of them ratios of CPU times of alternating runs, so that other programs hardly matter. The text says
+whether they are minima or medians. They vary by several percent from run to run. A figure in brackets is a ratio to a row of the same table."""
 
 if __name__ == "__main__":
     main()

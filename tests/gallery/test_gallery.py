@@ -31,5 +31,5 @@ def test_a_model(case):
 
 @pytest.mark.skipif(bool(FOLDER), reason="the page is written after these tests")
 def test_the_page_has_every_model():
-    page = pathlib.Path("docs/gallery.md").read_text()
+    page = pathlib.Path("docs/compatibility.md").read_text()
     assert [case.name for case in cases.CASES if f"| {case.name} ({case.kind}) |" not in page] == []

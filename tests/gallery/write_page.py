@@ -1,4 +1,4 @@
-"""Prints the gallery's table and writes ``docs/gallery.md``, from the figures that the tests left in a folder.
+"""Prints the gallery's table and writes the last section of ``docs/compatibility.md``, from the figures that the tests left in a folder.
 
 Run with ``make gallery``.
 """
@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from gallery import cases, gallery  # noqa: E402
 
-PAGE = HERE.parent.parent / "docs" / "gallery.md"
+PAGE = HERE.parent.parent / "docs" / "compatibility.md"
 COLUMNS = (
     "model",
     "frozen",
@@ -44,7 +44,8 @@ def main() -> None:
     for each in rows:
         table.add_row(*each)
     Console(width=200).print(table, highlight=False)
-    PAGE.write_text(page(rows), encoding="utf-8")
+    optimizers, _, _ = PAGE.read_text(encoding="utf-8").partition("\n" + _HEAD.partition("\n")[0])
+    PAGE.write_text(f"{optimizers}\n{section(rows)}", encoding="utf-8")
 
 
 def row(case: gallery.Case, result: dict[str, Any]) -> list[str]:
@@ -66,8 +67,8 @@ def _operation(merged: str) -> str:
     return merged.split(": ", 1)[1]
 
 
-def page(rows: list[list[str]]) -> str:
-    """The page in Markdown."""
+def section(rows: list[list[str]]) -> str:
+    """The section in Markdown."""
     rule = ["---" if not 2 <= i < 9 else "---:" for i in range(len(COLUMNS))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, rule, *rows])
     known = [
@@ -86,26 +87,22 @@ def versions() -> Iterator[str]:
 
 
 _HEAD = f"""\
-# Gallery
+## Models
 
-{len(cases.CASES)} models of other packages, each with a test. `make gallery` installs the packages (Python 3.12,
-`tests/gallery/requirements.txt`), runs the tests and writes this page. The models are small, and otherwise as their
-packages have them; "-like" means layers of a package that are stacked and scanned as in the named library. Three
-lines of a training script change in every case: the gradient (`fz.value_and_grad`), the optimizer (`fz.freeze`) and
-the update (`fz.apply_updates`).
+{len(cases.CASES)} models of other packages, each with a test. `make gallery` installs the packages (Python 3.12, `tests/gallery/requirements.txt`),
+runs the tests and writes this section. The models are small and otherwise unchanged; "-like" means layers of a package that are stacked and scanned
+as in the named library. Three lines of a training script change in each case: the gradient (`fz.value_and_grad`), the optimizer (`fz.freeze`) and the update
+(`fz.apply_updates`).
 
-Each model trains for three steps of AdamW. The columns:
+Each model trains for three steps with AdamW. The columns:
 
 - **compilations** of the step; **wrong bits**: leaves in which a frozen bit changed.
-- **gradient**: the largest difference from `jax.grad` of the whole model, divided by the largest element of the
-  leaf's gradient.
-- **FLOPs**, **bytes** (accessed) and **memory** of the gradient, as XLA counts them for the CPU; for FLOPs and
-  bytes, scans are unrolled. Each cell has two ratios. The first compares with the gradient of whole leaves: every
-  leaf that is frozen by rows is trained as a whole. The second compares with rows put together by hand inside the
-  loss, with `.at[rows].set` or by concatenation, whichever accesses fewer bytes. **Memory** is temporaries plus
-  outputs, because XLA uses output buffers as scratch and the gradient of a whole leaf is an output. **Temporaries**
-  alone are beside it.
-- **merged by**: the operation that needs the whole array ([frozen rows](frozen_rows.md)); empty where all
+- **gradient**: the largest difference from `jax.grad` of the whole model, divided by the largest element of the leaf's gradient.
+- **FLOPs**, **bytes** (accessed) and **memory** of the gradient, as XLA reports them for the CPU; for FLOPs and bytes, scans are unrolled. Each cell has two
+  ratios: to the gradient in which every leaf that is frozen by rows trains as a whole, and to rows put together by hand inside the loss, with
+  `.at[rows].set` or by concatenation, whichever accesses fewer bytes. **Memory** is temporaries plus outputs, because XLA uses output buffers for
+  temporary values and the gradient of a whole leaf is an output. **Temporaries** alone are listed, too.
+- **merged by**: the operation that needs the whole array ([how operations read frozen rows](api/gradient.md#how-operations-read-frozen-rows)); empty if all
   operations read the rows in parts.
 
 The tests require one compilation, no wrong bits, gradients within rounding, and at most {gallery.LIMIT} times the
