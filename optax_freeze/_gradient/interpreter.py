@@ -109,7 +109,7 @@ def evaluate(
             values = [read(v) for v in eqn.invars]
             known = [isinstance(v, Literal) or v in of_params for v in eqn.invars]
             constant = folded(eqn, values)
-            outs = _apply(eqn, values, known) if constant is None else constant
+            outs = apply(eqn, values, known) if constant is None else constant
         if all(known):
             of_params.update(eqn.outvars)
         env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
@@ -119,7 +119,8 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
+def apply(eqn: Any, values: list[Any], of_params: Sequence[bool] = ()) -> Any:
+    """The result of an equation: dense, split, or of late arrays alone and not computed yet."""
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     if not rule.enters:
         if has_late(values) and not has_split(values):
