@@ -240,7 +240,7 @@ class Simulation:
 
 
 def made_up(struct: Any) -> Any:
-    """An array for a ``jax.ShapeDtypeStruct``, a hole for that of a PRNG key; any other leaf as it is, on the device."""
+    """An array for a ``jax.ShapeDtypeStruct``, a hole for that of a PRNG key; any other leaf itself, on the device."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return to_device(struct)
     if jnp.issubdtype(struct.dtype, jax.dtypes.extended):

@@ -41,9 +41,9 @@ class Summary:
 
     Attributes:
       rows: for each leaf its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes`` and
-        ``frozen_bytes``; ``leaves`` is the number of leaves that ``depth=`` summed up, and ``host_bytes`` the bytes that
-        lie in the host's memory (:func:`optax_freeze.offload`). Shape and dtype are None for objects that are not
-        arrays, and where leaves differ.
+        ``frozen_bytes``; ``leaves`` is the number of leaves that ``depth=`` summed up, ``host_bytes`` what lies in the
+        host's memory (:func:`optax_freeze.offload`). Shape and dtype are None for objects that are not arrays, and
+        where leaves differ.
       state_bytes: of the optimizer state with freezing, dense masks included; None if no optimizer was given.
       full_state_bytes: of the optimizer state without freezing.
       extent: ``"nothing"`` or ``"everything"`` if the spec freezes that much of what could train, otherwise None.
@@ -108,8 +108,8 @@ class Summary:
     def plot(self, ax: Any = None, *, depth: int = 1) -> Any:
         """Draws a bar for each module: its trainable bytes, frozen bytes, and optimizer state if ``tx`` was given.
 
-        Only the 12 largest modules have a bar of their own. State of no module, such as step counts and masks, counts
-        in the legend only.
+        Bytes in the host's memory are a part of their own. Only the 12 largest modules have a bar of their own. State
+        of no module, such as step counts and masks, counts in the legend only.
 
         Args:
           ax: matplotlib axes; by default those of a new figure.
