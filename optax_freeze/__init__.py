@@ -50,6 +50,9 @@ from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen
 from optax_freeze._state.migrate import migrate as migrate
 
+# Where frozen parameters lie.
+from optax_freeze._memory.offload import offload as offload
+
 # What is frozen, and what that saves.
 from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary

@@ -93,7 +93,8 @@ def audit(
 
     Args:
       tx: the optimizer of the training, with ``fz.freeze``, ``optax.masked`` or whatever freezes in it.
-      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up.
+      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in the
+        host's memory are read into the device's: the runs have gradients and updates of the same size.
       frozen: what should be frozen, in any form.
       steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The

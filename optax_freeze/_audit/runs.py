@@ -21,6 +21,7 @@ from optax_freeze._errors import is_array
 from optax_freeze._optimizer.inner_update import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import copy_like
+from optax_freeze._spec.memory import on_device, to_device
 from optax_freeze._spec.partition import is_nothing
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
@@ -239,14 +240,14 @@ class Simulation:
 
 
 def made_up(struct: Any) -> Any:
-    """An array for a ``jax.ShapeDtypeStruct``, a hole for that of a PRNG key; any other leaf as it is."""
+    """An array for a ``jax.ShapeDtypeStruct``, a hole for that of a PRNG key; any other leaf itself, on the device."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
-        return struct
+        return to_device(struct)
     if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
         return _tree.HOLE
     is_inexact = jnp.issubdtype(struct.dtype, jnp.inexact)
     value = jnp.asarray(_normal(struct, 0) if is_inexact else np.zeros(struct.shape, struct.dtype))
-    return value if struct.sharding is None else jax.device_put(value, struct.sharding)
+    return value if struct.sharding is None else jax.device_put(value, on_device(struct.sharding))
 
 
 def _normal(like: Any, *seed: int) -> np.ndarray:

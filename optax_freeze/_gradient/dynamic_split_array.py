@@ -30,8 +30,6 @@ class DynamicSplitArray(PartlyFrozen):
     If it is ``whole``, ``frozen`` has the values of ``rows``, too.
     """
 
-    frozen: Any
-    rows: Any
     numbers: Any
     index: DynamicRowIndex  # without its array
     log: OperationLog | None = None

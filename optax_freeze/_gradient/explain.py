@@ -15,9 +15,11 @@ from optax_freeze._gradient import operation_log
 from optax_freeze._gradient.in_parts import OfParts, call_in_parts
 from optax_freeze._gradient.operation_log import OperationLog
 from optax_freeze._gradient.restrict import refuse_no_function
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import is_on_host, to_memory_of
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import RowSelection
+from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import PyTree
 
 ASKED_FOR_A_VALUE = (
@@ -71,12 +73,41 @@ class LeafExplanation:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostExplanation:
+    """One frozen leaf, where parameters lie in the host's memory, and the operations that read it, in order.
+
+    Attributes:
+      path: of the leaf.
+      on_host: whether it lies in the host's memory. One on the device is listed if only lookups read it.
+      by_rows: the operations that read some rows at a time from the host.
+      whole: those for which all of it comes to the device; of a leaf that is there, those that read it.
+    """
+
+    path: str
+    on_host: bool
+    by_rows: tuple[Operation, ...]
+    whole: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        path = self.path or "(the root)"
+        if not self.on_host:
+            return printable(f"{path}: stays on the device, where it is looked up by {self.whole[0]}")
+        how = [*(["by rows"] if self.by_rows else []), *(["whole"] if self.whole else [])]
+        lines = [f"{path}: from the host, {' and '.join(how) or 'and not read'}"]
+        lines += [f"  by rows: {operation}" for operation in self.by_rows]
+        lines += [f"  whole: {operation}; better kept on the device" for operation in self.whole]
+        return "\n".join(map(printable, lines))
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """The result of :func:`optax_freeze.explain`; prints one line for each operation.
 
     Attributes:
       rows: for each leaf that is frozen by rows its path, how many rows it has and how many are trainable, the
         operations that read it in parts or as a whole (name and source line), and the first that merged it or None.
+      host: where leaves lie in the host's memory (:func:`optax_freeze.offload`), for each of these its path and the
+        operations that read it ``by_rows`` or ``whole``; and each frozen leaf on the device that is only looked up.
 
     Example:
       >>> import optax_freeze as fz
@@ -87,13 +118,16 @@ class Explanation:
     """
 
     rows: tuple[LeafExplanation, ...]
+    host: tuple[HostExplanation, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rows)) or "no leaf is frozen by rows"
+        return "\n".join(map(str, (*self.rows, *self.host))) or "no leaf is frozen by rows"
 
 
 def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> Explanation:
-    """Says how operations read a leaf that is frozen by rows: in parts, whole with a gradient of the rows, or merged.
+    """Says how operations read a leaf that is frozen by rows, or that lies in the host's memory.
+
+    A leaf frozen by rows is read in parts, whole with a gradient of the rows, or merged.
 
     Frozen rows cost nothing as long as operations read them in place, or read the whole array and have a gradient of
     the trainable rows alone. Any other operation gets the merged array: the result is the same, but the gradient has
@@ -138,14 +172,16 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     plan = make_plan(params, frozen)
     pairs = zip(plan.leaves, plan.selections, strict=True)
     indices = {leaf.path: index for leaf, index in pairs if isinstance(index, RowSelection)}
-    logs = {path: OperationLog() for path in indices}
+    values = _tree.flatten(params)[0]
+    on_host = [leaf.path for leaf, value in zip(plan.leaves, values, strict=True) if is_on_host(value)]
+    logs = {leaf.path: OperationLog() for leaf in plan.leaves if on_host or leaf.path in indices}
     log_of_each = [logs.get(leaf.path) for leaf in plan.leaves]
     everything, treedef = jax.tree.flatten((params, args, kwargs))
     abstract = [is_array(leaf) for leaf in jax.tree.leaves(params)]
     abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(abstract) :]]
 
     def traced(arrays: Sequence[Any]) -> None:
-        left = iter(arrays)
+        left = map(to_memory_of, compress(everything, abstract), arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
         call_in_parts(fun, *split(params, plan), args, kwargs, log_of_each, whole=True)
@@ -155,13 +191,25 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     except ASKED_FOR_A_VALUE:
         if not any(log.with_effect("merged") for log in logs.values()):
             raise
-    return Explanation(tuple(_of_leaf(path, indices[path], log) for path, log in logs.items()))
+    whole = {leaf.path for leaf, selection in zip(plan.leaves, plan.selections, strict=True) if selection is FROZEN}
+    of_host = [_of_host_leaf(path, path in on_host, logs[path]) for path in logs if path in whole or path in on_host]
+    return Explanation(
+        tuple(_of_leaf(path, index, logs[path]) for path, index in indices.items()),
+        tuple(found for found in of_host if found.on_host or {read.name for read in found.whole} == {"gather"}),
+    )
+
+
+def _operations(log: OperationLog, *effects: str) -> tuple[Operation, ...]:
+    return tuple(dict.fromkeys(map(_with_line, log.with_effect(*effects))))
+
+
+def _of_host_leaf(path: str, on_host: bool, log: OperationLog) -> HostExplanation:
+    whole = _operations(log, "host whole" if on_host else "device")
+    return HostExplanation(path, on_host, _operations(log, "host rows"), whole)
 
 
 def _of_leaf(path: str, index: RowSelection, log: OperationLog) -> LeafExplanation:
-    in_parts, whole = (
-        tuple(dict.fromkeys(map(_with_line, log.with_effect(*effects)))) for effects in [("kept", "read"), ("whole",)]
-    )
+    in_parts, whole = _operations(log, "kept", "read"), _operations(log, "whole")
     merged = next(map(_with_line, log.with_effect("merged")), None)
     return LeafExplanation(path, index.size, index.count, in_parts, whole, merged)
 

@@ -19,7 +19,10 @@ from optax_freeze._spec.memory import to_device
 class _Shaped:
     """The attributes of an array that follow from its shape."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of its axes."""
+        raise NotImplementedError
 
     @property
     def ndim(self) -> int:
@@ -153,10 +156,10 @@ def has_late(values: Sequence[Any]) -> bool:
 
 
 def record_reads(value: Any, operation: str, source: Any) -> None:
-    """Adds an operation to the logs of what it reads from the host."""
+    """Adds an operation to the logs of what it reads as late as possible."""
     for array in sources(value):
-        if array.on_host:
-            array.record(operation, "host whole" if array.count is None else "host rows", source)
+        effect = "host whole" if array.count is None else "host rows"
+        array.record(operation, effect if array.on_host else "device", source)
 
 
 def with_log_of_host(value: Any, log: OperationLog) -> Any:

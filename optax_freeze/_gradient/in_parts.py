@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ from optax_freeze._gradient.operation_log import OperationLog
 from optax_freeze._gradient.split_array import PartlyFrozen, SplitArray
 from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.partition import assemble
-from optax_freeze._spec.selection import RowIndex, RowSelection
+from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, RowSelection
 from optax_freeze._spec.tree import PyTree, Rest, is_leaf
 
 T = TypeVar("T")
@@ -54,10 +54,14 @@ def call_in_parts(
             return index.put(of_rest.array, part)
         array = jnp.asarray(of_rest.array)
         rows = jnp.asarray(part.values, array.dtype)
-        split = SplitArray if isinstance(index, RowIndex) else DynamicSplitArray
-        return split.of(array, rows, index, None, whole)
+        if isinstance(index, DynamicRowIndex):
+            return DynamicSplitArray.of(array, rows, index, None, whole)
+        assert isinstance(index, RowIndex)
+        return SplitArray.of(array, rows, index, None, whole)
 
     leaves, treedef = assemble(trainable, rest, combine_part)
+    logs = list(islice(logs, len(leaves)))
+    log_of = {id(leaf): log for leaf, log in zip(leaves, logs, strict=True)}
     leaves = list(map(_read_in_parts, leaves, logs))
     in_parts = [leaf for leaf in leaves if isinstance(leaf, PartlyFrozen | FrozenArray)]
     if not in_parts:
@@ -70,7 +74,7 @@ def call_in_parts(
 
     from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
 
-    frozen = [leaf for leaf in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(leaf)]
+    frozen = {id(x): log_of.get(id(x)) for x in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(x)}
     return call(of_arrays, in_parts, frozen, leaves, jax.tree.leaves((args, kwargs)))
 
 

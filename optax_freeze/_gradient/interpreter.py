@@ -5,7 +5,8 @@ rule, and gets merged arrays if it has none.
 """
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from optax_freeze._gradient import rules_rowwise as rules_rowwise
 from optax_freeze._gradient import rules_writing as rules_writing
 from optax_freeze._gradient.constants import as_array, folded
 from optax_freeze._gradient.frozen_array import FrozenArray, has_late, read
+from optax_freeze._gradient.operation_log import OperationLog
 from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole, static_rows
 from optax_freeze._gradient.split_array import dense, has_split, on_device
 
@@ -34,7 +36,7 @@ _TRACED = object()
 def call(
     fun: Callable[..., Any],
     leaves: Sequence[Any],
-    frozen: Sequence[Any] = (),
+    frozen: Mapping[int, OperationLog | None] = MappingProxyType({}),
     params: Sequence[Any] = (),
     inputs: Sequence[Any] = (),
 ) -> Any:
@@ -43,8 +45,8 @@ def call(
     It is traced as ``jit`` traces, which executes nothing, and the program is evaluated: effects happen once, in order.
     If it cannot be traced (Python branches on a value), it is called with the merged arrays, and may raise its error.
 
-    ``frozen`` are the frozen arrays that ``fun`` closes over. They are recognised by their identity among the constants
-    of the program: as arguments they would be tracers, on which ``fun`` cannot branch. So are
+    ``frozen`` has the identity of each frozen array that ``fun`` closes over, and its log: as arguments of the program,
+    and not constants, they would be tracers, on which ``fun`` cannot branch. So are
     ``params``, the other parameters, and ``inputs``, from which activations are computed.
     """
     treedef, flat = None, []
@@ -63,8 +65,11 @@ def call(
         for leaf in leaves:
             leaf.record("Python that needs a value", "host whole" if isinstance(leaf, FrozenArray) else "merged", None)
         return fun(*map(dense, leaves))
-    frozen_ids, late = {id(array) for array in frozen}, any(isinstance(_frozen(leaf), FrozenArray) for leaf in leaves)
-    consts = [FrozenArray(const, is_late=late) if id(const) in frozen_ids else const for const in closed.consts]
+    late = any(isinstance(_frozen(leaf), FrozenArray) for leaf in leaves)
+    consts = [
+        FrozenArray(const, is_late=late, log=frozen[id(const)]) if id(const) in frozen else const
+        for const in closed.consts
+    ]
     known, unknown = set(map(id, params)), set(map(id, inputs))
     outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
     return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
@@ -109,7 +114,7 @@ def evaluate(
             values = [read(v) for v in eqn.invars]
             known = [isinstance(v, Literal) or v in of_params for v in eqn.invars]
             constant = folded(eqn, values)
-            outs = _apply(eqn, values, known) if constant is None else constant
+            outs = apply(eqn, values, known) if constant is None else constant
         if all(known):
             of_params.update(eqn.outvars)
         env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
@@ -119,7 +124,8 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: Any, values: list[Any], of_params: Sequence[bool]) -> Any:
+def apply(eqn: Any, values: list[Any], of_params: Sequence[bool] = ()) -> Any:
+    """The result of an equation: dense, split, or of late arrays alone and not computed yet."""
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     if not rule.enters:
         if has_late(values) and not has_split(values):

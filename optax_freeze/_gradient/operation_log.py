@@ -8,7 +8,8 @@ class Operation(NamedTuple):
     """An operation in a log.
 
     On a leaf of which some rows are frozen it ``kept`` the array split, ``read`` rows of it, took the ``whole`` array
-    forward or ``merged`` it. From the host's memory it read ``host rows`` or the ``host whole``.
+    forward or ``merged`` it. From the host's memory it read ``host rows`` or the ``host whole``; beside arrays that
+    lie there, a frozen array that is on the ``device``.
     """
 
     name: str

@@ -92,6 +92,36 @@ def _is_read_in_parts(value: Any) -> bool:
     )
 
 
+@rule("shard_map", enters=True)
+def shard_map(eqn: Equation, *values: Any) -> Any:
+    """Each device reads its shard of an array on the host, inside of the function."""
+    if not has_late(values):
+        return None
+    values = tuple(
+        dense(value) if has_split([value]) or not isinstance(value, FrozenArray) or value.count is not None else value
+        for value in values
+    )
+    params = eqn.params
+
+    def function(*arrays: Any) -> list[Any]:
+        of_shards = [
+            dataclasses.replace(value, array=array) if isinstance(value, FrozenArray) else array
+            for value, array in zip(values, arrays, strict=True)
+        ]
+        outs = eqn.evaluate(*opened(params["jaxpr"]), of_shards)
+        return [dense(out) for out in outs]
+
+    mapped = jax.shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]),
+    )
+    return mapped(*(value.array if isinstance(value, FrozenArray) else value for value in values))
+
+
 class _CustomJvp(NamedTuple):
     """The function of a ``custom_jvp`` call and its rule, evaluated with split arrays."""
 

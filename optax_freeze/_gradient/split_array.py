@@ -22,10 +22,12 @@ from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class PartlyFrozen(Logged):
     """An array of which some rows are frozen, in two parts. ``frozen`` may be not read yet."""
 
     frozen: Any
+    rows: Any
 
     def merged(self) -> jax.Array:
         """The array itself."""
@@ -52,8 +54,6 @@ class SplitArray(PartlyFrozen):
     The rule may be transposed, so ``frozen`` is not a constant there.
     """
 
-    frozen: Any
-    rows: Any
     index: RowIndex
     elements: int
     log: OperationLog | None = None  # only for `explain` and in trials

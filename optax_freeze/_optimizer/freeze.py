@@ -17,6 +17,7 @@ from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, v
 from optax_freeze._optimizer.plan_in_state import plan_and_masks, plan_of, plans_of_spec, with_plan
 from optax_freeze._optimizer.update_params import with_update_params
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.partition import add_updates
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied
@@ -68,11 +69,13 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
         state = with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
         plan = plan_of(state)
         values, treedef = plan.align(updates, "updates")
+        olds, structure = _tree.flatten(params)
+        olds = olds if structure == treedef else [None] * len(values)
         zeroed = [
             value
             if _tree.is_hole(value) or value is None or isinstance(value, Part)
-            else _zeroed(selection, leaf, value)
-            for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True)
+            else _zeroed(selection, leaf, value, old)
+            for value, leaf, selection, old in zip(values, plan.leaves, plan.selections, olds, strict=True)
         ]
         return jax.tree.unflatten(treedef, zeroed), state
 
@@ -108,8 +111,8 @@ def freeze(
       inner: the optimizer, or an ``optax.MultiSteps``.
       frozen: what is frozen, in any form.
       full_updates: True gives updates of the parameters' structure, -0.0 at what is frozen, for
-        ``optax.apply_updates``; False gives the trainable structure, holes at what is frozen, for
-        :func:`optax_freeze.apply_updates`.
+        ``optax.apply_updates`` (of a parameter in the host's memory one number, or the ``Part`` of its rows); False
+        gives the trainable structure, holes at what is frozen, for :func:`optax_freeze.apply_updates`.
       tied: ``"error"`` refuses, in ``init``, one array object at two paths of which only one is frozen.
 
     Returns:
@@ -212,14 +215,18 @@ def _full_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param:
         return new
     if not isinstance(new, Part):
         return _zeroed(selection, leaf, new)
+    if is_on_host(param):
+        return new
     like = next((full for full in (param, update) if full is not None and not isinstance(full, Part)), None)
     return selection.spread(new, negative_zero(new.dtype), like)
 
 
-def _zeroed(selection: Selection, leaf: Leaf, update: Any) -> Any:
-    """A full update with zeros at frozen elements."""
+def _zeroed(selection: Selection, leaf: Leaf, update: Any, param: Any = None) -> Any:
+    """A full update with zeros at frozen elements; of rows of a parameter in the host's memory their ``Part``."""
     if selection is TRAINABLE:
         return update
+    if is_on_host(param):
+        return zero(leaf, update, param) if selection is FROZEN else selection.take(update)
     return selection.choose(zero(leaf, update) if selection is FROZEN else negative_zero(update.dtype), update)
 
 

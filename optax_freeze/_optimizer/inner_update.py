@@ -17,6 +17,7 @@ import numpy as np
 from optax_freeze._errors import is_array
 from optax_freeze._gradient.restrict import restrict
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import Selection
@@ -105,6 +106,8 @@ def _opened(node: Any) -> tuple[list[Any], Any]:
 def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
+    For a leaf in the host's memory a number of NumPy, which adds to an array in any memory, and has no bytes to move.
+
     A hole for an array without such a zero (PRNG keys), None for an object that is not an array: what
     ``equinox.apply_updates`` skips.
     """
@@ -126,6 +129,8 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     value = negative_zero(dtype)
     if value != 0:
         return _tree.HOLE
+    if is_on_host(like):
+        return value
     return jnp.full(leaf.shape or (), value, dtype) if like is leaf else jnp.full_like(like, value, dtype)
 
 

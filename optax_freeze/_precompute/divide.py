@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import value_error
+from optax_freeze._gradient.frozen_array import FrozenArray
 from optax_freeze._precompute import example_axis_rules as example_axis_rules
 from optax_freeze._precompute.arguments import Argument
 from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut
@@ -21,6 +22,7 @@ from optax_freeze._precompute.example_axis import Layout, Mixed, layouts, of_bat
 from optax_freeze._precompute.leaf_parts import LeafParts
 from optax_freeze._precompute.program import Node, Program
 from optax_freeze._precompute.trace import TRACED, Input, Traced, inputs_of
+from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.plan import Plan
 
 
@@ -59,15 +61,26 @@ class Division(NamedTuple):
 
     def before(self) -> list[Any]:
         """The features."""
-        known = {i: given.value for i, given in enumerate(self.inputs) if not given.why}
+        known = {i: value for i, value in self._values.items() if not self.inputs[i].why}
         return self._by_example(self.program.evaluate(self.cut.before, known, self.cut.stored))
 
     def after(self, features: Sequence[Any]) -> Any:
         """The outputs of the function."""
         stored = zip(self.cut.stored, self._by_batch(features), strict=True)
-        values = {**dict(enumerate(given.value for given in self.inputs)), **dict(stored)}
+        values = {**self._values, **dict(stored)}
         outs = iter(self.program.evaluate(self.cut.after, values, self.program.outputs))
         return jax.tree.unflatten(self.treedef, [next(outs) if leaf is TRACED else leaf for leaf in self.flat])
+
+    @property
+    def _values(self) -> dict[int, Any]:
+        """The inputs; where a frozen one lies in the host's memory, frozen ones are read as late as possible."""
+        late = any(is_on_host(given.value) for given in self.inputs)
+        return {
+            i: FrozenArray(given.value, is_late=True, on_host=is_on_host(given.value))
+            if late and given.leaf is not None and isinstance(given.value, jax.Array)
+            else given.value
+            for i, given in enumerate(self.inputs)
+        }
 
     def _struct(self, value: int) -> jax.ShapeDtypeStruct:
         aval = self.program.avals[value]

@@ -13,8 +13,11 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.source_info_util import current_name_stack, summarize, user_context
 
+from optax_freeze._gradient.frozen_array import has_late
+from optax_freeze._gradient.interpreter import apply
 from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._gradient.rules import Equation
+from optax_freeze._gradient.split_array import dense
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
@@ -72,12 +75,14 @@ class Program(NamedTuple):
             eqn, operands = node.eqn, [read(value) for value in node.inputs]
             stack = current_name_stack() + node.name_stack
             with user_context(node.traceback, name_stack=stack), eqn.ctx.manager:
-                outs = Equation(eqn.primitive, eqn.params).bind(*operands)
+                outs = (
+                    apply(eqn, operands) if has_late(operands) else Equation(eqn.primitive, eqn.params).bind(*operands)
+                )
             env.update(zip(node.outputs, outs if eqn.primitive.multiple_results else [outs], strict=True))
             for value in {*node.reads, *node.outputs}:
                 if last.get(value, i) <= i:
                     del env[value]
-        return [read(value) for value in outputs]
+        return [dense(read(value)) for value in outputs]
 
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "call")

@@ -15,6 +15,8 @@ from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
 from optax_freeze._gradient.in_parts import call_in_parts
 from optax_freeze._precompute.leaf_parts import LeafParts
 from optax_freeze._precompute.program import Program, flatten
+from optax_freeze._spec.layout import explicit_sharding
+from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
 from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest, is_hole
@@ -55,7 +57,7 @@ class Traced:
     def program(self, inputs: Sequence[Input]) -> Program:
         """The program, with inputs as these."""
         try:
-            closed = jax.make_jaxpr(self._call)(*(given.value for given in inputs))
+            closed = jax.make_jaxpr(self._call)(*(_as_on_device(given.value) for given in inputs))
         except ASKED_FOR_A_VALUE as error:
             fun = self._given[0]
             raise value_error(
@@ -70,6 +72,13 @@ class Traced:
     def again(self, inputs: Sequence[Input]) -> Program:
         """The program with other inputs; its outputs are not kept."""
         return Traced(*self._given).program(inputs)
+
+
+def _as_on_device(value: Any) -> Any:
+    """An array, or the shape of one that lies in the host's memory: where it lies makes no other program."""
+    if not is_on_host(value):
+        return value
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
 
 
 def inputs_of(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:

@@ -24,10 +24,11 @@ from optax_freeze._report import plot as _plot
 from optax_freeze._report import table as _table
 from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
-from optax_freeze._spec.tree import Leaf, PyTree
+from optax_freeze._spec.tree import Leaf, PyTree, Rest
 from optax_freeze._state.entries import entries_of
 
 
@@ -40,8 +41,9 @@ class Summary:
 
     Attributes:
       rows: for each leaf its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes`` and
-        ``frozen_bytes``; ``leaves`` is the number of leaves that ``depth=`` summed up. Shape and dtype are None for
-        objects that are not arrays, and where leaves differ.
+        ``frozen_bytes``; ``leaves`` is the number of leaves that ``depth=`` summed up, ``host_bytes`` what lies in the
+        host's memory (:func:`optax_freeze.offload`). Shape and dtype are None for objects that are not arrays, and
+        where leaves differ.
       state_bytes: of the optimizer state with freezing, dense masks included; None if no optimizer was given.
       full_state_bytes: of the optimizer state without freezing.
       extent: ``"nothing"`` or ``"everything"`` if the spec freezes that much of what could train, otherwise None.
@@ -93,11 +95,21 @@ class Summary:
         """The size of the trainable parameters."""
         return self.bytes - self.frozen_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """The size of the parameters in the host's memory."""
+        return sum(row.host_bytes for row in self.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        """The size of the parameters in the device's memory."""
+        return self.bytes - self.host_bytes
+
     def plot(self, ax: Any = None, *, depth: int = 1) -> Any:
         """Draws a bar for each module: its trainable bytes, frozen bytes, and optimizer state if ``tx`` was given.
 
-        Only the 12 largest modules have a bar of their own. State of no module, such as step counts and masks, counts
-        in the legend only.
+        Bytes in the host's memory are a part of their own. Only the 12 largest modules have a bar of their own. State
+        of no module, such as step counts and masks, counts in the legend only.
 
         Args:
           ax: matplotlib axes; by default those of a new figure.
@@ -143,6 +155,9 @@ class Summary:
             part("frozen", self.frozen_elements, self.frozen_bytes),
             f"all {self.elements:,} elements, {_table.size(self.bytes)}",
         ]
+        if self.host_bytes:
+            on_device, on_host = _table.size(self.device_bytes), _table.size(self.host_bytes)
+            totals.append(f"in the device's memory {on_device}, in the host's {on_host}")
         if self.state_bytes is not None and self.full_state_bytes is not None:
             full = _table.size(self.full_state_bytes)
             totals.append(f"optimizer state {_table.size(self.state_bytes)} instead of {full}")
@@ -200,7 +215,7 @@ def summary(
         fix = "depth=1 gives a row for each top-level name, and None one for each leaf"
         depth = whole_number("a depth counts segments of a path", depth, at="depth", fix=fix)
     plan = make_plan(params, frozen, tied=tied)
-    rows = tuple(_table.summed(map(_row, plan.leaves, plan.selections), depth))
+    rows = tuple(_table.summed(map(_row, plan.leaves, plan.selections, _tree.flatten(params)[0]), depth))
     extent = plan.extent(params)
     if tx is None:
         return Summary(rows, extent=extent)
@@ -212,7 +227,7 @@ def summary(
     return Summary(rows, _nbytes(held), _nbytes(full), extent, tuple(by_row[row.path] for row in rows))
 
 
-def _row(leaf: Leaf, selection: Selection) -> Row:
+def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
     if leaf.shape is None:
         return Row(leaf.path, None, None, 0, 0, 0, 0)
     shape = leaf.shape if leaf.index is None else _shape_of_part(leaf.shape, leaf.index)
@@ -228,7 +243,8 @@ def _row(leaf: Leaf, selection: Selection) -> Row:
                 fix="call fz.summary outside of jit, or build the mask there",
             )
         frozen = elements - selection.elements(shape)
-    return Row(leaf.path, shape, leaf.dtype, elements, frozen, elements * each, frozen * each)
+    on_host = elements * each if is_on_host(value.array if isinstance(value, Rest) else value) else 0
+    return Row(leaf.path, shape, leaf.dtype, elements, frozen, elements * each, frozen * each, host_bytes=on_host)
 
 
 def _shape_of_part(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
@@ -259,7 +275,7 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any], bool]) -> PyTree:
     """The shapes of an optimizer's state; what is not kept of the parameters is a hole there."""
-    values, treedef = jax.tree.flatten(params)
+    values, treedef = jax.tree.flatten(jax.tree.map(lambda x: _tree.struct_of(x) if is_on_host(x) else x, params))
 
     def of_arrays(arrays: list[Any]) -> PyTree:
         left = iter(arrays)

@@ -24,6 +24,7 @@ class Row(NamedTuple):
     bytes: int
     frozen_bytes: int
     leaves: int = 1
+    host_bytes: int = 0
 
 
 class Line(NamedTuple):
@@ -144,8 +145,14 @@ def _cells(line: Line) -> tuple[str, ...]:
         "" if row.dtype is None else str(row.dtype),
         f"{times * row.elements:,}",
         size(times * row.bytes),
-        _status(times * row.elements, times * row.frozen_elements),
+        _status(times * row.elements, times * row.frozen_elements) + _place(times * row.bytes, times * row.host_bytes),
     )
+
+
+def _place(whole: int, on_host: int) -> str:
+    if not on_host:
+        return ""
+    return ", on the host" if on_host == whole else f", {size(on_host)} on the host"
 
 
 def _status(elements: int, frozen: int) -> str:
@@ -197,7 +204,7 @@ def as_rich(table: Table) -> Any:
     for name, side in HEADER.items():
         shown.add_column(name, justify=side, no_wrap=side == "right", overflow="fold")  # pyright: ignore[reportArgumentType]
     for line in table.cells:
-        shown.add_row(*map(Text, line), style="dim" if line[-1] == "frozen" else "bold")
+        shown.add_row(*map(Text, line), style="dim" if line[-1].split(",")[0] == "frozen" else "bold")
     return Group(shown, Text(), *map(Text, table.totals))
 
 

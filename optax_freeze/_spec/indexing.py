@@ -83,6 +83,15 @@ def _keep_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.
     return _move_integers(move, where, *arrays) if narrow else move(where, *arrays)
 
 
+def move_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
+    """``move(where, *arrays)`` for a function that only moves values; on TPU, which keeps bits anyway, no bitcasts."""
+    if not _integer_of(arrays[-1].dtype):
+        return move(where, *arrays)
+    return jax.lax.platform_dependent(
+        where, *arrays, tpu=move, default=lambda where, *arrays: _keep_bits(move, where, *arrays)
+    )
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _move_integers(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
     dtype = arrays[-1].dtype

@@ -25,6 +25,11 @@ def to_device(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf
 
 
+def on_device(sharding: Any) -> Any:
+    """A sharding with the same layout in the device's memory."""
+    return sharding.with_memory_kind("device") if sharding.memory_kind == HOST else sharding
+
+
 def to_memory_of(like: Any, leaf: Any) -> Any:
     """``leaf`` in the memory in which ``like`` is."""
     return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(like) and not is_on_host(leaf) else leaf

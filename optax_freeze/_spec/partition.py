@@ -16,7 +16,8 @@ import optax
 
 from optax_freeze._errors import is_array, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.plan import Plan, refuse_other_leaf
+from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.plan import Plan, refuse_on_host, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
@@ -190,21 +191,23 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
     if treedef != other:
         _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
     selections = [TRAINABLE] * len(values) if selections is None else selections
-    names = _tree.paths(params) if any(isinstance(change, Part) for change in changes) else []
+    paths = functools.cache(lambda: _tree.paths(params))
     for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
         if selection is FROZEN or is_nothing(change) or _stays(value, change):
             continue
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
             index = change.index if selection is TRAINABLE else selection.part_index
-            refuse_other_leaf(change, Leaf(names[i], tuple(value.shape), index=index), selection, "updates")
+            refuse_other_leaf(change, Leaf(paths()[i], tuple(value.shape), index=index), selection, "updates")
         elif not _fits(value, change):
             raise value_error(
                 "updates: another leaf",
-                at=_tree.paths(params)[i],
+                at=paths()[i],
                 got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
                 expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
                 fix="the parameters come first; pass the updates that belong to these parameters",
             )
+        elif is_on_host(value) and not isinstance(change, Part) and jnp.ndim(change):
+            refuse_on_host(paths()[i], selection, value)
     return jax.tree.unflatten(treedef, list(map(updated, values, changes, selections)))
 
 

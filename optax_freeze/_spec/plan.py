@@ -15,7 +15,8 @@ import numpy as np
 from optax_freeze._errors import described, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import copy_like
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowSelection, Selection
+from optax_freeze._spec.memory import HOST, is_on_host
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -149,6 +150,8 @@ class Plan:
 
     def take(self, values: Sequence[Any]) -> list[Any]:
         """The trainable part of each leaf; a ``Part`` of a leaf stays as it is."""
+        for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
+            refuse_on_host(leaf.path, selection, value)
         pairs = zip(self.selections, values, strict=True)
         return [_values_alone(v) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
 
@@ -180,6 +183,23 @@ class Plan:
 
 def _values_alone(part: Part) -> Part:
     return part if part.trains is None else dataclasses.replace(part, trains=None)
+
+
+def may_stay_on_host(selection: Selection) -> bool:
+    """Whether a leaf may lie in the host's memory: if it is frozen, or all of it but rows known when traced."""
+    return selection is FROZEN or isinstance(selection, RowIndex)
+
+
+def refuse_on_host(path: str, selection: Selection, value: Any) -> None:
+    """A ``ValueError`` if a value that trains lies in the host's memory."""
+    if is_on_host(value) and not may_stay_on_host(selection):
+        raise value_error(
+            "a parameter that trains lies in the host's memory",
+            at=path,
+            got=f"{described(value)} in {HOST}, which {selection}",
+            expected="an array in the device's memory; frozen leaves, or those with static rows that train, may stay",
+            fix="params = fz.offload(params, frozen) with this spec brings it back",
+        )
 
 
 def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:

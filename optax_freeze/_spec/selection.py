@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.masks import DynamicRows, Elements, Rows
+from optax_freeze._spec.memory import is_on_host, to_memory_of
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
 _FEW = 16
@@ -98,7 +100,9 @@ class _Whole(Selection):
         return self.choose(full, part)
 
     def add(self, full: Any, update: Any) -> Any:
-        return full if self.is_frozen else optax.apply_updates(full, update)
+        if self.is_frozen or (is_on_host(full) and isinstance(update, np.ndarray) and update == 0):
+            return full
+        return optax.apply_updates(full, to_memory_of(full, update))
 
     def choose(self, frozen: Any, trainable: Any) -> Any:
         return frozen if self.is_frozen else trainable
@@ -151,6 +155,8 @@ class RowSelection(Selection):
 
     def take(self, leaf: Any) -> Part:
         def rows(leaf: Any, *array: Any) -> jax.Array:
+            if is_on_host(leaf):
+                return _host_rows.read(self.axis, self.run, leaf, self._numbers(*array))
             if self.run is not None:
                 return cut(self.axis, leaf, *self.run)
             return gather(self.axis, leaf, self.indices(*array))
@@ -161,6 +167,8 @@ class RowSelection(Selection):
 
     def put(self, full: Any, part: Part) -> jax.Array:
         def put(full: Any, values: Any, *array: Any) -> jax.Array:
+            if is_on_host(full):
+                return _host_rows.write(self.axis, self.run, full, values, self._numbers(*array))
             return scatter(self.axis, full, self.indices(*array), values)
 
         full = jnp.asarray(full)
@@ -179,6 +187,15 @@ class RowSelection(Selection):
         sharding = explicit_sharding(part.values if like is None else like, shape)
         return laid_out(sharding, spread, part.values, *jax.tree.leaves(self))
 
+    def _numbers(self, *array: Any) -> jax.Array | None:
+        """:meth:`indices`; None where :attr:`run` says it all."""
+        return self.indices(*array) if self.run is None else None
+
+    def add(self, full: Any, update: Any) -> jax.Array:
+        if is_on_host(full) and not isinstance(update, Part):
+            update = self.take(jnp.broadcast_to(update, full.shape))
+        return super().add(full, update)
+
     def _add_part(self, full: Any, part: Part) -> jax.Array:
         """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
 
@@ -192,10 +209,15 @@ class RowSelection(Selection):
             rows = at(full, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
             return write(self.axis, full, indices, jax.lax.optimization_barrier((rows + values).astype(full.dtype)))
 
+        if is_on_host(full):
+            return self.put(full, dataclasses.replace(part, values=self.take(full).values + part.values))
         full = jnp.asarray(full)
         return laid_out(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
 
     def choose(self, frozen: Any, trainable: Any) -> jax.Array:
+        if is_on_host(frozen) or is_on_host(trainable):
+            part = self.take(trainable)
+            return self.put(frozen, part) if jnp.ndim(frozen) else self.spread(part, frozen)
         return laid_out(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
 
 

@@ -16,6 +16,7 @@ from optax_freeze._errors import described, is_array, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import fitting
+from optax_freeze._spec.memory import on_device
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
@@ -38,7 +39,8 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
       A tree of the structure of ``tx.init(params)`` with a sharding for each array. Moments, accumulators and dense
       masks take the sharding of their parameter; trainable rows take it, too, but along an axis that the mesh does not
       divide, where they are replicated; a history of a parameter takes it behind its own axes. Whatever has another
-      shape (counts, factored moments, compact elements) is replicated.
+      shape (counts, factored moments, compact elements) is replicated. All of it lies in the device's memory, also
+      beside parameters in the host's.
 
     Raises:
       TypeError: if ``tx`` is not an optimizer.
@@ -87,7 +89,7 @@ def _placed(path: str, leaf: Any) -> Placed:
             expected="a jax.sharding.NamedSharding, or an array on a single device",
             fix="jax.device_put(params, shardings), or jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
         )
-    return Placed(tuple(leaf.shape), sharding)
+    return Placed(tuple(leaf.shape), on_device(sharding))
 
 
 def _replicated(placed: Mapping[str, Placed]) -> Sharding:

@@ -25,7 +25,8 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
 
     Bits are compared: -0.0 is not 0.0, and a NaN equals only a NaN of the same bits. Sharded arrays are compared where
     they lie; where the two trees are placed differently, one leaf after the other goes to the smaller shards of the
-    two. Trainable elements are not compared. A leaf that is not an array must be the same object, or equal.
+    two. Arrays in the host's memory come to the device in blocks. Trainable elements are not compared. A leaf that is
+    not an array must be the same object, or equal.
 
     Args:
       before: the parameters as they were; any pytree of arrays, JAX's or NumPy's. Under donation keep a copy,
@@ -113,7 +114,10 @@ def _difference(old: Any, new: Any, selection: Selection) -> Any:
     if not is_array(old) and not is_array(new):
         return "" if _is_same(old, new) else f"another object: {old!r:.60} became {new!r:.60}"
     kinds = [f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in (old, new)]
-    return _bits.count(*_bits.placed(old, new, selection)) if kinds[0] == kinds[1] else " became ".join(kinds)
+    if kinds[0] != kinds[1]:
+        return " became ".join(kinds)
+    a, b, selection = _bits.placed(old, new, selection)
+    return _bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b))))
 
 
 def _is_same(old: Any, new: Any) -> bool:
@@ -139,11 +143,10 @@ def _tell(old: Any, new: Any, selection: Selection, difference: Any, *, far: boo
 
 def _how_far(old: Any, new: Any, selection: Selection) -> str:
     a, b, selection = _bits.placed(old, new, selection)
-    differ = _bits.differ(a, b, selection)
     if isinstance(a, tuple):  # 64-bit numbers without 64-bit mode
         with np.errstate(all="ignore"):
-            far, nan = _bits.distance(np, old, new, np.asarray(differ))
+            far, nan = _bits.distance(np, old, new, np.asarray(_bits.differ(a, b, selection)))
     else:
-        far, nan = jax.device_get(jax.jit(_bits.distance, static_argnums=0)(jnp, a, b, differ))
+        far, nan = jax.device_get(_bits.farthest(a, b, selection, axis=_bits.block_axis(a, b)))
     told = f", by up to {far:.3g}" * bool(far) + ", to or from NaN" * bool(nan)
     return told or ", in bits alone"

@@ -8,7 +8,7 @@ takes -0.0 for 0.0 and no NaN for itself, and its float sums depend on their ord
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,36 +18,61 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_freeze._errors import is_array
+from optax_freeze._spec.indexing import move_bits
 from optax_freeze._spec.layout import replicated
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.memory import HOST, is_on_host, on_device, to_device
+from optax_freeze._spec.selection import DenseMask, Selection
 
 LANES = 4
 
 
-@jax.jit
-def digest(value: Any, key: Any, selection: Selection) -> tuple[jax.Array, ...]:
-    """The sum, in each lane, of a word for every frozen element.
+@functools.partial(jax.jit, static_argnames="axis")
+def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, ...]:
+    """The sum, in each lane, of a word for every frozen element; ``axis`` is that of :func:`_by_blocks`.
 
     The place of an element is added to its bits axis by axis: a linear index would overflow. All lanes stand in one
     reduction, so that the leaf is read once. They are not stacked: a scalar is whole on every device.
     """
-    words = _words(value)
-    coordinates = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
-    lanes = []
-    for lane in range(LANES):
-        at = key[lane]
-        for axis, coordinate in enumerate(coordinates):
-            at = at + coordinate * hashed("axis", axis)[lane]
-        mixed = [_mix(word + (at + hashed("word", i)[lane])) for i, word in enumerate(words)]
-        lanes.append(_frozen_alone(functools.reduce(jnp.add, mixed), selection))
-    return _sum(tuple(lanes), lambda a, b: tuple(map(jnp.add, a, b)))
+
+    def of_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
+        words = _words(value)
+        iotas = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
+        lanes = []
+        for lane in range(LANES):
+            at = key[lane]
+            for axis, (iota, first) in enumerate(zip(iotas, start, strict=True)):
+                at = at + (iota + first) * hashed("axis", axis)[lane]
+            mixed = [_mix(word + (at + hashed("word", i)[lane])) for i, word in enumerate(words)]
+            lanes.append(_frozen_alone(functools.reduce(jnp.add, mixed), selection))
+        return _sum(tuple(lanes), _add)
+
+    return _by_blocks(of_block, _add, axis, selection, value)
 
 
-@jax.jit
-def count(old: Any, new: Any, selection: Selection) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames="axis")
+def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
     """How many frozen elements differ, in two words: the sum carries from the first into the second."""
-    ones = differ(old, new, selection).astype(np.uint32)
-    return _sum((ones, jnp.zeros_like(ones)), _carry)
+
+    def of_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
+        del start
+        ones = differ(old, new, selection).astype(np.uint32)
+        return _sum((ones, jnp.zeros_like(ones)), _carry)
+
+    return _by_blocks(of_block, _carry, axis, selection, old, new)
+
+
+@functools.partial(jax.jit, static_argnames="axis")
+def farthest(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
+    """:func:`distance` over the frozen elements that differ."""
+
+    def of_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
+        del start
+        return distance(jnp, old, new, differ(old, new, selection))
+
+    def both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+        return jnp.maximum(a[0], b[0]), a[1] | b[1]
+
+    return _by_blocks(of_block, both, axis, selection, old, new)
 
 
 @jax.jit
@@ -70,6 +95,45 @@ def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
     return xp.max(xp.where(differ & ~nan, far, xp.zeros_like(far))), xp.any(differ & nan)
 
 
+def _by_blocks(of_block: Callable[..., Any], add: Callable[..., Any], axis: int, selection: Any, *arrays: Any) -> Any:
+    """``of_block(selection, start, *arrays)``; of arrays on the host the sum over blocks, which come to the device.
+
+    A block is some rows along ``axis``, and ``start`` says where it begins.
+    """
+    shape = jax.tree.leaves(arrays)[0].shape
+    on_host = next((array for array in arrays if is_on_host(array)), None)
+    if on_host is None or not on_host.size or not shape:
+        return of_block(selection, (0,) * len(shape), *map(to_device, arrays))
+    rows, mask = shape[axis], selection.frozen(len(shape)) if selection.in_part else None
+    most = max(1, _BLOCK_BYTES * rows // on_host.nbytes)
+    each = next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
+
+    def cut(array: Any, i: Any) -> Any:
+        def move(start: Any, array: Any) -> Any:
+            return to_device(lax.dynamic_slice_in_dim(array, start, each, axis))
+
+        return move_bits(move, i * each, array) if array.shape[axis] == rows else to_device(array)
+
+    def block(i: Any) -> Any:
+        start = [jnp.asarray(i * each, np.uint32) if d == axis else 0 for d in range(len(shape))]
+        of_rows = selection if mask is None else DenseMask(cut(mask, i), False, None)
+        return of_block(of_rows, start, *(cut(array, i) for array in arrays))
+
+    return lax.fori_loop(1, rows // each, lambda i, total: add(total, block(i)), block(0))
+
+
+_BLOCK_BYTES = 2**24
+"""As much of an array on the host comes to the device at a time, or one row if that is more."""
+
+
+def block_axis(*arrays: Any) -> int:
+    """The first axis along which no array is divided among devices: of blocks that come to a device from its host."""
+    shardings = [x.sharding for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    shape = np.shape(arrays[0])
+    whole = [axis for axis, n in enumerate(shape) if all(s.shard_shape(shape)[axis] == n for s in shardings)]
+    return next(iter(whole), 0)
+
+
 def hashed(*what: Any) -> np.ndarray:
     """A word for each lane, odd, for a path, an axis and the like: the same in every process."""
     found = hashlib.blake2b(repr(what).encode(), digest_size=4 * LANES).digest()
@@ -78,6 +142,8 @@ def hashed(*what: Any) -> np.ndarray:
 
 def placed(*nodes: Any) -> tuple[Any, ...]:
     """The arrays of one leaf, and its selection, on the same devices: in the smallest shards that one of them has.
+
+    What is in the host's memory stays there, and so do NumPy's arrays beside it: see :func:`_by_blocks`.
 
     Without 64-bit mode JAX would cut NumPy's 64-bit numbers: they come as their words.
     """
@@ -90,9 +156,14 @@ def placed(*nodes: Any) -> tuple[Any, ...]:
         return jax.tree.map(lambda array: _words_on_host(array) if _is_too_wide(array) else array, nodes)
     shardings = [array.sharding for array in placed if array.shape == shape] or [placed[0].sharding]
     sharding = min(shardings, key=lambda sharding: math.prod(sharding.shard_shape(shape)))
-    if sharding.memory_kind == "pinned_host":
-        sharding = sharding.with_memory_kind("device")
-    return jax.tree.map(lambda x: _onto(sharding if x.shape == shape else replicated(sharding), x), nodes)
+    there, sharding = any(map(is_on_host, placed)), on_device(sharding)
+
+    def onto(array: Any) -> Any:
+        layout = sharding if array.shape == shape else replicated(sharding)
+        from_host = is_on_host(array) or (there and not isinstance(array, jax.Array))
+        return _onto(layout.with_memory_kind(HOST) if from_host else layout, array)
+
+    return jax.tree.map(onto, nodes)
 
 
 def _onto(sharding: jax.sharding.Sharding, array: Any) -> Any:
@@ -140,6 +211,10 @@ def _mix(x: Any) -> Any:
 def _frozen_alone(array: jax.Array, selection: Selection) -> jax.Array:
     """An array with zero, or False, at trainable elements."""
     return selection.choose(array, jnp.zeros_like(array))
+
+
+def _add(a: Any, b: Any) -> tuple[jax.Array, ...]:
+    return tuple(map(jnp.add, a, b))
 
 
 def _carry(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,8 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     not an array contributes its path, with the value of a Python number or string, the name of a function, or the type
     of anything else.
 
-    The arrays are read once, and nothing of their size is written. Every element gives a word in each of four lanes,
+    The arrays are read once, and nothing of their size is written; those in the host's memory come to the device in
+    blocks. Every element gives a word in each of four lanes,
     and a lane is the sum of its words modulo 2**32, so that their order does not matter. A word is made of the
     element's 32 bits by steps that can each be undone: its leaf and place are added, and the sum is shifted onto
     itself and multiplied by odd numbers. In a given place other bits thus give another word: **a change within 32 bits
@@ -75,7 +76,7 @@ def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
         else:
             key = _bits.hashed("array", path, str(leaf.dtype), leaf.shape)
             value, selection = _bits.placed(value, selection)
-            found[path] = _bits.digest(value, key, selection)
+            found[path] = _bits.digest(value, key, selection, axis=_bits.block_axis(value))
     return found
 
 

@@ -21,6 +21,7 @@ from optax_freeze._errors import described, message, type_error, value_error, wh
 from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import replicated
+from optax_freeze._spec.memory import on_device
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
@@ -174,7 +175,7 @@ def restore(
     Args:
       directory: as in :func:`save`.
       params: the base, with the frozen bits of the run, which is checked. Its trainable parameters are replaced; they
-        give shapes, dtypes and shardings, on any mesh.
+        give shapes, dtypes and shardings, on any mesh. What lies in the host's memory stays there.
       step: the number of the checkpoint, or None for the latest.
       opt_state: a template of the optimizer state: ``tx.init(params)``, or its shapes with shardings; or None.
       frozen: a spec to check against that of the checkpoint, or None.
@@ -336,7 +337,7 @@ def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[An
     arrays, written = {}, {}
     for name, struct in jax.eval_shape(_arrays, nodes).items():
         [other] = jax.tree.leaves(near[int(name)])
-        sharding = getattr(other, "sharding", None) or default
+        sharding = on_device(getattr(other, "sharding", None) or default)
         sharding = beside(struct, Placed(np.shape(other), sharding), replicated(sharding))
         if struct.size:
             written[name] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)

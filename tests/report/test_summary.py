@@ -1,10 +1,12 @@
 """The report: rows, totals, the optimizer's state, and how they are shown."""
 
+import html
 import io
 import math
 import re
 import subprocess
 import sys
+from typing import ClassVar
 
 import flax.linen as nn
 import hypothesis
@@ -19,6 +21,7 @@ import rich.console
 from flax import nnx
 
 import optax_freeze as fz
+from optax_freeze._memory.offload import _types_say_memory
 from optax_freeze._report import table as _table
 from optax_freeze._spec import tree as _tree
 
@@ -108,7 +111,7 @@ def test_awkward_leaves_have_rows(awkward):
     assert rows["frozen/empty"].shape == (0, 3)
     assert rows["int4"].frozen_elements == 3
     for path in ("fn", "hole"):
-        assert rows[path][1:] == (None, None, 0, 0, 0, 0, 1)
+        assert rows[path][1:] == (None, None, 0, 0, 0, 0, 1, 0)
     assert summary.trainable_elements == 2
     assert "frozen/none" not in rows
 
@@ -271,7 +274,7 @@ def test_a_depth_below_all_leaves_changes_nothing(params):
 
 def test_a_sum_over_dtypes_has_none():
     [row] = fz.summary({"a": {"b": jnp.ones(2), "c": jnp.ones(2, jnp.bfloat16)}}, True, depth=1).rows
-    assert row == ("a", None, None, 4, 4, 12, 12, 2)
+    assert row == ("a", None, None, 4, 4, 12, 12, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -617,3 +620,40 @@ def test_a_spec_that_freezes_some_is_not():
     for tree, spec in ((params, "a"), (fz.partition(params, "a")[0], "a"), (params, fz.rules({"**": fz.rows(0)}))):
         assert fz.summary(tree, spec).extent is None
         assert "the spec freezes" not in str(fz.summary(tree, spec))
+
+
+@pytest.mark.skipif(not _types_say_memory(), reason="the types of this JAX do not say where an array is")
+class TestOnHost:
+    spec: ClassVar = {"layers": fz.rows([0, 1, 2]), "embed": True, "head": False}
+
+    @staticmethod
+    def model():
+        return {"layers": jnp.ones((4, 6, 2)), "embed": jnp.ones((3, 2, 2)), "head": jnp.ones(3)}
+
+    @pytest.mark.parametrize("shapes", [False, True])
+    def test_rows_and_totals_say_what_lies_there(self, shapes):
+        params = jax.eval_shape(self.model) if shapes else self.model()
+        before = fz.summary(params, self.spec, optax.adam(0.1))
+        assert (before.host_bytes, before.device_bytes) == (0, before.bytes)
+        assert "host" not in str(before)
+        after = fz.summary(fz.offload(params, self.spec, min_bytes=0), self.spec, optax.adam(0.1))
+        assert {row.path: row.host_bytes for row in after.rows} == {"embed": 48, "head": 0, "layers": 192}
+        assert (after.host_bytes, after.device_bytes) == (240, 12)
+        assert after.row_state_bytes == before.row_state_bytes
+        for text in (str(after), rendered(after, 120), html.unescape(after._repr_html_())):
+            assert "frozen, on the host" in text
+            assert "12 train (25 %), on the host" in text
+            assert "in the device's memory 12 B, in the host's 240 B" in text
+
+    def test_a_sum_says_how_much(self):
+        params = fz.offload(self.model(), self.spec, min_bytes=0)
+        [row] = fz.summary(params, self.spec, depth=0).rows
+        assert (row.host_bytes, row.leaves) == (240, 3)
+        assert "240 B on the host" in str(fz.summary(params, self.spec, depth=0))
+        assert fz.summary(fz.partition(params, self.spec)[1], True).host_bytes == 240
+
+    def test_bars_show_it(self, ax):
+        params = fz.offload(self.model(), self.spec, min_bytes=0)
+        fz.summary(params, self.spec).plot(ax)
+        labels = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert labels == ["trainable: 12 B", "frozen: 0 B", "in the host's memory: 240 B"]

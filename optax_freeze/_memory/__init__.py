@@ -1,0 +1,1 @@
+"""Where frozen parameters lie."""

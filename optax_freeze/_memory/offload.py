@@ -1,0 +1,159 @@
+"""Frozen stacks of weights in the host's memory, from where each layer is read when it is needed.
+
+Programs read frozen weights once for each layer, in an order that is known, so they need not lie on the device. JAX's
+own way is ``jax.device_put`` with a memory kind, leaf by leaf; here the spec says which leaves may go.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from optax_freeze._errors import type_error, value_error, whole_number
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import HOST, is_on_host, on_device, to_device
+from optax_freeze._spec.plan import may_stay_on_host
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.tree import Leaf, PyTree, Rest
+
+
+def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20) -> PyTree:
+    """Moves frozen stacks of weights to the host's memory, from where programs read them.
+
+    A leaf moves if it has three or more axes and at least ``min_bytes`` bytes, and is frozen, whole or by static rows.
+    It keeps its sharding, with the memory kind ``pinned_host``. Everything else stays as it is, the same object:
+    trainable parameters, leaves with dense masks or dynamic rows, vectors and matrices, PRNG keys, objects. What is on
+    the host already stays there while it is frozen, and comes back to the device if it trains under this spec. An array
+    that stands at a second path, where it does not move, stays.
+
+    Args:
+      tree: any pytree of arrays. NumPy arrays go to the host's memory directly, and never lie on the device; those of
+        a dtype that JAX would cut (float64 without 64-bit mode) stay. Inside of ``jit``, the compiler moves the arrays.
+        A ``jax.ShapeDtypeStruct`` gets the sharding that its array would have; then nothing is allocated.
+      frozen: what is frozen, in any form.
+      min_bytes: the size from which a leaf moves, counted over all devices.
+
+    Returns:
+      The tree with the moved leaves in the place of the others. Drop the old tree to free the device's memory.
+
+    Raises:
+      ValueError: if the spec does not fit; if ``min_bytes`` is negative; if the devices have no pinned host memory; if
+        the types of this release of JAX do not say in which memory an array is.
+      TypeError: if ``min_bytes`` is not an int, or ``frozen`` is missing.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> params = {"layers": jnp.ones((4, 256, 512)), "head": jnp.ones((512, 8))}
+      >>> params = fz.offload(params, "layers")
+      >>> params["layers"].sharding.memory_kind, params["head"].sharding.memory_kind
+      ('pinned_host', 'device')
+      >>> trainable, rest = fz.partition(params, "layers")
+      >>> rest["layers"] is params["layers"]
+      True
+    """
+    fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
+    min_bytes = whole_number("a size from which leaves move is counted in bytes", min_bytes, at="min_bytes", fix=fix)
+    if frozen is None:
+        raise type_error(
+            "fz.offload was not told what is frozen",
+            at="fz.offload",
+            got="a tree alone",
+            expected="fz.offload(params, frozen)",
+            fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
+        )
+    plan = make_plan(tree, frozen)
+    values, treedef = _tree.flatten(tree)
+    leaves = list(zip(values, plan.leaves, plan.selections, strict=True))
+    stays = {id(value) for value, leaf, selection in leaves if not _streams(value, leaf, selection, min_bytes)}
+    moves = {id(value): value for value in values if id(value) not in stays}  # once, where it stands twice
+    moved = {number: _to_host(value) for number, value in moves.items()}
+    return jax.tree.unflatten(treedef, [moved.get(id(v), _back(v, selection)) for v, _, selection in leaves])
+
+
+def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int) -> bool:
+    """Whether a leaf can be read from the host: a large stack that is frozen but for static rows."""
+    selection = value.selection if isinstance(value, Rest) else selection
+    if leaf.shape is None or len(leaf.shape) < 3 or leaf.index is not None or not may_stay_on_host(selection):
+        return False
+    if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        return False
+    is_number = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype != jax.dtypes.float0
+    return is_number and math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize >= min_bytes
+
+
+def _to_host(value: Any) -> Any:
+    """A leaf in the host's memory: itself, if it is there."""
+    if isinstance(value, Rest):
+        return dataclasses.replace(value, array=_to_host(value.array))
+    if is_on_host(value) or not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return value
+    if isinstance(value, Tracer):
+        return jax.device_put(value, jax.memory.Space.Host)
+    sharding = getattr(value, "sharding", None) or SingleDeviceSharding(_default_device())
+    _refuse_no_host_memory(sharding)
+    return _placed(value, sharding.with_memory_kind(HOST))
+
+
+def _back(value: Any, selection: Selection) -> Any:
+    """A leaf that does not move: on the device, if it may not lie in the host's memory."""
+    if not is_on_host(value) or may_stay_on_host(selection):
+        return value
+    return to_device(value) if isinstance(value, Tracer) else _placed(value, on_device(value.sharding))
+
+
+def _placed(value: Any, sharding: Any) -> Any:
+    is_shape = isinstance(value, jax.ShapeDtypeStruct)
+    return value.update(sharding=sharding) if is_shape else jax.device_put(value, sharding)
+
+
+def _default_device() -> Any:
+    """Where JAX puts an array that nobody has placed."""
+    config: Any = jax.config
+    device = config.jax_default_device
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device or jax.local_devices()[0]
+
+
+def _refuse_no_host_memory(sharding: Sharding) -> None:
+    """A ``ValueError`` unless arrays of a sharding may lie in the host's memory."""
+    for device in sharding.device_set:
+        kinds = _memory_kinds(device)
+        if kinds is not None and HOST not in kinds:
+            raise value_error(
+                "a device without pinned host memory",
+                at=str(device),
+                got=f"memory of the kinds {', '.join(kinds)}",
+                expected=f"a device that reads from {HOST!r}, as GPUs, TPUs and JAX's CPU backend do",
+                fix="keep the parameters on the device; on a mesh, more devices hold less each",
+            )
+    if not _types_say_memory():
+        raise value_error(
+            "this JAX does not say in the types of arrays in which memory they are",
+            at="jax",
+            got=f"JAX {jax.__version__}",
+            expected="a release in which jax.typeof(array) is float32<host>[...] for an array on the host",
+            fix="pip install --upgrade jax jaxlib",
+        )
+
+
+def _memory_kinds(device: Any) -> list[str] | None:
+    """The kinds of memory of a device; None where it does not say: in another process, or only described."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except Exception:
+        return None
+
+
+@functools.cache
+def _types_say_memory() -> bool:
+    """Whether an array on the host has another type than one on the device, which came after JAX 0.7."""
+    devices = [device for device in jax.local_devices() if HOST in (_memory_kinds(device) or ())]
+    if not devices:
+        return True
+    array = jax.device_put(np.float32(0), SingleDeviceSharding(devices[0], memory_kind=HOST))
+    return jax.typeof(array).memory_space == jax.memory.Space.Host

@@ -1,0 +1,221 @@
+"""What moves to the host's memory, what stays, and what refuses to move."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import bits
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import optax_freeze as fz
+from optax_freeze._memory import offload as _offload
+
+if not _offload._types_say_memory():
+    pytest.skip("the types of this JAX do not say where an array is", allow_module_level=True)
+
+
+def kinds(tree):
+    """Where each leaf is; None for what is not an array of JAX."""
+    return jax.tree.map(lambda leaf: getattr(getattr(leaf, "sharding", None), "memory_kind", None), tree)
+
+
+def params(stack=None):
+    stack = jnp.arange(24.0).reshape(4, 3, 2) if stack is None else stack
+    return {"stack": stack, "head": jnp.ones((3, 2))}
+
+
+def moved(tree, frozen, **kwargs):
+    return fz.offload(tree, frozen, min_bytes=0, **kwargs)
+
+
+class TestWhatMoves:
+    def test_a_frozen_stack(self):
+        before = params()
+        after = moved(before, "stack")
+        assert kinds(after) == {"stack": "pinned_host", "head": "device"}
+        assert after["head"] is before["head"]
+        assert bits(after) == bits(before)
+        assert after["stack"].committed
+
+    def test_of_at_least_so_many_bytes(self):
+        assert kinds(fz.offload(params(), "stack"))["stack"] == "device"
+        assert kinds(fz.offload(params(), "stack", min_bytes=97))["stack"] == "device"
+        assert kinds(fz.offload(params(), "stack", min_bytes=np.int32(96)))["stack"] == "pinned_host"
+        assert kinds(fz.offload(params(jnp.zeros((4, 256, 257))), "stack"))["stack"] == "pinned_host"
+
+    @pytest.mark.parametrize(
+        ("rows", "kind"),
+        [
+            (fz.rows([0, 2]), "pinned_host"),
+            (fz.rows([1], axis=1), "pinned_host"),
+            (fz.rows(jnp.array([0, 2])), "device"),
+            (np.arange(24).reshape(4, 3, 2) > 3, "device"),
+            (False, "device"),
+        ],
+        ids=["rows", "rows of another axis", "dynamic rows", "a dense mask", "all of it trains"],
+    )
+    def test_frozen_by(self, rows, kind):
+        before = params()
+        after = moved(before, {"stack": rows, "head": True})
+        assert kinds(after)["stack"] == kind
+        assert (after["stack"] is before["stack"]) == (kind == "device")
+
+    def test_no_leaf_that_does_not_stream(self, awkward):
+        before = {**awkward, "keys": jax.random.split(jax.random.key(0), (2, 3, 4)), "loss": jnp.sum}
+        after = moved(before, True)
+        assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+
+    @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bool_, jnp.bfloat16, jnp.float8_e4m3fn, jnp.complex64])
+    def test_of_any_dtype(self, dtype):
+        before = params(jnp.ones((4, 3, 2), dtype))
+        assert kinds(after := moved(before, "stack"))["stack"] == "pinned_host"
+        assert bits(after) == bits(before)
+
+    def test_the_trainable_part_stays_and_the_rest_moves(self):
+        spec = {"stack": fz.rows([0, 2]), "head": False}
+        trainable, rest = fz.partition(params(), spec)
+        assert moved(trainable, False)["stack"].values is trainable["stack"].values
+        rest = moved(rest, True)
+        assert kinds(rest)["stack"].array == "pinned_host"
+        assert bits(fz.combine(trainable, rest)) == bits(params())
+
+    def test_numpy_arrays(self):
+        before = params(np.arange(24, dtype=np.float32).reshape(4, 3, 2))
+        with jax.default_device(jax.devices()[3]):
+            after = moved(before, "stack")
+        assert after["stack"].sharding == SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
+        assert bits(after) == bits(before)
+        trains = moved(before, "head")
+        assert trains["stack"] is before["stack"]
+        wide = params(np.ones((4, 3, 2)))
+        assert moved(wide, "stack")["stack"] is wide["stack"]
+
+    def test_a_default_device_by_name(self):
+        with jax.default_device("cpu"):
+            assert kinds(moved(params(np.ones((4, 3, 2), np.float32)), "stack"))["stack"] == "pinned_host"
+
+    def test_a_tied_array_moves_once_or_not_at_all(self):
+        one = jnp.ones((4, 3, 2))
+        both = moved({"a": one, "b": one, "head": jnp.ones(2)}, ["a", "b"])
+        assert both["a"] is both["b"]
+        assert kinds(both)["a"] == "pinned_host"
+        tied = moved({"a": one, "b": one, "head": jnp.ones(2)}, "a")
+        assert tied["a"] is tied["b"] is one
+        with pytest.raises(ValueError, match="one array stands at two paths"):
+            fz.partition(tied, "a")
+
+
+class TestAgain:
+    def test_the_same_objects(self):
+        once = moved(params(), "stack")
+        twice = moved(once, "stack")
+        assert all(a is b for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True))
+
+    def test_what_is_there_and_frozen_stays(self):
+        host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        matrix = jax.device_put(jnp.ones((3, 2)), host)
+        assert fz.offload({"head": matrix}, True)["head"] is matrix
+
+    @pytest.mark.parametrize("spec", [False, np.zeros((4, 3, 2), bool), fz.rows(jnp.array([1]))])
+    def test_what_trains_now_comes_back(self, spec):
+        once = moved(params(), "stack")
+        after = moved(once, {"stack": spec, "head": True})
+        assert kinds(after)["stack"] == "device"
+        assert bits(after) == bits(once)
+        fz.partition(after, {"stack": spec, "head": True})
+
+    def test_shapes_too(self):
+        shapes = moved(jax.eval_shape(params), "stack")
+        assert kinds(moved(shapes, False))["stack"] == "device"
+        assert moved(shapes, "stack")["stack"] is shapes["stack"]
+
+
+class TestWhere:
+    @pytest.mark.parametrize("explicit", [False, True])
+    @pytest.mark.parametrize("spec", [PartitionSpec(None, "data"), PartitionSpec("data"), PartitionSpec()])
+    def test_a_sharding_is_kept(self, spec, explicit):
+        kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+        sharding = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(kind,)), spec)
+        stack = jax.device_put(jnp.arange(8 * 16 * 2.0).reshape(8, 16, 2), sharding)
+        after = moved(params(stack), "stack")["stack"]
+        assert after.sharding == sharding.with_memory_kind("pinned_host")
+        assert bits(after) == bits(stack)
+        assert moved({"stack": after, "head": jnp.ones(2)}, "head")["stack"].sharding == stack.sharding
+
+    def test_the_device_of_an_array_that_nobody_placed(self):
+        with jax.default_device(jax.devices()[2]):
+            stack = jnp.ones((4, 3, 2))
+        assert moved(params(stack), "stack")["stack"].devices() == {jax.devices()[2]}
+
+    def test_shapes_get_a_sharding_and_nothing_is_allocated(self):
+        huge = jax.ShapeDtypeStruct((4, 10**9, 10**9), jnp.bfloat16)
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharded = NamedSharding(mesh, PartitionSpec(None, "data"))
+        before = {"a": huge, "b": huge.update(sharding=sharded), "head": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
+        after = fz.offload(before, fz.only("head"))
+        assert after["head"] is before["head"]
+        assert after["a"].sharding == SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        assert after["b"].sharding == sharded.with_memory_kind("pinned_host")
+        assert [(x.shape, x.dtype) for x in after.values()] == [(x.shape, x.dtype) for x in before.values()]
+
+    def test_inside_of_jit(self):
+        after = jax.jit(lambda tree: moved(tree, "stack"))(params())
+        assert kinds(after) == {"stack": "pinned_host", "head": "device"}
+        back = jax.jit(lambda tree: moved(tree, "head"))(after)
+        assert kinds(back)["stack"] == "device"
+        assert bits(back) == bits(params())
+
+
+class TestRefusals:
+    def test_no_spec(self):
+        with pytest.raises(TypeError, match="was not told what is frozen"):
+            fz.offload(params())
+
+    @pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+    def test_a_size_is_a_number_of_bytes(self, size, error):
+        with pytest.raises(error, match="min_bytes"):
+            fz.offload(params(), "stack", min_bytes=size)
+
+    def test_arguments_in_another_order(self):
+        with pytest.raises((ValueError, TypeError), match=r"frozen|pattern"):
+            fz.offload("stack", params())
+
+    def test_a_device_without_such_memory(self, monkeypatch):
+        monkeypatch.setattr(_offload, "_memory_kinds", lambda device: ["device", "unpinned_host"])
+        moved(params(), "head")
+        for tree in (params(), jax.eval_shape(params)):
+            with pytest.raises(ValueError, match="a device without pinned host memory") as error:
+                moved(tree, "stack")
+            assert "device, unpinned_host" in str(error.value)
+
+    def test_a_device_that_does_not_say_may_have_it(self):
+        @dataclasses.dataclass(frozen=True)
+        class Described:
+            def addressable_memories(self):
+                raise RuntimeError("not supported")
+
+        assert _offload._memory_kinds(Described()) is None
+
+    def test_a_jax_whose_types_do_not_say_where_an_array_is(self, monkeypatch):
+        monkeypatch.setattr(_offload, "_types_say_memory", lambda: False)
+        moved(params(), "head")
+        with pytest.raises(ValueError, match="does not say in the types") as error:
+            moved(params(), "stack")
+        assert jax.__version__ in str(error.value)
+
+    def test_what_trains_may_not_lie_there(self):
+        host = moved(params(), "stack")
+        for call in (
+            lambda: fz.partition(host, "head"),
+            lambda: fz.partition(host, {"stack": np.arange(24).reshape(4, 3, 2) > 3, "head": False}),
+            lambda: fz.partition(host, {"stack": fz.rows(jnp.array([0])), "head": False}),
+            lambda: fz.freeze(optax.adam(0.1), "head").init(host),
+            lambda: fz.apply_updates(host, jax.tree.map(jnp.ones_like, params())),
+            lambda: jax.jit(lambda tree: fz.partition(tree, "head"))(host),
+        ):
+            with pytest.raises(ValueError, match="a parameter that trains lies in the host's memory\n  at: stack"):
+                call()
+        fz.partition(moved(host, "head"), "head")
