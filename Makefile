@@ -5,7 +5,7 @@ BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest docs bench gallery mutants compatibility format clean
+.PHONY: help demo test test-oldest test-newest docs docs-check bench gallery mutants compatibility format clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-24s %s\n' "make $$name" "$$what"; done
@@ -36,6 +36,9 @@ test-oldest test-newest: .venv/test  ## test the wheel with the oldest or newest
 
 docs: .venv/test  ## build the documentation, in .venv/html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
+
+docs-check: docs  ## check every page of the documentation in a browser, with screenshots
+	$(BIN)/python docs/check_in_browser.py .venv/html
 
 bench: .venv/bench  ## run the benchmarks and write their page
 	$(BIN)/python tests/benchmarks/write_page.py

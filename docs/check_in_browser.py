@@ -48,6 +48,8 @@ const exists = async (url) => {
     await load("/" + page + ".html");
     const inside = frame.contentDocument, say = (what) => found.push(`${page} (${mode}): ${what}`);
     if (clipped(inside.documentElement)) say("wider than the window");
+    for (const entry of inside.querySelectorAll(".bd-sidebar-secondary a"))
+      if (entry.getBoundingClientRect().right > WIDTH) say(`a clipped entry of the contents: ${entry.innerText}`);
     for (const block of inside.querySelectorAll("article .highlight pre"))
       if (clipped(block)) say(`a clipped code block, ${block.scrollWidth - block.clientWidth} px: ` +
         block.innerText.split("\\n").reduce((a, b) => (a.length > b.length ? a : b)));

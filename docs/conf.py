@@ -47,6 +47,7 @@ copybutton_prompt_is_regexp = True
 autodoc_typehints = "signature"  # of properties; those of functions are types_as_written
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 intersphinx_mapping = {
