@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import type_error, value_error, whole_number
@@ -97,7 +98,7 @@ def _to_host(value: Any) -> Any:
         return jax.device_put(value, jax.memory.Space.Host)
     sharding = getattr(value, "sharding", None) or SingleDeviceSharding(_default_device())
     _refuse_no_host_memory(sharding)
-    return _placed(value, sharding.with_memory_kind(HOST))
+    return _placed(value, _with_rows_apart(value, sharding.with_memory_kind(HOST)))
 
 
 def _back(value: Any, selection: Selection) -> Any:
@@ -107,9 +108,21 @@ def _back(value: Any, selection: Selection) -> Any:
     return to_device(value) if isinstance(value, Tracer) else _placed(value, on_device(value.sharding))
 
 
+def _with_rows_apart(value: Any, sharding: Sharding) -> Any:
+    """A sharding for the host's memory, with a layout in which a TPU reads rows.
+
+    By default a TPU keeps numbers of 8 bits in tiles of 32 rows, of which it cannot slice: it would copy the whole stack.
+    """
+    platforms = {device.platform for device in sharding.device_set}
+    if platforms != {"tpu"} or np.dtype(value.dtype).itemsize != 1:
+        return sharding
+    return Format(Layout(tuple(range(value.ndim)), ((8, 128), (4, 1))), sharding)
+
+
 def _placed(value: Any, sharding: Any) -> Any:
-    is_shape = isinstance(value, jax.ShapeDtypeStruct)
-    return value.update(sharding=sharding) if is_shape else jax.device_put(value, sharding)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding, weak_type=value.weak_type)
+    return jax.device_put(value, sharding)
 
 
 def _default_device() -> Any:
