@@ -92,7 +92,7 @@ class _Loop:
         """The outputs of the scan, and what its transpose needs."""
         is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
         perturbed = jax.tree.map(lambda x: x.perturbed and is_inexact(x.value), inputs, is_leaf=is_primal)
-        if any(isinstance(x, Stack) and x.frozen for x in perturbed.xs):
+        if any(isinstance(x, Stack) and any(jax.tree.leaves(x.frozen)) for x in perturbed.xs):
             raise _first_order_only("the gradient of frozen rows")
         inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
         linear = linearized(self.step, inputs, perturbed)

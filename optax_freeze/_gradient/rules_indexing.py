@@ -79,8 +79,8 @@ def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
     if any(isinstance(start, SplitArray) for start in starts):
         return None
     sizes, start = eqn.params["slice_sizes"], starts[x.axis]
-    is_stretch = at_axis(sizes, x.axis, x.size) == x.frozen.shape and not isinstance(start, Tracer)
-    x = x if is_stretch else on_device(x, "dynamic_slice", current())
+    if at_axis(sizes, x.axis, x.size) != x.frozen.shape:
+        x = on_device(x, "dynamic_slice", current())
     of_rows = at_axis(sizes, x.axis, x.index.count)
     if sizes[x.axis] == x.size:
         return eqn.bind_parts(x, *starts, slice_sizes=of_rows)
@@ -95,7 +95,8 @@ def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
     others = [jnp.zeros_like(s) if d == x.axis else s for d, s in enumerate(starts)]
     rows = jnp.take(eqn.bind(x.rows, *others, slice_sizes=of_rows), position, axis=x.axis, mode="clip")
     shape = [-1 if d == x.axis else 1 for d in range(rows.ndim)]
-    return jnp.where(trains.reshape(shape), rows, eqn.bind(x.frozen, *starts))
+    frozen = on_device(eqn.bind(x.frozen, *starts), "dynamic_slice", current())
+    return jnp.where(trains.reshape(shape), rows, frozen)
 
 
 @rule("gather")

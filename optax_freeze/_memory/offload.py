@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import type_error, value_error, whole_number
+from optax_freeze._memory.idle_state import has_groups, with_idle_groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import HOST, is_on_host, on_device, to_device
 from optax_freeze._spec.plan import may_stay_on_host
@@ -32,11 +34,15 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     the host already stays there while it is frozen, and comes back to the device if it trains under this spec. An array
     that stands at a second path, where it does not move, stays.
 
+    Of an optimizer state of :func:`optax_freeze.freeze_when`, ``fz.offload(state)`` moves the arrays of groups that are
+    frozen now, and brings back those of groups that train. Updates take them where they are; call it again between
+    steps whenever groups freeze or thaw. Each such change is another program.
+
     Args:
       tree: any pytree of arrays. NumPy arrays go to the host's memory directly, and never lie on the device; those of
         a dtype that JAX would cut (float64 without 64-bit mode) stay. Inside of ``jit``, the compiler moves the arrays.
         A ``jax.ShapeDtypeStruct`` gets the sharding that its array would have; then nothing is allocated.
-      frozen: what is frozen, in any form.
+      frozen: what is frozen, in any form; left out with an optimizer state.
       min_bytes: the size from which a leaf moves, counted over all devices.
 
     Returns:
@@ -59,12 +65,14 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
     min_bytes = whole_number("a size from which leaves move is counted in bytes", min_bytes, at="min_bytes", fix=fix)
+    if frozen is None and has_groups(tree):
+        return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(
             "fz.offload was not told what is frozen",
             at="fz.offload",
             got="a tree alone",
-            expected="fz.offload(params, frozen)",
+            expected="fz.offload(params, frozen), or fz.offload(state) with the state of fz.freeze_when",
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
         )
     plan = make_plan(tree, frozen)
@@ -97,19 +105,35 @@ def _to_host(value: Any) -> Any:
         return jax.device_put(value, jax.memory.Space.Host)
     sharding = getattr(value, "sharding", None) or SingleDeviceSharding(_default_device())
     _refuse_no_host_memory(sharding)
-    return _placed(value, sharding.with_memory_kind(HOST))
+    return _placed(value, _with_rows_apart(value, sharding.with_memory_kind(HOST)))
 
 
 def _back(value: Any, selection: Selection) -> Any:
     """A leaf that does not move: on the device, if it may not lie in the host's memory."""
-    if not is_on_host(value) or may_stay_on_host(selection):
+    return value if may_stay_on_host(selection) else _to_device(value)
+
+
+def _to_device(value: Any) -> Any:
+    if not is_on_host(value):
         return value
     return to_device(value) if isinstance(value, Tracer) else _placed(value, on_device(value.sharding))
 
 
+def _with_rows_apart(value: Any, sharding: Sharding) -> Any:
+    """A sharding for the host's memory, with a layout in which a TPU reads rows.
+
+    By default a TPU keeps numbers of 8 bits in tiles of 32 rows, of which it cannot slice: it copies the stack.
+    """
+    platforms = {device.platform for device in sharding.device_set}
+    if platforms != {"tpu"} or np.dtype(value.dtype).itemsize != 1:
+        return sharding
+    return Format(Layout(tuple(range(value.ndim)), ((8, 128), (4, 1))), sharding)
+
+
 def _placed(value: Any, sharding: Any) -> Any:
-    is_shape = isinstance(value, jax.ShapeDtypeStruct)
-    return value.update(sharding=sharding) if is_shape else jax.device_put(value, sharding)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding, weak_type=value.weak_type)
+    return jax.device_put(value, sharding)
 
 
 def _default_device() -> Any:

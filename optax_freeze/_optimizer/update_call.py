@@ -9,6 +9,7 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import updated
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN
@@ -71,5 +72,18 @@ class UpdateCall(NamedTuple):
         updates = plan.trainable(self.treedef, grads)
         params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
         extra_args = without_frozen(self.extra_args, plan, self.treedef, self.params)
-        updates, state = update_unless(frozen, tx.update, updates, variables_outside(state, plan), params, extra_args)
+        state = variables_outside(state, plan)
+        updates, state = update_unless(frozen, _in_place(tx.update), updates, state, params, extra_args)
         return _tree.flatten(updates)[0], parts_outside(state, plan)
+
+
+def _in_place(update: Any) -> Any:
+    """An update whose new state lies where the old one does: in the host's memory, or on the device."""
+
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        if not any(map(is_on_host, jax.tree.leaves(state))):
+            return update(updates, state, params, **extra_args)
+        updates, new = update(updates, jax.tree.map(to_device, state), params, **extra_args)
+        return updates, jax.tree.map(to_memory_of, state, new)
+
+    return update_fn

@@ -78,7 +78,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
         }
         return node._replace(groups=groups)
 
-    return _map_states(visit, state)
+    return map_states(visit, state)
 
 
 def currently_frozen(state: optax.OptState) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _is_state(node: Any) -> bool:
     return isinstance(node, FreezeWhenState)
 
 
-def _map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
+def map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
     """``visit`` at each state of :func:`optax_freeze.freeze_when` in a tree, those within others too."""
 
     def below(node: Any) -> Any:
@@ -161,7 +161,7 @@ def _map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTre
 
 def _states(tree: PyTree) -> list[FreezeWhenState]:
     found: list[FreezeWhenState] = []
-    _map_states(lambda node: found.append(node) or node, tree)
+    map_states(lambda node: found.append(node) or node, tree)
     if not found:
         raise value_error(
             "no state of fz.freeze_when to be found",

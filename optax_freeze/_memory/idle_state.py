@@ -1,0 +1,49 @@
+"""Which arrays of an optimizer state does no update read now, so that they may lie in the host's memory?"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from optax_freeze._errors import value_error
+from optax_freeze._optimizer.freeze_when import FreezeWhenState, GroupState
+from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.set_frozen import currently_frozen, map_states
+
+
+def with_idle_groups(
+    state: PyTree, min_bytes: int, to_host: Callable[[Any], Any], to_device: Callable[[Any], Any]
+) -> PyTree:
+    """A state whose groups that are frozen now lie on the host, but for small arrays, and the others on the device."""
+
+    def placed(leaf: Any, is_idle: bool) -> Any:
+        if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf
+        if not is_idle:
+            return to_device(leaf)
+        return to_host(leaf) if is_on_host(leaf) or leaf.nbytes >= min_bytes else leaf
+
+    def in_group(group: GroupState, is_idle: bool) -> GroupState:
+        return group._replace(inner_state=jax.tree.map(lambda leaf: placed(leaf, is_idle), group.inner_state))
+
+    def visit(node: Any) -> Any:
+        frozen = currently_frozen(node)
+        if any(isinstance(idle, Tracer) for idle in frozen.values()):
+            raise value_error(
+                "which groups are frozen now is not known inside of jit",
+                at="fz.offload(state)",
+                got="a traced state",
+                expected="a state with values: where an array lies is part of the program",
+                fix="call fz.offload(state) between steps, after the step in which groups freeze or thaw",
+            )
+        return node._replace(groups={name: in_group(node.groups[name], frozen[name]) for name in node.groups})
+
+    return map_states(visit, state)
+
+
+def has_groups(tree: PyTree) -> bool:
+    """Whether there is a state of ``freeze_when`` in a tree."""
+    is_state = lambda node: isinstance(node, FreezeWhenState)  # noqa: E731
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))

@@ -1,0 +1,389 @@
+"""Frozen weights that lie in the host's memory: gradients have the bits of the same program on the device.
+
+A program must not bring a stack of weights to the device as a whole, nor keep its rows until the backward pass.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import bits
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_freeze as fz
+from optax_freeze._memory import offload as _offload
+
+if not _offload._types_say_memory():
+    pytest.skip("the types of this JAX do not say where an array is", allow_module_level=True)
+
+LAYERS, WIDTH = 4, 6
+STACKED = ("up", "down", "scale", "lora_a", "lora_b")
+
+
+def params():
+    def array(i, *shape):
+        return jax.random.normal(jax.random.key(i), shape) / np.sqrt(shape[-1])
+
+    return {
+        "up": array(0, LAYERS, WIDTH, WIDTH),
+        "down": array(1, LAYERS, WIDTH, WIDTH),
+        "scale": jnp.ones((LAYERS, WIDTH)),
+        "lora_a": array(2, LAYERS, WIDTH, 2),
+        "lora_b": array(3, LAYERS, 2, WIDTH),
+        "head": array(4, WIDTH, 3),
+    }
+
+
+X = jax.random.normal(jax.random.key(9), (5, WIDTH))
+
+
+def block(x, p):
+    return jnp.tanh(x @ p["up"] + x @ p["lora_a"] @ p["lora_b"]) * p["scale"] @ p["down"].T
+
+
+def stacks(p):
+    return {name: p[name] for name in STACKED}
+
+
+def scan(p, x, *, body=block, cast=None, **options):
+    xs = stacks(p) if cast is None else jax.tree.map(lambda w: w.astype(cast).astype(w.dtype), stacks(p))
+    x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), x, xs, **options)
+    return jnp.sum((x @ p["head"]) ** 2)
+
+
+def unrolled(p, x, *, body=block):
+    for i in range(LAYERS):
+        x = body(x, jax.tree.map(lambda w, i=i: w[i], stacks(p)))
+    return jnp.sum((x @ p["head"]) ** 2)
+
+
+def backwards_by_index(p, x):
+    def body(i, x):
+        return block(x, jax.tree.map(lambda w: w[LAYERS - 1 - i], stacks(p)))
+
+    return jnp.sum((jax.lax.fori_loop(0, LAYERS, body, x) @ p["head"]) ** 2)
+
+
+def in_groups(p, x):
+    groups = jax.tree.map(lambda w: w.reshape(LAYERS // 2, 2, *w.shape[1:]), stacks(p))
+
+    @jax.checkpoint
+    def group(x, layers):
+        return jax.lax.scan(lambda x, p: (block(x, p), None), x, layers)[0], None
+
+    x, _ = jax.lax.scan(group, x, groups)
+    return jnp.sum((x @ p["head"]) ** 2)
+
+
+def halves(p, x):
+    for start in (2, 0):
+        half = jax.tree.map(lambda w, start=start: w[start : start + 2], stacks(p))
+        x, _ = jax.lax.scan(lambda x, p: (block(x, p), None), x, half)
+    return jnp.sum((x @ p["head"]) ** 2)
+
+
+def transposed(p, x):
+    xs = {**stacks(p), "up": p["up"].swapaxes(1, 2)}
+    return scan({**p, **xs}, x)
+
+
+def in_branches(p, x):
+    def run(x):
+        return scan(p, x)
+
+    return jax.lax.cond(x[0, 0] > 0, run, lambda x: run(-x), x)
+
+
+def in_jit(p, x):
+    @jax.jit
+    def run(p, x):
+        return scan(p, x)
+
+    return run(p, x)
+
+
+BY_ROWS = {
+    "scan": scan,
+    "unroll": functools.partial(scan, unroll=2),
+    "reverse": functools.partial(scan, reverse=True),
+    "remat": functools.partial(scan, body=jax.checkpoint(block)),
+    "remat in reverse": functools.partial(scan, body=jax.checkpoint(block), reverse=True),
+    "remat with a policy": functools.partial(
+        scan, body=jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    ),
+    "remat of all": jax.checkpoint(scan),
+    "a cast of the stack": functools.partial(scan, cast=jnp.bfloat16),
+    "a transposed stack": transposed,
+    "unrolled": unrolled,
+    "unrolled, remat": functools.partial(unrolled, body=jax.checkpoint(block)),
+    "by index, in reverse": backwards_by_index,
+    "a scan of each half": halves,
+    "jit": in_jit,
+    "branches": in_branches,
+}
+LORA = {"up": True, "down": True, "scale": True, "lora_a": False, "lora_b": False, "head": True}
+SPECS = {
+    "all but the head": fz.only("head"),
+    "LoRA": LORA,
+    "last layer": dict.fromkeys(STACKED, fz.rows(slice(0, LAYERS - 1))) | {"head": False},
+    "first layer": dict.fromkeys(STACKED, fz.rows(slice(1, None))) | {"head": False},
+    "scattered": dict.fromkeys(STACKED, fz.rows([0, 2])) | {"head": False},
+}
+
+
+def parts(frozen, on_host):
+    """The trainable part, and the rest with its stacks on the host."""
+    trainable, rest = fz.partition(params(), frozen)
+    return trainable, fz.offload(rest, True, min_bytes=0) if on_host else rest
+
+
+def gradient(loss, trainable, rest, *args):
+    return jax.value_and_grad(fz.restrict(loss, rest))(trainable, *args)
+
+
+def programs(jaxpr):
+    """A jaxpr and all within it."""
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+            if isinstance(param, Jaxpr | ClosedJaxpr):
+                yield from programs(getattr(param, "jaxpr", param))
+
+
+def whole_stacks(function, *args):
+    """The operations of a program that have a stack of matrices on the device."""
+    traced = jax.make_jaxpr(function)(*args)
+    return [
+        eqn.primitive.name
+        for jaxpr in programs(traced.jaxpr)
+        for eqn in jaxpr.eqns
+        for out in eqn.outvars
+        if getattr(out.aval, "memory_space", None) == jax.memory.Space.Device
+        and out.aval.shape[-2:] == (WIDTH, WIDTH)
+        and out.aval.size >= LAYERS // 2 * WIDTH * WIDTH
+    ]
+
+
+@pytest.mark.parametrize("loss", BY_ROWS.values(), ids=BY_ROWS.keys())
+@pytest.mark.parametrize("frozen", [LORA, SPECS["last layer"]], ids=["LoRA", "last layer"])
+def test_the_bits_of_the_device(loss, frozen):
+    step = jax.jit(functools.partial(gradient, loss))
+    expected = step(*parts(frozen, on_host=False), X)
+    got = step(*parts(frozen, on_host=True), X)
+    assert bits(got) == bits(expected)
+
+
+@pytest.mark.parametrize("loss", [*BY_ROWS.values(), in_groups], ids=[*BY_ROWS, "in groups"])
+def test_no_stack_comes_to_the_device(loss):
+    for frozen in (SPECS["all but the head"], LORA):
+        assert whole_stacks(functools.partial(gradient, loss), *parts(frozen, on_host=True), X) == []
+
+
+def test_stacks_on_the_device_are_found():
+    assert whole_stacks(functools.partial(gradient, in_groups), *parts(LORA, on_host=False), X)
+
+
+@pytest.mark.parametrize("frozen", SPECS.values(), ids=SPECS.keys())
+def test_value_and_grad_of_the_whole_tree(frozen):
+    tree = fz.offload(params(), frozen, min_bytes=0)
+    assert tree["up"].sharding.memory_kind == "pinned_host"
+    step = jax.jit(fz.value_and_grad(scan, frozen))
+    assert bits(step(tree, X)) == bits(step(params(), X))
+
+
+def test_eagerly():
+    expected = gradient(scan, *parts(LORA, on_host=False), X)
+    got = gradient(scan, *parts(LORA, on_host=True), X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+class TestReadAsAWhole:
+    @staticmethod
+    def lookups(p, x):
+        return jnp.sum(p["up"][jnp.array([1, 3])]) * scan(p, x) + jnp.einsum("bd,lde->", x, p["down"])
+
+    @pytest.mark.parametrize("frozen", [LORA, SPECS["last layer"]], ids=["LoRA", "last layer"])
+    def test_the_bits_of_the_device(self, frozen):
+        step = jax.jit(functools.partial(gradient, self.lookups))
+        assert bits(step(*parts(frozen, True), X)) == bits(step(*parts(frozen, False), X))
+
+    def test_groups_of_layers(self):
+        step = jax.jit(functools.partial(gradient, in_groups))
+        for frozen in (LORA, SPECS["last layer"]):
+            assert bits(step(*parts(frozen, True), X)) == bits(step(*parts(frozen, False), X))
+
+    def test_a_function_that_cannot_be_traced(self):
+        def loss(p, x):
+            return scan(p, x) * (2 if float(p["head"][0, 0]) > 100 else 3)
+
+        trainable, rest = parts(LORA, on_host=True)
+        got = fz.restrict(loss, rest)(trainable, X)
+        np.testing.assert_allclose(got, loss(params(), X), rtol=1e-5)
+
+    def test_what_a_loop_would_read_as_a_whole_in_each_step_is_read_before_it(self):
+        def loss(p, x):
+            return jax.lax.fori_loop(0, 3, lambda _, x: x + jnp.einsum("bd,lde->be", x, p["up"]), x).sum()
+
+        trainable, rest = parts(LORA, on_host=True)
+        jaxpr = jax.make_jaxpr(fz.restrict(loss, rest))(trainable, X)
+        moved = [[eqn.primitive.name for eqn in inner.eqns].count("device_put") for inner in programs(jaxpr.jaxpr)]
+        assert moved[0] == 1
+        assert sum(moved) == 1
+
+
+class TestQuantised:
+    """Stacks of 8 bits, cast in the body, with scales beside them."""
+
+    @staticmethod
+    def parts(on_host):
+        codes = jax.random.randint(jax.random.key(0), (LAYERS, WIDTH, WIDTH), -127, 127, jnp.int8)
+        scales = jnp.linspace(0.1, 1.0, LAYERS * WIDTH).reshape(LAYERS, 1, WIDTH)
+        return fz.partition(
+            {
+                "codes": fz.offload(codes, True, min_bytes=0) if on_host else codes,
+                "scales": scales,
+                "head": jnp.ones(6),
+            },
+            fz.only("head") if on_host is not None else True,
+        )
+
+    @staticmethod
+    def in_body(p, x):
+        def body(x, w):
+            return jnp.tanh(x @ (w[0].astype(jnp.float32) * w[1]) + p["head"]), None
+
+        return jnp.sum(jax.lax.scan(body, x, (p["codes"], p["scales"]))[0])
+
+    @staticmethod
+    def before_the_scan(p, x):
+        weights = p["codes"].astype(jnp.float32) * p["scales"]
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + p["head"]), None), x, weights)[0])
+
+    @pytest.mark.parametrize("loss", [in_body, before_the_scan])
+    def test_the_bits_of_the_device(self, loss):
+        step = jax.jit(functools.partial(gradient, loss))
+        assert bits(step(*self.parts(True), X)) == bits(step(*self.parts(False), X))
+        assert whole_stacks(functools.partial(gradient, loss), *self.parts(True), X) == []
+
+
+def test_derivatives_of_other_kinds():
+    trainable, rest = parts(LORA, on_host=True)
+    _, on_device = parts(LORA, on_host=False)
+
+    def of(rest):
+        fun = fz.restrict(scan, rest)
+        tangent = jax.tree.map(jnp.ones_like, trainable)
+        forward = jax.jvp(lambda t: fun(t, X), (trainable,), (tangent,))
+        second = jax.jvp(jax.grad(lambda t: fun(t, X)), (trainable,), (tangent,))[1]
+        examples = jax.vmap(jax.grad(fun), (None, 0))(trainable, X[:, None])
+        return forward, second, examples
+
+    assert bits(jax.jit(of)(rest)) == bits(jax.jit(of)(on_device))
+
+
+def test_rows_that_are_values_of_the_program_beside_a_base_on_the_host():
+    frozen = {"up": True, "down": True, "scale": True, "head": True}
+    frozen |= dict.fromkeys(("lora_a", "lora_b"), ~fz.rows(jnp.array([1, 3])))
+
+    def step(p):
+        return fz.value_and_grad(scan, frozen)(p, X)
+
+    base = fz.offload(params(), fz.path("up", "down"), min_bytes=0)
+    assert bits(jax.jit(step)(base)) == bits(jax.jit(step)(params()))
+    assert whole_stacks(step, base) == []
+
+
+def test_on_a_mesh():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec(None, "data", "model"))
+    tree = {k: jax.device_put(v, sharding if v.shape[1:] == (WIDTH, WIDTH) else None) for k, v in params().items()}
+    base = fz.offload(tree, LORA, min_bytes=0)
+    assert base["up"].sharding == sharding.with_memory_kind("pinned_host")
+    step = jax.jit(fz.value_and_grad(scan, LORA))
+    assert bits(step(base, X)) == bits(step(tree, X))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_in_shard_map(inside):
+    """Either the whole gradient is taken within ``jax.shard_map``, or the model calls it."""
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    spec = PartitionSpec(None, None, "model")
+    weights = jax.device_put(params()["up"], NamedSharding(mesh, spec))
+    tree = {"up": weights, "head": jnp.ones(WIDTH)}
+
+    def loss(p, x):
+        def body(x, w):
+            return jax.lax.all_gather(jnp.tanh(x @ w), "model", axis=1, tiled=True), None
+
+        x, _ = jax.lax.scan(body, jax.lax.pcast(x, "model", to="varying"), p["up"])
+        return jax.lax.pmean(jnp.sum(x * p["head"]), "model")
+
+    specs = {"up": spec, "head": PartitionSpec()}
+    mapped = functools.partial(jax.shard_map, mesh=mesh)
+
+    def step(tree, x):
+        if inside:
+            grads = fz.grad(loss, "up")
+            return mapped(grads, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())(tree, x)["head"]
+        of_params = mapped(loss, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())
+        return fz.grad(of_params, "up")(tree, x)["head"]
+
+    base = fz.offload(tree, "up", min_bytes=0)
+    assert bits(jax.jit(step)(base, X)) == bits(jax.jit(step)(tree, X))
+    assert whole_stacks(step, base, X) == []
+
+
+class TestPrecompute:
+    @pytest.mark.parametrize("frozen", [SPECS["all but the head"], SPECS["last layer"]], ids=["head", "last layer"])
+    @pytest.mark.parametrize("loss", [BY_ROWS["remat"], unrolled], ids=["remat", "unrolled"])
+    def test_before_and_after(self, loss, frozen):
+        once = fz.precompute(loss, frozen)
+        base = fz.offload(params(), frozen, min_bytes=0)
+        before = jax.jit(once.before)
+        features = before(base, X)
+        assert bits(features) == bits(before(params(), X))
+        assert whole_stacks(once.before, base, X) == []
+        step = jax.jit(functools.partial(gradient, once.after))
+        assert bits(step(*parts(frozen, True), features, X)) == bits(step(*parts(frozen, False), features, X))
+
+    def test_features_of_the_device_serve_parameters_on_the_host(self):
+        once = fz.precompute(scan, fz.only("head"))
+        base = fz.offload(params(), fz.only("head"), min_bytes=0)
+        step = jax.jit(fz.value_and_grad(once.after, fz.only("head")))
+        features = jax.jit(once.before)(params(), X)
+        assert bits(step(once.needed(base, X), features, X)) == bits(step(base, features, X))
+
+
+class TestExplain:
+    def test_by_rows(self):
+        base = fz.offload(params(), LORA, min_bytes=0)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), base)
+        for tree in (base, shapes):
+            found = {leaf.path: leaf for leaf in fz.explain(scan, tree, LORA, X).host}
+            assert set(found) == {"up", "down"}
+            assert [op.name for op in found["up"].by_rows] == ["dot_general"]
+            assert found["up"].whole == ()
+            assert str(found["up"]).startswith("up: from the host, by rows\n  by rows: dot_general at ")
+
+    def test_whole(self):
+        base = fz.offload(params(), LORA, min_bytes=0)
+        found = {leaf.path: leaf for leaf in fz.explain(TestReadAsAWhole.lookups, base, LORA, X).host}
+        assert [op.name for op in found["up"].whole] == ["gather"]
+        assert str(found["up"]).startswith("up: from the host, by rows and whole\n")
+
+    def test_what_is_only_looked_up_stays_on_the_device(self):
+        tree = {**params(), "embed": jnp.ones((7, WIDTH))}
+        frozen = {**LORA, "embed": True}
+        base = fz.offload(tree, frozen, min_bytes=0)
+        explained = fz.explain(lambda p, i: scan(p, p["embed"][i]), base, frozen, jnp.array([1, 2]))
+        found = {leaf.path: leaf for leaf in explained.host}
+        assert not found["embed"].on_host
+        assert str(found["embed"]).startswith("embed: stays on the device, where it is looked up by gather at ")
+        assert "head" not in found
+
+    def test_nothing_on_the_host(self):
+        assert fz.explain(scan, params(), LORA, X).host == ()
