@@ -36,7 +36,7 @@ _ORIGINAL_TYPE = "thaws_to"
 
 
 class FrozenParam(nnx.Variable):
-    """A parameter that no gradient and no optimizer sees: an ``nnx.Variable`` that is not an ``nnx.Param``.
+    """A frozen parameter: an ``nnx.Variable`` that is not an ``nnx.Param``, so that gradients and optimizers ignore it.
 
     It keeps the value and metadata of the original parameter, and reads and writes as its type does, with your
     overrides of ``get_value`` and ``set_value``. One that you create yourself thaws to ``nnx.Param``.
@@ -62,8 +62,8 @@ class FrozenParam(nnx.Variable):
 def freeze(module: _Module, frozen: Spec) -> _Module:
     """Freezes parameters of a module in place: ``nnx.Param`` becomes :class:`FrozenParam`.
 
-    Freezing again freezes more; only :func:`thaw` unfreezes. An ``nnx.Optimizer`` holds the state of the parameters
-    that were trainable when it was made: make a new one.
+    A second call freezes more parameters; only :func:`thaw` unfreezes them. Create the ``nnx.Optimizer`` anew
+    afterwards, because its state belongs to the parameters that were trainable before.
 
     Args:
       module: an NNX module, which may have frozen parameters already.
@@ -93,9 +93,9 @@ def freeze(module: _Module, frozen: Spec) -> _Module:
 
 
 def thaw(module: _Module, frozen: Spec = True) -> _Module:
-    """Undoes :func:`freeze` in place: :class:`FrozenParam` becomes the type of parameter that it was.
+    """Undoes :func:`freeze` in place: each :class:`FrozenParam` gets its original type back.
 
-    A :class:`Frozen` still keeps its batch statistics; take its ``module`` to release them.
+    A :class:`Frozen` wrapper still holds its batch statistics; use its ``module`` to release them.
 
     Args:
       module: an NNX module.
@@ -136,10 +136,11 @@ class _Trainable:
 
 
 def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
-    """The trainable parameters, as an NNX filter for ``nnx.Optimizer(wrt=...)``, ``nnx.split`` and ``nnx.state``.
+    """Returns an NNX filter for the trainable parameters: for ``nnx.Optimizer(wrt=...)``, ``nnx.split`` and
+    ``nnx.state``.
 
-    The types of the variables stay, so ``nnx.grad`` still computes all gradients: select those for the optimizer by
-    ``nnx.state(grads, wrt)``, or differentiate the state that ``nnx.split`` gives.
+    The types of the variables do not change, so ``nnx.grad`` still computes all gradients. Pass ``nnx.state(grads,
+    wrt)`` to the optimizer, or differentiate the state that ``nnx.split`` returns.
 
     Args:
       module: the module that the filter is for; it is not changed.
@@ -174,7 +175,7 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
 
 
 class Frozen(nnx.Module):
-    """A module with frozen parameters and batch statistics. Gradients flow through it to its inputs.
+    """Wraps a module to freeze its parameters and batch statistics. Gradients of its inputs do not change.
 
     Its parameters become :class:`FrozenParam` in place, and their paths gain the segment ``module``. The wrapper is
     called like the module and has its methods and attributes; a submodule is returned in a wrapper of its own.
@@ -184,7 +185,7 @@ class Frozen(nnx.Module):
       frozen: the spec, in any form except element masks, relative to the module.
       stats: ``"frozen"`` keeps every ``nnx.BatchStat`` as it is, and modules that have ``use_running_average`` use the
         stored statistics, whatever ``train()`` or an argument of the call says; ``"live"`` leaves both to the caller.
-        Dropout is always up to the caller, and its counts advance.
+        Dropout is always controlled by the caller, and its counts advance.
 
     Attributes:
       module: the module itself. A call of it, past the wrapper, updates its statistics.

@@ -25,7 +25,7 @@ from optax_freeze._spec.tree import Part, PyTree
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Audit:
-    """The result of :func:`audit`; true if there is no leak, and a text for a log as a ``str``.
+    """The result of :func:`audit`: true if there is no leak. ``str`` gives a text for logs.
 
     Attributes:
       leaks: one for each leaf and cause.
@@ -83,16 +83,17 @@ def audit(
     extra_args: ExtraArgs = None,
     full_grads: bool = True,
 ) -> Audit:
-    """Runs a whole optimizer, and says where it does not freeze what it should, and how to fix it.
+    """Finds out whether an optimizer freezes what it should, and how to fix it if not.
 
     ``tx`` takes a few steps several times from the same start: with gradients of zero and with ordinary, huge, infinite
     and NaN gradients for the frozen elements, with other frozen parameters, and with a state that has moments for them.
-    No frozen element may move, and no bit of any other update may change. Neither ``tx`` nor ``params`` is changed.
+    No frozen element may change, and no other update may differ between the runs by a single bit. Neither ``tx`` nor
+    ``params`` is changed.
 
-    Leaks are found whatever ``tx`` is made of; their causes are inferred. Later steps of a schedule are not covered.
+    Leaks are found whatever ``tx`` consists of; their causes are inferred. Later steps of a schedule are not checked.
 
     Args:
-      tx: the optimizer of the training, with ``fz.freeze``, ``optax.masked`` or whatever freezes in it.
+      tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in the
         host's memory are read into the device's: the runs have gradients and updates of the same size.
       frozen: what should be frozen, in any form.

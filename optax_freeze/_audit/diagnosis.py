@@ -24,10 +24,10 @@ class Leak(NamedTuple):
 
     Attributes:
       kind: ``"moved"``: a frozen element has an update; ``"changed"``: the update of trainable elements depends on
-        frozen ones; ``"state"``: state is held for frozen elements; ``"untrained"``: the gradient of trainable elements
-        affects neither an update nor any state.
+        frozen ones; ``"state"``: state is stored for frozen elements; ``"untrained"``: the gradient of trainable
+        elements affects neither updates nor state.
       path: the leaf; for ``"changed"`` and ``"untrained"`` one with trainable elements.
-      cause: the likeliest cause.
+      cause: the most likely cause.
       got: what was observed.
       expected: what should have been observed.
       fix: what to do about it.

@@ -54,7 +54,7 @@ class _Alternate:
 
 
 def unfreeze_at(step: int) -> Condition:
-    """A condition of :func:`optax_freeze.freeze_when`: frozen before ``step``, training from then on.
+    """A condition for :func:`optax_freeze.freeze_when`: frozen before ``step``, trainable afterwards.
 
     Args:
       step: the number of updates after which the group trains; 0 never freezes it.
@@ -74,7 +74,7 @@ def unfreeze_at(step: int) -> Condition:
 
 
 def freeze_at(step: int) -> Condition:
-    """A condition of :func:`optax_freeze.freeze_when`: training before ``step``, frozen from then on.
+    """A condition for :func:`optax_freeze.freeze_when`: trainable before ``step``, frozen afterwards.
 
     Args:
       step: the number of updates after which the group is frozen.
@@ -94,10 +94,10 @@ def freeze_at(step: int) -> Condition:
 
 
 def alternate(period: int, offset: int = 0) -> Condition:
-    """A condition of :func:`optax_freeze.freeze_when`: frozen and training by turns.
+    """A condition for :func:`optax_freeze.freeze_when`: frozen and trainable in turn.
 
     Args:
-      period: the length of a turn, in updates.
+      period: the number of updates per turn.
       offset: how many updates into the first turn it starts: ``alternate(period)`` and ``alternate(period, period)``
         are never frozen together.
 
@@ -116,10 +116,10 @@ def alternate(period: int, offset: int = 0) -> Condition:
 
 
 def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition]:
-    """The groups of gradual unfreezing (ULMFiT): one more trains every so many updates.
+    """Returns the groups of gradual unfreezing, as in ULMFiT.
 
     Args:
-      patterns: patterns or selectors, from the output end, which trains from step 0, to the input end.
+      patterns: patterns or selectors, starting at the output. The first group trains from step 0.
       every: the number of updates between one group and the next.
 
     Returns:

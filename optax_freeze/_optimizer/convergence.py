@@ -19,10 +19,10 @@ from optax_freeze._spec.tree import PyTree
 
 
 class GroupStats(NamedTuple):
-    """What a condition ``(step, stats) -> bool`` of :func:`optax_freeze.freeze_when` knows of its group's gradients.
+    """Gradient statistics of a group, for a condition ``(step, stats) -> bool`` of :func:`optax_freeze.freeze_when`.
 
-    They are of the gradients given to ``update``, before ``coupled``, and stand still while the group is frozen: a
-    group frozen by a comparison of them alone stays frozen. Every comparison ``<`` or ``>`` with NaN is False.
+    They describe the gradients passed to ``update``, before ``coupled``, and do not change while the group is frozen: a
+    condition that only compares them freezes the group forever. ``<`` and ``>`` with NaN are False.
 
     Attributes:
       norm: float32, the global norm of the gradient in the last update in which the group trained; infinity before the
@@ -85,26 +85,27 @@ class Converged:
 
 
 def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float = 50.0) -> dict[Any, Converged]:
-    """The groups of freezing by itself (AutoFreeze): layers freeze from the input end, as their gradients settle.
+    """Returns groups that freeze as their gradients settle, starting at the input, as in AutoFreeze.
 
-    In each interval the norms of a group's gradients are averaged. At its end each group that trains has a relative
-    change, ``|previous - now| / previous``, and the threshold is a percentile of these changes. The first group that
-    trains freezes if its change is below the threshold; if so, the next one is asked, and so on. What is frozen is thus
-    always a number of groups from the input end, and stays frozen. The group that changes most goes on training: the
-    last group never freezes.
+    The norms of a group's gradients are averaged over each interval. At its end, each trainable group has a relative
+    change, ``|previous - now| / previous``, and the threshold is a percentile of these changes. The first trainable
+    group is frozen if its change is below the threshold, then the next one, and so on, up to the first group whose
+    change is not. So the frozen groups are always the first ones, and stay frozen. The group with the largest change
+    keeps training, so the last group never freezes.
 
-    Nothing freezes before the end of the second interval. A group whose gradient was infinite, NaN or throughout zero
-    in one of two intervals has no change: it does not freeze, and neither do those behind it.
+    Nothing freezes before the end of the second interval. A group whose gradient was infinite or NaN, or zero
+    throughout, in one of two intervals has no change. It is not frozen, nor are the groups after it.
 
     Args:
-      patterns: patterns or selectors, from the **input end**, where freezing starts, to the output end, which always
-        trains. (:func:`optax_freeze.gradual_unfreeze` takes them the other way round.)
-      interval: the number of updates from one decision to the next: enough to average over batches, such as an epoch.
-      percentile: from 0, which freezes nothing, to 100, which freezes all groups before the one that changes most.
+      patterns: patterns or selectors, starting at the **input**. The last one, at the output, always trains.
+        (:func:`optax_freeze.gradual_unfreeze` starts at the output.)
+      interval: the number of updates between decisions. It should average over many batches, such as an epoch.
+      percentile: from 0, which freezes nothing, to 100, which freezes all groups before the one with the largest
+        change.
 
     Returns:
-      The groups for :func:`optax_freeze.freeze_when`. Those that it is given are compared; a group of elements is given
-      as ``(element mask, condition)``.
+      The groups for :func:`optax_freeze.freeze_when`. Only groups of the same call are compared. For a group of
+      elements, use ``(element mask, condition)``.
 
     Raises:
       TypeError, ValueError: if ``patterns`` is not a list of at least two, or one is named twice; if ``interval`` is

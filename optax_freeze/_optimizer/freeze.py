@@ -33,20 +33,22 @@ class MaskedZeroUpdatesState(NamedTuple):
 
 
 def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.GradientTransformationExtraArgs:
-    """Makes the updates of frozen leaves exactly zero, whatever came in.
+    """Sets the updates of frozen leaves to zero.
 
-    As ``optax.freeze``, by selection and never by multiplication (NaN times zero is NaN). The zeros are -0.0: adding
-    one keeps every number as it is, -0.0 among them. Last in a chain it undoes every movement of what is frozen; the
-    moments are still held, and frozen gradients still reach what stands before it: see :func:`freeze`.
+    Like ``optax.freeze``, but it selects instead of multiplying (NaN times zero is NaN), and its zeros are -0.0, which
+    preserve every number when added. As the last transformation of a chain it keeps frozen parameters unchanged. The
+    transformations before it still receive frozen gradients and store moments for them; use :func:`freeze` to avoid
+    that.
 
     Args:
-      frozen: what is frozen, in any form.
-      tied: ``"error"`` refuses, in ``init``, one array object at two paths of which only one is frozen.
+      frozen: the parameters to freeze, as a spec of any form.
+      tied: ``"error"`` refuses, in ``init``, an array at two paths of which only one is frozen; ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` resolves the spec and raises ``ValueError`` if it does not fit; its ``update``
-      takes updates of the parameters' structure. An integer leaf gets a zero of its own dtype, a hole stays one, a PRNG
-      key gets a hole, and an object that is not an array None, which ``equinox.apply_updates`` skips.
+      takes updates with the structure of the parameters. An integer leaf gets a zero with its own dtype, a PRNG key
+      ``optax.MaskedNode()``, and an object that is not an array None, which ``equinox.apply_updates`` skips.
+      ``optax.MaskedNode()`` is kept.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -100,27 +102,28 @@ def freeze(
     full_updates: bool = True,
     tied: Tied = "error",
 ) -> optax.GradientTransformationExtraArgs:
-    """Freezes leaves, or parts of them, for a whole optimizer, which runs on the trainable part alone.
+    """Wraps an optimizer so that it runs only on the trainable parameters.
 
-    ``optax.multi_transform`` with ``inner`` for the trainable part, then :func:`masked_zero_updates`. ``inner`` never
-    sees a frozen leaf: no moments, no weight decay, no share in a global norm, no NaN. The updates and the state of
-    trainable parameters are those of ``inner`` run on them alone. Wrappers that hold state of the parameters' shape
-    (``optax.MultiSteps``, ``optax.contrib.schedule_free``, averages) belong inside.
+    Equivalent to ``optax.multi_transform`` with ``inner`` for the trainable parameters, followed by
+    :func:`masked_zero_updates`. ``inner`` never receives a frozen leaf, so frozen parameters have no moments and no
+    weight decay, are not part of a global norm, and cannot spread a NaN. Updates and state are those of ``inner`` on
+    the trainable parameters alone. Put wrappers whose state has the shape of the parameters (``optax.MultiSteps``,
+    ``optax.contrib.schedule_free``, averages) inside.
 
     Args:
       inner: the optimizer, or an ``optax.MultiSteps``.
-      frozen: what is frozen, in any form.
-      full_updates: True gives updates of the parameters' structure, -0.0 at what is frozen, for
-        ``optax.apply_updates`` (of a parameter in the host's memory one number, or the ``Part`` of its rows); False
-        gives the trainable structure, holes at what is frozen, for :func:`optax_freeze.apply_updates`.
-      tied: ``"error"`` refuses, in ``init``, one array object at two paths of which only one is frozen.
+      frozen: the parameters to freeze, as a spec of any form.
+      full_updates: if True, updates have the structure of the parameters, with -0.0 for frozen ones, for
+        ``optax.apply_updates`` (for a parameter in the host's memory, one number or the ``Part`` of its rows). If
+        False, they have ``optax.MaskedNode()`` for frozen parameters, for :func:`optax_freeze.apply_updates`.
+      tied: ``"error"`` refuses, in ``init``, an array at two paths of which only one is frozen; ``"ignore"`` allows it.
 
     Returns:
-      A transformation. Its ``init`` takes the full parameters, or the trainable part, resolves the spec and raises
-      ``ValueError`` if it does not fit. Its ``update`` takes full gradients, or those of the trainable structure
-      (:func:`optax_freeze.value_and_grad`). Extra arguments reach ``inner`` with the frozen part taken out: trees of
-      the gradients' structure, and the functions ``value_fn``, ``obj_fn`` and ``grad_fn``, which are called with
-      parameters as given to ``update``.
+      A transformation. Its ``init`` takes all parameters or only the trainable ones, resolves the spec, and raises
+      ``ValueError`` if it does not fit. Its ``update`` takes full gradients or those of
+      :func:`optax_freeze.value_and_grad`. Extra arguments are restricted to the trainable parameters before they are
+      passed to ``inner``: trees with the structure of the gradients, and the functions ``value_fn``, ``obj_fn`` and
+      ``grad_fn``, which are called with parameters as given to ``update``.
 
     Raises:
       TypeError: if ``inner`` is not an optimizer.

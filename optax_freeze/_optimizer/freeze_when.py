@@ -56,29 +56,30 @@ def freeze_when(
     *,
     tied: Tied = "error",
 ) -> optax.GradientTransformationExtraArgs:
-    """Freezes and thaws groups of leaves while training, without compiling again.
+    """Freezes and unfreezes groups of leaves during training, without recompiling.
 
-    Each group has a state of ``inner`` of its own. While it is frozen, its updates are -0.0, its optimizer does not
-    run, and its state stands still: a group that thaws first at step N steps as if its optimizer had been created at
-    N, and one that thaws again goes on where it stopped. Leaves in no group always train. Take the gradient by
-    ``fz.value_and_grad(loss, fz.spec_of(state))``, which does not differentiate groups that are frozen now.
+    Each group has its own state of ``inner``. While a group is frozen, its updates are -0.0, its optimizer does not
+    run, and its state does not change. A group that is first unfrozen at step N is updated as if its optimizer had been
+    created at N, and one that is unfrozen again continues where it stopped. Leaves that are in no group always train.
+    Compute gradients with ``fz.value_and_grad(loss, fz.spec_of(state))``, which does not differentiate groups that are
+    frozen now.
 
     Args:
-      inner: the optimizer of each group, or an ``optax.MultiSteps``. What it computes over a whole tree (a global
-        norm), it computes over one group.
+      inner: the optimizer of each group, or an ``optax.MultiSteps``. Anything that it computes over a whole tree, such
+        as a global norm, covers one group.
       groups: a mapping from patterns or selectors to conditions, or to pairs of an element mask
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements`) and a condition: the group is then those elements of
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
         the updates of this transformation from 0), or ``(step, stats) -> bool`` with the
         :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which :func:`optax_freeze.set_frozen`
-        changes between steps. What two groups name belongs to the first.
-      coupled: a transformation that runs first, over all groups together, the frozen ones zeroed: a clip by the global
+        changes between steps. Elements that two groups select belong to the first.
+      coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
       tied: ``"error"`` refuses, in ``init``, one array object at two paths that are not in the same group.
 
     Returns:
-      A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has nothing of its own. Its
-      ``update`` takes and gives updates of the structure given to ``init``, which may have holes.
+      A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has no elements of its own. Its
+      ``update`` takes and returns updates with the structure of the parameters given to ``init``.
 
     Raises:
       TypeError, ValueError: if an argument is none of these; in ``init``, if a condition does not return one bool.

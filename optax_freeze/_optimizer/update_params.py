@@ -21,25 +21,25 @@ _CALL = "fz.update_params(tx, grads, state, params)"
 def update_params(
     tx: optax.GradientTransformation | optax.MultiSteps, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, PyTree]:
-    """Updates the parameters: ``tx.update`` and ``apply_updates`` in one, without a write to what is frozen.
+    """Computes updates and applies them, without writing to frozen parameters.
 
     The new parameters are those of ``optax.apply_updates(params, tx.update(grads, state, params)[0])``, up to the
-    rounding of operations that the compiler fuses. Of :func:`optax_freeze.freeze_when` a frozen group is neither read
-    nor written; of :func:`optax_freeze.freeze` no frozen leaf is, and rows are written in place, whatever
-    ``full_updates`` says. Donate parameters and state to the jitted step: what is frozen is then not even copied. With
-    any other transformation, also one in which one of these stands in a chain, it is ``tx.update`` and then
-    :func:`optax_freeze.apply_updates`.
+    rounding of operations that the compiler fuses. With :func:`optax_freeze.freeze_when`, a frozen group is neither
+    read nor written. With :func:`optax_freeze.freeze`, a frozen leaf is neither read nor written, and rows are written
+    in place, whatever ``full_updates`` is. Donate parameters and state to the jitted step, and frozen parameters are
+    not copied either. With any other transformation, including a chain that contains one of these, it calls
+    ``tx.update`` and :func:`optax_freeze.apply_updates`.
 
     Args:
       tx: the optimizer, or an ``optax.MultiSteps``.
-      grads: what ``tx.update`` takes: full gradients, or those of the trainable structure.
+      grads: gradients as for ``tx.update``: of all parameters, or of the trainable ones.
       state: the state of ``tx``.
-      params: the parameters given to ``tx.init``, whole or the trainable part.
+      params: the parameters as given to ``tx.init``: all, or the trainable ones.
       extra_args: extra arguments of ``tx.update``.
 
     Returns:
       ``(params, state)``: the new parameters, of the structure, shapes and dtypes of ``params``, and the new state.
-      Every bit of what is frozen by ``fz.freeze`` or in a group of ``fz.freeze_when`` is kept.
+      Parameters that are frozen by ``fz.freeze`` or in a group of ``fz.freeze_when`` keep every bit.
 
     Raises:
       TypeError: if ``tx`` is not an optimizer, or ``params`` is None.

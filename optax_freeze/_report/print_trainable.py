@@ -8,12 +8,12 @@ from optax_freeze._spec.tree import PyTree
 def print_trainable(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> None:
     """Prints how many parameters train, in the format of PEFT's ``print_trainable_parameters``.
 
-    The numbers are elements, counted as :func:`optax_freeze.summary` counts them: rows and single elements by
-    themselves, and integers, which cannot train, as frozen.
+    The numbers count elements, as in :func:`optax_freeze.summary`: for partially frozen leaves, only the trainable rows
+    or elements count as trainable. Integers count as frozen, since they cannot train.
 
     Args:
       params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; no values are read, except those of dense masks.
-      frozen: what is frozen, in any form.
+      frozen: the parameters to freeze, as a spec of any form.
       tied: ``"error"`` refuses one array object at two paths of which only one is frozen; ``"ignore"`` allows it.
 
     Returns:

@@ -19,17 +19,17 @@ from optax_freeze._spec.tree import PyTree
 
 
 def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
-    """A label function for ``optax.multi_transform`` (``optax.partition``).
+    """Returns a label function for ``optax.multi_transform`` (``optax.partition``).
 
-    Optax calls it again in every ``update``. Without other labels prefer :func:`optax_freeze.freeze`, which resolves
-    the spec once.
+    Optax calls it in every ``update``. Prefer :func:`optax_freeze.freeze`, which resolves the spec once, unless you
+    need other labels.
 
     Args:
-      frozen: the spec, in any form.
+      frozen: the parameters to freeze, as a spec of any form.
 
     Returns:
-      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at frozen leaves and holes,
-      and ``"trainable"`` at all others, also those frozen in part.
+      A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at frozen leaves and at
+      ``optax.MaskedNode()``, and ``"trainable"`` at all other leaves, including partially frozen ones.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -48,15 +48,15 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
 
 
 def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None = None) -> Callable[[PyTree], PyTree]:
-    """A label function for ``optax.multi_transform`` with other labels.
+    """Returns a label function for ``optax.multi_transform`` with your own labels.
 
     Args:
       labels: a mapping from patterns or selectors to labels; the first that matches a leaf gives its label.
       default: the label of leaves that no pattern matches; if None, such a leaf is an error.
 
     Returns:
-      A function of ``params`` that returns a tree of the same structure with a label at each leaf or hole. It raises
-      ``ValueError`` if a pattern matches nothing, earlier ones match all its leaves, or a leaf has no label.
+      A function of ``params`` that returns a tree of the same structure with a label at each leaf. It raises
+      ``ValueError`` if a pattern matches nothing, if earlier patterns match all its leaves, or if a leaf has no label.
 
     Raises:
       TypeError: if ``labels`` is not a mapping, a key is neither a pattern nor a selector, or a label is None or a
@@ -103,7 +103,7 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
 
 
 def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[Any, Any]:
-    """Learning rates that decrease from output to input layers (the discriminative fine-tuning of ULMFiT).
+    """Computes learning rates that decrease from the output to the input layers, as in ULMFiT.
 
     Args:
       patterns: patterns or selectors, from the output to the input layers.

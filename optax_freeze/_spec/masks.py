@@ -95,20 +95,20 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
 
     Args:
       index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end. Or a JAX array of
-        integers, of shape (k,), in any order, which may be traced: then how many rows is static, and which rows is a
-        value of the program, that an optimizer state carries and :func:`optax_freeze.replace_masks` replaces.
+        integers with shape (k,), in any order, which may be traced. Then only the number of rows is static. The row
+        numbers are part of the optimizer state, and :func:`optax_freeze.replace_masks` replaces them.
       axis: the axis along which rows are counted; negative numbers count from the last.
-      allow_empty: whether an open slice (``slice(n, None)``) may select no row of a leaf, as in a sweep over ``n``.
+      allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 
     Returns:
       An element mask, to be used in a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other
-      rows. For a leaf of which all rows or none are named, it means True or False.
+      rows. If all rows of a leaf or none are selected, it means True or False.
 
     Raises:
       TypeError: if ``index`` or ``axis`` has another type.
       ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
-        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows. The
-        numbers in a traced array are not looked at: one out of range names no row.
+        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows. Traced
+        row numbers are not checked; a number out of range selects no row.
 
     Example:
       >>> import optax_freeze as fz
@@ -137,15 +137,15 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
 
 
 def elements(array: Any, compact: bool = False) -> Elements:
-    """Freezes single elements of a leaf: those where a boolean array is True.
+    """Freezes the elements of a leaf where a boolean array is True.
 
     A boolean array (NumPy or JAX) in a tree of bools means the same.
 
     Args:
       array: a boolean array of the leaf's shape, True where frozen.
-      compact: if False, an optimizer receives the full leaf, with zeros at the frozen elements, and holds state of its
-        shape. If True, it receives the trainable elements as a vector and holds state for them alone; their number is
-        then fixed.
+      compact: if False, an optimizer receives the full leaf, with zeros at the frozen elements, and its state has the
+        shape of the leaf. If True, it receives the trainable elements as a vector, and its state covers only these.
+        Their number is then fixed.
 
     Returns:
       An element mask, to be used in a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other

@@ -59,15 +59,15 @@ Tied: TypeAlias = Literal["error", "ignore"]
 
 
 def resolve(params: PyTree, frozen: Spec) -> PyTree:
-    """Says for each leaf of ``params`` whether it is frozen.
+    """Resolves a spec: says for each leaf of ``params`` whether it is frozen.
 
     Args:
-      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; only paths, shapes and dtypes are looked at.
-      frozen: the spec, in any form.
+      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; only paths, shapes and dtypes are used.
+      frozen: the parameters to freeze, as a spec of any form.
 
     Returns:
-      A tree of the structure of ``params`` with True (frozen), False or an element mask at every leaf. Leaves that are
-      not floating-point or complex arrays, and holes, are True.
+      A tree with the structure of ``params``, and with True (frozen), False or an element mask at every leaf. Leaves
+      that are not floating-point or complex arrays are True, as is ``optax.MaskedNode()``.
 
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
@@ -86,12 +86,12 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
 
 class FreezeWarning(UserWarning):
-    """Patterns, a selector or a function freeze nothing, or everything, of the parameters.
+    """The warning that a spec freezes nothing or everything.
 
-    Given where training begins: by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
-    :func:`optax_freeze.masked_zero_updates`, and, where nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable``
-    of ``optax_freeze.nnx``. ``True``, ``False`` and a tree of them are taken to be meant, and parameters with holes are
-    not judged.
+    It is emitted by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
+    :func:`optax_freeze.masked_zero_updates`, and, if nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable`` of
+    ``optax_freeze.nnx``. Specs that consist of bools do not cause it, and neither do parameters with
+    ``optax.MaskedNode()``.
 
     Example:
       >>> import warnings, optax_freeze as fz

@@ -38,12 +38,12 @@ def path(*patterns: str) -> Selector:
       *patterns: one or more patterns; a leaf is selected if any of them matches.
 
     Returns:
-      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError`` that names the nearest paths.
+      A selector. Resolving it raises ``ValueError``, with the nearest paths, if a pattern matches no leaf.
 
     Raises:
       TypeError: if a pattern is not a string.
-      ValueError: if there is no pattern, ``**`` is only a part of its segment, or brackets contain numbers of several
-        digits (``layer_[0-11]``), which they cannot match.
+      ValueError: if there is no pattern, ``**`` is only part of a segment, or brackets contain a number of more than
+        one digit (``layer_[0-11]``), since they match a single character.
 
     Example:
       >>> import optax_freeze as fz
@@ -58,7 +58,7 @@ def path(*patterns: str) -> Selector:
 
 
 def only(*patterns: str) -> Selector:
-    """Selects every leaf that no glob pattern matches, so that only the matched leaves train: ``~fz.path(*patterns)``.
+    """Selects every leaf that no glob pattern matches, so that only the matched leaves train.
 
     Args:
       *patterns: one or more patterns, as in :func:`path`.
@@ -81,7 +81,7 @@ def regex(*patterns: str) -> Selector:
       *patterns: one or more regular expressions; a leaf is selected if any of them matches.
 
     Returns:
-      A selector. Used on a tree, an expression that matches no leaf is a ``ValueError``.
+      A selector. Resolving it raises ``ValueError`` if an expression matches no leaf.
 
     Raises:
       TypeError: if a pattern is not a string.
@@ -99,8 +99,8 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
     """Selects leaves by a function of their path, shape and dtype.
 
     Args:
-      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``; returns a bool. It is not called for leaves
-        that are not arrays: they are frozen anyway.
+      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``; returns a bool. It is not called for leaves that
+        are not arrays, which are always frozen.
 
     Returns:
       A selector; it may select nothing.
@@ -126,7 +126,7 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
 
 
 def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
-    """Ordered rules: the first that matches a leaf says whether it is frozen.
+    """Freezes leaves by ordered rules, of which the first match applies.
 
     Args:
       rules: a mapping from glob patterns or selectors to True (frozen), False or an element mask
@@ -134,8 +134,8 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
       default: the value for leaves that no rule matches.
 
     Returns:
-      A selector. Used on a tree, a pattern that matches no leaf is a ``ValueError``, and so is a rule that never
-      applies because earlier rules match all its leaves.
+      A selector. Resolving it raises ``ValueError`` if a pattern matches no leaf, or if a rule never applies because
+      earlier rules match all its leaves.
 
     Raises:
       TypeError: if ``rules`` is not a mapping, or a key is neither a pattern nor a selector.

@@ -28,18 +28,19 @@ HOLE = optax.MaskedNode()
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The trainable part of a partially frozen leaf: a pytree node whose child is an array.
+    """The trainable rows or elements of a partially frozen leaf: a pytree node whose child is an array.
 
     An array of a few rows would silently broadcast against the full leaf; a ``Part`` combines only with a ``Part`` of
-    the same rows. Optax's transformations map over it as over any node.
+    the same rows. Optax's transformations treat it like any other node.
 
     Attributes:
-      values: the trainable rows, of the leaf's shape but for the axis of the rows; or the trainable elements, a vector.
+      values: the trainable rows, with the shape of the leaf except for the axis of the rows; or a vector of the
+        trainable elements.
       index: which rows they are, or how many elements; static.
       shape: the shape of the full leaf; static.
-      trains: in the updates of an optimizer, where which rows train is a value of the program, a second child: for each
-        row of the leaf whether it trains, so that :func:`optax_freeze.apply_updates` finds the rows. Elsewhere None:
-        parameters, gradients and moments have no leaf but their values.
+      trains: a second child in the updates of an optimizer, if the row numbers are a value of the program: for each row
+        of the leaf whether it trains, so that :func:`optax_freeze.apply_updates` finds the rows. None in parameters,
+        gradients and moments.
 
     Example:
       >>> import optax_freeze as fz

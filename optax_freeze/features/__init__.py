@@ -40,10 +40,9 @@ def write(
     progress: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Computes the features of every batch and stores them, one example after the other.
+    """Computes the features of every batch and stores them by example.
 
-    If the process dies, call it again with the same arguments: batches that are stored are compared, and not computed
-    again.
+    If the process stops, call it again with the same arguments. Stored batches are checked and not computed again.
 
     Args:
       directory: a directory of its own on a local disk, created if necessary. With several processes, each writes the
@@ -132,13 +131,13 @@ def write(
 def read(
     directory: str | os.PathLike[str], once: Precomputed | None = None, params: PyTree = None
 ) -> "FeatureSequence":
-    """The features that :func:`write` stored.
+    """Opens the features that :func:`write` stored.
 
     Args:
       directory: as in :func:`write`.
       once: from :func:`optax_freeze.precompute`; necessary with ``params``.
-      params: the full parameters: an error if those frozen differ from the ones that computed the features. None: they
-        are not compared.
+      params: the full parameters. If the frozen ones differ from those that computed the features, an error is raised.
+        If None, they are not compared.
 
     Returns:
       A :class:`FeatureSequence`.
@@ -190,9 +189,9 @@ def read(
 class FeatureSequence(Sequence[Features]):
     """Features on disk, of one example or of several; from :func:`read`.
 
-    ``features[3]`` is one example, without an axis of examples: NumPy arrays, and JAX arrays for random keys. A slice,
-    or an array of numbers, gives those examples along the first axis, in the order asked for. It is a source of random
-    access for data loaders: it can be pickled, and read from any thread. Start worker processes by ``spawn`` or
+    ``features[3]`` is one example, without an axis of examples: NumPy arrays, and JAX arrays for random keys. A slice
+    or an array of numbers gives these examples along the first axis, in this order. It can be a random-access source
+    for data loaders, can be pickled, and can be read from any thread. Start worker processes with ``spawn`` or
     ``forkserver``: TensorStore does not allow ``fork``.
 
     Example:

@@ -31,14 +31,14 @@ register_with_flax()
 
 
 class Frozen(nn.Module):
-    """A module whose parameters are constants of the gradient. Gradients with respect to its inputs are unchanged.
+    """Wraps a module so that its parameters are constants of the gradient. Gradients of its inputs do not change.
 
-    Variables have the same paths and initial values as without the wrapper, so that a checkpoint of one loads into the
-    other. All methods and attributes of the module are available. Freezing is per application: a module that is also
-    used without the wrapper has the gradient of that use.
+    Variables have the same paths and initial values as without the wrapper, so checkpoints are interchangeable. All
+    methods and attributes of the module are available. If a module is also used without the wrapper, it has the
+    gradient of that use.
 
-    A gradient of zero does not stop weight decay or momentum: train with ``fz.freeze(tx, frozen_mask(model, x))``, or
-    move the frozen parameters to a ``collection`` of their own, which no optimizer sees.
+    A zero gradient does not stop weight decay or momentum. Train with ``fz.freeze(tx, frozen_mask(model, x))``, or move
+    the frozen parameters to another ``collection``, which the optimizer does not receive.
 
     Attributes:
       module: the module to freeze. It may have a name; the wrapper has none.
@@ -173,7 +173,7 @@ class Frozen(nn.Module):
 def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[None]:
     """Freezes the parameters of the modules that are applied in this context.
 
-    It acts while JAX traces: open it inside the jitted function. Contexts nest; what any of them freezes is frozen.
+    It takes effect while JAX traces, so open it inside the jitted function. Nested contexts add up.
 
     Args:
       frozen: the spec, in any form, with paths relative to the outermost module applied in the context. A pattern must
@@ -235,11 +235,11 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
 
 
 def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
-    """The spec of what the :class:`Frozen` wrappers in a model freeze, for an optimizer.
+    """Returns the spec of the parameters that the :class:`Frozen` wrappers in a model freeze.
 
     Args:
       model: a Linen module.
-      *args: the arguments of a call: arrays or ``jax.ShapeDtypeStruct``. The call is traced, not computed.
+      *args: the arguments of a call: arrays or ``jax.ShapeDtypeStruct``. The call is traced, not executed.
       **kwargs: keyword arguments of the call; ``method`` and ``rngs`` as for ``model.apply``.
 
     Returns:
