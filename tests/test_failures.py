@@ -493,7 +493,7 @@ TWO_LAYERS = {"encoder": jnp.ones((3, 2)), "head": jnp.ones((2, 2))}
 
 
 class TestErrorsOfOthers:
-    """The table of errors of other libraries in `docs/errors.md`: each error comes as it says, and goes away by the fix."""
+    """Errors of other libraries, as `docs/errors.md` lists them: each occurs as it says, and the fix removes it."""
 
     specs = pytest.mark.parametrize("spec", ["encoder", fz.rules({"encoder": fz.rows(0)})], ids=["leaf", "rows"])
 

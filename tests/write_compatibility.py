@@ -1,7 +1,7 @@
 """Runs the whole optimizer matrix and writes ``docs/compatibility.md``: half an hour on two cores.
 
-The page is the record, too: the tests read it back and compare it with the installed Optax. Its last section, on models,
-is written by ``tests/gallery/write_page.py``.
+The page is the record, too: the tests read it back and compare it with the installed Optax. Its last section, on
+models, is written by ``tests/gallery/write_page.py``.
 """
 
 import concurrent.futures
@@ -117,7 +117,7 @@ def render(record: Record) -> str:
 def parse(page: str) -> Record:
     """What a page says."""
     versions, matrix, limits, skipped = page.partition(MODELS)[0].split("\n## ")
-    found = re.search(r"Optax (\S+) and JAX (\S+)\.", versions)
+    found = re.search(r"Optax\s(\S+)\sand\sJAX\s(\S+)\.", versions)
     assert found, "the page does not say its versions"
     return Record(
         found[1],
@@ -154,39 +154,44 @@ def _table(*head: str, rows: Iterable[Iterable[str]]) -> Iterator[str]:
 _TEXT = """\
 # Compatibility: optimizers and models
 
-On this page you can look up whether an Optax optimizer gives the same results with freezing, and what freezing rows costs in models of other packages.
+On this page you can look up whether an Optax optimizer gives the same results with freezing, and what freezing rows
+costs in models of other packages.
 
-Every optimizer of `optax` and `optax.contrib` is tested, found by introspection: the public functions that return a gradient transformation and take a
-learning rate or another transformation, without building blocks such as `scale_by_*`. Each is run in {each} ways for each form of freezing, {cells} cells in
-all: in float32 and bfloat16; op by op, under `jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and with
-`optax.inject_hyperparams`, all inside `fz.freeze` or `fz.freeze_when`.
+Every optimizer of `optax` and `optax.contrib` is tested, found by introspection: the public functions that return a
+gradient transformation and take a learning rate or another transformation, without building blocks such as
+`scale_by_*`. Each is run in {each} ways for each form of freezing, {cells} cells in all: in float32 and bfloat16; op by
+op, under `jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and
+with `optax.inject_hyperparams`, all inside `fz.freeze` or `fz.freeze_when`.
 
-A cell compares two runs of a few steps: one with this library and NaN in place of every frozen gradient, and one with the plain optimizer on the trainable
-parameters of `fz.partition`. A tick (✓) means:
+A cell compares two runs of a few steps: one with this library and NaN in place of every frozen gradient, and one with
+the plain optimizer on the trainable parameters of `fz.partition`. A tick (✓) means:
 
 - Frozen parameters keep their bits, and their updates are -0.0.
-- Each update, each trainable parameter and the whole optimizer state equal those of the second run: bit for bit op by op, within rounding if a compiler is
-  involved.
-- A group that `freeze_when` unfreezes is updated as if its optimizer had been created then, and the state of a frozen group keeps its bits.
+- Each update, each trainable parameter and the whole optimizer state equal those of the second run: bit for bit op by
+  op, within rounding if a compiler is involved.
+- A group that `freeze_when` unfreezes is updated as if its optimizer had been created then, and the state of a frozen
+  group keeps its bits.
 
-`tests/matrix.py` defines a cell, and `make compatibility` runs all cells and writes this page. The tests run a subset in which all pairs of form, dtype and mode
-occur, and every optimizer occurs in four modes. Run with Optax {optax} and JAX {jax}.
+`tests/matrix.py` defines a cell, and `make compatibility` runs all cells and writes this page. The tests run a subset
+in which all pairs of form, dtype and mode occur, and every optimizer occurs in four modes. Run with Optax {optax} and
+JAX {jax}.
 
 ## The matrix
 
-**zeros**: with a dense mask, `fz.elements(mask)`, the optimizer receives the whole leaf with zeros at frozen elements, in gradients and parameters. If the
-update of an element depends on others by more than a sum or a norm (a mean, a factor, a shape, random numbers), trainable elements are updated differently
-than alone. With `compact=True` the optimizer receives only the trainable elements.
+**zeros**: with a dense mask, `fz.elements(mask)`, the optimizer receives the whole leaf with zeros at frozen elements,
+in gradients and parameters. If the update of an element depends on others by more than a sum or a norm (a mean, a
+factor, a shape, random numbers), trainable elements are updated differently than alone. With `compact=True` the
+optimizer receives only the trainable elements.
 
 {optimizers}
 
 Four optimizers need something of their own:
 
-- `contrib.dpsgd` takes gradients of examples. For rows and compact elements, these have the trainable structure, as from
-  `jax.vmap(fz.grad(loss, frozen), (None, 0))`: in a full gradient a row cannot be distinguished from an example.
+- `contrib.dpsgd` takes gradients of examples. For rows and compact elements, these have the trainable structure, as
+  from `jax.vmap(fz.grad(loss, frozen), (None, 0))`: in a full gradient a row cannot be distinguished from an example.
 - `contrib.sam` takes `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))` as its adversary.
-- `lookahead` keeps its slow parameters in its state (ten lines in `tests/optimizers.py`). Optax's own takes a pair of parameters and the gradient of one,
-  which a transformation around it cannot pass.
+- `lookahead` keeps its slow parameters in its state (ten lines in `tests/optimizers.py`). Optax's own takes a pair of
+  parameters and the gradient of one, which a transformation around it cannot pass.
 - `contrib.reduce_on_plateau`, a building block, is in a chain after Adam.
 
 ## Where Optax fails by itself

@@ -117,14 +117,15 @@ def _versions() -> Iterator[tuple[str, str]]:
 _HEAD = """\
 # Benchmarks
 
-On this page you can look up the figures behind [Performance and scale](performance.md): each benchmark with its peers, measured in one process, as
-`make bench` wrote them.
+On this page you can look up the figures behind [Performance and scale](performance.md): each benchmark with its peers,
+measured in one process, as `make bench` wrote them.
 
-Upright figures are exact: FLOPs and bytes as the compiler reports them, for one TPU v5e chip unless a table says otherwise. They need no TPU, and the same
-versions give the same figures.
+Upright figures are exact: FLOPs and bytes as the compiler reports them, for one TPU v5e chip unless a table says
+otherwise. They need no TPU, and the same versions give the same figures.
 
-*Figures in italics* are times on this machine, nearly all of them ratios of CPU times of alternating runs, so that other programs hardly matter. The text says
-whether they are minima or medians. They vary by several percent from run to run. A figure in brackets is a ratio to a row of the same table."""
+*Figures in italics* are times on this machine, nearly all of them ratios of CPU times of alternating runs, so that
+other programs hardly matter. The text says whether they are minima or medians. They vary by several percent from run to
+run. A figure in brackets is a ratio to a row of the same table."""
 
 if __name__ == "__main__":
     main()

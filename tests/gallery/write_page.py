@@ -1,4 +1,6 @@
-"""Prints the gallery's table and writes the last section of ``docs/compatibility.md``, from the figures that the tests left in a folder.
+"""Prints the gallery's table and writes the last section of ``docs/compatibility.md``.
+
+The figures are those that the tests left in a folder.
 
 Run with ``make gallery``.
 """
@@ -89,21 +91,24 @@ def versions() -> Iterator[str]:
 _HEAD = f"""\
 ## Models
 
-{len(cases.CASES)} models of other packages, each with a test. `make gallery` installs the packages (Python 3.12, `tests/gallery/requirements.txt`),
-runs the tests and writes this section. The models are small and otherwise unchanged; "-like" means layers of a package that are stacked and scanned
-as in the named library. Three lines of a training script change in each case: the gradient (`fz.value_and_grad`), the optimizer (`fz.freeze`) and the update
+{len(cases.CASES)} models of other packages, each with a test. `make gallery` installs the packages (Python 3.12,
+`tests/gallery/requirements.txt`), runs the tests and writes this section. The models are small and otherwise unchanged;
+"-like" means layers of a package that are stacked and scanned as in the named library. Three lines of a training script
+change in each case: the gradient (`fz.value_and_grad`), the optimizer (`fz.freeze`) and the update
 (`fz.apply_updates`).
 
 Each model trains for three steps with AdamW. The columns:
 
 - **compilations** of the step; **wrong bits**: leaves in which a frozen bit changed.
-- **gradient**: the largest difference from `jax.grad` of the whole model, divided by the largest element of the leaf's gradient.
-- **FLOPs**, **bytes** (accessed) and **memory** of the gradient, as XLA reports them for the CPU; for FLOPs and bytes, scans are unrolled. Each cell has two
-  ratios: to the gradient in which every leaf that is frozen by rows trains as a whole, and to rows put together by hand inside the loss, with
-  `.at[rows].set` or by concatenation, whichever accesses fewer bytes. **Memory** is temporaries plus outputs, because XLA uses output buffers for
-  temporary values and the gradient of a whole leaf is an output. **Temporaries** alone are listed, too.
-- **merged by**: the operation that needs the whole array ([how operations read frozen rows](api/gradient.md#how-operations-read-frozen-rows)); empty if all
-  operations read the rows in parts.
+- **gradient**: the largest difference from `jax.grad` of the whole model, divided by the largest element of the leaf's
+  gradient.
+- **FLOPs**, **bytes** (accessed) and **memory** of the gradient, as XLA reports them for the CPU; for FLOPs and bytes,
+  scans are unrolled. Each cell has two ratios: to the gradient in which every leaf that is frozen by rows trains as a
+  whole, and to rows put together by hand inside the loss, with `.at[rows].set` or by concatenation, whichever accesses
+  fewer bytes. **Memory** is temporaries plus outputs, because XLA uses output buffers for temporary values and the
+  gradient of a whole leaf is an output. **Temporaries** alone are listed, too.
+- **merged by**: the operation that needs the whole array ([how operations read frozen
+  rows](api/gradient.md#how-operations-read-frozen-rows)); empty if all operations read the rows in parts.
 
 The tests require one compilation, no wrong bits, gradients within rounding, and at most {gallery.LIMIT} times the
 FLOPs, bytes and memory of both. In decoders, encoders, mixtures of experts (MoE), vision transformers (ViT) and
