@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
@@ -121,7 +121,8 @@ def _default_device() -> Any:
 
 def _refuse_no_host_memory(sharding: Sharding) -> None:
     """A ``ValueError`` unless arrays of a sharding may lie in the host's memory."""
-    for device in sharding.device_set:
+    is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    for device in () if is_abstract else sharding.device_set:
         kinds = _memory_kinds(device)
         if kinds is not None and HOST not in kinds:
             raise value_error(
