@@ -1,5 +1,6 @@
 """Every example runs, and says what it should."""
 
+import importlib.util
 import itertools
 import pathlib
 import re
@@ -7,6 +8,8 @@ import runpy
 import sys
 
 import pytest
+
+from optax_freeze._memory.offload import _types_say_memory
 
 EXAMPLES = sorted(path.stem for path in pathlib.Path("examples").glob("*.py"))
 
@@ -126,6 +129,29 @@ def test_lisa(run):
     assert all(float(loss) < float(before) for loss, *_ in figures.values())
     full, lisa, last = (float(size.removesuffix(" kB").replace(",", "")) for *_, size in figures.values())
     assert last < lisa < 0.3 * full
+
+
+@pytest.mark.usefixtures("optimized")
+def test_finetune_beyond_memory(run):
+    if not _types_say_memory():
+        pytest.skip("the types of this JAX do not say where an array is")
+    output = run("finetune_beyond_memory")
+    gib = {tuple(line.split()[1:4:2]): line.split()[5::2] for line in output.splitlines() if re.match(r"│ \d+B ", line)}
+    assert gib["8B", "1"][:3] == ["21.9", "9.3", "13.0"]
+    assert gib["405B", "16"][:3] == ["50.3", "3.9", "46.8"]
+    assert row(output, "bytes on the host") == [
+        "0",
+        planned := f"{6 * 2 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128):,}",
+    ]
+    assert row(output, "by the TPU compiler") == [
+        planned if importlib.util.find_spec("libtpu") else "left out: no libtpu"
+    ]
+    on_device, from_host = row(output, "first and last loss")
+    before, after = map(float, from_host.split(", "))
+    assert on_device == from_host
+    assert after < before - 1
+    assert len(set(row(output, "frozen weights"))) == 1
+    assert row(output, "losses and parameters") == ["the same bits"]
 
 
 def test_lottery_ticket(run):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_freeze._gradient.operation_log import Logged, OperationLog
 from optax_freeze._spec.memory import to_device
@@ -71,6 +72,8 @@ class FrozenArray(_Shaped, Logged):
             array = self.array
             if self.count is not None:
                 array = jax.lax.dynamic_slice_in_dim(array, self.start, self.count)
+                # The TPU compiler aborts if a transposed layout reaches the slice of an array on the host.
+                array = with_layout_constraint(array, Layout(tuple(range(array.ndim)))) if self.on_host else array
             done[id(self)] = to_device(array)
         return done[id(self)]
 

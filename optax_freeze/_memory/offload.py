@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import type_error, value_error, whole_number
 from optax_freeze._memory.idle_state import has_groups, with_idle_groups
@@ -124,7 +124,7 @@ def _with_rows_apart(value: Any, sharding: Sharding) -> Any:
 
     By default a TPU keeps numbers of 8 bits in tiles of 32 rows, of which it cannot slice: it copies the stack.
     """
-    platforms = {device.platform for device in sharding.device_set}
+    platforms = {device.platform for device in _devices(sharding)}
     if platforms != {"tpu"} or np.dtype(value.dtype).itemsize != 1:
         return sharding
     return Format(Layout(tuple(range(value.ndim)), ((8, 128), (4, 1))), sharding)
@@ -145,7 +145,7 @@ def _default_device() -> Any:
 
 def _refuse_no_host_memory(sharding: Sharding) -> None:
     """A ``ValueError`` unless arrays of a sharding may lie in the host's memory."""
-    for device in sharding.device_set:
+    for device in _devices(sharding):
         kinds = _memory_kinds(device)
         if kinds is not None and HOST not in kinds:
             raise value_error(
@@ -163,6 +163,12 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
             expected="a release in which jax.typeof(array) is float32<host>[...] for an array on the host",
             fix="pip install --upgrade jax jaxlib",
         )
+
+
+def _devices(sharding: Sharding) -> set[Any]:
+    """The devices of a sharding; none on a mesh that is only described."""
+    is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    return set() if is_abstract else sharding.device_set
 
 
 def _memory_kinds(device: Any) -> list[str] | None:

@@ -177,3 +177,47 @@ def test_rows_of_a_donated_stack_are_written_in_place(dtype, topology):
     assert memory.alias_size_in_bytes == 16 * row
     assert memory.temp_size_in_bytes <= row
     assert compiled.cost_analysis()["bytes accessed"] <= 6 * row
+
+
+class TestOffTheChip:
+    """Frozen weights in the host's memory: a chip holds some layers at a time, and copies no stack."""
+
+    LAYERS, WIDTH = 16, 512
+
+    def compiled(self, body, dtype, **options):
+        sharding, layers, width = tpu_sharding(), self.LAYERS, self.WIDTH
+        shapes = {
+            "weights": jax.ShapeDtypeStruct((layers, width, width), dtype, sharding=sharding),
+            "lora_a": jax.ShapeDtypeStruct((layers, width, 8), jnp.bfloat16, sharding=sharding),
+            "lora_b": jax.ShapeDtypeStruct((layers, 8, width), jnp.bfloat16, sharding=sharding),
+        }
+        trainable, rest = jax.tree.map(lambda x: x, shapes), optax.MaskedNode()
+        trainable["weights"], rest = rest, dict.fromkeys(shapes, rest)
+        rest["weights"] = fz.offload(shapes["weights"], True, min_bytes=0)
+
+        def loss(p, x):
+            x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), x, p, **options)
+            return x.astype(jnp.float32).sum()
+
+        def step(trainable, weights, x):
+            # Traced as an array on the host: a shape does not say in which memory its array is.
+            of_host = {**rest, "weights": jax.device_put(weights, jax.memory.Space.Host)}
+            return jax.value_and_grad(fz.restrict(loss, of_host))(trainable, x)
+
+        x = jax.ShapeDtypeStruct((64, width), jnp.bfloat16, sharding=sharding)
+        return jax.jit(step).lower(trainable, rest["weights"], x).compile()
+
+    @staticmethod
+    def block(x, p):
+        return x + jnp.tanh(x @ p["weights"].astype(jnp.bfloat16) + x @ p["lora_a"] @ p["lora_b"])
+
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize("remat", [False, True])
+    def test_a_scan_over_layers(self, remat, reverse, dtype):
+        body = jax.checkpoint(self.block) if remat else self.block
+        memory = self.compiled(body, dtype, reverse=reverse).memory_analysis()
+        stack = self.LAYERS * self.WIDTH**2 * jnp.dtype(dtype).itemsize
+        assert memory.host_argument_size_in_bytes == stack
+        assert memory.host_temp_size_in_bytes == 0
+        assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < stack / 2

@@ -1,14 +1,16 @@
 """What moves to the host's memory, what stays, and what refuses to move."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from benchmarks.measure import on, tpu_sharding
 from conftest import bits
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import optax_freeze as fz
 from optax_freeze._memory import offload as _offload
@@ -161,6 +163,13 @@ class TestWhere:
         assert after["b"].sharding == sharded.with_memory_kind("pinned_host")
         assert [(x.shape, x.dtype) for x in after.values()] == [(x.shape, x.dtype) for x in before.values()]
 
+    def test_shapes_on_a_mesh_without_devices(self):
+        sharding = NamedSharding(AbstractMesh((64,), ("data",)), PartitionSpec(None, "data"))
+        before = params(jax.ShapeDtypeStruct((4, 128, 2), jnp.float32, sharding=sharding))
+        after = moved(before, "stack")["stack"]
+        assert after.sharding == sharding.with_memory_kind("pinned_host")
+        assert moved({**before, "stack": after}, "head")["stack"].sharding.memory_kind == "device"
+
     def test_inside_of_jit(self):
         after = jax.jit(lambda tree: moved(tree, "stack"))(params())
         assert kinds(after) == {"stack": "pinned_host", "head": "device"}
@@ -219,3 +228,70 @@ class TestRefusals:
             with pytest.raises(ValueError, match="a parameter that trains lies in the host's memory\n  at: stack"):
                 call()
         fz.partition(moved(host, "head"), "head")
+
+
+SOME = {"last": [0, 1, 2, 3, 4], "within": [1, 2, 5]}
+
+
+def permutations(remat, reverse):
+    """A loss of six layers that permute and change signs: exact in any precision, and other in any other order."""
+    rng = np.random.default_rng(0)
+    stack = np.stack([np.eye(128, dtype=np.float32)[rng.permutation(128)] for _ in range(6)])
+    stack *= rng.choice([-1, 1], (6, 1, 128)).astype(np.float32)
+
+    def layer(x, w):
+        x = x @ w
+        return jnp.where(x > 0, x, 2 * x), None
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(
+            jax.checkpoint(layer) if remat else layer, x * params["in"], params["stack"], reverse=reverse
+        )
+        return jnp.sum(x @ params["head"])
+
+    ends = {name: jnp.asarray(rng.integers(-3, 4, 128), jnp.float32) for name in ("in", "head")}
+    return loss, {"stack": jnp.asarray(stack), **ends}
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("remat", [False, True], ids=["stored", "remat"])
+@pytest.mark.parametrize("rows", [*SOME.values(), None], ids=[*SOME, "all"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_gradients_are_those_from_the_device(backend, rows, remat, reverse):
+    """XLA for GPU has read arrays on the host in the wrong order in a reversed scan (openxla/xla#46231)."""
+    if jax.default_backend() != backend:
+        pytest.skip(f"JAX has no {backend.upper()} here, so gradients from the host are not tested on it")
+    loss, start = permutations(remat, reverse)
+    spec = {"stack": True if rows is None else fz.rows(rows), "in": False, "head": False}
+    x = jnp.asarray(np.random.default_rng(1).integers(-3, 4, (4, 128)), jnp.float32)
+    step = jax.jit(fz.value_and_grad(loss, spec))
+    host = moved(start, spec)
+    assert kinds(host)["stack"] == "pinned_host"
+    assert bits(step(host, x)) == bits(step(start, x))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles for TPU, is not installed"
+)
+@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache:UserWarning")
+@pytest.mark.parametrize("rows", SOME.values(), ids=SOME)
+def test_tpu_compiles_to_the_end(rows):
+    """The TPU compiler aborts, while it writes machine code, if a row of a stack on the host gets another layout."""
+    spec = {"stack": fz.rows(rows), "head": False}
+    shapes = {"stack": jnp.zeros((6, 128, 128)), "head": jnp.zeros((128, 8))}
+    host = moved(on(chip := tpu_sharding(), shapes), spec)
+
+    def attend(x, w):
+        heads = (x @ w).reshape(*x.shape[:2], 4, -1)
+        return x + jax.nn.dot_product_attention(heads, heads, heads).reshape(x.shape), None
+
+    def loss(params, x):
+        return jnp.mean((jax.lax.scan(attend, x, params["stack"])[0] @ params["head"]) ** 2)
+
+    def grads(params, x):
+        stack = jax.device_put(params["stack"], jax.memory.Space.Host)  # JAX traces a shape as if it were on the device
+        return fz.grad(loss, spec)({**params, "stack": stack}, x)
+
+    x = jax.ShapeDtypeStruct((1, 128, 128), jnp.float32, sharding=chip)
+    memory = jax.jit(grads).lower(host, x).compile().memory_analysis()
+    assert memory.host_argument_size_in_bytes == shapes["stack"].nbytes
