@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -39,15 +40,16 @@ class _Shaped:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array", "start"],
-    meta_fields=["count", "is_late", "on_host", "log"],
+    meta_fields=["count", "axes", "is_late", "on_host", "log"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class FrozenArray(_Shaped, Logged):
-    """A wholly frozen leaf, or ``count`` of its rows from ``start`` on."""
+    """A wholly frozen leaf, or ``count`` of its rows from ``start`` on, counted over its first ``axes`` axes."""
 
     array: Any
     start: Any = None
     count: int | None = None
+    axes: int = 1
     is_late: bool = False
     on_host: bool = False
     log: OperationLog | None = None
@@ -55,27 +57,63 @@ class FrozenArray(_Shaped, Logged):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of what is read."""
-        return self.array.shape if self.count is None else (self.count, *self.array.shape[1:])
+        return self.array.shape if self.count is None else (self.count, *self.array.shape[self.axes :])
 
     @property
     def dtype(self) -> Any:
         """The dtype of the leaf."""
         return self.array.dtype
 
-    def stretch(self, start: Any, count: int) -> "FrozenArray":
-        """Some rows of these, one after another."""
+    def stretch(self, start: Any, count: int) -> "FrozenArray | None":
+        """Some rows of these, one after another; None if there are none, or these cannot be sliced."""
+        if not self.shape[0] or (self.axes > 1 and count > 1):
+            return None
         return dataclasses.replace(self, start=start if self.start is None else self.start + start, count=count)
+
+    def of_rows(self, start: Any) -> "FrozenArray | None":
+        """One row of these, where the first axis of a row counts as well; None if these are all rows."""
+        if self.count is None:
+            return None
+        size = self.array.shape[self.axes]
+        return dataclasses.replace(self, start=self.start * size + start, count=1, axes=self.axes + 1)
 
     def read(self, done: dict[int, Any]) -> Any:
         """The array, on the device; each is read once and kept in ``done``."""
         if id(self) not in done:
             array = self.array
             if self.count is not None:
-                array = jax.lax.dynamic_slice_in_dim(array, self.start, self.count)
+                array = self._rows()
                 # The TPU compiler aborts if a transposed layout reaches the slice of an array on the host.
                 array = with_layout_constraint(array, Layout(tuple(range(array.ndim)))) if self.on_host else array
             done[id(self)] = to_device(array)
         return done[id(self)]
+
+    def _rows(self) -> Any:
+        assert self.count is not None
+        if self.axes == 1:
+            return _slice_rows(self.count, self.array, self.start)
+        ahead, rest = self.array.shape[: self.axes], self.array.shape[self.axes :]
+        starts, left = [], self.start
+        for size in ahead[::-1]:
+            starts, left = [left % size, *starts], left // size
+        starts += [np.int32(0)] * len(rest)
+        row = jax.lax.dynamic_slice(self.array, starts, (*[1] * self.axes, *rest))
+        return jax.lax.squeeze(row, tuple(range(self.axes - 1)))
+
+
+def _slice_rows(count: int, array: Any, start: Any) -> Any:
+    """``count`` rows of an array on the host; mapped by ``jax.vmap``, of the array on the device."""
+
+    @jax.custom_batching.custom_vmap
+    def rows(array: Any, start: Any) -> Any:
+        return jax.lax.dynamic_slice_in_dim(array, start, count)
+
+    @rows.def_vmap
+    def _(size: int, mapped: Any, array: Any, start: Any) -> Any:
+        of_one = lambda array, start: jax.lax.dynamic_slice_in_dim(array, start, count)  # noqa: E731
+        return jax.vmap(of_one, [0 if here else None for here in mapped])(to_device(array), start), True
+
+    return rows(array, start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,6 +177,11 @@ def read_all(values: Sequence[Any]) -> list[Any]:
     return [_read(value, done) for value in values]
 
 
+def size_of(value: Any) -> int:
+    """How many operations and arrays a value is computed from, each as often as it is named."""
+    return 1 + sum(map(size_of, value.operands)) if isinstance(value, Computed) else 1
+
+
 def sources(value: Any) -> Iterator[FrozenArray]:
     """The frozen arrays that a value is read from."""
     if isinstance(value, FrozenArray):
@@ -183,7 +226,9 @@ def reshaped(value: Unread, shape: tuple[int, ...]) -> Unread:
 
     def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
         (x,) = operands
-        if not shape or not x.ndim or x.shape[0] % shape[0]:
+        if isinstance(x, FrozenArray) and x.count == 1 and x.shape == (1, *shape) and count == 1:
+            return x.of_rows(start)
+        if not shape or not shape[0] or not x.ndim or x.shape[0] % shape[0]:
             return None
         rows = x.shape[0] // shape[0]
         part = x.stretch(start * rows, count * rows)
@@ -204,3 +249,13 @@ def row_of(value: Unread, i: Any) -> Unread | None:
 def has_rows(value: Unread) -> bool:
     """Whether one row can be read without the others."""
     return row_of(value, 0) is not None
+
+
+def selected(which: Any, position: Any, rows: Any, frozen: Unread, axis: int) -> Computed:
+    """Trainable ``rows`` at these positions where they train; else frozen ones, which are not read yet."""
+
+    def apply(which: Any, position: Any, rows: Any, frozen: Any) -> Any:
+        return jnp.where(which, jnp.take(rows, position, axis=axis, mode="clip"), frozen)
+
+    struct = jax.ShapeDtypeStruct(frozen.shape, frozen.dtype)
+    return Computed((which, position, rows, frozen), LateOperation("select", apply, struct, lambda *_: None))

@@ -71,8 +71,13 @@ def call(
         for const in closed.consts
     ]
     known, unknown = set(map(id, params)), set(map(id, inputs))
-    outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
+    outs = map(returned, evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
     return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
+
+
+def returned(value: Any) -> Any:
+    """A value that the function returns as it is."""
+    return on_device(value, "the result", None)
 
 
 def _frozen(leaf: Any) -> Any:
@@ -139,7 +144,8 @@ def apply(eqn: Any, values: list[Any], of_params: Sequence[bool] = ()) -> Any:
             out = rule.apply(equation, *values)
     if out is None:
         equation.record("merged", *values)
-        operands = [dense(value) for value in values]
+        late = has_late(values) and not has_split(values)
+        operands = values if late else list(map(equation.dense, values))
         with eqn.ctx.manager:
             return equation.bind(*operands)
     if isinstance(out, Whole):

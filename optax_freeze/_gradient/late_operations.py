@@ -22,9 +22,12 @@ from optax_freeze._gradient.frozen_array import (
     read_all,
     record_reads,
     reshaped,
+    size_of,
     sources,
 )
 from optax_freeze._gradient.jaxprs import ELEMENTWISE
+
+_MOST_OPERATIONS = 64  # so many wait for one result: it computes them as often as it names them
 
 
 def waiting(name: str, params: dict[str, Any], bind: Callable[..., Any], operands: Sequence[Any]) -> Unread | None:
@@ -38,10 +41,14 @@ def waiting(name: str, params: dict[str, Any], bind: Callable[..., Any], operand
     if name == "dynamic_slice" and isinstance(first, Unread):
         is_stretch = params["slice_sizes"][1:] == first.shape[1:] and not has_late(others)
         return _stretch_from(first, others[0], params["slice_sizes"][0]) if is_stretch else None
-    if not all(is_late(operand) or _is_number(operand) for operand in operands):
+    if not all(is_late(operand) or is_number(operand) for operand in operands):
+        return None
+    if sum(size_of(operand) for operand in operands) > _MOST_OPERATIONS:
         return None
     if name in ELEMENTWISE.split():
         return _elementwise(name, bind, operands)
+    if name == "custom_jvp_call":
+        return _computed(name, bind, operands, lambda *_: None)
     return _OF_ONE[name](first, params, bind) if name in _OF_ONE else None
 
 
@@ -57,26 +64,33 @@ def read_again(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -> 
     return function(*operands)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return not isinstance(value, (Tracer, Unread)) and np.shape(value) == ()
 
 
 def _stretch_from(x: Unread, start: Any, count: int) -> Unread | None:
     last = x.shape[0] - count
-    if isinstance(start, Tracer):
-        return x.stretch(jax.lax.clamp(np.int32(0), start.astype(np.int32), np.int32(last)), count)
+    if isinstance(start, Tracer):  # clamped in its own dtype, of which a number may be no int32
+        zero, most = np.zeros((), start.dtype), np.asarray(min(last, np.iinfo(start.dtype).max), start.dtype)
+        return x.stretch(jax.lax.clamp(zero, start, most).astype(np.int32), count)
     return x.stretch(min(max(int(start), 0), last), count)
 
 
-def _computed(name: str, apply: Callable[..., Any], operands: Sequence[Any], stretch: Callable[..., Any]) -> Computed:
+def _computed(
+    name: str, apply: Callable[..., Any], operands: Sequence[Any], stretch: Callable[..., Any]
+) -> Computed | None:
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Unread) else x for x in operands]
     out = jax.eval_shape(apply, *structs)
-    out = out[0] if isinstance(out, list) else out
+    if isinstance(out, list):
+        if len(out) > 1:
+            return None
+        [out], of_list = out, apply
+        apply = lambda *arrays: of_list(*arrays)[0]  # noqa: E731
     struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
     return Computed(tuple(operands), LateOperation(name, apply, struct, stretch))
 
 
-def _elementwise(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -> Computed:
+def _elementwise(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -> Computed | None:
     def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
         size = max(x.shape[0] for x in operands if isinstance(x, Unread) and x.ndim)
         parts = [
@@ -87,7 +101,7 @@ def _elementwise(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -
     return _computed(name, bind, operands, stretch)
 
 
-def _transpose(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed:
+def _transpose(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed | None:
     def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
         part = operands[0].stretch(start, count) if params["permutation"][0] == 0 else None
         return None if part is None else _transpose(part, params, bind)
@@ -95,7 +109,7 @@ def _transpose(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> C
     return _computed("transpose", bind, [x], stretch)
 
 
-def _sharding_constraint(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed:
+def _sharding_constraint(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed | None:
     sharding = params["sharding"]
 
     def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
@@ -106,7 +120,7 @@ def _sharding_constraint(x: Unread, params: dict[str, Any], bind: Callable[..., 
     return _computed("sharding_constraint", bind, [x], stretch)
 
 
-def _broadcast_in_dim(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed:
+def _broadcast_in_dim(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Computed | None:
     shape, axes = params["shape"], params["broadcast_dimensions"]
 
     def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
@@ -129,7 +143,7 @@ def _slice(x: Unread, params: dict[str, Any], bind: Callable[..., Any]) -> Unrea
     return _slice_of_rows(part, starts, limits, strides)
 
 
-def _slice_of_rows(x: Unread, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int]) -> Computed:
+def _slice_of_rows(x: Unread, starts: Sequence[int], limits: Sequence[int], strides: Sequence[int]) -> Computed | None:
     def stretch(operands: Sequence[Any], start: Any, count: int) -> Any:
         part = operands[0].stretch(start, count)
         return None if part is None else _slice_of_rows(part, starts, limits, strides)

@@ -21,7 +21,7 @@ from optax_freeze._gradient.frozen_array import has_late
 from optax_freeze._gradient.jaxprs import bind_params
 from optax_freeze._gradient.late_operations import read_again, waiting
 from optax_freeze._gradient.row_numbers import padding
-from optax_freeze._gradient.split_array import PartlyFrozen, SplitArray, dense
+from optax_freeze._gradient.split_array import PartlyFrozen, SplitArray, dense, on_device
 from optax_freeze._gradient.with_rows import is_zero, spread, spread_tangent
 
 
@@ -51,7 +51,9 @@ class Equation(NamedTuple):
         if has_late(operands):
             name, bind = self.primitive.name, functools.partial(self.bind, **changed)
             result = waiting(name, {**self.params, **changed}, bind, operands)
-            return read_again(name, bind, operands) if result is None else result
+            if result is None:
+                return read_again(name, bind, operands)
+            return [result] if self.primitive.multiple_results else result
         functions, params = self.bind_params(**changed)
         return self.primitive.bind(*functions, *operands, **params)
 
@@ -66,6 +68,10 @@ class Equation(NamedTuple):
     def has_activation(self, operands: Sequence[Any]) -> bool:
         """Whether one of the operands is computed from more than parameters and constants."""
         return any(np.ndim(x) and not known for x, known in zip(operands, self.of_params, strict=True))
+
+    def dense(self, value: Any) -> Any:
+        """``value`` as one array, read for the operation."""
+        return dense(on_device(value, self.primitive.name, current()))
 
     def record(self, effect: str, *values: Any) -> None:
         """Adds the operation to the logs of the split arrays among the values."""

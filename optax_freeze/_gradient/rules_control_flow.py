@@ -42,7 +42,7 @@ def scan(eqn: Equation, *values: Any) -> Any:
     """One scan for each stretch of rows that are all frozen or all trainable; a constant stays split."""
     num_consts, num_carry = scan_counts(eqn.params)
     consts, xs = values[:num_consts], values[num_consts + num_carry :]
-    carry = [dense(value) for value in values[num_consts:][:num_carry]]
+    carry = [eqn.dense(value) for value in values[num_consts:][:num_carry]]
     if any(isinstance(x, DynamicSplitArray) and x.axis == 0 for x in xs):
         eqn.record("merged", *values[num_consts:][:num_carry])
         return scan_dynamic_rows(eqn, _merged_outside(eqn, eqn.params["jaxpr"], consts), carry, xs)
@@ -73,7 +73,7 @@ def _scan_stretch(
     def body(carry: Sequence[Any], step: Any) -> Any:
         i, slices = step
         xs = [_of_step(x, i, part) for x, part in zip(inputs, slices, strict=True)]
-        outs = [dense(out) for out in eqn.evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *xs])]
+        outs = [eqn.dense(out) for out in eqn.evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *xs])]
         return outs[: len(carry)], outs[len(carry) :]
 
     steps = stop - start
@@ -135,7 +135,7 @@ def while_loop(eqn: Equation, *values: Any) -> Any:
         return dense(*eqn.evaluate(condition.jaxpr, condition.consts, [*for_condition, *carry]))
 
     def step(carry: Sequence[Any]) -> list[Any]:
-        outs = [dense(out) for out in eqn.evaluate(body.jaxpr, body.consts, [*for_body, *carry])]
+        outs = [eqn.dense(out) for out in eqn.evaluate(body.jaxpr, body.consts, [*for_body, *carry])]
         if not np.ndim(condition.out_avals[0]):
             return outs
         here = goes_on(carry)
@@ -145,7 +145,7 @@ def while_loop(eqn: Equation, *values: Any) -> Any:
         ]
 
     # Under vmap, a condition may differ between examples, and the carry of those that ended stays.
-    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, [dense(value) for value in carry])
+    return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, [eqn.dense(value) for value in carry])
 
 
 @rule("cond", enters=True)
@@ -155,7 +155,8 @@ def cond(eqn: Equation, which: Any, *operands: Any) -> Any:
         return None
 
     def outputs(branch: ClosedJaxpr) -> list[Any]:
-        return eqn.evaluate(branch.jaxpr, branch.consts, operands)
+        outs = eqn.evaluate(branch.jaxpr, branch.consts, operands)
+        return [on_device(out, eqn.primitive.name, current()) for out in outs]
 
     branches = eqn.params["branches"]
     results = zip(*(jax.eval_shape(functools.partial(outputs, branch)) for branch in branches), strict=True)
@@ -181,7 +182,7 @@ def _finished(eqn: Equation, out: Any, layout: SplitArray | None) -> Any:
     """An output of a branch: both its parts, or the merged array."""
     if layout is None:
         eqn.record("merged", out)
-        return dense(out)
+        return eqn.dense(out)
     out = out.widened(numbers(layout.index))
     return out.frozen, out.rows
 

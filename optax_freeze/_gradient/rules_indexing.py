@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.source_info_util import current
 
-from optax_freeze._gradient.frozen_array import Unread
+from optax_freeze._gradient.frozen_array import Unread, selected
 from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import SplitArray, at_axis, on_device
@@ -93,9 +93,14 @@ def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
     start = jnp.clip(_wide(start), 0, x.size - sizes[x.axis])
     trains, position = locate(x.index, start + jnp.arange(sizes[x.axis], dtype=start.dtype))
     others = [jnp.zeros_like(s) if d == x.axis else s for d, s in enumerate(starts)]
-    rows = jnp.take(eqn.bind(x.rows, *others, slice_sizes=of_rows), position, axis=x.axis, mode="clip")
-    shape = [-1 if d == x.axis else 1 for d in range(rows.ndim)]
-    frozen = on_device(eqn.bind(x.frozen, *starts), "dynamic_slice", current())
+    part, shape = (
+        eqn.bind(x.rows, *others, slice_sizes=of_rows),
+        [-1 if d == x.axis else 1 for d in range(x.frozen.ndim)],
+    )
+    frozen = eqn.bind(x.frozen, *starts)
+    if isinstance(frozen, Unread):
+        return selected(trains.reshape(shape), position, part, frozen, x.axis)
+    rows = jnp.take(part, position, axis=x.axis, mode="clip")
     return jnp.where(trains.reshape(shape), rows, frozen)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.frozen_array import Unread, read
 from optax_freeze._gradient.row_numbers import numbers, of_numbers
@@ -17,7 +18,9 @@ from optax_freeze._gradient.split_array import (
     PartlyFrozen,
     SplitArray,
     at_axis,
+    has_split,
     made_of,
+    on_device,
     trainable_rows,
     trains_in_any,
     undifferentiated,
@@ -79,9 +82,10 @@ def _trains_after_reshape(x: SplitArray, sizes: Sequence[int], axis: int) -> np.
 def concatenate(eqn: Equation, *operands: Any) -> Any:
     """Joins arrays along the axis of the rows, or along another one."""
     axis = eqn.params["dimension"]
-    splits = [x for x in operands if isinstance(x, SplitArray)]
-    if not splits:
+    if not has_split(operands):
         return None
+    operands = tuple(on_device(x, eqn.primitive.name, current()) if has_split([x]) else x for x in operands)
+    splits = [x for x in operands if isinstance(x, SplitArray)]
     if eqn.has_activation(operands) or any(x.axis != splits[0].axis for x in splits):
         return eqn.bind_whole(*operands)
     if axis != splits[0].axis:
@@ -115,9 +119,10 @@ def _one_after_another(eqn: Equation, operands: Sequence[Any], axis: int) -> Spl
 @rule("stack", enters=True)
 def stack(eqn: Equation, *operands: Any) -> Any:
     """Joins arrays along a new axis."""
-    splits = [x for x in operands if isinstance(x, SplitArray)]
-    if not splits:
+    if not has_split(operands):
         return None
+    operands = tuple(on_device(x, eqn.primitive.name, current()) if has_split([x]) else x for x in operands)
+    splits = [x for x in operands if isinstance(x, SplitArray)]
     if eqn.has_activation(operands) or any(x.axis != splits[0].axis for x in splits):
         return eqn.bind_whole(*operands)
     return _side_by_side(eqn, operands, splits[0].axis + (eqn.params["axis"] <= splits[0].axis))

@@ -6,15 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.source_info_util import current
 
 from optax_freeze._gradient.frozen_array import Unread
 from optax_freeze._gradient.jaxprs import ELEMENTWISE, OF_ONE
+from optax_freeze._gradient.late_operations import is_number
 from optax_freeze._gradient.row_numbers import numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
-from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, trainable_rows, trains_in_any
+from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, on_device, trainable_rows, trains_in_any
 
 
-@rule(*ELEMENTWISE.split())
+@rule(*ELEMENTWISE.split(), late=True)
 def elementwise(eqn: Equation, *operands: Any) -> Any:
     """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
 
@@ -23,6 +25,17 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
     """
     if eqn.primitive.multiple_results:  # pvary, before JAX 0.9
         return jax.tree.map(lambda part: eqn.bind(part)[0], list(operands))
+    splits = [x for x in operands if isinstance(x, SplitArray)]
+    if (
+        len(splits) == 1
+        and all(x is splits[0] or is_number(x) for x in operands)
+        and isinstance(splits[0].frozen, Unread)
+    ):
+        frozen, rows = (
+            [part if x is splits[0] else x for x in operands] for part in (splits[0].frozen, splits[0].rows)
+        )
+        return splits[0].like(eqn.bind(*frozen), eqn.bind(*rows))
+    operands = tuple(on_device(x, eqn.primitive.name, current()) for x in operands)
     splits = [x for x in operands if isinstance(x, SplitArray)]
     trains = trains_in_any(splits)
     if eqn.params.get("sharding") is not None:

@@ -90,8 +90,9 @@ class SplitArray(PartlyFrozen):
             return self
         index = of_numbers(self.index, trains, self.size)
         places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
-        rows = trainable_rows(index, self.frozen)
-        return self.like(self.frozen, places.put(rows, Part(self.rows)), index=index)
+        frozen = on_device(self).frozen
+        rows = trainable_rows(index, frozen)
+        return self.like(frozen, places.put(rows, Part(self.rows)), index=index)
 
     def guarded(self, operand: Any, shape: tuple[int, ...]) -> Any:
         """An operand of an elementwise operation with a result of some shape, with constants at the stale rows.

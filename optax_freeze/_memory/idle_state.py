@@ -19,7 +19,7 @@ def with_idle_groups(
     """A state whose groups that are frozen now lie on the host, but for small arrays, and the others on the device."""
 
     def placed(leaf: Any, is_idle: bool) -> Any:
-        if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if not isinstance(leaf, jax.Array) or not leaf.ndim or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf
         if not is_idle:
             return to_device(leaf)
