@@ -144,7 +144,7 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
 def _memory_kinds(device: Any) -> list[str] | None:
     """The kinds of memory of a device; None where it does not say: in another process, or only described."""
     try:
-        return [memory.kind for memory in device.addressable_memories()]
+        return [memory.kind for memory in device.addressable_memories()] or None
     except Exception:
         return None
 
