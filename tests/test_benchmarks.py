@@ -1,5 +1,8 @@
-"""The page of the benchmarks and what writes it; that of a GPU, small and on the CPU."""
+"""The page of the benchmarks and what writes it; memory of the chips and the host; a GPU's, small and on the CPU."""
 
+import dataclasses
+import importlib
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -58,6 +61,45 @@ class TestATable:
             "No GPU was at hand.\n\n**a title**\n\n|  | exact |\n| --- | ---: |\n\n"
         )
         assert "Nothing to see." in capsys.readouterr().out
+
+
+@pytest.fixture
+def scale(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("scale")
+
+
+class TestScale:
+    def test_buffers_of_the_chip_and_of_the_host_are_counted_apart(self, scale):
+        memory = scale.from_buffers(
+            f"""
+allocation 0: size {2**31}, page 0, parameter 0, shape |bf16[1]| at ShapeIndex {{}}, maybe-live-out:
+allocation 1: size {2**32}, color 5, page 0, parameter 1, shape |bf16[1]| at ShapeIndex {{}}:
+allocation 2: size {2**30}, page 0, preallocated-temp:
+allocation 3: size {2**27}, color 1, page 0, preallocated-temp:
+""",
+            "v5e",
+        )
+        assert memory == scale.Memory(2.0, 1.0, 2.0, 2.0, 15.75, 4.0, 48.0)
+        assert scale.text(memory) == "2.0 + 1.0 = 3.0, host 4.0"
+        assert memory.fits
+
+    def test_a_step_fits_if_it_fits_both_memories(self, scale):
+        memory = scale.Memory(14.0, 1.0, 0.0, 0.0, 15.75, 48.0, 48.0)
+        assert memory.fits
+        assert not dataclasses.replace(memory, argument=15.0).fits
+        assert not dataclasses.replace(memory, host=48.1).fits
+
+    @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="nothing to compile for TPU with")
+    def test_a_small_decoder_reads_its_frozen_layers_from_the_host(self, scale, monkeypatch):
+        monkeypatch.setitem(scale.SHAPES, "small", (1024, 4, 2048, 8))
+        monkeypatch.setitem(scale.TENSOR_PARALLEL, "small", 2)
+        cells = (scale.Cell("small", "v5e", 2, "last block and head", way) for way in ("fz.offload", "fz.restrict"))
+        (program, there), (_, here) = map(scale.lower, cells)
+        of_layers = 4 * (4 * 1024**2 + 3 * 1024 * 2048) * 2 / 2 / 2**30
+        assert here.host == 0
+        assert there.host == pytest.approx(here.argument - there.argument) == of_layers
+        assert "pinned_host" in program.as_text()
 
 
 class TestAGPU:

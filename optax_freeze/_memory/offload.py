@@ -174,7 +174,7 @@ def _devices(sharding: Sharding) -> set[Any]:
 def _memory_kinds(device: Any) -> list[str] | None:
     """The kinds of memory of a device; None where it does not say: in another process, or only described."""
     try:
-        return [memory.kind for memory in device.addressable_memories()]
+        return [memory.kind for memory in device.addressable_memories()] or None
     except Exception:
         return None
 

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from optax_freeze._errors import is_array, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import fitting
+from optax_freeze._spec.memory import on_device
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex, Selection
 from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest
 
@@ -60,7 +61,7 @@ def without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
     if not isinstance(value, jax.ShapeDtypeStruct):
         return selection.take(value)
     part = jax.eval_shape(selection.take, value)
-    shape, sharding = part.values.shape, value.sharding
+    shape, sharding = part.values.shape, value.sharding and on_device(value.sharding)
     if isinstance(sharding, NamedSharding):
         sharding = fitting(sharding, len(shape), shape)
     return dataclasses.replace(part, values=jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding))

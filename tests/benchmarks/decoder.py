@@ -25,13 +25,16 @@ class Decoder:
     heads: int
     topology: str
     tensor_parallel: int
+    chips: int | None = None
+    """How many chips of the topology the mesh has; None: all."""
     kv_heads: int = 8
     vocabulary: int = 128_256
     length: int = 4096
     chunk: int = 256
 
     def mesh(self) -> Mesh:
-        chips = np.array(topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices)
+        chips = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
+        chips = np.array(chips[: self.chips])
         return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
 
     def params(self, mesh: Mesh) -> Any:
@@ -112,8 +115,13 @@ SHAPES = {"8B": (4096, 32, 14336, 32), "70B": (8192, 80, 28672, 64), "405B": (16
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, mu_dtype=jnp.float32))
 
 
+def on_device(params: Any) -> Any:
+    """The shapes with all arrays in the device's memory."""
+    return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), params)
+
+
 def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
-    """The shapes of ``fz.partition``, each part placed like its leaf."""
+    """The shapes of ``fz.partition``: each part placed like its leaf, the trainable ones in the device's memory."""
 
     def place(node: Any, param: jax.ShapeDtypeStruct) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
@@ -122,7 +130,7 @@ def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
         return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "selection")
 
     parts = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
-    return jax.tree.map(place, parts, (params, params), is_leaf=stands_for_a_leaf)
+    return jax.tree.map(place, parts, (on_device(params), params), is_leaf=stands_for_a_leaf)
 
 
 def adamw_state(trainable: Any, mesh: Mesh) -> Any:

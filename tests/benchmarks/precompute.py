@@ -7,7 +7,9 @@ step runs AdamW and donates parameters and optimizer state.
 
 1. The decoder of ``transformer.py``; the last block and the head train. Compiled for one chip of TPU v5e.
 2. A decoder of Llama 3's shape as in ``scale.py``; the last block of the stack (``fz.rows``), the norm and the head
-   train. Memory as the compiler assigns it; FLOPs of the traced step, with every iteration of a loop counted.
+   train. Memory as the compiler assigns it; FLOPs of the traced step, with every iteration of a loop counted. *Before*
+   is ``once.before``, with the parameters on the chips, and with the frozen stacks in the host's memory
+   (``fz.offload``), of which the step reads nothing.
 3. Image classifiers on the CPU, 224 x 224 images in batches of 16: processor seconds for an epoch of 32 images, the
    least of several runs taken in turn. The first epoch, which computes the features, is not included. In brackets: how
    many times faster than today; after it, the ratio to the cut by hand. A step of a head takes less time than
@@ -44,7 +46,7 @@ import optax
 import scale
 import transformer
 from classifiers import ByHand, Classifier
-from decoder import ADAMW, SHAPES, Decoder, adamw_state
+from decoder import ADAMW, Decoder, adamw_state, on_device
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,15 +127,8 @@ def decoder() -> None:
     measure.show(table)
 
 
-@dataclasses.dataclass(frozen=True)
 class Cell(scale.Cell):
-    """A step of the scanned decoder, on smaller meshes, too."""
-
-    @property
-    def decoder(self) -> Decoder:
-        topology = {1: "1x1", 2: "1x2", **scale.TOPOLOGIES[self.chip]}[self.chips]
-        parallel = min(scale.TENSOR_PARALLEL[self.size], self.chips)
-        return Decoder(*SHAPES[self.size], f"{self.chip}:{topology}", parallel)
+    """A step of the scanned decoder."""
 
     @property
     def build(self) -> Callable[..., scale.Step]:
@@ -153,12 +148,12 @@ def tokens_on(mesh: Any) -> jax.ShapeDtypeStruct:
 
 
 def placed(needed: Any, params: Any) -> Any:
-    """What is left of the parameters, each placed like its leaf."""
+    """What is left of the parameters, each placed like its leaf, in the device's memory."""
 
     def place(param: Any, left: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), left)
 
-    return jax.tree.map(place, params, needed)
+    return jax.tree.map(place, on_device(params), needed)
 
 
 def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
@@ -185,7 +180,30 @@ def scanned_precomputed(loss: Loss, params: Any, which: Any) -> scale.Step:
     return (needed, adamw_state(needed, mesh), features), step
 
 
-WAYS = {TODAY: scale.by_freeze, BY_HAND: scanned_by_hand, OURS: scanned_precomputed}
+def scanned_before(loss: Loss, params: Any, which: Any) -> scale.Step:
+    """What is computed once for a batch; nothing is donated."""
+    once = fz.precompute(loss, scale.spec(which))
+
+    def step(trainable: Any, state: Any, given: Any, tokens: jax.Array) -> Any:
+        return trainable, state, once.before(scale.as_of_arrays(given, params), tokens)
+
+    return ({}, {}, params), step
+
+
+def offloaded(build: Callable[..., scale.Step]) -> Callable[..., scale.Step]:
+    return lambda loss, params, which: build(loss, fz.offload(params, scale.spec(which)), which)
+
+
+BEFORE = "before"
+WAYS = {
+    TODAY: scale.by_freeze,
+    BY_HAND: scanned_by_hand,
+    OURS: scanned_precomputed,
+    BEFORE: scanned_before,
+    f"{BEFORE}, fz.offload": offloaded(scanned_before),
+    f"{OURS}, fz.offload": offloaded(scanned_precomputed),
+}
+STEPS = (TODAY, BY_HAND, OURS)
 KIND = "last block and head"
 MESHES = {"8B": (1, 2, 4), "70B": (2, 4, 8, 16)}
 
@@ -207,7 +225,7 @@ def scanned(sizes: list[str]) -> None:
     )
     work = measure.table(
         "Llama 3's shape, one sequence of 4,096 tokens",
-        *(f"TFLOP, {way}" for way in WAYS),
+        *(f"TFLOP, {way}" for way in STEPS),
         "by hand / fz.precompute",
         "GB of features, 1,000 sequences",
     )
@@ -218,7 +236,7 @@ def scanned(sizes: list[str]) -> None:
         first = Cell(size, "v5e", MESHES[size][-1], KIND, OURS)
         mesh = first.decoder.mesh()
         sequences = mesh.shape["fsdp"]
-        counts = {way: traced_flops(dataclasses.replace(first, way=way)) / sequences for way in WAYS}
+        counts = {way: traced_flops(dataclasses.replace(first, way=way)) / sequences for way in STEPS}
         (_, _, features), _ = scanned_precomputed(
             first.decoder.loss(mesh), first.decoder.params(mesh), scale.trains(KIND, first.decoder)
         )

@@ -2,8 +2,10 @@
 
 A decoder of Llama 3's shape (8B, 70B, 405B), scanned and rematerialised, bfloat16, FSDP x tensor parallel, 4096 tokens
 a data shard, AdamW with float32 moments behind ``clip_by_global_norm(1.0)``, what trains and its state donated. Four
-kinds of fine-tuning, each written in four ways:
+kinds of fine-tuning, each written in five ways:
 
+* ``fz.offload``: ``fz.restrict`` on parameters whose frozen stacks ``fz.offload`` has moved to the host's memory. For
+  full fine-tuning there are none, and the figures are those of ``fz.restrict``;
 * ``fz.restrict``: parameters split by ``fz.partition``, the optimizer as it is;
 * ``fz.freeze``: the full tree, ``fz.value_and_grad`` and ``fz.apply_updates``;
 * ``optax.partition``: ``jax.value_and_grad`` of the full tree, the chain inside of ``optax.partition``, ``set_to_zero``
@@ -15,7 +17,9 @@ gradient and its update at the frozen rows.
 
 Each cell is compiled in a process of its own. The compiler assigns every buffer within seconds, then writes machine
 code for a minute or more; the process is ended once the buffers are written down. ``--to-the-end`` waits for the
-machine code and reads ``memory_analysis()``.
+machine code and reads ``memory_analysis()``. Both count the host's memory as well: by buffers, it is those of memory
+space 5. A step fits if it fits both memories. The host has 48 GiB for each chip of v5e (machine types ct5lp-hightpu-1t,
+-4t and -8t) and 112 for each of v5p (ct5p-hightpu-4t). Meshes of one and two chips are cut out of a topology of four.
 
 Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: every size and mesh; ``--sizes`` and
 ``--chips`` choose among them; ``--json FILE`` keeps each figure as it comes, and goes on from there).
@@ -50,8 +54,14 @@ TOPOLOGIES = {
     "v5e": {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
     "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"},
 }
+MESHES = (1, 2, *TOPOLOGIES["v5e"])
+"""Numbers of chips. One or two are cut out of the smallest topology."""
 HBM = {"v5e": 15.75, "v5p": 95.73}
 """GiB of a chip, as the compiler says where something does not fit."""
+
+HOST = {"v5e": 48.0, "v5p": 112.0}
+"""GiB of the host's memory for each chip, by the machine types of Google Cloud: ct5lp-hightpu-1t, -4t and -8t have 48,
+192 and 384 GB, ct5p-hightpu-4t has 448; a GB of Compute Engine is 2**30 bytes."""
 
 KINDS = ("full", "last block and head", "16 new tokens", "norms")
 NEW = 16
@@ -69,12 +79,16 @@ class Cell:
 
     @property
     def decoder(self) -> Decoder:
-        topology = f"{self.chip}:{TOPOLOGIES[self.chip][self.chips]}"
-        return Decoder(*SHAPES[self.size], topology, min(TENSOR_PARALLEL[self.size], self.chips))
+        topology = f"{self.chip}:{TOPOLOGIES[self.chip][max(4, self.chips)]}"
+        return Decoder(*SHAPES[self.size], topology, min(TENSOR_PARALLEL[self.size], self.chips), self.chips)
 
     @property
     def build(self) -> "Callable[..., Step]":
         return WAYS[self.way]
+
+    def program(self) -> "Cell":
+        """The cell with the same program that is compiled: with nothing frozen, nothing is offloaded."""
+        return dataclasses.replace(self, way="fz.restrict") if (self.kind, self.way) == ("full", "fz.offload") else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +133,29 @@ Step = tuple[tuple[Any, ...], Callable[..., Any]]
 """Arguments, of which the first two are donated, and the function that gives them back with the loss."""
 
 
+def on_host(x: jax.ShapeDtypeStruct) -> bool:
+    return x.sharding is not None and x.sharding.memory_kind == "pinned_host"
+
+
+def as_of_arrays(traced: Any, shapes: Any) -> Any:
+    """Traced arguments with the types that arrays have; JAX gives shapes device types, wherever they are placed."""
+    return jax.tree.map(lambda x, s: jax.device_put(x, jax.memory.Space.Host) if on_host(s) else x, traced, shapes)
+
+
 def by_restrict(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
-    trainable, rest = partition(params, spec(which))
+    trainable, placed = partition(params, spec(which))
 
     def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
+        rest = as_of_arrays(rest, placed)
         value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
         updates, state = ADAMW.update(grads, state, trainable)
         return optax.apply_updates(trainable, updates), state, value
 
-    return (trainable, adamw_state(trainable, params["norm"].sharding.mesh), rest), step
+    return (trainable, adamw_state(trainable, params["norm"].sharding.mesh), placed), step
+
+
+def by_offload(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
+    return by_restrict(loss, fz.offload(params, spec(which)), which)
 
 
 def by_freeze(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
@@ -165,6 +193,7 @@ def by_optax(loss: Callable[..., jax.Array], params: Any, which: Any, clip_aroun
 
 
 WAYS: dict[str, Callable[..., Step]] = {
+    "fz.offload": by_offload,
     "fz.restrict": by_restrict,
     "fz.freeze": by_freeze,
     "optax.partition": by_optax,
@@ -172,16 +201,23 @@ WAYS: dict[str, Callable[..., Step]] = {
 }
 
 
-def lower(cell: Cell) -> tuple[jax.stages.Lowered, int]:
-    """The step as the compiler gets it, and the bytes of its arguments on one chip."""
+def lower(cell: Cell) -> "tuple[jax.stages.Lowered, Memory]":
+    """The step as the compiler gets it, and the memory of its arguments."""
     decoder = cell.decoder
     mesh = decoder.mesh()
     given, step = cell.build(decoder.loss(mesh), decoder.params(mesh), trains(cell.kind, decoder))
     args = (*given, decoder.tokens(mesh))
     back = jax.tree.map(lambda x: x.sharding, args[:2])
-    each = (jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(args))
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*back, None))
-    return step.lower(*args), measure.nbytes(list(each))
+    leaves = jax.tree.leaves(args)
+    device, host = (gibibytes(x for x in leaves if on_host(x) == there) for there in (False, True))
+    return step.lower(*args), Memory(device, 0.0, 0.0, 0.0, HBM[cell.chip], host, HOST[cell.chip])
+
+
+def gibibytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> float:
+    """GiB of what one chip has of arrays."""
+    shards = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in shapes]
+    return measure.nbytes(shards) / 2**30
 
 
 def one_program() -> bool:
@@ -197,13 +233,15 @@ ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$",
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """GiB on one chip. The output that is no donated argument is the loss alone."""
+    """GiB on one chip, and of the host's memory for it. The output that is not a donated argument is the loss alone."""
 
     argument: float
     temporary: float
     output: float
     alias: float
     hbm: float
+    host: float = 0.0
+    of_host: float = float("inf")
 
     @property
     def total(self) -> float:
@@ -211,31 +249,38 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.hbm
+        return self.total <= self.hbm and self.host <= self.of_host
 
 
 def compile_here(cell: Cell) -> Memory:
     lowered, arguments = lower(cell)
-    hbm = HBM[cell.chip]
     try:
         memory = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         found = OUT_OF_MEMORY.search(str(error))
         if found is None:
             raise
-        argument = arguments / 2**30  # the figure of the message holds them, too
-        return Memory(argument, float(found[1]) - argument, 0.0, 0.0, float(found[2]))
+        temporary = float(found[1]) - arguments.argument  # the figure of the message holds them, too
+        return dataclasses.replace(arguments, temporary=temporary, hbm=float(found[2]))
     assert memory, "the compiler gives no memory analysis"
     argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     output, alias = memory.output_size_in_bytes, memory.alias_size_in_bytes
-    return Memory(argument / 2**30, temporary / 2**30, output / 2**30, alias / 2**30, hbm)
+    host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    host += memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+    argument, temporary, output, alias, host = (each / 2**30 for each in (argument, temporary, output, alias, host))
+    return Memory(argument, temporary, output, alias, arguments.hbm, host, arguments.of_host)
 
 
-def from_buffers(assignment: str, hbm: float) -> Memory:
-    """What the buffers say that the compiler assigned in the memory of the chip."""
-    argument = temporary = output = alias = 0
+ON_CHIP, ON_HOST = ("", "0"), "5"
+"""Colors of buffers in HBM and in the host's memory; others are in faster memory of the chip."""
+
+
+def from_buffers(assignment: str, chip: str) -> Memory:
+    """What the buffers say that the compiler assigned in the memory of the chip and of the host."""
+    argument = temporary = output = alias = host = 0
     for size, color, what in ALLOCATION.findall(assignment):
-        if color not in ("", "0"):
+        host += int(size) * (color == ON_HOST)
+        if color not in ON_CHIP:
             continue
         if "parameter" in what:
             argument += int(size)
@@ -244,7 +289,9 @@ def from_buffers(assignment: str, hbm: float) -> Memory:
             output += int(size)
         else:
             temporary += int(size)
-    return Memory(argument / 2**30, temporary / 2**30, (output + alias) / 2**30, alias / 2**30, hbm)
+    sizes = (each / 2**30 for each in (argument, temporary, output + alias, alias, host))
+    argument, temporary, output, alias, host = sizes
+    return Memory(argument, temporary, output, alias, HBM[chip], host, HOST[chip])
 
 
 def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memory:
@@ -260,7 +307,7 @@ def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memor
                 process.kill()
                 process.wait()
                 [path] = Path(folder).glob("*jit_step*-buffer-assignment.txt")
-                return from_buffers(path.read_text(), HBM[cell.chip])
+                return from_buffers(path.read_text(), cell.chip)
         assert process.stdout
         assert process.returncode == 0, f"{cell} failed to compile"
         return Memory(**json.loads(process.stdout.read()))
@@ -274,11 +321,11 @@ class Results:
         self.known: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def __call__(self, cell: Cell) -> Memory:
+        cell = cell.program()
         name = " | ".join(map(str, dataclasses.astuple(cell)))
         if name not in self.known:
-            arguments = lower(cell)[1] / 2**30
-            hopeless = Memory(arguments, 0.0, 0.0, 0.0, HBM[cell.chip])
-            memory = compile_apart(cell, self.to_the_end, self.script) if hopeless.fits else hopeless
+            arguments = lower(cell)[1]
+            memory = compile_apart(cell, self.to_the_end, self.script) if arguments.fits else arguments
             self.known[name] = dataclasses.asdict(memory)
             if self.path:
                 self.path.write_text(json.dumps(self.known, indent=1))
@@ -288,7 +335,7 @@ class Results:
 def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, str], Memory]]:
     """Every cell, from the first mesh that holds the arguments of some step to the first on which all steps fit."""
     found: dict[int, dict[tuple[str, str], Memory]] = {}
-    for chips in TOPOLOGIES[chip]:
+    for chips in MESHES:
         found[chips] = {(kind, way): results(Cell(size, chip, chips, kind, way)) for kind in KINDS for way in WAYS}
         if all(memory.fits for memory in found[chips].values()):
             break
@@ -306,9 +353,10 @@ def figures(size: str, chip: str, found: dict[int, dict[tuple[str, str], Memory]
 
 
 def text(memory: Memory) -> str:
-    if not memory.temporary:
-        return f"{memory.argument:.1f} alone: no"
-    return f"{memory.argument:.1f} + {memory.temporary:.1f} = {memory.total:.1f}{'' if memory.fits else ': no'}"
+    chip = f"{memory.argument:.1f} + {memory.temporary:.1f} = {memory.total:.1f}"
+    shown = chip if memory.temporary else f"{memory.argument:.1f} alone"
+    host = f", host {memory.host:.1f}" if memory.host else ""
+    return f"{shown}{host}{'' if memory.fits else ': no'}"
 
 
 def smallest(found: dict[tuple[str, str], dict[int, dict[tuple[str, str], Memory]]]) -> Table:

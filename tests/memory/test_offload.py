@@ -206,7 +206,12 @@ class TestRefusals:
             def addressable_memories(self):
                 raise RuntimeError("not supported")
 
+        class OfAnotherProcess:
+            def addressable_memories(self):
+                return []
+
         assert _offload._memory_kinds(Described()) is None
+        assert _offload._memory_kinds(OfAnotherProcess()) is None
 
     def test_a_jax_whose_types_do_not_say_where_an_array_is(self, monkeypatch):
         monkeypatch.setattr(_offload, "_types_say_memory", lambda: False)

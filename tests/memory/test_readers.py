@@ -215,6 +215,19 @@ class TestStates:
         shapes = offloaded(jax.eval_shape(model))
         assert fz.audit(fz.freeze(optax.adam(0.1), SPEC), shapes, SPEC, steps=1)
 
+    def test_precompute_needs_rows_that_train_on_the_device(self):
+        def loss(params, x):
+            return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w @ w.T), None), x, params["layers"])[0])
+
+        spec, x = {"layers": fz.rows(slice(0, 4))}, jnp.ones((3, 8))
+        params = offloaded({"layers": model()["layers"]}, spec)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), params)
+        for given in (params, shapes):
+            assert kinds(given) == {"layers": "pinned_host"}
+            values = fz.precompute(loss, spec).needed(given, x)["layers"].values
+            assert values.shape == (2, 8, 2)
+            assert values.sharding.memory_kind == "device"
+
 
 class TestContainers:
     def test_nnx(self):
