@@ -337,6 +337,130 @@ def test_in_shard_map(inside):
     assert whole_stacks(step, base, X) == []
 
 
+HEAD = {"up": True, "down": True, "head": False}
+
+
+def three(**other):
+    return {"up": params()["up"], "down": params()["down"], "head": jnp.ones(WIDTH), **other}
+
+
+def through(weights, p, x):
+    """A scan over stacked weights after something that trains."""
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x * p["head"], weights)
+    return jnp.sum(x @ p["head"])
+
+
+def by_index(p, x):
+    return jnp.sum(jax.lax.fori_loop(0, LAYERS, lambda i, x: jnp.tanh(x @ p["up"][i]), x * p["head"]))
+
+
+def nested(p, x):
+    def group(x, layers):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0], None
+
+    return jnp.sum(jax.lax.scan(group, x * p["head"], p["up"])[0])
+
+
+class TestAwkward:
+    """Found by a fuzzer."""
+
+    @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint32, jnp.int32])
+    def test_an_index_out_of_range_is_clamped(self, dtype):
+        def loss(p, x):
+            i = jnp.asarray(jnp.iinfo(dtype).max, dtype) - (x[0, 0] * 0).astype(dtype)
+            return jnp.sum(jnp.tanh(x @ jax.lax.dynamic_index_in_dim(p["up"], i, 0, keepdims=False)) @ p["head"])
+
+        step = jax.jit(fz.value_and_grad(loss, HEAD))
+        assert bits(step(fz.offload(three(), HEAD, min_bytes=0), X)) == bits(step(three(), X))
+
+    @pytest.mark.parametrize(
+        ("loss", "tree", "frozen"),
+        [
+            (
+                lambda p, x: jnp.sum(
+                    jax.lax.scan(lambda x, w: (jnp.tanh(x @ jax.nn.relu(w)), None), x * p["head"], p["up"])[0]
+                ),
+                three(),
+                HEAD,
+            ),
+            (nested, three(up=params()["up"].reshape(2, 2, WIDTH, WIDTH)), HEAD),
+            (by_index, three(), HEAD),
+            (by_index, three(), {"up": fz.rows([0, 1, 2]), "down": True, "head": False}),
+        ],
+        ids=["custom_jvp of a row", "nested", "by index", "rows by index"],
+    )
+    def test_no_row_waits_on_the_device_for_the_backward_pass(self, loss, tree, frozen):
+        trainable, rest = fz.partition(fz.offload(tree, frozen, min_bytes=0), frozen)
+
+        def residuals(trainable):
+            return jax.tree.leaves(jax.vjp(lambda t: fz.restrict(loss, rest)(t, X), trainable)[1])
+
+        waiting = [v.aval for v in jax.make_jaxpr(residuals)(trainable).jaxpr.outvars]
+        stacked = [aval for aval in waiting if aval.size >= tree["up"].size and "host" not in str(aval)]
+        assert stacked == []
+        step = jax.jit(fz.value_and_grad(loss, frozen))
+        assert bits(step(fz.offload(tree, frozen, min_bytes=0), X)) == bits(step(tree, X))
+
+    @pytest.mark.parametrize(
+        "joined",
+        [
+            lambda a, b, x: jnp.stack([a, b], 1)[:, 0],
+            lambda a, b, x: jnp.concatenate([a, b], 1)[:, :WIDTH],
+            lambda a, b, x: jnp.concatenate([a, b]),
+            lambda a, b, x: jax.lax.cond(x[0, 0] > 0, lambda: a, lambda: b),
+            lambda a, b, x: jax.lax.cond(x[0, 0] > 0, lambda: a, lambda: b * 2),
+            lambda a, b, x: a.astype(jnp.bfloat16).swapaxes(1, 2).astype(jnp.float32) * 0.5,
+            lambda a, b, x: jnp.roll(a, 1, 0),
+        ],
+    )
+    @pytest.mark.parametrize("rows", [([0, 2], [1]), ([0, 1], [0, 1]), (None, None)])
+    def test_stacks_that_are_joined(self, joined, rows):
+        frozen = HEAD if rows[0] is None else {"up": fz.rows(rows[0]), "down": fz.rows(rows[1]), "head": False}
+
+        def loss(p, x):
+            return through(joined(p["up"], p["down"], x), p, x)
+
+        base = fz.offload(three(), frozen, min_bytes=0)
+        step = jax.jit(fz.value_and_grad(loss, frozen))
+        assert bits(step(base, X)) == bits(step(three(), X))
+        for leaf in fz.explain(loss, base, frozen, X).host:
+            assert (leaf.by_rows or leaf.whole) or leaf.path == "down"
+
+    @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+    def test_vmap_over_indices_and_over_stacks(self, transform):
+        def loss(p, i):
+            return jnp.sum(jnp.tanh(X @ p["up"][i]) @ p["head"])
+
+        base = fz.offload(three(), HEAD, min_bytes=0)
+        indices = jnp.array([0, 3])
+        of_indices = [jax.vmap(transform(lambda i, p=p: fz.grad(loss, HEAD)(p, i)))(indices) for p in (base, three())]
+        np.testing.assert_allclose(*(grads["head"] for grads in of_indices), rtol=1e-6)
+        many = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), three())
+        on_host = fz.offload(many, HEAD, min_bytes=0)
+        of_stacks = [
+            jax.vmap(transform(lambda p: fz.grad(lambda p: through(p["up"], p, X), HEAD)(p)))(p)
+            for p in (on_host, many)
+        ]
+        np.testing.assert_allclose(*(grads["head"] for grads in of_stacks), rtol=1e-5)
+
+    def test_no_layers(self):
+        for shape in ((0, WIDTH, WIDTH), (0, 2, WIDTH // 2, WIDTH)):
+            tree = three(up=jnp.zeros(shape))
+            step = jax.jit(fz.value_and_grad(lambda p, x: through(p["up"].reshape(0, WIDTH, WIDTH), p, x), HEAD))
+            assert bits(step(fz.offload(tree, HEAD, min_bytes=0), X)) == bits(step(tree, X))
+
+    def test_a_long_expression_of_weights_is_traced_in_time(self):
+        def loss(p, x):
+            w = p["up"]
+            for _ in range(12):
+                w = w * w * 0.1 + w
+            return through(w, p, x)
+
+        base = fz.offload(three(), HEAD, min_bytes=0)
+        jaxpr = jax.make_jaxpr(fz.value_and_grad(loss, HEAD))(base, X)
+        assert sum(len(inner.eqns) for inner in programs(jaxpr.jaxpr)) < 1000
+
+
 class TestPrecompute:
     @pytest.mark.parametrize("frozen", [SPECS["all but the head"], SPECS["last layer"]], ids=["head", "last layer"])
     @pytest.mark.parametrize("loss", [BY_ROWS["remat"], unrolled], ids=["remat", "unrolled"])
