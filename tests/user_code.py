@@ -49,6 +49,8 @@ def fine_tune(params: Params, batch: jax.Array) -> Params:
 
 def in_parts(params: Params, batch: jax.Array) -> jax.Array:
     trainable, rest = fz.partition(params, fz.rules({"encoder": fz.rows(slice(0, 2))}))
+    assert_type(trainable, Params)
+    assert_type(rest, Params)
     restricted = fz.restrict(loss, rest)
     assert_type(restricted(trainable, batch), jax.Array)
     assert_type(jax.grad(restricted)(trainable, batch), Any)

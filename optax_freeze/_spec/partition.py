@@ -25,7 +25,7 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 Tree = TypeVar("Tree")
 
 
-def partition(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> tuple[PyTree, PyTree]:
+def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree, Tree]:
     """Splits the parameters into the trainable part and the rest.
 
     Args:
