@@ -25,6 +25,7 @@ from optax_freeze._gradient.row_numbers import numbers, padding
 from optax_freeze._gradient.rows_of_outputs import has_rows, rows_of_outputs
 from optax_freeze._gradient.rules import Equation, Whole, rule, static_rows
 from optax_freeze._gradient.split_array import (
+    PartlyFrozen,
     SplitArray,
     dense,
     has_split,
@@ -95,31 +96,39 @@ def _is_read_in_parts(value: Any) -> bool:
 @rule("shard_map", enters=True)
 def shard_map(eqn: Equation, *values: Any) -> Any:
     """Each device reads its shard of an array on the host, inside of the function."""
-    if not has_late(values):
+    if not any(has_late([value.frozen if has_split([value]) else value]) for value in values):
         return None
-    values = tuple(
-        dense(value) if has_split([value]) or not isinstance(value, FrozenArray) or value.count is not None else value
-        for value in values
-    )
     params = eqn.params
+    specs = list(params["in_specs"])
+    values = tuple(
+        value if _has_shards(value, spec) else eqn.dense(value) for value, spec in zip(values, specs, strict=True)
+    )
+    arrays, treedef = jax.tree.flatten(values)
+    of_arrays = [spec for value, spec in zip(values, specs, strict=True) for _ in jax.tree.leaves(value)]
 
-    def function(*arrays: Any) -> list[Any]:
+    def function(*shards: Any) -> list[Any]:
         of_shards = [
-            dataclasses.replace(value, array=array) if isinstance(value, FrozenArray) else array
-            for value, array in zip(values, arrays, strict=True)
+            dataclasses.replace(value, elements=np.size(value.rows)) if isinstance(value, SplitArray) else value
+            for value in jax.tree.unflatten(treedef, shards)
         ]
-        outs = eqn.evaluate(*opened(params["jaxpr"]), of_shards)
-        return [dense(out) for out in outs]
+        return list(map(eqn.dense, eqn.evaluate(*opened(params["jaxpr"]), of_shards)))
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
+        in_specs=tuple(of_arrays),
         out_specs=list(params["out_specs"]),
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]),
-    )
-    return mapped(*(value.array if isinstance(value, FrozenArray) else value for value in values))
+    )(*arrays)
+
+
+def _has_shards(value: Any, spec: Any) -> bool:
+    """Whether all arrays of a value can be sharded as the whole one is."""
+    if isinstance(value, SplitArray):
+        rows_together = len(spec) <= value.axis or spec[value.axis] is None
+        return rows_together and isinstance(value.frozen, FrozenArray) and value.frozen.count is None
+    return not isinstance(value, PartlyFrozen | Computed) and getattr(value, "count", None) is None
 
 
 class _CustomJvp(NamedTuple):

@@ -307,8 +307,9 @@ def test_on_a_mesh():
     assert bits(step(base, X)) == bits(step(tree, X))
 
 
+@pytest.mark.parametrize("frozen", ["up", {"up": fz.rows([0, 1, 2]), "head": False}], ids=["whole", "rows"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_in_shard_map(inside):
+def test_in_shard_map(inside, frozen):
     """Either the whole gradient is taken within ``jax.shard_map``, or the model calls it."""
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     spec = PartitionSpec(None, None, "model")
@@ -327,12 +328,16 @@ def test_in_shard_map(inside):
 
     def step(tree, x):
         if inside:
-            grads = fz.grad(loss, "up")
-            return mapped(grads, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())(tree, x)["head"]
+            of_head = mapped(
+                lambda tree, x: fz.grad(loss, frozen)(tree, x)["head"],
+                in_specs=(specs, PartitionSpec()),
+                out_specs=PartitionSpec(),
+            )
+            return of_head(tree, x)
         of_params = mapped(loss, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())
-        return fz.grad(of_params, "up")(tree, x)["head"]
+        return fz.grad(of_params, frozen)(tree, x)["head"]
 
-    base = fz.offload(tree, "up", min_bytes=0)
+    base = fz.offload(tree, frozen, min_bytes=0)
     assert bits(jax.jit(step)(base, X)) == bits(jax.jit(step)(tree, X))
     assert whole_stacks(step, base, X) == []
 
