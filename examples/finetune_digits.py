@@ -10,7 +10,6 @@ import argparse
 import time
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,27 +19,24 @@ from sklearn.datasets import load_digits
 
 import optax_freeze as fz
 
-FROZEN, LABELS, STEPS, RATES = "encoder", 3, 60, (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+FROZEN, LABELS, STEPS, RATES = "encoder", 3, 60, (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+SIZES, cross_entropy = (64, 512, 512, 128, 64), optax.softmax_cross_entropy_with_integer_labels
 
 
-class Classifier(nn.Module):
-    def setup(self) -> None:
-        self.encoder = nn.Sequential([nn.Dense(512), nn.relu, nn.Dense(512), nn.relu])
-        self.head = nn.Dense(10, kernel_init=nn.initializers.zeros)
+def encode(encoder: Any, images: jax.Array) -> jax.Array:
+    return jax.nn.relu(jax.nn.relu(images @ encoder[0]) @ encoder[1])
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        features = self.encoder(images)
-        return self.head(features / jnp.sqrt(jnp.square(features).mean(-1, keepdims=True) + 1e-6))
+
+def logits(params: Any, images: jax.Array) -> jax.Array:
+    features = encode(params["encoder"], images)
+    return features / jnp.sqrt(jnp.square(features).mean(-1, keepdims=True) + 1e-6) @ params["head"]
 
 
 def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-    return cross_entropy(jnp.asarray(Classifier().apply({"params": params}, images)), labels).mean()
+    return cross_entropy(logits(params, images), labels).mean()
 
 
-@jax.jit
-def accuracy(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-    return (jnp.asarray(Classifier().apply({"params": params}, images)).argmax(-1) == labels).mean()
+accuracy = jax.jit(lambda params, images, labels: (logits(params, images).argmax(-1) == labels).mean())
 
 
 def contrast(params: Any, images: jax.Array, key: jax.Array) -> jax.Array:
@@ -50,8 +46,7 @@ def contrast(params: Any, images: jax.Array, key: jax.Array) -> jax.Array:
     places += 0.7 * jax.random.normal(shift, (count, 2, 1, 1))
     warp = jax.vmap(lambda image, place: jax.scipy.ndimage.map_coordinates(image, list(place), 1))
     views = warp(jnp.tile(images, (2, 1)).reshape(-1, 8, 8), places).reshape(-1, 64)
-    features: Any = Classifier().apply({"params": params}, views, method=lambda model, views: model.encoder(views))
-    found = nn.relu(features @ params["first"]) @ params["second"]
+    found = jax.nn.relu(encode(params["encoder"], views) @ params["first"]) @ params["second"]
     found /= jnp.linalg.norm(found, axis=-1, keepdims=True)
     similar, same = found @ found.T / 0.2 - 1e9 * jnp.eye(count), jnp.roll(jnp.arange(count), count // 2)
     return cross_entropy(similar, same).mean()
@@ -62,18 +57,14 @@ def update(tx: Any, grads: Any, state: Any, params: Any) -> Any:
     return optax.apply_updates(params, updates), state
 
 
-def pretrain(images: Any, keys: Any, tx: Any) -> Any:
-    model: Any = Classifier().init(keys[0], images[:1])["params"]
-    params: Any = {"encoder": model["encoder"], "first": jax.random.normal(keys[1], (512, 128)) / 512**0.5}
-    params["second"] = jax.random.normal(keys[2], (128, 64)) / 128**0.5
-    state, step, rng = (
-        tx.init(params),
-        jax.jit(lambda p, s, *b: update(tx, jax.grad(contrast)(p, *b), s, p)),
-        np.random.default_rng(0),
-    )
-    for key in keys[3:]:
+def pretrain(images: Any, tx: Any, steps: int = 400) -> Any:
+    keys, rng = jax.random.split(jax.random.key(0), 4 + steps), np.random.default_rng(0)
+    w = [jax.random.normal(k, (n, m)) * (2 / n) ** 0.5 for k, n, m in zip(keys, SIZES, SIZES[1:], strict=False)]
+    params = {"encoder": w[:2], "first": w[2], "second": w[3]}
+    state, step = tx.init(params), jax.jit(lambda p, s, *b: update(tx, jax.grad(contrast)(p, *b), s, p))
+    for key in keys[4:]:
         params, state = step(params, state, rng.choice(images, 256, replace=False), key)
-    return model | {"encoder": params["encoder"]}
+    return {"encoder": params["encoder"], "head": jnp.zeros((512, 10))}
 
 
 def train(params: Any, tx: Any, grad: Any, draws: Any, test: Any, before: Any = lambda *_: ()) -> Any:
@@ -92,26 +83,24 @@ def train(params: Any, tx: Any, grad: Any, draws: Any, test: Any, before: Any = 
 
 
 def tune(name: str, freeze: Any, grad: Any, params: Any, draws: Any, valid: Any, test: Any) -> Any:
-    found = {rate: train(params, freeze(optax.adam(rate)), grad, draws[:5], valid)[1][:, -1].mean() for rate in RATES}
-    print(f"{name}: learning rate {(best := max(RATES, key=found.__getitem__)):g} of {RATES}")
+    best = max(RATES, key=lambda rate: train(params, freeze(optax.adam(rate)), grad, draws[:5], valid)[1][:, -1].mean())
+    print(f"{name}: learning rate {best:g} of {RATES}")
     return freeze(optax.adam(best)), train(params, freeze(optax.adam(best)), grad, draws[5:], test)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=10, choices=range(1, 101), metavar="N", help="1 to 100")
+    parser.add_argument("--draws", type=int, default=20, choices=range(1, 101), metavar="N", help="1 to 100")
     parser.add_argument("--picture", default="finetune_digits.png")
     args, rng, names = parser.parse_args(), np.random.default_rng(0), ["unfrozen", "frozen", "features once"]
     pixels, digits = load_digits(return_X_y=True)
     images, labels = np.float32(pixels / 16)[order := rng.permutation(len(digits))], digits[order]
-    pools = [np.nonzero(labels[:1000] == digit)[0] for digit in range(10)]
-    draws = [np.concatenate([rng.choice(pool, LABELS, False) for pool in pools]) for _ in range(5 + args.draws)]
-    data = (
-        [(images[i], labels[i]) for i in draws],
-        (images[1000:1400], labels[1000:1400]),
-        (images[1400:], labels[1400:]),
-    )
-    params = pretrain(images[:1000], jax.random.split(jax.random.key(0), 403), optax.adamw(1e-3))
+    draws = [
+        [rng.choice(np.nonzero(labels[:1000] == d)[0], LABELS, False) for d in range(10)] for _ in range(args.draws + 5)
+    ]
+    valid, test = ((images[i], labels[i]) for i in (slice(1000, 1400), slice(1400, None)))
+    data = [(images[i], labels[i]) for i in map(np.concatenate, draws)], valid, test
+    params = pretrain(images[:1000], optax.adamw(1e-3))
     _, unfrozen = tune("unfrozen", lambda tx: tx, jax.grad(loss), params, *data)
     tx, frozen = tune("frozen", lambda tx: fz.freeze(tx, FROZEN), fz.grad(loss, FROZEN), params, *data)
     once = fz.precompute(loss, FROZEN, recurring="images", example_axis=0)
@@ -119,10 +108,8 @@ def main() -> None:
     same = train(params, tx, fz.grad(once.after, FROZEN), data[0][5:], data[2], before)
     for tree in frozen[0]:
         fz.assert_frozen(params, tree, FROZEN)
-    (trees, curves, clocks, flops), summary = (
-        zip(unfrozen, frozen, same, strict=True),
-        fz.summary(params, FROZEN, optax.adam(1.0)),
-    )
+    trees, curves, clocks, flops = zip(unfrozen, frozen, same, strict=True)
+    summary = fz.summary(params, FROZEN, optax.adam(1.0))
     size = (summary.full_state_bytes, summary.state_bytes, summary.state_bytes)
     for name, curve, clock, held, cost in zip(names, curves, clocks, size, flops, strict=True):
         print(f"{name:14}{curve[:, -1].mean():.1%}, {clock[-1]:.3f} CPU s, {held:,} B, {cost / 1e6:.2f} MFLOP")
@@ -136,9 +123,9 @@ def main() -> None:
     axes.set(xlabel="CPU seconds", ylabel="held-out accuracy", ylim=(0.7, 0.9), title=f"{LABELS} labels per digit")
     axes.legend(loc="lower right")
     for axis, title, values in zip(bars, ("optimizer state, kB", "step, MFLOP"), (size, flops), strict=True):
+        axis.set_title(title)
         scaled = np.array(values) / (1e3 if values is size else 1e6)
         axis.bar_label(axis.bar(["unfrozen", "frozen", "features\nonce"], scaled, color=["C0", "C1", "C2"]), fmt="%.1f")
-        axis.set_title(title)
     figure.savefig(args.picture, dpi=150)
     print(f"no bit of the frozen encoder moved (fz.assert_frozen)\npicture: {args.picture}")
 
