@@ -49,7 +49,7 @@ def test_the_index_has_no_other_examples():
 
 
 def test_finetune_digits(run, tmp_path):
-    output = run("finetune_digits", "--draws", 5, "--picture", tmp_path / "curves.png")
+    output = run("finetune_digits", "--draws", 10, "--picture", tmp_path / "curves.png")
     line = r"^(unfrozen|frozen|features once) +([\d.]+)%, ([\d.]+) CPU s, ([\d,]+) B, ([\d.]+) MFLOP$"
     names, *columns = zip(*re.findall(line, output, re.MULTILINE), strict=True)
     accuracies, seconds, state_bytes, flops = ([float(cell.replace(",", "")) for cell in each] for each in columns)
@@ -62,7 +62,7 @@ def test_finetune_digits(run, tmp_path):
     full, frozen, once = flops
     assert once < 0.1 * frozen < 0.05 * full
     assert "the same parameters, bit for bit" in output
-    assert "no bit of the frozen encoder moved" in output
+    assert "; no bit of its encoder moved" in output
     assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
