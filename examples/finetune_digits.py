@@ -98,22 +98,21 @@ def main() -> None:
     same = train(params, tx, fz.grad(once.after, FROZEN), few[5:], test, jax.jit(lambda *args: (once.before(*args),)))
     trees, curves, clocks, flops = zip(unfrozen, frozen, same, strict=True)
     fz.assert_frozen((params,) * args.draws, trees[1], "*/encoder")
-    size = [fz.summary(params, spec, optax.adam(1.0)).state_bytes for spec in (False, FROZEN, FROZEN)]
+    size: Any = [fz.summary(params, spec, optax.adam(1.0)).state_bytes for spec in (False, FROZEN, FROZEN)]
     for name, curve, clock, held, cost in zip(names, curves, clocks, size, flops, strict=True):
         print(f"{name:14}{curve[:, -1].mean():.1%}, {clock[-1]:.3f} CPU s, {held:,} B, {cost / 1e6:.2f} MFLOP")
-    print(f"frozen is better in {(curves[1] > curves[0])[:, -1].sum()} of {args.draws} draws; no bit of its encoder moved")
-    equal = jax.tree.all(jax.tree.map(np.array_equal, trees[1], trees[2]))
-    print(f"with features computed once: {'the same parameters, bit for bit' if equal else 'other roundings'}")
+    wins, equal = (curves[1] > curves[0])[:, -1].sum(), jax.tree.map(np.array_equal, trees[1], trees[2])
+    print(f"frozen is better in {wins} of {args.draws} draws; its encoder kept its bits")
+    print(f"features once: {'the same parameters, bit for bit' if jax.tree.all(equal) else 'other roundings'}")
     axes, *bars = (figure := Figure(figsize=(11, 4), layout="constrained")).subplots(1, 3, width_ratios=(2, 1, 1))
     for name, curve, clock, style in zip(names, curves, clocks, ("-", "-", "--"), strict=True):
         axes.plot(clock, curve.mean(0), style, label=name)
     axes.set(xlabel="CPU seconds", ylabel="held-out accuracy", ylim=(0.7, 0.9), title=f"{LABELS} labels per digit")
     axes.legend(loc="lower right")
-    values = {"optimizer state, kB": np.array(size) / 1e3, "step, MFLOP": np.array(flops) / 1e6}
+    values = {"optimizer state, kB": np.divide(size, 1e3).round(1), "step, MFLOP": np.divide(flops, 1e6).round(1)}
     for axis, (title, heights) in zip(bars, values.items(), strict=True):
         axis.set_title(title)
-        shown = axis.bar([name.replace(" ", "\n") for name in names], heights, color=["C0", "C1", "C2"])
-        axis.bar_label(shown, fmt="%.1f")
+        axis.bar_label(axis.bar(["unfrozen", "frozen", "features\nonce"], heights, color=["C0", "C1", "C2"]))
     figure.savefig(args.picture, dpi=150)
 
 
