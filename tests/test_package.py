@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
@@ -189,3 +190,15 @@ def test_workflows_and_hooks_call_commands_that_exist():
     [repository] = yaml.safe_load(pathlib.Path(".pre-commit-config.yaml").read_text())["repos"]
     for hook in repository["hooks"]:
         assert hook["entry"].removesuffix(" --fix").replace(".venv/bin", "$(BIN)") in makefile
+
+
+@pytest.mark.skipif(not pathlib.Path(".github").exists(), reason="tests of an installed wheel: no metadata of GitHub")
+def test_read_the_docs_and_the_citation_refer_to_what_exists():
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    hosted = yaml.safe_load(pathlib.Path(".readthedocs.yaml").read_text())
+    assert pathlib.Path(hosted["sphinx"]["configuration"]).exists()
+    assert set(hosted["python"]["install"][0]["extra_requirements"]) <= set(project["optional-dependencies"])
+    citation = yaml.safe_load(pathlib.Path(".github/CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["license"] == project["license"]
+    assert "version" not in citation  # it is only in _version.py
