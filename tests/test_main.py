@@ -96,7 +96,14 @@ class TestWhatItPrints:
             *("state_bytes", "full_state_bytes", "extent"),
         }
         assert [row["path"] for row in rows] == [row.path for row in summary.rows]
-        numbers = {"elements": 600, "frozen_elements": 600, "bytes": 1200, "frozen_bytes": 1200, "leaves": 1}
+        numbers = {
+            "elements": 600,
+            "frozen_elements": 600,
+            "bytes": 1200,
+            "frozen_bytes": 1200,
+            "leaves": 1,
+            "host_bytes": 0,
+        }
         shape = {"path": "encoder/kernel", "shape": [300, 2], "dtype": "bfloat16"}
         assert rows[0] == {**shape, **numbers, "state_bytes": 0}
         assert [row["state_bytes"] for row in rows] == list(summary.row_state_bytes)

@@ -91,7 +91,8 @@ class FrozenArray(_Shaped, Logged):
     def _rows(self) -> Any:
         assert self.count is not None
         if self.axes == 1:
-            return _slice_rows(self.count, self.array, self.start)
+            of_rows = _slice_rows if self.on_host else jax.lax.dynamic_slice_in_dim
+            return of_rows(self.array, self.start, self.count)
         ahead, rest = self.array.shape[: self.axes], self.array.shape[self.axes :]
         starts, left = [], self.start
         for size in ahead[::-1]:
@@ -101,7 +102,7 @@ class FrozenArray(_Shaped, Logged):
         return jax.lax.squeeze(row, tuple(range(self.axes - 1)))
 
 
-def _slice_rows(count: int, array: Any, start: Any) -> Any:
+def _slice_rows(array: Any, start: Any, count: int) -> Any:
     """``count`` rows of an array on the host; mapped by ``jax.vmap``, of the array on the device."""
 
     @jax.custom_batching.custom_vmap
