@@ -52,7 +52,7 @@ def by_update(tx):
 def kinds(state):
     [state] = [node for node in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(node)]
     found = {
-        name: {x.sharding.memory_kind for x in jax.tree.leaves(group.inner_state)}
+        name: {x.sharding.memory_kind for x in jax.tree.leaves(group.inner_state) if x.ndim}
         for name, group in state.groups.items()
     }
     return {name: "host" if of_group == {"pinned_host"} else "device" for name, of_group in found.items()}
