@@ -81,8 +81,5 @@ def call_in_parts(
 def _read_in_parts(leaf: Any, log: OperationLog | None) -> Any:
     """A leaf that is not read as one array on the device: with its log, and from the host if it lies there."""
     if isinstance(leaf, PartlyFrozen):
-        frozen = (
-            FrozenArray(leaf.frozen, is_late=True, on_host=True, log=log) if is_on_host(leaf.frozen) else leaf.frozen
-        )
-        return dataclasses.replace(leaf, frozen=frozen, log=log)
+        return dataclasses.replace(leaf, frozen=_read_in_parts(leaf.frozen, log), log=log)
     return FrozenArray(leaf, is_late=True, on_host=True, log=log) if is_on_host(leaf) else leaf

@@ -71,13 +71,12 @@ def call(
         for const in closed.consts
     ]
     known, unknown = set(map(id, params)), set(map(id, inputs))
-    outs = map(returned, evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
-    return jax.tree.unflatten(treedef, [as_array(dense(next(outs))) if leaf is _TRACED else leaf for leaf in flat])
+    outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
+    return jax.tree.unflatten(treedef, [_result(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
 
 
-def returned(value: Any) -> Any:
-    """A value that the function returns as it is."""
-    return on_device(value, "the result", None)
+def _result(value: Any) -> Any:
+    return as_array(dense(on_device(value, "the result")))
 
 
 def _frozen(leaf: Any) -> Any:
@@ -132,8 +131,9 @@ def evaluate(
 def apply(eqn: Any, values: list[Any], of_params: Sequence[bool] = ()) -> Any:
     """The result of an equation: dense, split, or of late arrays alone and not computed yet."""
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
+    late = has_late(values) and not has_split(values)
     if not rule.enters:
-        if has_late(values) and not has_split(values):
+        if late:
             with eqn.ctx.manager:
                 return equation.bind(*values)
         values = [read(value) if rule.dynamic else static_rows(equation, read(value)) for value in values]
@@ -144,7 +144,6 @@ def apply(eqn: Any, values: list[Any], of_params: Sequence[bool] = ()) -> Any:
             out = rule.apply(equation, *values)
     if out is None:
         equation.record("merged", *values)
-        late = has_late(values) and not has_split(values)
         operands = values if late else list(map(equation.dense, values))
         with eqn.ctx.manager:
             return equation.bind(*operands)
