@@ -251,7 +251,7 @@ class TestErrors:
 
     @pytest.mark.parametrize(("branches", "error"), [(0, ValueError), ("all", TypeError)])
     def test_branches(self, branches, error):
-        with pytest.raises(error, match="branches counts programs"):
+        with pytest.raises(error, match="`branches` must be a positive int"):
             fz.grad(loss, False, branches=branches)
 
     def test_other_parameters(self):

@@ -161,7 +161,7 @@ def test_refuses(params):
         fz.train_step(tx, loss)
     with pytest.raises(TypeError, match="`tx` is not an optimizer"):
         fz.train_step(loss, params)
-    with pytest.raises(ValueError, match="branches counts programs"):
+    with pytest.raises(ValueError, match="`branches` must be a positive int"):
         fz.train_step(loss, tx, branches=0)
     with pytest.raises(ValueError, match="no spec to be found"):
         fz.train_step(loss, optax.adam(0.1))(params, optax.adam(0.1).init(params), X)
