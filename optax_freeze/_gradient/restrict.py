@@ -117,9 +117,9 @@ def value_and_grad(
       ``optax.MaskedNode()`` for frozen leaves. :func:`optax_freeze.freeze` and every Optax transformation accept it.
 
     Raises:
-      TypeError: if ``fun`` is not a function.
-      ValueError: if ``argnums`` is not a single int; when called, if ``argnums`` is out of range, if the spec does not
-        fit the parameters, or if every parameter is frozen.
+      TypeError: if ``fun`` is not a function, or ``branches`` is not an int.
+      ValueError: if ``argnums`` is not a single int, or ``branches`` is less than 1; when called, if ``argnums`` is out
+        of range, if the spec does not fit the parameters, or if every parameter is frozen.
 
     Example:
       >>> import optax_freeze as fz
