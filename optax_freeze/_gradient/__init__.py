@@ -1,1 +1,1 @@
-"""The loss as a function of the trainable parameters."""
+"""Gradients with respect to the trainable parameters only."""

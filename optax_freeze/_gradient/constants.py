@@ -1,6 +1,6 @@
-"""Which small constants does a program compute? Row numbers, as in ``w.at[0].set(0)``, and what is written there.
+"""Evaluates small constants of a program, such as row numbers and written values in ``w.at[0].set(0)``.
 
-Inside of ``jit`` even an operation on constants gives a tracer, whose value is unknown when rules are applied.
+Inside ``jit``, even an operation on constants returns a tracer, whose value is unknown when rules are applied.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ _OF_ANY: dict[str, Callable[..., Any]] = {
 
 
 def folded(eqn: Any, values: Sequence[Any]) -> np.ndarray | None:
-    """The result of an equation if it is a small constant: integers, or one number that is cast or broadcast."""
+    """Returns the result of an equation if it is a small constant (integers, or one number cast or broadcast)."""
     name = eqn.primitive.name
     operation = _OF_NUMBERS.get(name) or _OF_ANY.get(name)
     if operation is None or len(eqn.outvars) != 1 or not all(map(_is_small, values)):
@@ -61,7 +61,7 @@ def folded(eqn: Any, values: Sequence[Any]) -> np.ndarray | None:
 
 
 def known(value: Any) -> Any:
-    """``value`` as an array of NumPy if it is a constant, else as it is."""
+    """Returns ``value`` as a NumPy array if it is a constant, otherwise unchanged."""
     if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         return np.asarray(value) if value.is_fully_addressable else value
     return np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float)) else value
@@ -72,5 +72,5 @@ def _is_small(value: Any) -> bool:
 
 
 def as_array(value: Any) -> Any:
-    """``value`` as an array of JAX if it was folded."""
+    """Returns ``value`` as a JAX array if it was folded."""
     return jnp.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value

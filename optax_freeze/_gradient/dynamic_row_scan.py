@@ -1,7 +1,8 @@
-"""A scan over stacked parameters of which some rows train, where which rows is a value of the running program.
+"""Differentiates a scan over stacked parameters if the numbers of the trainable rows are known only at run time.
 
-JAX would compute a gradient of every row. This loop has a backward pass of its own, from the last step to the first
-whose parameters train, in which a branch computes the gradients of the parameters of those steps alone.
+JAX would compute the gradient of every row. The loop in this file has its own backward pass, which runs from the last
+step to the first step with trainable parameters. In it, a branch computes the gradients of the parameters only at steps
+whose parameters are trainable.
 """
 
 import functools
@@ -23,7 +24,7 @@ from optax_freeze._gradient.with_rows import is_zero
 
 
 def scan_dynamic_rows(eqn: Equation, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """The outputs of a ``scan`` that goes over the rows of a :class:`DynamicSplitArray`."""
+    """Evaluates a ``scan`` over the rows of a :class:`DynamicSplitArray` and returns its outputs."""
     leaves, treedef = jax.tree.flatten([read(x) for x in consts])
     loop = _Loop(eqn, treedef)
     call = jax.custom_vjp(loop.run)
@@ -37,7 +38,7 @@ def scan_dynamic_rows(eqn: Equation, consts: Sequence[Any], carry: Sequence[Any]
 
 
 def _source(eqn: Equation, x: Any) -> Any:
-    """What the loop reads a row of in each step: an array, or a stack."""
+    """Converts an input of which the loop reads one row in each step to an array or a :class:`Stack`."""
     if is_late(x) and has_rows(x):
         return Stack(x, None, None, whole=True)
     x = read(x)
@@ -51,16 +52,16 @@ def _source(eqn: Equation, x: Any) -> Any:
 
 def _first_order_only(got: str) -> TypeError:
     return type_error(
-        "a scan over rows that change has first derivatives by reverse mode alone",
+        "a scan over dynamic rows supports only first derivatives in reverse mode",
         at="the scan over the stacked parameters",
         got=got,
-        expected="one jax.grad, fz.grad or fz.value_and_grad, with respect to what trains",
-        fix="name the rows by a list, fz.rows([...]): then derivatives are those of JAX, of any order",
+        expected="one jax.grad, fz.grad or fz.value_and_grad, with respect to the trainable parameters",
+        fix="give the rows as a list, fz.rows([...]), which supports derivatives of any order",
     )
 
 
 class _Loop:
-    """The scan of an equation, and its derivative."""
+    """Evaluates the scan of an equation, and its derivative."""
 
     def __init__(self, eqn: Equation, consts: Any) -> None:
         self.eqn, self.consts, self.params = eqn, consts, eqn.params
@@ -68,13 +69,13 @@ class _Loop:
         self.inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in eqn.params["jaxpr"].out_avals]
 
     def step(self, inputs: Inputs) -> list[Any]:
-        """One step, of which ``inputs.xs`` are rows: the next carry, and the outputs."""
+        """Runs one step, where ``inputs.xs`` are single rows. Returns the next carry and the outputs."""
         closed = self.params["jaxpr"]
         values = [*jax.tree.unflatten(self.consts, inputs.consts), *inputs.carry, *inputs.xs]
         return [dense(out) for out in self.eqn.evaluate(closed.jaxpr, closed.consts, values)]
 
     def scan(self, of_step: Callable[..., list[Any]], inputs: Inputs) -> tuple[list[Any], list[Any]]:
-        """The last carry, and for each other output of ``of_step`` its values in all steps."""
+        """Returns the last carry, and the stacked values of each other output of ``of_step``."""
 
         def body(carry: list[Any], i: Any) -> Any:
             outs = of_step(inputs.of_step(i, carry))
@@ -84,12 +85,12 @@ class _Loop:
         return jax.lax.scan(body, inputs.carry, i, reverse=self.params["reverse"], unroll=self.params["unroll"])
 
     def run(self, inputs: Inputs) -> list[Any]:
-        """The outputs of the scan, where nothing is differentiated."""
+        """Returns the outputs of the scan, without a derivative."""
         carry, ys = self.scan(lambda values: self.step(inputs.divided(values)), inputs)
         return [*carry, *ys]
 
     def forward(self, inputs: Inputs) -> tuple[list[Any], Any]:
-        """The outputs of the scan, and what its transpose needs."""
+        """Returns the outputs of the scan and the residuals of :meth:`backward`."""
         is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
         perturbed = jax.tree.map(lambda x: x.perturbed and is_inexact(x.value), inputs, is_leaf=is_primal)
         if any(isinstance(x, Stack) and any(jax.tree.leaves(x.frozen)) for x in perturbed.xs):
@@ -102,7 +103,7 @@ class _Loop:
         return [*carry, *others[:n]], (linear, inputs, others[n:])
 
     def backward(self, residuals: Any, cotangents: list[Any]) -> tuple[Inputs]:
-        """The cotangents of the inputs from those of the outputs."""
+        """Returns the cotangents of the inputs, given the cotangents of the outputs."""
         linear, inputs, stored = residuals
         trained = inputs.divided(linear.trained)
         given = [_dense(ct) for ct in compress(cotangents, self.inexact)]
@@ -112,7 +113,7 @@ class _Loop:
         stacks: list[Stack] = list(compress(inputs.xs, in_rows))
 
         def transposed(i: Any, of_outs: list[Any]) -> tuple[Inputs, list[Any]]:
-            """The cotangents of the inputs of step ``i``, and of the rows of the stacks."""
+            """Returns the cotangents of the inputs of step ``i``, and separately those of the rows of the stacks."""
             values = constant | dict(zip(linear.stored, [row_at(x, i) for x in stored], strict=True))
             values |= linear.values(linear.of_rows, inputs.of_step(i, inputs.carry))
             found = inputs.divided(linear.transposed(values, of_outs))
@@ -163,7 +164,7 @@ class _Loop:
         return (_refusing_a_second(found._replace(xs=xs)),)
 
     def _steps(self, stacks: Sequence[Stack]) -> Any:
-        """How many steps the backward pass has, up to the first whose parameters train."""
+        """The number of steps of the backward pass, which ends at the first step with trainable parameters."""
         if self.params["reverse"]:
             last = functools.reduce(jnp.maximum, [stack.numbers[-1] for stack in stacks])
             return jnp.minimum(last + 1, self.length)
@@ -171,13 +172,13 @@ class _Loop:
 
 
 def _dense(cotangent: Any) -> Any:
-    """A cotangent that may be a symbolic zero, as an array."""
+    """Converts a cotangent, which may be a symbolic zero, to an array."""
     return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero(cotangent) else cotangent
 
 
 @jax.custom_vjp
 def _refusing_a_second(tree: Any) -> Any:
-    """``tree``, which cannot be differentiated."""
+    """Returns ``tree``, but raises an error if it is differentiated."""
     return tree
 
 

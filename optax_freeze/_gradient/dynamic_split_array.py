@@ -1,7 +1,7 @@
-"""What is an array of which some rows are frozen, where which rows is a value of the running program?
+"""A partially frozen array if the numbers of the trainable rows are known only at run time.
 
-As a :class:`SplitArray` it holds the full array and the trainable rows; which rows these are is an array beside them. A
-loop over the rows reads them one by one (``dynamic_row_scan.py``). Any other operation gets the merged array.
+Like :class:`SplitArray`, it contains the full array and the trainable rows, and also an array with the numbers of these
+rows. A loop over the rows reads them one by one (``dynamic_row_scan.py``). Most other operations get the merged array.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from optax_freeze._spec.tree import Part
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class DynamicSplitArray(PartlyFrozen):
-    """The array that is ``rows`` at the rows of these ``numbers``, which ascend, and ``frozen`` elsewhere.
+    """An array whose rows with these ``numbers``, in ascending order, are ``rows``, and whose others are in ``frozen``.
 
-    If it is ``whole``, ``frozen`` has the values of ``rows``, too.
+    If ``whole``, ``frozen`` also contains the values of ``rows``.
     """
 
     numbers: Any
@@ -39,13 +39,13 @@ class DynamicSplitArray(PartlyFrozen):
     def of(
         cls, frozen: Any, rows: Any, index: DynamicRowIndex, log: OperationLog | None, whole: bool
     ) -> "DynamicSplitArray":
-        """The two parts, which vary over the same axes of a mesh inside of ``jax.shard_map``."""
+        """Creates the array; inside ``jax.shard_map`` both parts must vary over the same mesh axes."""
         if not varies(frozen) == varies(rows) >= varies(index.array):
             raise value_error(
-                "rows that change vary over other axes of the mesh than their leaf",
+                "dynamic rows vary over other mesh axes than their leaf",
                 at=f"a leaf of shape {jnp.shape(frozen)}, inside of jax.shard_map",
                 got=f"numbers over {_axes(index.array)}, rows over {_axes(rows)}, the leaf over {_axes(frozen)}",
-                expected="the same for the leaf and its rows, and no more for their numbers",
+                expected="the same axes for the leaf and its rows, and no other axes for the numbers of the rows",
                 fix="params = jax.lax.pcast(params, axes, to='varying') before fz.grad or fz.partition",
             )
         return cls(frozen, rows, index.array, index.part_index, log, whole)
@@ -56,12 +56,12 @@ class DynamicSplitArray(PartlyFrozen):
         return self.index.axis
 
     def like(self, frozen: Any, rows: Any, axis: int | None = None) -> "DynamicSplitArray":
-        """Two new parts, of the same rows, possibly along another axis."""
+        """Returns an array of two new parts with the same row numbers, possibly along another axis."""
         index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
         return dataclasses.replace(self, frozen=frozen, rows=rows, index=index)
 
     def merged(self) -> jax.Array:
-        """The array itself: where it is not whole, a copy of ``frozen``."""
+        """The dense array: a copy of ``frozen`` unless it is whole."""
         index = self.index.with_array(self.numbers)
         if self.whole:
             from optax_freeze._gradient.with_rows import with_rows  # loads jax.extend

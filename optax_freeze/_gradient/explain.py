@@ -1,6 +1,6 @@
-"""Which operations read a leaf in parts, which the whole of it forward, and which forced a merge?
+"""``explain``: reports how each operation reads leaves that are frozen by rows or stored in host memory.
 
-The function is traced as :func:`optax_freeze.restrict` traces it, with a log for each leaf that is frozen by rows.
+The function is traced as in :func:`optax_freeze.restrict`, with a log for each of these leaves.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ ASKED_FOR_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where Python needs the value of a tracer."""
+"""The errors that JAX raises if Python code needs the value of a tracer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of JAX, and the line of the user's program that it comes from."""
+    """The name of a JAX operation and the line of the user's program that it comes from."""
 
     name: str
     source: str
@@ -44,15 +44,15 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class LeafExplanation:
-    """One leaf: the operations that read it, in order, and the first that forced a merge, if any did.
+    """How the operations of a function read one leaf that is frozen by rows.
 
     Attributes:
-      path: of the leaf.
-      rows: how many rows it has.
-      trainable_rows: how many of them train.
-      in_parts: the operations that read the frozen and the trainable rows apart.
-      whole: those that read the whole array, of which only the trainable rows are differentiated.
-      merged: the first for which the gradient of the whole array is computed.
+      path: the path of the leaf.
+      rows: the number of rows of the leaf.
+      trainable_rows: the number of trainable rows.
+      in_parts: the operations that read frozen and trainable rows separately, in program order.
+      whole: the operations that read the whole array, but compute only the gradient of the trainable rows.
+      merged: the first operation that computes the gradient of the whole array, or None.
     """
 
     path: str
@@ -74,13 +74,13 @@ class LeafExplanation:
 
 @dataclasses.dataclass(frozen=True)
 class HostExplanation:
-    """One frozen leaf, where parameters lie in the host's memory, and the operations that read it, in order.
+    """How the operations of a function read one frozen leaf, if some parameters are in host memory.
 
     Attributes:
-      path: of the leaf.
-      on_host: whether it lies in the host's memory. One on the device is listed if only lookups read it.
-      by_rows: the operations that read some rows at a time from the host.
-      whole: those for which all of it comes to the device; of a leaf that is there, those that read it.
+      path: the path of the leaf.
+      on_host: whether the leaf is in host memory. Leaves on the device are listed if only lookups read them.
+      by_rows: the operations that copy only some rows at a time from the host, in program order.
+      whole: the operations that copy the whole leaf to the device; for a leaf on the device, those that read it.
     """
 
     path: str
@@ -104,10 +104,11 @@ class Explanation:
     """The result of :func:`optax_freeze.explain`; prints one line for each operation.
 
     Attributes:
-      rows: for each leaf that is frozen by rows its path, how many rows it has and how many are trainable, the
-        operations that read it in parts or as a whole (name and source line), and the first that merged it or None.
-      host: where leaves lie in the host's memory (:func:`optax_freeze.offload`), for each of these its path and the
-        operations that read it ``by_rows`` or ``whole``; and each frozen leaf on the device that is only looked up.
+      rows: one entry for each leaf that is frozen by rows: its path, its number of rows and of trainable rows, the
+        operations that read it in parts or as a whole (name and source line), and the first that merged it, or None.
+      host: empty if no leaf is in host memory (:func:`optax_freeze.offload`). Otherwise one entry for each leaf in host
+        memory, with its path and the operations that read it ``by_rows`` or ``whole``, and one for each frozen leaf on
+        the device that is only read by lookups.
 
     Example:
       >>> import optax_freeze as fz
@@ -125,28 +126,26 @@ class Explanation:
 
 
 def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> Explanation:
-    """Says how operations read a leaf that is frozen by rows, or that lies in the host's memory.
+    """Reports how the operations of a function read leaves that are frozen by rows or stored in host memory.
 
-    A leaf frozen by rows is read in parts, whole with a gradient of the rows, or merged.
-
-    Frozen rows cost nothing as long as operations read them in place, or read the whole array and have a gradient of
-    the trainable rows alone. Any other operation gets the merged array: the result is the same, but the gradient has
-    the size of the leaf. The function is traced and not executed: none of its
-    operations and callbacks runs.
+    An operation reads a leaf frozen by rows in parts, as a whole with a gradient of the trainable rows only, or merged.
+    In the first two cases no gradient of frozen rows is computed. With the merged array the result is the same, but the
+    gradient of the whole leaf is computed. The function is traced and not executed: none of its operations or callbacks
+    runs.
 
     Args:
-      fun: called as ``fun(params, *args, **kwargs)``.
+      fun: the function, called as ``fun(params, *args, **kwargs)``.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``).
-      frozen: what is frozen, in any form.
-      *args: the other arguments; arrays may be shapes here, too.
-      **kwargs: more of them.
+      frozen: the spec of the frozen parameters, in any form.
+      *args: the other positional arguments of ``fun``; arrays may be given as shapes, too.
+      **kwargs: the keyword arguments of ``fun``.
 
     Returns:
-      An :class:`optax_freeze.Explanation`: print it.
+      An :class:`optax_freeze.Explanation`, to be printed.
 
     Raises:
       TypeError: if ``fun`` is not a function, or is ``after`` of :func:`optax_freeze.precompute`.
-      ValueError: if the spec does not fit.
+      ValueError: if the spec does not fit the parameters.
 
     Example:
       >>> import optax_freeze as fz
@@ -163,11 +162,11 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     if isinstance(fun, OfParts):
         raise type_error(
-            "`after` of fz.precompute reads rows as the function does",
+            "fz.explain does not take `after` of fz.precompute",
             at="the first argument",
             got=repr(fun),
-            expected="the function itself",
-            fix="fz.explain(loss, params, frozen, *args); `explain` of fz.precompute says what is computed once",
+            expected="the function that was passed to fz.precompute, which reads rows in the same way",
+            fix="fz.explain(loss, params, frozen, *args); `explain` of fz.precompute lists what is computed once",
         )
     plan = make_plan(params, frozen)
     pairs = zip(plan.leaves, plan.selections, strict=True)

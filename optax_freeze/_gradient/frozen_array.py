@@ -1,7 +1,7 @@
-"""What is a frozen array that is read as late as possible: row by row, and from the host's memory if it lies there?
+"""Frozen arrays that are read as late as possible, row by row, and copied from host memory if they are stored there.
 
-Where a frozen leaf lies in the host's memory, frozen arrays are ``late``: what is computed from them alone, such as a
-cast or a transpose, is computed where it is used, of the rows that are used there.
+If any frozen leaf is in host memory, frozen arrays are ``late``: an operation that depends on them only, such as a cast
+or a transpose, is delayed until its result is used, and computed only for the rows that are used.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from optax_freeze._spec.memory import to_device
 
 
 class _Shaped:
-    """The attributes of an array that follow from its shape."""
+    """Array attributes that are derived from ``shape``."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class FrozenArray(_Shaped, Logged):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is read."""
+        """The shape of the rows that are read, or of the whole array."""
         return self.array.shape if self.count is None else (self.count, *self.array.shape[self.axes :])
 
     @property
@@ -65,20 +65,20 @@ class FrozenArray(_Shaped, Logged):
         return self.array.dtype
 
     def stretch(self, start: Any, count: int) -> "FrozenArray | None":
-        """Some rows of these, one after another; None if there are none, or these cannot be sliced."""
+        """Returns ``count`` consecutive rows; None if there are no rows, or if they cannot be sliced."""
         if not self.shape[0] or (self.axes > 1 and count > 1):
             return None
         return dataclasses.replace(self, start=start if self.start is None else self.start + start, count=count)
 
     def of_rows(self, start: Any) -> "FrozenArray | None":
-        """One row of these, where the first axis of a row counts as well; None if these are all rows."""
+        """Selects one row along the next axis of the selected rows; None if no rows are selected."""
         if self.count is None:
             return None
         size = self.array.shape[self.axes]
         return dataclasses.replace(self, start=self.start * size + start, count=1, axes=self.axes + 1)
 
     def read(self, done: dict[int, Any]) -> Any:
-        """The array, on the device; each is read once and kept in ``done``."""
+        """Returns the array on the device; ``done`` caches arrays, so that each is read once."""
         if id(self) not in done:
             array = self.array
             if self.count is not None:
@@ -103,7 +103,7 @@ class FrozenArray(_Shaped, Logged):
 
 
 def _slice_rows(array: Any, start: Any, count: int) -> Any:
-    """``count`` rows of an array on the host; mapped by ``jax.vmap``, of the array on the device."""
+    """Slices ``count`` rows of an array on the host; under ``jax.vmap``, the array is copied to the device first."""
 
     @jax.custom_batching.custom_vmap
     def rows(array: Any, start: Any) -> Any:
@@ -119,10 +119,10 @@ def _slice_rows(array: Any, start: Any, count: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LateOperation:
-    """An operation on frozen arrays alone, to be applied where its result is read.
+    """An operation on frozen arrays only, which is applied when its result is read.
 
-    ``stretch(operands, start, count)`` are some rows of the result, from fewer rows of the operands; None if that takes
-    all of them.
+    ``stretch(operands, start, count)`` returns some rows of the result, computed from some rows of the operands. It
+    returns None if all rows of the operands are needed.
     """
 
     name: str
@@ -134,7 +134,7 @@ class LateOperation:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["operation"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computed(_Shaped):
-    """The result of an operation on frozen arrays and numbers, not computed yet."""
+    """The result of an operation on frozen arrays and numbers that is not computed yet."""
 
     operands: tuple[Any, ...]
     operation: LateOperation
@@ -150,11 +150,11 @@ class Computed(_Shaped):
         return self.operation.struct.dtype
 
     def stretch(self, start: Any, count: int) -> Any:
-        """Some rows of the result, not computed yet; None if all have to be computed."""
+        """Returns some rows of the result, not computed yet; None if all rows have to be computed."""
         return self.operation.stretch(self.operands, start, count)
 
     def read(self, done: dict[int, Any]) -> Any:
-        """The array, on the device."""
+        """Returns the array on the device."""
         if id(self) not in done:
             done[id(self)] = self.operation.apply(*(_read(operand, done) for operand in self.operands))
         return done[id(self)]
@@ -168,18 +168,18 @@ def _read(value: Any, done: dict[int, Any]) -> Any:
 
 
 def read(value: Any) -> Any:
-    """``value``, as a dense array if it is not read yet."""
+    """Returns ``value``, as a dense array if it was not read yet."""
     return _read(value, {})
 
 
 def read_all(values: Sequence[Any]) -> list[Any]:
-    """The same for several, of which each frozen array is read once."""
+    """Like :func:`read` for several values, but reads each frozen array only once."""
     done: dict[int, Any] = {}
     return [_read(value, done) for value in values]
 
 
 def size_of(value: Any) -> int:
-    """How many operations and arrays a value is computed from, each as often as it is named."""
+    """The number of operations and arrays that a value is computed from; repeated ones count each time."""
     return 1 + sum(map(size_of, value.operands)) if isinstance(value, Computed) else 1
 
 
@@ -193,24 +193,24 @@ def sources(value: Any) -> Iterator[FrozenArray]:
 
 
 def is_late(value: Any) -> bool:
-    """Whether a value is to be read as late as possible."""
+    """Whether a value should be read as late as possible."""
     return any(source.is_late for source in sources(value))
 
 
 def has_late(values: Sequence[Any]) -> bool:
-    """Whether any of these is."""
+    """Whether any of these values is late."""
     return any(map(is_late, values))
 
 
 def record_reads(value: Any, operation: str, source: Any) -> None:
-    """Adds an operation to the logs of what it reads as late as possible."""
+    """Adds an operation to the logs of the frozen arrays that ``value`` is read from."""
     for array in sources(value):
         effect = "host whole" if array.count is None else "host rows"
         array.record(operation, effect if array.on_host else "device", source)
 
 
 def with_log_of_host(value: Any, log: OperationLog) -> Any:
-    """``value``, whose reads from the host are written into another log."""
+    """Returns ``value`` with another log for reads from the host."""
     if isinstance(value, FrozenArray):
         return dataclasses.replace(value, log=log)
     if isinstance(value, Computed):
@@ -219,7 +219,7 @@ def with_log_of_host(value: Any, log: OperationLog) -> Any:
 
 
 def reshaped(value: Unread, shape: tuple[int, ...]) -> Unread:
-    """``value`` with another shape, not read yet."""
+    """Returns ``value`` with another shape, not read yet."""
     if isinstance(value, Computed) and value.operation.name == "reshape":
         (value,) = value.operands
     if value.shape == shape:
@@ -242,7 +242,7 @@ def reshaped(value: Unread, shape: tuple[int, ...]) -> Unread:
 
 
 def row_of(value: Unread, i: Any) -> Unread | None:
-    """Row ``i``, without its axis and not read yet; None if all rows have to be read."""
+    """Returns row ``i`` without the row axis, not read yet; None if all rows have to be read."""
     row = value.stretch(i, 1) if value.ndim else None
     return None if row is None else reshaped(row, value.shape[1:])
 
@@ -253,7 +253,7 @@ def has_rows(value: Unread) -> bool:
 
 
 def selected(which: Any, position: Any, rows: Any, frozen: Unread, axis: int) -> Computed:
-    """Trainable ``rows`` at these positions where they train; else frozen ones, which are not read yet."""
+    """Selects ``rows`` at these positions if they are trainable, otherwise frozen rows, which are not read yet."""
 
     def apply(which: Any, position: Any, rows: Any, frozen: Any) -> Any:
         return jnp.where(which, jnp.take(rows, position, axis=axis, mode="clip"), frozen)

@@ -1,6 +1,7 @@
-"""Which groups are frozen now, where that is a value of the running program, and the gradient of the others alone.
+"""Gradients of only those groups of ``freeze_when`` that are trainable at the current step.
 
-For each set of groups that can be frozen together there is a program, and a ``lax.switch`` between them.
+Which groups are frozen is known only at run time. There is one program for each set of groups that can be frozen at the
+same time, and a ``lax.switch`` selects one of them.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, S
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
 
 FrozenSet = tuple[bool, ...]
-"""For each group whether it is frozen."""
+"""One bool per group: whether it is frozen."""
 
 _MOST_SETS = 4096
 
@@ -34,32 +35,32 @@ _MOST_SETS = 4096
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class GroupsNow(Selector):
-    """What is frozen now of groups that freeze and thaw: the spec of a state of ``freeze_when``."""
+    """The spec of a ``freeze_when`` state: the parameters of the groups that are frozen at the current step."""
 
     names: tuple[str, ...]
     leaves: tuple[Leaf, ...]
-    selections: tuple[tuple[Selection, ...], ...]  # for each group what of each leaf is its own: the part that trains
-    frozen: tuple[Any, ...]  # whether each group is frozen
-    sets: tuple[FrozenSet, ...] | None  # those that can occur; None if they are too many to list
+    selections: tuple[tuple[Selection, ...], ...]  # for each group and leaf, the part that the group owns, as trainable
+    frozen: tuple[Any, ...]  # one bool or tracer per group: whether it is frozen
+    sets: tuple[FrozenSet, ...] | None  # the sets that can occur; None if there are too many to list
 
     @property
     def is_known(self) -> bool:
-        """Whether what is frozen is known while a program is traced."""
+        """Whether the frozen groups are known at trace time."""
         return not any(isinstance(each, Tracer) for each in self.frozen)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         if not self.is_known:
             raise value_error(
-                "which groups are frozen is a value of the running program",
+                "the frozen groups are not known while the program is traced",
                 at="frozen",
                 got=repr(self),
                 expected="a spec that is known when the program is traced",
-                fix="inside of jit, fz.value_and_grad and fz.grad alone take it: the optimizer moves no frozen group",
+                fix="inside jit, pass it only to fz.value_and_grad and fz.grad; freeze_when updates no frozen group",
             )
         return self.spec_of_set(tuple(map(bool, self.frozen))).select(leaves)
 
     def spec_of_set(self, frozen: FrozenSet) -> ResolvedSpec:
-        """What is frozen while these groups are."""
+        """The spec of the parameters that are frozen if these groups are frozen."""
         by_leaf = zip(*self.selections, strict=True) if self.selections else [()] * len(self.leaves)
         choices = [
             _union(leaf, [s for s, is_frozen in zip(own, frozen, strict=True) if is_frozen])
@@ -68,7 +69,7 @@ class GroupsNow(Selector):
         return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(choices))
 
     def branches(self, most: int) -> list[FrozenSet]:
-        """The sets to have a program each: all that can occur if they are few, else those that save most."""
+        """The sets that get their own program: all that can occur, or up to ``most`` that save the most work."""
         sizes = [self._elements(own) for own in self.selections]
         none = (False,) * len(self.names)
         alone = [tuple(i == n for i in range(len(sizes))) for n in range(len(sizes))]
@@ -79,10 +80,10 @@ class GroupsNow(Selector):
         return _saving_most(sets, common, sizes, most)
 
     def which(self, branches: Sequence[FrozenSet]) -> jax.Array:
-        """The number of the program that computes least, of those in which nothing is frozen that trains now."""
+        """The index of the cheapest program among those that freeze no group that is trainable now."""
         now = jnp.stack([jnp.asarray(each, bool) for each in self.frozen])
         sizes = [self._elements(own) for own in self.selections]
-        # In float32, ranks and not sizes: what counts is their order.
+        # Ranks instead of sizes: only the order matters, and sizes would be rounded in float32.
         saved = [sum(size for size, here in zip(sizes, each, strict=True) if here) for each in branches]
         rank = np.argsort(np.argsort(saved, kind="stable"), kind="stable").astype(np.int32)
         fits = jnp.all(now | ~jnp.array(branches, bool).reshape(len(branches), len(sizes)), axis=1)
@@ -100,7 +101,7 @@ class GroupsNow(Selector):
 
 
 def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
-    """What of a leaf is frozen if these parts of it are."""
+    """The union of the frozen parts of a leaf, given the selections of the frozen groups."""
     frozen = [selection for selection in frozen if selection is not FROZEN]
     if TRAINABLE in frozen or not frozen:
         return bool(frozen)
@@ -108,22 +109,23 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         axis, size = frozen[0].axis, frozen[0].size
         found = functools.reduce(np.union1d, [numbers(index) for index in frozen if isinstance(index, RowIndex)])
         return len(found) == size or rows(found.tolist(), axis)
-    if isinstance(frozen[0], DynamicRowIndex):  # of one group, and perhaps of another that has the other rows
+    if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
         return len(frozen) > 1 or ~frozen[0].as_spec()
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
     return elements(functools.reduce(jnp.logical_or, arrays))
 
 
 def _from_ends(groups: int) -> list[FrozenSet]:
-    """The sets of the first groups, and those of the last."""
+    """The sets of the first n groups and of the last n groups, for every n."""
     first = [tuple(i < n for i in range(groups)) for n in range(groups + 1)]
     return list(dict.fromkeys(first + [tuple(i >= n for i in range(groups)) for n in range(groups)]))
 
 
 def _saving_most(sets: Sequence[FrozenSet], common: FrozenSet, sizes: Sequence[int], most: int) -> list[FrozenSet]:
-    """Up to ``most`` sets, of which the first fits all; each of the others saves most beside those before it.
+    """Chooses up to ``most`` sets greedily: first ``common``, which fits every set, then those that save the most.
 
-    Sets from one end of the groups count for more than all others together: layers mostly freeze in their order.
+    Sets from one end of the list of groups have more weight than all others together, because layers mostly freeze in
+    order.
     """
     ordered = set(_from_ends(len(sizes)))
     importance = np.array([len(sets) if each in ordered else 1 for each in sets])
@@ -142,7 +144,7 @@ def _saving_most(sets: Sequence[FrozenSet], common: FrozenSet, sizes: Sequence[i
 
 
 def sets_of(free: int, known: Sequence[FrozenSet], places: Sequence[int]) -> tuple[FrozenSet, ...] | None:
-    """The sets that can occur: of ``free`` groups any, beside one of the ``known`` sets of those at ``places``."""
+    """The sets that can occur: one of the ``known`` sets for the groups at ``places``, any set of ``free`` others."""
     if len(known) << free > _MOST_SETS:
         return None
     total, found = free + len(places), []
@@ -162,15 +164,15 @@ def value_and_grad_of_groups(
     params: PyTree,
     most: int,
 ) -> tuple[Any, PyTree]:
-    """The value and the gradient of the groups that train now, with zeros for the others.
+    """Returns the value and the gradient of the groups that are trainable now, with zeros for the others.
 
     Args:
-      at_params: called with a spec, gives the value and the gradient of what trains then.
-      value_of: gives the value alone, for the case that nothing trains.
-      spec: of the groups.
+      at_params: called with a spec, returns the value and the gradient of the parameters that are trainable under it.
+      value_of: returns only the value, if every parameter is frozen.
+      spec: the spec of the groups.
       make_plan: makes the plan of a spec.
       params: the parameters.
-      most: how many programs there may be.
+      most: the maximum number of programs.
     """
 
     def of_set(frozen: FrozenSet) -> tuple[Any, PyTree]:
@@ -195,12 +197,12 @@ def value_and_grad_of_groups(
     value, grads = jax.lax.switch(spec.which(branches), programs) if len(programs) > 1 else programs[0]()
     if spec.sets and len(spec.sets) == len(branches):
         return value, grads
-    values, treedef = _tree.flatten(grads)  # a program may have computed more
+    values, treedef = _tree.flatten(grads)  # a program may also have computed gradients of frozen groups
     return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
 
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:
-    """Gradients with zeros at what frozen groups have; ``own`` are the selections of each group."""
+    """Replaces the gradients of frozen groups by zeros; ``own`` contains the selections of each group."""
     new = list(values)
     for is_frozen, selections in zip(frozen, own, strict=True):
         for i, selection in enumerate(selections):
@@ -211,7 +213,7 @@ def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[
 
 
 def _full(leaf: Leaf, selection: Selection, value: Any, grad: Any) -> Any:
-    """A gradient of the leaf's shape."""
+    """Expands the gradient of a leaf to the leaf's shape."""
     if not leaf.inexact or isinstance(value, Part):
         return grad
     if selection is FROZEN:

@@ -1,4 +1,4 @@
-"""How is a function called with the trainable part of the parameters and the rest?"""
+"""Calls a function of the parameters with the trainable part and the rest, without merging leaves frozen by rows."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class OfParts:
-    """A function of the parameters that takes the trainable part and the rest apart, and needs no other rule for rows.
+    """Base class of functions that handle the trainable part and the rest of the parameters themselves.
 
-    Called as any other, with the full parameters, it does so by itself.
+    Such a function can also be called with the full parameters, like any other function.
     """
 
     def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function of both parts, and of its other arguments."""
+        """Calls the function with both parts and its other arguments."""
         raise NotImplementedError
 
 
@@ -41,9 +41,10 @@ def call_in_parts(
     logs: Iterable[OperationLog | None] = repeat(None),
     whole: bool = False,
 ) -> T:
-    """``fun`` of the combined parameters, with a split array for each leaf frozen by rows, and a log for each leaf.
+    """Calls ``fun`` with the combined parameters, in which leaves frozen by rows are split arrays.
 
-    ``whole`` says that the rows of ``trainable`` are those of the arrays in ``rest``.
+    ``logs`` has a log or None for each leaf. ``whole`` says that the rows in ``trainable`` have the same values as in
+    the arrays of ``rest``.
     """
     if isinstance(fun, OfParts):
         return fun.of_parts(trainable, rest, tuple(args), kwargs)
@@ -72,14 +73,14 @@ def call_in_parts(
         filled = [to_device(next(left)) if isinstance(leaf, PartlyFrozen | FrozenArray) else leaf for leaf in leaves]
         return fun(jax.tree.unflatten(treedef, filled), *args, **kwargs)
 
-    from optax_freeze._gradient.interpreter import call  # loads jax.extend, which takes longer than this library
+    from optax_freeze._gradient.interpreter import call  # imports jax.extend, which takes longer than this library
 
     frozen = {id(x): log_of.get(id(x)) for x in jax.tree.leaves(rest, is_leaf=is_leaf) if is_array(x)}
     return call(of_arrays, in_parts, frozen, leaves, jax.tree.leaves((args, kwargs)))
 
 
 def _read_in_parts(leaf: Any, log: OperationLog | None) -> Any:
-    """A leaf that is not read as one array on the device: with its log, and from the host if it lies there."""
+    """Adds the log to a leaf that is frozen by rows or on the host, and marks arrays on the host as late."""
     if isinstance(leaf, PartlyFrozen):
         return dataclasses.replace(leaf, frozen=_read_in_parts(leaf.frozen, log), log=log)
     return FrozenArray(leaf, is_late=True, on_host=True, log=log) if is_on_host(leaf) else leaf

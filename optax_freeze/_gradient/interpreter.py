@@ -1,7 +1,7 @@
-"""Evaluates a program in which some values are split, as long as its operations allow.
+"""Evaluates a program in which some values are split arrays.
 
-The usual interpreter of a jaxpr, except that an operation with a ``SplitArray`` among its operands is evaluated by its
-rule, and gets merged arrays if it has none.
+This is the usual interpreter of a jaxpr, except that an operation with a ``SplitArray`` among its operands is evaluated
+by its rule. If there is no rule, the operation gets merged arrays.
 """
 
 import os
@@ -28,7 +28,7 @@ from optax_freeze._gradient.rules import NO_RULE, RULES, Equation, Whole, static
 from optax_freeze._gradient.split_array import dense, has_split, on_device
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-register_exclusion(os.path.join(_PACKAGE, ""))  # an operation comes from a line of the user
+register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
 
 _TRACED = object()
 
@@ -40,14 +40,22 @@ def call(
     params: Sequence[Any] = (),
     inputs: Sequence[Any] = (),
 ) -> Any:
-    """``fun`` of split arrays.
+    """Calls ``fun`` with split arrays.
 
-    It is traced as ``jit`` traces, which executes nothing, and the program is evaluated: effects happen once, in order.
-    If it cannot be traced (Python branches on a value), it is called with the merged arrays, and may raise its error.
+    ``fun`` is traced like under ``jit``, which executes nothing, and then the program is evaluated, so effects happen
+    once, in order. If ``fun`` cannot be traced (Python branches on a value), it is called with the merged arrays.
+    Errors of ``fun`` are raised by this second call.
 
-    ``frozen`` has the identity of each frozen array that ``fun`` closes over, and its log: as arguments of the program,
-    and not constants, they would be tracers, on which ``fun`` cannot branch. So are
-    ``params``, the other parameters, and ``inputs``, from which activations are computed.
+    Args:
+      fun: the function of the split arrays.
+      leaves: the split arrays, and frozen arrays on the host.
+      frozen: the logs of the frozen arrays that ``fun`` closes over, by identity. They are constants of the program
+        and not arguments, because ``fun`` cannot branch on the values of arguments, which are tracers.
+      params: the other parameters, which are constants for the same reason.
+      inputs: the other inputs of ``fun``, also constants; values computed from them are activations.
+
+    Returns:
+      The result of ``fun``.
     """
     treedef, flat = None, []
 
@@ -84,7 +92,7 @@ def _frozen(leaf: Any) -> Any:
 
 
 def _array(leaf: Any) -> Any:
-    """The array of all frozen rows, in the memory in which it is."""
+    """Returns the full frozen array of a leaf without moving it from its memory."""
     frozen = _frozen(leaf)
     return frozen.array if isinstance(frozen, FrozenArray) else frozen
 
@@ -97,10 +105,10 @@ def evaluate(
     params: Container[int] = (),
     inputs: Container[int] = (),
 ) -> list[Any]:
-    """The outputs of a jaxpr, dense or split, under its name scopes.
+    """Evaluates a jaxpr under its name scopes and returns its outputs, dense or split.
 
-    ``source``: the source line of all of it; ``params`` and ``inputs``: the identities of values. What is
-    computed from parameters and constants alone is no activation.
+    ``source`` replaces the source lines of all equations. ``params`` and ``inputs`` contain the identities of values:
+    values computed only from parameters and constants are not activations.
     """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
     of_params = {
@@ -129,7 +137,7 @@ def evaluate(
 
 
 def apply(eqn: Any, values: list[Any], of_params: Sequence[bool] = ()) -> Any:
-    """The result of an equation: dense, split, or of late arrays alone and not computed yet."""
+    """Evaluates an equation. The result is dense, split, or, for late arrays only, not computed yet."""
     equation, rule = Equation(eqn.primitive, eqn.params, evaluate, of_params), RULES.get(eqn.primitive.name, NO_RULE)
     late = has_late(values) and not has_split(values)
     if not rule.enters:

@@ -1,7 +1,7 @@
-"""Which outputs of a jaxpr depend on which inputs, and params of equations that differ between releases of JAX.
+"""Analyzes jaxprs: which outputs depend on which inputs, and equation params that differ between releases of JAX.
 
-The traced gradient of a function shows which parameters it reaches: those whose gradient depends on the incoming
-cotangent. The outputs of a primitive that cannot be looked into count as dependent, and so do reads of a reference.
+The traced gradient of a function shows which parameters the function depends on: those whose gradient depends on the
+incoming cotangent. The outputs of an opaque primitive count as dependent, and so do reads of a reference.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow
 logistic lt max min mul name ne nextafter not or pow pvary real rem round rsqrt select_n
 sign sin sinh sqrt square sub tan tanh xor
 """
-"""The operations on each element alone; those of `OF_ONE` have one operand."""
+"""The elementwise operations; those in `OF_ONE` have one operand."""
 
 
 def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """For each output of ``jaxpr`` whether it depends on one of the marked inputs.
+    """Returns for each output of ``jaxpr`` whether it depends on one of the marked inputs.
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(lambda a, b: (a, b))(x, y)))(1.0, 2.0)
@@ -67,13 +67,13 @@ def _through(eqn: Any, given: list[bool]) -> list[bool]:
 
 
 def bind_params(primitive: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of ``primitive.bind``: functions that come before the operands (up to JAX 0.9), and params."""
+    """The arguments of ``primitive.bind``: functions to pass before the operands (up to JAX 0.9), and params."""
     bound = primitive.get_bind_params(params)
     return bound if isinstance(bound, tuple) else ((), bound)
 
 
 def outputs_of(program: ClosedJaxpr, wanted: Sequence[int], inputs: Sequence[Any], effects: bool = False) -> list[Any]:
-    """Some outputs of a program, without the operations that none of them needs; with ``effects`` those that have any.
+    """Evaluates some outputs of a program without unneeded operations; ``effects`` keeps operations with side effects.
 
     >>> import jax
     >>> program = jax.make_jaxpr(lambda x, y: (x + 1, x * y))(1, 2)
@@ -103,7 +103,7 @@ def outputs_of(program: ClosedJaxpr, wanted: Sequence[int], inputs: Sequence[Any
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a ``scan`` are the same in every step, and how many after them are carried."""
+    """Returns the number of constant operands of a ``scan`` and the number of carried operands, which follow them."""
     if "ft_in" in params:  # since JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -111,11 +111,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """A jaxpr and its constants; a ``Jaxpr`` has none before JAX 0.12, and since then is a ``ClosedJaxpr``."""
+    """Returns a jaxpr and its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
 def is_inlined(params: dict[str, Any]) -> bool:
-    """Whether a ``jit`` asks for its program to replace the call."""
+    """Whether a ``jit`` requests that its program is inlined."""
     inline = params["inline"]
     return inline is True or getattr(inline, "name", "") == "JAX_EARLY"  # an enumeration since JAX 0.11

@@ -1,7 +1,7 @@
-"""Which operations on frozen arrays alone wait until their result is used, and how is a result used?
+"""Delays operations on late frozen arrays until their result is used, and reads them again in the backward pass.
 
-A weight that came over from the host must not stay on the device until the backward pass. The operation that uses it is
-rematerialised: the weight is read again there, and of the operation only what its derivative needs is done again.
+A weight that was copied from the host must not stay on the device until the backward pass. The operation that uses it
+is rematerialised: the backward pass copies the weight again and repeats only the computation that the derivative needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ from optax_freeze._gradient.frozen_array import (
 )
 from optax_freeze._gradient.jaxprs import ELEMENTWISE
 
-_MOST_OPERATIONS = 64  # so many wait for one result: it computes them as often as it names them
+_MOST_OPERATIONS = 64  # limit per result, since repeated operations are computed each time
 
 
 def waiting(name: str, params: dict[str, Any], bind: Callable[..., Any], operands: Sequence[Any]) -> Unread | None:
-    """The result of an operation on late arrays and numbers alone, not computed yet; None if it does not wait.
+    """Returns the uncomputed result of an operation on late arrays and numbers; None if it cannot be delayed.
 
     ``bind`` applies the operation to dense operands, with some of its params changed.
     """
@@ -53,7 +53,7 @@ def waiting(name: str, params: dict[str, Any], bind: Callable[..., Any], operand
 
 
 def read_again(name: str, bind: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """The result of an operation, some operands of which are read from the host, and read again for its derivative."""
+    """Applies an operation to late operands; those on the host are copied again for its derivative."""
     for operand in operands:
         record_reads(operand, name, current())
     found = [source for operand in operands for source in sources(operand) if source.on_host]
@@ -70,7 +70,7 @@ def is_number(value: Any) -> bool:
 
 def _stretch_from(x: Unread, start: Any, count: int) -> Unread | None:
     last = x.shape[0] - count
-    if isinstance(start, Tracer):  # clamped in its own dtype, of which a number may be no int32
+    if isinstance(start, Tracer):  # clamped in its own dtype, whose numbers may not fit int32
         zero, most = np.zeros((), start.dtype), np.asarray(min(last, np.iinfo(start.dtype).max), start.dtype)
         return x.stretch(jax.lax.clamp(zero, start, most).astype(np.int32), count)
     return x.stretch(min(max(int(start), 0), last), count)

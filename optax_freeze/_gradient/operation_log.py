@@ -1,4 +1,4 @@
-"""Which operations were applied to a leaf, and how did they read it?"""
+"""Records the operations applied to a leaf, and how they read it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 class Operation(NamedTuple):
     """An operation in a log.
 
-    On a leaf of which some rows are frozen it ``kept`` the array split, ``read`` rows of it, took the ``whole`` array
-    forward or ``merged`` it. From the host's memory it read ``host rows`` or the ``host whole``; beside arrays that
-    lie there, a frozen array that is on the ``device``.
+    For a partially frozen leaf, ``effect`` is ``"kept"`` (the result is split, too), ``"read"`` (it read rows),
+    ``"whole"`` (it used the whole array in the forward pass) or ``"merged"``. For frozen arrays in host memory it is
+    ``"host rows"`` or ``"host whole"``; for those on the device, if others are in host memory, ``"device"``.
     """
 
     name: str
@@ -19,13 +19,13 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class OperationLog:
-    """The operations applied to an array and to the arrays made of it.
+    """The operations applied to an array and to the arrays computed from it.
 
-    A mutable object in a static field of an array, compared by identity: ``jit`` then traces again for each log,
-    instead of reusing a trace whose operations were recorded elsewhere.
+    The log is a mutable object in a static field of an array. It is compared by identity, so that ``jit`` traces again
+    for each log instead of reusing a trace whose operations were recorded in another log.
     """
 
-    is_trial: bool = False  # a rule asks which operations a function would apply
+    is_trial: bool = False  # True if a rule only checks which operations a function would apply
     operations: list[Operation] = dataclasses.field(default_factory=list)
 
     def with_effect(self, *effects: str) -> list[Operation]:
@@ -34,7 +34,7 @@ class OperationLog:
 
 
 class Logged:
-    """An array with a log, if somebody asks which operations read it."""
+    """An array with an optional log of the operations that read it."""
 
     log: OperationLog | None = None
 

@@ -1,8 +1,8 @@
-"""The loss as a function of the trainable parameters.
+"""Differentiates functions with respect to the trainable parameters only.
 
-``jax.grad`` of the whole tree computes a gradient for every leaf, and as soon as anything looks at all of them (a
-global norm, an accumulator, a finite check, a ``jit`` boundary) the compiler has to keep that work. A loss restricted
-to the trainable parameters has no other gradients, neither of whole leaves nor of frozen rows.
+``jax.grad`` of the full tree computes a gradient for every leaf. If anything reads all of these gradients (a global
+norm, an accumulator, a finite check, the outputs of a ``jit``), the compiler cannot remove the work for frozen leaves.
+The functions in this file never request gradients of frozen leaves or frozen rows.
 """
 
 import functools
@@ -24,27 +24,28 @@ from optax_freeze._spec.tree import PyTree
 P = ParamSpec("P")
 T = TypeVar("T")
 Aux = TypeVar("Aux")
-Tree = TypeVar("Tree", bound=Any)  # not `object`, which would be the type of the argument of a lambda
+Tree = TypeVar("Tree", bound=Any)  # with the bound `object`, type checkers would give lambda arguments that type
 
 
 def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
-    """Restricts a function of the parameters to the trainable parameters.
+    """Turns a function of all parameters into a function of the trainable parameters.
 
-    Frozen parameters are not differentiated. The gradient of a leaf frozen by rows has the size of the trainable rows,
-    as long as the operations of ``fun`` allow it (:func:`optax_freeze.explain`); other operations get the merged array.
-    For such leaves ``fun`` is traced first, which executes nothing: callbacks and other effects happen once, as under
-    ``jax.grad``. If it cannot be traced (Python branches on a value), it is called again, with merged arrays.
+    Frozen parameters are constants of the returned function, so they are not differentiated. The gradient of a leaf
+    frozen by rows has the size of its trainable rows if every operation that reads the leaf supports this
+    (see :func:`optax_freeze.explain`); other operations receive the merged array. For such leaves ``fun`` is traced
+    first, which executes nothing, so callbacks and other effects happen once, as under ``jax.grad``. If ``fun`` cannot
+    be traced (Python branches on a value), it is called again with merged arrays.
 
     Args:
-      fun: called as ``fun(params, *args, **kwargs)``.
-      rest: the second part of :func:`optax_freeze.partition`.
+      fun: the function, called as ``fun(params, *args, **kwargs)``.
+      rest: the second output of :func:`optax_freeze.partition`, which holds the frozen parameters.
 
     Returns:
-      ``g(trainable, *args, **kwargs)``, equal to ``fun(combine(trainable, rest), *args, **kwargs)``, up to rounding
-      where a sum over rows is split.
+      A function ``g(trainable, *args, **kwargs)`` that is equal to ``fun(combine(trainable, rest), *args, **kwargs)``,
+      up to rounding where a sum over rows is computed in two parts.
 
     Raises:
-      TypeError: if the first argument is not a function, or the second is a spec.
+      TypeError: if ``fun`` is not a function, or ``rest`` is a spec.
 
     Example:
       >>> import optax_freeze as fz
@@ -56,11 +57,11 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
     """
     if isinstance(rest, (bool, str, Selector)) or not callable(fun):
         raise type_error(
-            "fz.restrict takes a function, and the rest of the parameters",
+            "fz.restrict takes a function and the second output of fz.partition",
             at="its arguments",
             got=f"{described(fun)} and {described(rest)}",
             expected="fz.restrict(fun, rest), with rest from fz.partition(params, frozen)",
-            fix="trainable, rest = fz.partition(params, frozen); from the spec itself: fz.grad(fun, frozen)",
+            fix="trainable, rest = fz.partition(params, frozen); or pass the spec to fz.grad(fun, frozen)",
         )
 
     return functools.wraps(fun)(_restricted(fun, rest, whole=False))
@@ -95,30 +96,30 @@ def value_and_grad(
     holomorphic: bool = False,
     branches: int = 16,
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """``jax.value_and_grad`` with respect to the trainable parameters.
+    """Like ``jax.value_and_grad``, but differentiates only with respect to the trainable parameters.
 
-    With the spec of a :func:`optax_freeze.freeze_when` state (:func:`optax_freeze.spec_of`), the groups that train now
-    are differentiated: for each set of groups that can be frozen together there is a program, and the state chooses
-    between them in the running step. Gradients of frozen groups are zeros.
+    If ``frozen`` is the spec of a :func:`optax_freeze.freeze_when` state (from :func:`optax_freeze.spec_of`), only the
+    groups that are trainable at this step are differentiated: there is one program for each set of groups that can be
+    frozen at the same time, and the state selects one of them at run time. Gradients of frozen groups are zeros.
 
     Args:
-      fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
-      frozen: what is frozen of the parameters, in any form.
-      argnums: the position of the parameters among the arguments.
+      fun: the function to differentiate. It returns a scalar, or a pair of a scalar and auxiliary data if ``has_aux``.
+      frozen: the spec of the frozen parameters, in any form.
+      argnums: the position of the parameters among the arguments of ``fun``.
       has_aux: whether ``fun`` returns a pair.
-      holomorphic: as in JAX.
-      branches: the most programs there may be for the groups of ``freeze_when``. Where more sets of frozen groups can
-        occur, some of them are differentiated with groups that do not train now.
+      holomorphic: as in ``jax.value_and_grad``.
+      branches: the maximum number of programs for the groups of ``freeze_when``. If more sets of frozen groups can
+        occur, some sets use a program that also differentiates groups that are frozen at this step.
 
     Returns:
-      A function with the arguments of ``fun``, called with the full tree. It returns the value (with the auxiliary
-      output, if any) and the gradient, which has the structure of ``partition(params, frozen)[0]``: holes at what is
-      frozen. :func:`optax_freeze.freeze` and every Optax transformation take it as it is.
+      A function with the arguments of ``fun``, called with the full tree of parameters. It returns the value (with the
+      auxiliary data, if any) and the gradient, which has the structure of ``partition(params, frozen)[0]``, with
+      ``optax.MaskedNode()`` for frozen leaves. :func:`optax_freeze.freeze` and every Optax transformation accept it.
 
     Raises:
-      TypeError: if ``fun`` is not a function.
-      ValueError: if ``argnums`` is not a single int; when called, if there is no such argument, if the spec does not
-        fit, or if every parameter is frozen.
+      TypeError: if ``fun`` is not a function, or ``branches`` is not an int.
+      ValueError: if ``argnums`` is not a single int, or ``branches`` is less than 1; when called, if ``argnums`` is out
+        of range, if the spec does not fit the parameters, or if every parameter is frozen.
 
     Example:
       >>> import optax_freeze as fz
@@ -130,20 +131,20 @@ def value_and_grad(
     refuse_no_function(fun, frozen, "fz.value_and_grad(fun, frozen)")
     if not is_int(argnums):
         raise value_error(
-            "one argument can be differentiated with respect to",
+            "`argnums` must be a single int",
             at="argnums",
             got=described(argnums),
             expected="one int: the position of the parameters",
             fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
         )
 
-    most = whole_number("branches counts programs", branches, at="branches", least=1, fix="give branches=16")
+    most = whole_number("`branches` must be a positive int", branches, at="branches", least=1, fix="give branches=16")
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         if not -len(args) <= argnums < len(args):
             raise value_error(
-                "there is no such argument",
+                "`argnums` is out of range",
                 at=f"argnums={argnums}",
                 got=f"a call with {len(args)} positional arguments",
                 expected="the parameters at that position",
@@ -211,21 +212,22 @@ def grad(
     holomorphic: bool = False,
     branches: int = 16,
 ) -> Callable[..., Any]:
-    """``jax.grad`` with respect to the trainable parameters: :func:`value_and_grad` without the value.
+    """Like ``jax.grad``, but differentiates only with respect to the trainable parameters.
 
     Args:
-      fun: the function to differentiate; returns a scalar, or a pair of a scalar and anything if ``has_aux``.
-      frozen: what is frozen of the parameters, in any form.
-      argnums: the position of the parameters among the arguments.
+      fun: the function to differentiate. It returns a scalar, or a pair of a scalar and auxiliary data if ``has_aux``.
+      frozen: the spec of the frozen parameters, in any form.
+      argnums: the position of the parameters among the arguments of ``fun``.
       has_aux: whether ``fun`` returns a pair.
-      holomorphic: as in JAX.
-      branches: the most programs there may be for the groups of ``freeze_when``.
+      holomorphic: as in ``jax.grad``.
+      branches: the maximum number of programs for the groups of ``freeze_when``, as in :func:`value_and_grad`.
 
     Returns:
-      A function with the arguments of ``fun`` that returns the gradient, or ``(gradient, aux)`` if ``has_aux``.
+      A function with the arguments of ``fun``, called with the full tree of parameters. It returns the gradient as
+      :func:`value_and_grad` does, or ``(gradient, aux)`` if ``has_aux``.
 
     Raises:
-      TypeError, ValueError: as :func:`value_and_grad` does.
+      TypeError, ValueError: in the same cases as :func:`value_and_grad`.
 
     Example:
       >>> import optax_freeze as fz
@@ -246,19 +248,23 @@ def grad(
 def value_and_grad_from_state(
     fun: Callable[Concatenate[Tree, ...], Any], frozen: Spec
 ) -> Callable[Concatenate[Tree, ...], tuple[Any, Tree]]:
-    """``optax.value_and_grad_from_state`` of the trainable parameters: reuses a line search's last value and gradient.
+    """Like ``optax.value_and_grad_from_state``, but differentiates only with respect to the trainable parameters.
+
+    The returned function reuses the value and the gradient that a line search stored in its state.
 
     Args:
-      fun: called as ``fun(params, *args, **kwargs)``; returns a scalar.
-      frozen: what is frozen, in any form: the one given to :func:`optax_freeze.freeze`.
+      fun: the function to differentiate, called as ``fun(params, *args, **kwargs)``. It returns a scalar.
+      frozen: the spec of the frozen parameters, in any form; the same that was passed to :func:`optax_freeze.freeze`.
 
     Returns:
-      A function called as ``(params, *args, state=state, **kwargs)`` with the full tree and the state of a
-      :func:`optax_freeze.freeze` around a line search. It returns the value and the gradient of the trainable part.
+      A function called as ``(params, *args, state=state, **kwargs)``, with the full tree of parameters and the state of
+      :func:`optax_freeze.freeze` around a line search. It returns the value and the gradient, which has the structure
+      of ``partition(params, frozen)[0]``.
 
     Raises:
       TypeError: if ``fun`` is not a function.
-      ValueError: if the spec does not fit, if every parameter is frozen, or if the state has no value and gradient.
+      ValueError: if the spec does not fit the parameters, if every parameter is frozen, or if the state contains no
+        value and gradient.
 
     Example:
       >>> import optax_freeze as fz
@@ -288,7 +294,7 @@ def value_and_grad_from_state(
 
 
 def _restricted(fun: Callable[..., T], rest: PyTree, whole: bool) -> Callable[..., T]:
-    """:func:`restrict`; ``whole`` if the function is called with the trainable part of the same parameters."""
+    """:func:`restrict` without checks; ``whole`` says that both parts come from the same parameters."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
         return call_in_parts(fun, trainable, rest, args, kwargs, whole=whole)
@@ -297,10 +303,10 @@ def _restricted(fun: Callable[..., T], rest: PyTree, whole: bool) -> Callable[..
 
 
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
-    """A ``TypeError`` unless ``fun`` is a function."""
+    """Raises ``TypeError`` unless ``fun`` is a function."""
     if not callable(fun):
         raise type_error(
-            "a function is differentiated",
+            "the first argument must be a function",
             at="the first argument",
             got=described(fun),
             expected=call,

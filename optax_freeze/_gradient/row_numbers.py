@@ -1,4 +1,4 @@
-"""Which rows are trainable, by their numbers: the answer of a ``RowIndex``, listed, or looked up in a program."""
+"""The numbers of the trainable rows of a ``RowIndex``, as a list or as a lookup in a traced program."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ def numbers(index: RowIndex) -> np.ndarray:
 
 
 def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
-    """An index along the same axis, of ``size`` rows with these trainable ones."""
+    """Returns an index along the same axis for ``size`` rows, with the numbers ``trains`` of the trainable ones."""
     breaks = np.flatnonzero(np.diff(trains) != 1) + 1
     runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
     return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
@@ -27,7 +27,10 @@ def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
 
 @functools.lru_cache(maxsize=256)
 def padding(index: RowIndex, axis: int, ndim: int) -> list[tuple[int, int, int]] | None:
-    """The padding that puts the trainable rows in their places, if these have one step; the gradient is a slice."""
+    """The padding that moves the trainable rows to their positions; None if these are not evenly spaced.
+
+    The gradient of a padding is a slice.
+    """
     steps = np.unique(np.diff(numbers(index)))
     if len(steps) > 1:
         return None
@@ -37,7 +40,7 @@ def padding(index: RowIndex, axis: int, ndim: int) -> list[tuple[int, int, int]]
 
 
 def locate(index: RowIndex, i: Any) -> tuple[jax.Array, jax.Array]:
-    """Whether rows ``i`` are trainable, and their places among the trainable rows: 0 if frozen or out of range."""
+    """Whether rows ``i`` are trainable, and their positions among the trainable rows (0 if frozen or out of range)."""
     runs = index.runs
     if runs is not None and len(runs) <= 8:
         trains, position, before = jnp.zeros(jnp.shape(i), bool), jnp.zeros_like(i), 0

@@ -1,7 +1,7 @@
-"""What are some rows of the outputs of a program, without the rest of these outputs?
+"""Computes only some rows of the outputs of a program.
 
-The operations that end in such an output are applied to the rows of their operands, as far back as each row of a result
-comes from the same row of an operand. What nothing else needs, a compiler removes.
+The operations before such an output are applied to rows of their operands, as far back as each row of a result depends
+only on the same row of an operand. The compiler removes the original operations if nothing else needs them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from optax_freeze._spec.selection import RowIndex
 
 
 class _Program:
-    """An evaluated program: the value of each variable, and the equation that it comes from."""
+    """An evaluated program, with the value of each variable and the equation that computes it."""
 
     def __init__(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> None:
         self.values: dict[Any, Any] = {}
@@ -34,7 +34,7 @@ class _Program:
         return v.val if isinstance(v, Literal) else self.values[v]
 
     def rows(self, v: Any, index: RowIndex) -> jax.Array:
-        """The rows of a variable."""
+        """Returns the rows of a variable."""
         eqn = None if isinstance(v, Literal) else self.sources.get(v)
         cut = None if eqn is None else _CUTS.get(eqn.primitive.name)
         rows = None if cut is None else cut(self, eqn, index)
@@ -44,14 +44,14 @@ class _Program:
 def rows_of_outputs(
     closed: ClosedJaxpr, arguments: Sequence[Any], indices: dict[int, RowIndex]
 ) -> tuple[list[Any], dict[int, Any]]:
-    """The outputs of a program, and rows of some of them, by their position."""
+    """Returns the outputs of a program, and the requested rows of some outputs by their position."""
     program = _Program(closed, arguments)
     rows = {i: program.rows(closed.jaxpr.outvars[i], index) for i, index in indices.items()}
     return [program.value(v) for v in closed.jaxpr.outvars], rows
 
 
 def has_rows(closed: ClosedJaxpr, output: int) -> bool:
-    """Whether some rows of an output can be computed without the others."""
+    """Whether some rows of an output can be computed without its other rows."""
     sources = {v: eqn.primitive.name for eqn in closed.jaxpr.eqns for v in eqn.outvars}
     v = closed.jaxpr.outvars[output]
     return not isinstance(v, Literal) and sources.get(v) in _CUTS

@@ -1,9 +1,9 @@
-"""What is a rule, and which operation has which?
+"""The table of rules for evaluating operations on split arrays.
 
-A rule is ``rule(eqn, *operands)``, where some operands are a :class:`SplitArray`. It returns the result, split as long
-as the rows stay apart and dense where they are read, or None where the operation needs the merged array. A rule is
-exact in both parts, so it holds whichever part is differentiated, and how often. A rule that reads the whole array and
-has the gradient of the rows alone returns its result as :class:`Whole`.
+A rule is a function ``rule(eqn, *operands)``, where some operands are a :class:`SplitArray`. It returns a split result
+if the operation keeps rows separate, a dense result if it reads rows, or None if it needs the merged array. A rule is
+exact in both parts, so it can be differentiated any number of times with respect to either part. A rule that reads the
+whole array and computes only the gradient of the trainable rows returns its result as :class:`Whole`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Whole(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """An equation of a jaxpr without its operands, and the interpreter, for the programs that it contains."""
+    """An equation of a jaxpr without its operands; ``evaluate`` interprets the programs that it contains."""
 
     primitive: Any
     params: dict[str, Any]
@@ -40,13 +40,13 @@ class Equation(NamedTuple):
     of_params: Sequence[bool] = ()  # which operands are computed from parameters and constants alone
 
     def bind_params(self, **changed: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of ``primitive.bind``, with some params changed."""
+        """Returns the arguments of ``primitive.bind``, with some params changed."""
         return bind_params(self.primitive, {**self.params, **changed})
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
-        """The operation applied to dense operands, with some of its params changed.
+        """Applies the operation to dense operands, with some of its params changed.
 
-        Where operands are late, it waits, or reads them; so does its derivative.
+        If operands are late, it is delayed, or reads them; its derivative reads them again.
         """
         if has_late(operands):
             name, bind = self.primitive.name, functools.partial(self.bind, **changed)
@@ -58,19 +58,19 @@ class Equation(NamedTuple):
         return self.primitive.bind(*functions, *operands, **params)
 
     def bind_parts(self, x: Any, *others: Any, axis: int | None = None, **of_rows: Any) -> Any:
-        """The operation applied to both parts of ``x``; ``of_rows`` are the params that differ for the rows."""
+        """Applies the operation to both parts of ``x``; ``of_rows`` are the params that differ for the rows."""
         return x.like(self.bind(x.frozen, *others), self.bind(x.rows, *others, **of_rows), axis)
 
     def bind_whole(self, *operands: Any) -> Whole:
-        """The operation applied to whole arrays, if XLA fuses it, and so the cut of its gradient to the rows."""
+        """Applies the operation to whole arrays. XLA must be able to fuse it with the slice of its gradient."""
         return Whole(self.bind(*(x.joined() if isinstance(x, SplitArray) else dense(x) for x in operands)))
 
     def has_activation(self, operands: Sequence[Any]) -> bool:
-        """Whether one of the operands is computed from more than parameters and constants."""
+        """Whether one of the operands depends on other values than parameters and constants."""
         return any(np.ndim(x) and not known for x, known in zip(operands, self.of_params, strict=True))
 
     def dense(self, value: Any) -> Any:
-        """``value`` as one array, read for the operation."""
+        """Returns ``value`` as one dense array, read for the operation."""
         return dense(on_device(value, self.primitive.name, current()))
 
     def record(self, effect: str, *values: Any) -> None:
@@ -81,19 +81,19 @@ class Equation(NamedTuple):
 
 
 class InRows(NamedTuple):
-    """What an operation makes of the trainable rows of one operand."""
+    """How an operation is applied to only the trainable rows of one operand."""
 
-    apply: Callable[..., Any]  # called with the operands, of which this one has its trainable rows alone
-    axis: int | None  # of the rows in the result; None if the operation sums over them
+    apply: Callable[..., Any]  # called with the operands, with only the trainable rows of this one
+    axis: int | None  # the row axis of the result; None if the operation sums over the rows
 
 
 def multilinear(operands: Sequence[Any], of_whole: Callable[..., Any], of_rows: dict[int, InRows]) -> Whole | None:
-    """The result of an operation on whole arrays, which is linear in each of its operands.
+    """Applies an operation that is linear in each operand to whole arrays; only rows of split ones are differentiated.
 
     Args:
-      operands: split or dense.
-      of_whole: the operation.
-      of_rows: for each split operand, by its position, what the operation makes of the trainable rows.
+      operands: the operands, split or dense.
+      of_whole: the operation on dense arrays.
+      of_rows: for each position of a split operand, how the operation is applied to only its trainable rows.
     """
     if any(isinstance(x, SplitArray) and x.in_jvp for x in operands):
         return None
@@ -128,7 +128,7 @@ def _of_split(
     operands: Sequence[Any],
     out: Any,
 ) -> Any:
-    """The tangent of the result ``out`` from that of ``x``; None if it is zero."""
+    """Returns the tangent of the result ``out``, given the tangent of ``x``; None if it is zero."""
     if not is_zero(tangent.frozen) or _is_dearer_in_rows(x, of_rows.axis, operands, out):
         part = spread_tangent(x.index, tangent.frozen, tangent.rows, x.frozen)
         return None if part is None else with_operand(of_whole, part)
@@ -138,7 +138,7 @@ def _of_split(
     if of_rows.axis is None:
         return term
     index = dataclasses.replace(x.index, axis=of_rows.axis)
-    return jax.lax.optimization_barrier(spread(index, term, out))  # else a TPU stores the gradient of `out` twice
+    return jax.lax.optimization_barrier(spread(index, term, out))  # otherwise a TPU stores the gradient of `out` twice
 
 
 def _with_operand(operands: Sequence[Any], i: int, apply: Callable[..., Any], value: Any) -> Any:
@@ -146,7 +146,7 @@ def _with_operand(operands: Sequence[Any], i: int, apply: Callable[..., Any], va
 
 
 def _is_dearer_in_rows(x: SplitArray, axis: int | None, operands: Sequence[Any], out: Any) -> bool:
-    """Whether scattered rows had to be looked up in more elements of activations than the leaf has."""
+    """Whether looking up scattered rows would read more elements of activations than the leaf has."""
     if padding(x.index, x.axis, x.frozen.ndim) is not None:
         return False
     read = [out] if axis is not None else [y for y in operands if np.shape(y) != np.shape(x.frozen)]
@@ -154,7 +154,7 @@ def _is_dearer_in_rows(x: SplitArray, axis: int | None, operands: Sequence[Any],
 
 
 def static_rows(eqn: Equation, value: Any) -> Any:
-    """``value``, merged if its rows are not known while the program is traced."""
+    """Returns ``value``, merged if its row numbers are known only at run time."""
     if not isinstance(value, DynamicSplitArray):
         return value
     eqn.record("merged", value)
@@ -164,9 +164,11 @@ def static_rows(eqn: Equation, value: Any) -> Any:
 class Rule(NamedTuple):
     """A rule in the table.
 
-    One that ``enters`` programs reads frozen arrays and records operations by itself. A rule that is ``dynamic`` is
-    given a :class:`DynamicSplitArray` as it is; for others it is merged. A rule that is ``late`` is given a split array
-    whose frozen part is not read from the host yet.
+    Attributes:
+      apply: the rule.
+      enters: whether the rule evaluates programs; it then reads frozen arrays and records operations itself.
+      dynamic: whether the rule accepts a :class:`DynamicSplitArray`; for other rules it is merged first.
+      late: whether the rule accepts a split array whose frozen part is not read from the host yet.
     """
 
     apply: Callable[..., Any]
@@ -178,13 +180,13 @@ class Rule(NamedTuple):
 NO_RULE = Rule(lambda eqn, *operands: None)
 
 RULES: dict[str, Rule] = {}
-"""The rule for each primitive, by the name of the primitive."""
+"""The rules by the names of their primitives."""
 
 
 def rule(
     *names: str, enters: bool = False, dynamic: bool = False, late: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a function as the rule for the primitives of these names."""
+    """Returns a decorator that registers a function as the rule for the primitives with these names."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         RULES.update(dict.fromkeys(names, Rule(function, enters, dynamic, late)))

@@ -1,7 +1,7 @@
-"""Rules for calls of functions, which are entered with split arrays.
+"""Rules for function calls, whose programs are evaluated with split arrays.
 
-``jit`` and ``remat`` pass the split arrays on. A function with a custom JVP rule keeps it: the rule is evaluated with
-split arrays, too.
+``jit`` and ``remat`` pass split arrays to their function. A function with a custom JVP rule keeps its rule, which is
+evaluated with split arrays, too.
 """
 
 import dataclasses
@@ -48,13 +48,13 @@ def inline(eqn: Equation, *values: Any) -> Any:
 
 @rule("jit", "pjit", enters=True)
 def jit(eqn: Equation, *values: Any) -> Any:
-    """Keeps the call, except of functions of ``jax.numpy`` and where the program is to be inlined."""
+    """Keeps the call, except for functions of ``jax.numpy`` and programs that should be inlined."""
     params = eqn.params
     placed = any(type(s).__name__ != "UnspecifiedValue" for s in (*params["in_shardings"], *params["out_shardings"]))
     if not (has_split(values) or has_late(values)) or placed or any(params["donated_invars"]):
         return None
     closed = params["jaxpr"]
-    if _JAX in closed.jaxpr.debug_info.func_src_info:  # the user knows the line of the call only
+    if _JAX in closed.jaxpr.debug_info.func_src_info:  # report the line of the call, not one inside JAX
         with jax.named_scope(params["name"]):
             return eqn.evaluate(closed.jaxpr, closed.consts, values, current())
     if is_inlined(params):
@@ -73,7 +73,7 @@ def _jitted(evaluate: Callable[..., list[Any]], closed: ClosedJaxpr, name: str) 
 
 @rule("checkpoint", "remat", "remat2", enters=True)
 def remat(eqn: Equation, *values: Any) -> Any:
-    """Keeps the rematerialisation; rows of frozen arrays are read again in the backward pass."""
+    """Keeps the rematerialisation; the backward pass reads rows of frozen arrays again."""
     params = eqn.params
     if params["differentiated"] or not (has_split(values) or any(map(_is_read_in_parts, values))):
         return None
@@ -87,7 +87,7 @@ def remat(eqn: Equation, *values: Any) -> Any:
 
 
 def _is_read_in_parts(value: Any) -> bool:
-    """Whether a frozen array is read as late as possible, or a row of one is read."""
+    """Whether a value is a frozen array that is late or of which only rows are read."""
     return isinstance(value, Computed) or (
         isinstance(value, FrozenArray) and (value.is_late or value.count is not None)
     )
@@ -95,7 +95,7 @@ def _is_read_in_parts(value: Any) -> bool:
 
 @rule("shard_map", enters=True)
 def shard_map(eqn: Equation, *values: Any) -> Any:
-    """Each device reads its shard of an array on the host, inside of the function."""
+    """Each device reads its shard of an array on the host inside the function."""
     if not any(has_late([value.frozen if has_split([value]) else value]) for value in values):
         return None
     params = eqn.params
@@ -124,7 +124,7 @@ def shard_map(eqn: Equation, *values: Any) -> Any:
 
 
 def _has_shards(value: Any, spec: Any) -> bool:
-    """Whether all arrays of a value can be sharded as the whole one is."""
+    """Whether all arrays of a value can be sharded like the whole array."""
     if isinstance(value, SplitArray):
         rows_together = len(spec) <= value.axis or spec[value.axis] is None
         return rows_together and isinstance(value.frozen, FrozenArray) and value.frozen.count is None
@@ -142,7 +142,7 @@ class _CustomJvp(NamedTuple):
         return self.eqn.evaluate(closed.jaxpr, closed.consts, values)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """The outputs and their tangents, by the custom rule."""
+        """Returns the outputs and their tangents, computed by the custom rule."""
         avals = self.eqn.params["call_jaxpr"].in_avals
         closed = jax.make_jaxpr(self._rule)(avals, list(compress(avals, self.inexact)))
         primals = [
@@ -164,7 +164,7 @@ class _CustomJvp(NamedTuple):
         return rule.call_wrapped(*primals, *every_tangent)
 
     def apply(self, finish: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
-        """The outputs, each passed through ``finish``, with the custom rule for their tangents."""
+        """Returns the outputs, passed through ``finish``; the custom rule computes their tangents."""
         function = jax.custom_jvp(lambda *values: [finish(out) for out in self.function(*values)])
 
         @function.defjvp
@@ -175,9 +175,10 @@ class _CustomJvp(NamedTuple):
         return function(*values)
 
     def index_of_outputs(self, values: Sequence[Any]) -> Any:
-        """The rows of the outputs, if the function and its rule treat each row alone and all alike; else None.
+        """Returns the row index of the outputs; None if the function or its rule does not treat rows independently.
 
-        A custom rule may call the function. In a trial of the rule only the function is tried, not the rule again.
+        None is also returned if the indices of the outputs differ. A custom rule may call its own function; inside a
+        trial, only the function is tried, not the rule again.
         """
         splits = [value for value in values if isinstance(value, SplitArray)]
         in_trial = any(x.log is not None and x.log.is_trial for x in splits)
@@ -192,12 +193,12 @@ class _CustomJvp(NamedTuple):
 
 @rule("custom_jvp_call", enters=True)
 def custom_jvp(eqn: Equation, *values: Any) -> Any:
-    """Keeps the custom rule: for each part if it treats each row alone, else for the merged outputs."""
+    """Keeps the custom rule: for both parts if it treats rows independently, otherwise for the merged outputs."""
     closed = eqn.params["call_jaxpr"]
     inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.in_avals]
     outs_inexact = all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed.out_avals)
     if not has_split(values) or eqn.params["symbolic_zeros"] or not outs_inexact or closed.effects:
-        return None  # effects would happen once for each part
+        return None  # effects would happen twice, once for each part
     values = tuple(on_device(static_rows(eqn, read(value)), eqn.primitive.name, current()) for value in values)
     call = _CustomJvp(eqn, inexact)
 
@@ -209,7 +210,7 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
     if index is None:
         return call.apply(merge, values)
 
-    def of_index(out: Any) -> Any:  # in the trial, where all values were tracers, more rows may have been trainable
+    def of_index(out: Any) -> Any:  # more rows may be trainable in the trial, where all values are tracers
         return out.widened(numbers(index)).rows if isinstance(out, SplitArray) else trainable_rows(index, out)
 
     rows = call.apply(of_index, values)
@@ -225,13 +226,13 @@ def custom_jvp(eqn: Equation, *values: Any) -> Any:
 
 
 def _inexact(avals: Iterable[Any]) -> list[int]:
-    """The positions of what has a derivative."""
+    """Returns the positions of the floating-point and complex values, which have derivatives."""
     return [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
 
 @rule("custom_vjp_call")
 def custom_vjp(eqn: Equation, *operands: Any) -> Any:
-    """Keeps the custom rule for the whole array, and cuts its cotangent where the rule ends in operations on rows."""
+    """Keeps the custom rule for the whole array, if only the trainable rows of its cotangent can be computed."""
     splits = {i: x for i, x in enumerate(operands) if isinstance(x, SplitArray)}
     arrays = [x.frozen if isinstance(x, SplitArray) else x for x in operands]
     inexact = _inexact(map(jax.typeof, arrays))

@@ -1,8 +1,8 @@
-"""Rules for loops and branches, whose programs are entered with split arrays.
+"""Rules for loops and branches, whose programs are evaluated with split arrays.
 
-A ``scan`` over the rows becomes one scan for each stretch of rows: that of frozen rows reads them by their number, so
-that nothing is copied and, before the first trainable row, nothing is differentiated. What is the same in every step of
-a loop stays split inside of it, and so do the operands of a branch.
+A ``scan`` over the rows becomes one scan for each run of consecutive rows that are all frozen or all trainable. Scans
+of frozen rows read them by index, so nothing is copied, and before the first trainable row nothing is differentiated.
+Values that are the same in every step of a loop stay split inside the loop, and so do the operands of a branch.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from optax_freeze._gradient.split_array import (
     with_log,
 )
 
-_MOST_SEGMENTS = 32  # a scan of more stretches would be a large program: it takes the merged array
+_MOST_SEGMENTS = 32  # with more runs of rows, the program would become large, so the array is merged
 
 
 @rule("scan", enters=True)
 def scan(eqn: Equation, *values: Any) -> Any:
-    """One scan for each stretch of rows that are all frozen or all trainable; a constant stays split."""
+    """One scan for each run of rows that are all frozen or all trainable; constants stay split."""
     num_consts, num_carry = scan_counts(eqn.params)
     consts, xs = values[:num_consts], values[num_consts + num_carry :]
     carry = [eqn.dense(value) for value in values[num_consts:][:num_carry]]
@@ -67,7 +67,7 @@ def scan(eqn: Equation, *values: Any) -> Any:
 def _scan_stretch(
     eqn: Equation, consts: Sequence[Any], carry: Sequence[Any], inputs: Sequence[Any], start: int, stop: int
 ) -> tuple[list[Any], list[Any]]:
-    """The scan over the steps from ``start`` to ``stop``, which reads the rows of frozen arrays by number."""
+    """Scans over the steps from ``start`` to ``stop``, and reads the rows of frozen arrays by index."""
     closed, reads_rows = eqn.params["jaxpr"], any(isinstance(x, Unread) for x in inputs)
 
     def body(carry: Sequence[Any], step: Any) -> Any:
@@ -85,12 +85,12 @@ def _scan_stretch(
 
 
 def _late_or_read(eqn: Equation, x: Any) -> Any:
-    """An input of a scan over all steps: what is late is read step by step, where a row can be read alone."""
+    """Reads an input of a scan, unless it is late and its rows can be read one by one in the steps."""
     return x if is_late(x) and has_rows(x) else on_device(x, eqn.primitive.name, current())
 
 
 def _stretch(eqn: Equation, x: Any, start: int, stop: int) -> Any:
-    """The input of a scan over the steps from ``start`` to ``stop``: a frozen array is read step by step."""
+    """The input of a scan over the steps from ``start`` to ``stop``. Frozen arrays are read step by step."""
     if isinstance(x, Unread):
         x = _late_or_read(eqn, x)
         return x if isinstance(x, Unread) else FrozenArray(x)
@@ -109,7 +109,7 @@ def _frozen_rows(eqn: Equation, frozen: Any) -> Any:
 
 
 def _of_step(x: Any, i: Any, part: Any) -> Any:
-    """One step of an input ``x`` of a scan, sliced to ``part``; the rows are one axis further to the left there."""
+    """The value of the scan input ``x`` in step ``i``, where ``part`` is its slice without the axis of the steps."""
     if isinstance(x, Unread):
         return row_of(x, i)
     if isinstance(part, SplitArray):
@@ -120,7 +120,7 @@ def _of_step(x: Any, i: Any, part: Any) -> Any:
 
 @rule("while", enters=True)
 def while_loop(eqn: Equation, *values: Any) -> Any:
-    """What the condition and the body read in every step stays split; what changes from step to step is merged."""
+    """Constants of the condition and the body stay split; carried values are merged."""
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     read_in_steps = values[: of_condition + of_body]
@@ -144,13 +144,13 @@ def while_loop(eqn: Equation, *values: Any) -> Any:
             for out, old in zip(outs, carry, strict=True)
         ]
 
-    # Under vmap, a condition may differ between examples, and the carry of those that ended stays.
+    # Under vmap, the condition may differ between examples. Examples that have ended keep their carry.
     return jax.lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, [eqn.dense(value) for value in carry])
 
 
 @rule("cond", enters=True)
 def cond(eqn: Equation, which: Any, *operands: Any) -> Any:
-    """Branches with split operands. An output is split if it is in every branch, along the same axis."""
+    """Branches with split operands. An output is split if it is split along the same axis in every branch."""
     if not (has_split(operands) or has_late(operands)) or eqn.params.get("branches_platforms") is not None:
         return None
 
@@ -170,7 +170,10 @@ def cond(eqn: Equation, which: Any, *operands: Any) -> Any:
 
 
 def _common(alternatives: Sequence[Any]) -> SplitArray | None:
-    """One output of each branch: a split array with the rows that are trainable in any of them, or None if merged."""
+    """The layout of an output, given its value in each branch; None if the output has to be merged.
+
+    Rows that are trainable in any branch are trainable in the output.
+    """
     first = alternatives[0]
     if not all(isinstance(out, SplitArray) and out.axis == first.axis for out in alternatives):
         return None
@@ -179,7 +182,7 @@ def _common(alternatives: Sequence[Any]) -> SplitArray | None:
 
 
 def _finished(eqn: Equation, out: Any, layout: SplitArray | None) -> Any:
-    """An output of a branch: both its parts, or the merged array."""
+    """Returns both parts of an output of a branch, or the merged array."""
     if layout is None:
         eqn.record("merged", out)
         return eqn.dense(out)
@@ -188,7 +191,7 @@ def _finished(eqn: Equation, out: Any, layout: SplitArray | None) -> Any:
 
 
 def _merged_outside(eqn: Equation, body: ClosedJaxpr, consts: Sequence[Any]) -> list[Any]:
-    """The constants of a loop: those that its body would merge, or read as a whole, in every step are so before it."""
+    """Merges or reads constants of a loop ahead of it if the loop body would merge or fully read them in every step."""
     if not has_split(consts) and not has_late(consts):
         return list(consts)
     logs = [OperationLog() for _ in consts]

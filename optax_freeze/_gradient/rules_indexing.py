@@ -1,4 +1,4 @@
-"""Rules for operations that read rows: slices and lookups, each from the part that has the rows.
+"""Rules for slices and lookups, which read each row from the part that contains it.
 
 Neither part is copied or padded to the size of the leaf, and the gradient has the size of the trainable rows.
 """
@@ -18,11 +18,11 @@ from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers
 from optax_freeze._gradient.rules import Equation, rule
 from optax_freeze._gradient.split_array import SplitArray, at_axis, on_device
 
-_FEW_ROWS = 16  # so many rows a TPU selects, fused with what reads them, instead of a second lookup in memory
+_FEW_ROWS = 16  # up to this many, a TPU selects the rows in a fused operation instead of a second lookup in memory
 
 
 def _slice_rows(x: SplitArray, start: int, stop: int, step: int = 1) -> Any:
-    """The rows of a static slice; dense where all of them are frozen or all are trainable."""
+    """Returns the rows of a static slice; as a dense array if all of them are frozen or all are trainable."""
     if (start, stop, step) == (0, x.size, 1):
         return x
     trains = numbers(x.index)
@@ -51,7 +51,7 @@ def _frozen_slice(x: SplitArray, start: int, stop: int, step: int) -> Any:
 
 @rule("slice", late=True)
 def static_slice(eqn: Equation, x: SplitArray) -> Any:
-    """A static slice: of the other axes, then of the rows."""
+    """A static slice, applied first to the other axes and then to the rows."""
     start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
     step = eqn.params["strides"] or (1,) * len(start)
     bounds = start[x.axis], stop[x.axis], step[x.axis]
@@ -67,7 +67,7 @@ def static_slice(eqn: Equation, x: SplitArray) -> Any:
 
 @rule("split")
 def consecutive_slices(eqn: Equation, x: SplitArray) -> Any:
-    """Static slices one after another."""
+    """A split into consecutive static slices."""
     if eqn.params["axis"] == x.axis:
         return [_slice_rows(x, *edge) for edge in itertools.pairwise(np.cumsum([0, *eqn.params["sizes"]]).tolist())]
     return [x.like(*parts) for parts in zip(eqn.bind(x.frozen), eqn.bind(x.rows), strict=True)]
@@ -75,7 +75,7 @@ def consecutive_slices(eqn: Equation, x: SplitArray) -> Any:
 
 @rule("dynamic_slice", late=True)
 def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
-    """All rows, or some from a row that is known only when the program runs."""
+    """A slice of all rows, or of some rows from a start that is known only at run time."""
     if any(isinstance(start, SplitArray) for start in starts):
         return None
     sizes, start = eqn.params["slice_sizes"], starts[x.axis]
@@ -106,7 +106,7 @@ def dynamic_slice(eqn: Equation, x: Any, *starts: Any) -> Any:
 
 @rule("gather")
 def gather(eqn: Equation, x: Any, indices: Any) -> Any:
-    """A lookup of rows, or of other axes in all rows."""
+    """A lookup of rows, or a lookup along other axes in all rows."""
     numbering, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     if not isinstance(x, SplitArray) or isinstance(indices, SplitArray) or x.axis in numbering.operand_batching_dims:
         return None
@@ -121,7 +121,7 @@ def gather(eqn: Equation, x: Any, indices: Any) -> Any:
 
 
 def _look_up_rows(eqn: Equation, x: SplitArray, indices: Any) -> jax.Array:
-    """One row for each index, from the part that has it."""
+    """Looks up one row for each index, in the part that contains it."""
     numbering = eqn.params["dimension_numbers"]
     column = numbering.start_index_map.index(x.axis)
     number = _wide(indices[..., column])
@@ -151,7 +151,7 @@ def _look_up_rows(eqn: Equation, x: SplitArray, indices: Any) -> jax.Array:
 
 
 def _select_rows(x: SplitArray, frozen: Any, trains: Any, position: Any, index_axes: Sequence[int]) -> jax.Array:
-    """``frozen`` with each trainable row of ``x`` selected where an index names it."""
+    """Returns ``frozen`` with the trainable rows of ``x`` selected at the indices that refer to them."""
     chosen, row_axes = frozen, [d for d in range(frozen.ndim) if d not in index_axes]
     position = jax.lax.broadcast_in_dim(jnp.where(trains, position, -1), frozen.shape, index_axes)
     for i in range(x.index.count):
@@ -161,6 +161,6 @@ def _select_rows(x: SplitArray, frozen: Any, trains: Any, position: Any, index_a
 
 
 def _wide(i: Any) -> jax.Array:
-    """Row numbers in at least 32 bits, so that any row can be named."""
+    """Casts row numbers to at least 32 bits, so that they can represent any row."""
     i = jnp.asarray(i)
     return i.astype(jnp.int32) if i.dtype.itemsize < 4 else i

@@ -1,4 +1,4 @@
-"""Rules for operations that join, pad and reshape, where the trainable rows get other numbers."""
+"""Rules for operations that join, pad and reshape arrays, which renumber the trainable rows."""
 
 import dataclasses
 import math
@@ -27,12 +27,12 @@ from optax_freeze._gradient.split_array import (
     with_guarded_rows,
 )
 
-_MOST_NUMBERS = 2**20  # so long an axis may become by a reshape, since its numbers are listed
+_MOST_NUMBERS = 2**20  # the maximum length of an axis after a reshape, because its row numbers are listed
 
 
 @rule("device_put", enters=True)
 def device_put(eqn: Equation, *values: Any) -> Any:
-    """What is not read from the host yet stays there until it is used on the device."""
+    """Arrays that are not read from the host yet stay there until they are used on the device."""
     unread = [value.frozen if isinstance(value, PartlyFrozen) else value for value in values]
     to_device = all(target == jax.memory.Space.Device for target in eqn.params["devices"])
     return list(values) if to_device and all(isinstance(value, Unread) for value in unread) else None
@@ -40,7 +40,10 @@ def device_put(eqn: Equation, *values: Any) -> Any:
 
 @rule("reshape")
 def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Keeps the rows apart if an axis of the result tells them apart: theirs, a part of it or one that contains it."""
+    """Keeps the array split if frozen and trainable elements are separate along one axis of the result.
+
+    This can be the row axis itself, a part of it, or an axis that it is merged into.
+    """
     if dynamic_sizes or eqn.params["dimensions"] is not None or eqn.params.get("sharding") is not None:
         return None
     sizes = eqn.params["new_sizes"]
@@ -54,9 +57,9 @@ def reshape(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
 
 
 def _trains_after_reshape(x: SplitArray, sizes: Sequence[int], axis: int) -> np.ndarray | None:
-    """Which entries along an axis of the result are trainable; None if that does not say which elements are.
+    """Which entries along an axis of the result are trainable; None if an entry has both frozen and trainable elements.
 
-    In the order of elements, an entry of the new axis holds several rows, or a row holds several entries.
+    In row-major order, an entry of the new axis contains several rows, or a row contains several entries.
     """
     before, new_before, size = math.prod(x.frozen.shape[: x.axis]), math.prod(sizes[:axis]), sizes[axis]
     trains = np.zeros(x.size, bool)
@@ -80,7 +83,7 @@ def _trains_after_reshape(x: SplitArray, sizes: Sequence[int], axis: int) -> np.
 
 @rule("concatenate", enters=True)
 def concatenate(eqn: Equation, *operands: Any) -> Any:
-    """Joins arrays along the axis of the rows, or along another one."""
+    """Joins arrays along the row axis or along another axis."""
     axis = eqn.params["dimension"]
     if not has_split(operands):
         return None
@@ -96,7 +99,7 @@ def concatenate(eqn: Equation, *operands: Any) -> Any:
 
 
 def _one_after_another(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray:
-    """The rows of all operands; those of a dense operand that may have a gradient are trainable."""
+    """Joins the rows of all operands. The rows of a dense operand are trainable if it may have a gradient."""
     splits = [x for x in operands if isinstance(x, SplitArray)]
     first = made_of(splits, numbers(splits[0].index))
     frozen, rows, trains, size = [], [], [], 0
@@ -129,7 +132,7 @@ def stack(eqn: Equation, *operands: Any) -> Any:
 
 
 def _side_by_side(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArray | Whole:
-    """The operands beside each other. The rows, along ``axis``, are trainable if they are in any operand."""
+    """Joins operands along another axis than the row axis ``axis``; rows trainable in any operand are trainable."""
     splits = [x for x in operands if isinstance(x, SplitArray)]
     trains = trains_in_any(splits)
     if len(trains) == splits[0].size:
@@ -146,7 +149,7 @@ def _side_by_side(eqn: Equation, operands: Sequence[Any], axis: int) -> SplitArr
 
 @rule("pad")
 def pad(eqn: Equation, x: SplitArray, value: Any) -> Any:
-    """Pads the rows, and between and around them with frozen ones; rows may be cut off by negative padding."""
+    """Pads within rows, and adds frozen rows between and around them; negative padding removes rows."""
     config, axis = eqn.params["padding_config"], x.axis
     low, _, interior = map(int, config[axis])
     frozen = _padded(eqn, x, x.frozen, value, config)
@@ -162,9 +165,9 @@ def pad(eqn: Equation, x: SplitArray, value: Any) -> Any:
 
 
 def _padded(eqn: Equation, x: SplitArray, part: Any, value: Any, config: Sequence[Any]) -> jax.Array:
-    """A part of ``x`` with padding. A value that may have a gradient is selected.
+    """Pads one part of ``x``. A padding value that may have a gradient is inserted by a selection.
 
-    JAX cannot transpose a padding whose value alone is differentiated.
+    JAX cannot transpose a padding if only its value is differentiated.
     """
     padded = eqn.bind(part, undifferentiated(x, value), padding_config=config)
     if not isinstance(value, Tracer):

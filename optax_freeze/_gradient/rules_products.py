@@ -1,7 +1,7 @@
-"""Rules for matmuls, convolutions and the matmuls of experts, which are linear in each operand.
+"""Rules for matmuls, convolutions and ragged matmuls of experts, which are linear in each operand.
 
-The product is that of the whole array. Only its tangent is computed from the trainable rows alone, so the gradient is
-a product of their size, and nothing of the size of the result is computed twice.
+The product is computed from the whole array. Only its tangent is computed from the trainable rows, so the gradient is a
+product of their size, and nothing of the size of the result is computed twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from optax_freeze._gradient.split_array import SplitArray, trainable_rows
 
 @rule("dot_general")
 def dot_general(eqn: Equation, *operands: Any) -> Any:
-    """A matmul of which the rows are a free, a batch or a contracted dimension."""
+    """A matmul whose rows are a free, batch or contracted dimension."""
     return multilinear(operands, eqn.bind, {i: _in_product(eqn, i, x, operands) for i, x in _splits(operands)})
 
 
 def _in_product(eqn: Equation, mine: int, x: SplitArray, operands: Sequence[Any]) -> InRows:
-    """What a matmul makes of the trainable rows of its first or second operand."""
+    """Returns how a matmul is applied to the trainable rows of its first or second operand."""
     contracting, batch = eqn.params["dimension_numbers"]
     if x.axis in contracting[mine]:
         other_axis, out = contracting[1 - mine][contracting[mine].index(x.axis)], None
@@ -44,7 +44,7 @@ def _splits(operands: Sequence[Any]) -> list[tuple[int, SplitArray]]:
 
 
 def _with_cut(eqn: Equation, x: SplitArray, other: int, axis: int) -> Callable[..., Any]:
-    """The operation, which takes the trainable rows of ``x`` and cuts them out of another operand."""
+    """Returns the operation on the trainable rows of ``x``, which slices the same rows out of another operand."""
 
     def function(*values: Any) -> Any:
         return eqn.bind(*(trainable_rows(x.index, v, axis) if i == other else v for i, v in enumerate(values)))
@@ -54,7 +54,7 @@ def _with_cut(eqn: Equation, x: SplitArray, other: int, axis: int) -> Callable[.
 
 @rule("conv_general_dilated")
 def conv_general_dilated(eqn: Equation, *operands: Any) -> Any:
-    """A convolution of which the rows are output channels, input channels or examples."""
+    """A convolution whose rows are output channels, input channels or examples."""
     if eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1:
         return None
     (batch, of_inputs, *_), (of_outputs, of_kernel, *_), out = (tuple(spec) for spec in eqn.params["dimension_numbers"])
@@ -72,7 +72,7 @@ def conv_general_dilated(eqn: Equation, *operands: Any) -> Any:
 
 @rule("ragged_dot_general")
 def ragged_dot(eqn: Equation, lhs: Any, rhs: Any, sizes: Any) -> Any:
-    """A matmul of groups of rows, each with its expert: experts are frozen."""
+    """A matmul of groups of rows, each with its own expert, if some experts are frozen."""
     groups = eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
     if isinstance(lhs, SplitArray) or isinstance(sizes, SplitArray) or tuple(groups) != (rhs.axis,):
         return None
@@ -84,7 +84,7 @@ def ragged_dot(eqn: Equation, lhs: Any, rhs: Any, sizes: Any) -> Any:
 
 
 def _among_zeros(x: SplitArray, experts: Any, sizes: Any) -> tuple[jax.Array, jax.Array]:
-    """The trainable experts and the sizes of their groups, with one expert of zeros for those that lie between."""
+    """The trainable experts and their group sizes, with one expert of zeros for each run of frozen experts between."""
     zeros = jnp.zeros_like(jax.lax.slice_in_dim(experts, 0, 1, axis=x.axis))
     arrays, of_groups, end = [], [], 0
     for i, number in enumerate(numbers(x.index).tolist()):

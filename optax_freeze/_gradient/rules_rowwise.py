@@ -1,4 +1,4 @@
-"""Rules for operations on each row alone, which keep the array split."""
+"""Rules for operations that treat each row separately and so keep the array split."""
 
 import math
 from typing import Any
@@ -18,10 +18,10 @@ from optax_freeze._gradient.split_array import SplitArray, at_axis, made_of, on_
 
 @rule(*ELEMENTWISE.split(), late=True)
 def elementwise(eqn: Equation, *operands: Any) -> Any:
-    """Any number of operands, each of which may be a scalar or broadcast along axes of size 1.
+    """Elementwise operations on any number of operands; each may be a scalar or broadcast along axes of size 1.
 
-    Where several operands are split, rows that are trainable in any of them are trainable in the result. A result with
-    an activation, or larger than the leaf, goes on as a whole: split further, each operation on it would be done twice.
+    If several operands are split, rows that are trainable in any of them are trainable in the result. The result is not
+    split if an operand is an activation or if it is larger than the leaf: each operation on it would be done twice.
     """
     if eqn.primitive.multiple_results:  # pvary, before JAX 0.9
         return jax.tree.map(lambda part: eqn.bind(part)[0], list(operands))
@@ -63,7 +63,7 @@ def elementwise(eqn: Equation, *operands: Any) -> Any:
 
 @rule(*OF_ONE.split(), dynamic=True, late=True)
 def of_one(eqn: Equation, x: Any) -> Any:
-    """One operand, of which also the trainable rows may be known to the running program alone."""
+    """Elementwise operations on one operand, also if its trainable rows are known only at run time."""
     if isinstance(x, SplitArray) and not isinstance(x.frozen, Unread):
         return elementwise(eqn, x)
     return None if eqn.params.get("sharding") is not None else x.like(eqn.bind(x.frozen), eqn.bind(x.rows))
@@ -71,20 +71,20 @@ def of_one(eqn: Equation, x: Any) -> Any:
 
 @rule("optimization_barrier", dynamic=True)
 def optimization_barrier(eqn: Equation, *operands: Any) -> Any:
-    """Both parts of each operand behind one barrier."""
+    """Passes both parts of each operand through one barrier."""
     leaves, treedef = jax.tree.flatten(operands)
     return jax.tree.unflatten(treedef, eqn.bind(*leaves))
 
 
 @rule("transpose", dynamic=True, late=True)
 def transpose(eqn: Equation, x: Any) -> Any:
-    """Moves the axis of the rows."""
+    """Transposes both parts, which moves the row axis."""
     return eqn.bind_parts(x, axis=eqn.params["permutation"].index(x.axis))
 
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
-    """Adds axes beside that of the rows; a result larger than the leaf goes on as a whole."""
+    """Adds axes other than the row axis; a result larger than the leaf is not split."""
     shape = eqn.params["shape"]
     if dynamic_sizes or eqn.params.get("sharding") is not None:
         return None
@@ -96,15 +96,15 @@ def broadcast_in_dim(eqn: Equation, x: SplitArray, *dynamic_sizes: Any) -> Any:
 
 @rule("squeeze", dynamic=True)
 def squeeze(eqn: Equation, x: Any) -> Any:
-    """Removes other axes."""
-    if x.axis in eqn.params["dimensions"]:  # one row, of which it is known at run time alone that it trains
+    """Removes other axes than the row axis."""
+    if x.axis in eqn.params["dimensions"]:  # the only row is trainable, which is known only at run time
         return None
     return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["dimensions"]))
 
 
 @rule("rev")
 def rev(eqn: Equation, x: SplitArray) -> Any:
-    """Reverses axes, and the row numbers if the axis of the rows is among them."""
+    """Reverses axes, and the row numbers if the row axis is among them."""
     out = eqn.bind_parts(x)
     if x.axis not in eqn.params["dimensions"]:
         return out
@@ -113,7 +113,7 @@ def rev(eqn: Equation, x: SplitArray) -> Any:
 
 @rule("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")
 def reduction(eqn: Equation, x: SplitArray) -> Any:
-    """Reduces within the rows, or sums over them."""
+    """Reduces within the rows, or over them."""
     axes = eqn.params["axes"]
     if eqn.params.get("out_sharding") is not None:
         return None
@@ -126,7 +126,7 @@ def reduction(eqn: Equation, x: SplitArray) -> Any:
 
 @rule("argmax", "argmin")
 def without_gradient(eqn: Equation, x: SplitArray) -> Any:
-    """The position of an extreme, within the rows or over them."""
+    """The index of an extreme, within the rows or over them; it has no gradient."""
     if x.axis in eqn.params["axes"]:
         return eqn.bind_whole(x)
     return eqn.bind_parts(x, axis=x.axis - sum(d < x.axis for d in eqn.params["axes"]))
@@ -134,7 +134,7 @@ def without_gradient(eqn: Equation, x: SplitArray) -> Any:
 
 @rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 def cumulative(eqn: Equation, x: SplitArray) -> Any:
-    """Accumulates within the rows, or sums over them: to each row come the sums of the rows on one side of it."""
+    """Accumulates within the rows, or sums over them: each row gets the sum of the rows on one side of it."""
     axis = eqn.params["axis"]
     if axis != x.axis:
         return eqn.bind_parts(x)
@@ -143,7 +143,9 @@ def cumulative(eqn: Equation, x: SplitArray) -> Any:
 
     reverse, trains, everywhere = eqn.params["reverse"], numbers(x.index), np.arange(x.size, dtype=np.int32)
     nearest = np.searchsorted(trains, everywhere, "left" if reverse else "right") - (not reverse)
-    nearest = np.where(nearest < 0, x.index.count, nearest)  # none on that side: out of range, where the sum is zero
+    nearest = np.where(
+        nearest < 0, x.index.count, nearest
+    )  # no trainable row on that side: out of range, which gives zero
 
     def of_rows(rows: Any) -> jax.Array:
         return jnp.take(eqn.bind(rows), nearest, axis=axis, mode="fill", fill_value=0)
@@ -153,7 +155,7 @@ def cumulative(eqn: Equation, x: SplitArray) -> Any:
 
 @rule("sharding_constraint", dynamic=True)
 def sharding_constraint(eqn: Equation, x: Any) -> Any:
-    """Constrains both parts, but does not shard the axis of the trainable rows, which are few."""
+    """Constrains both parts, but does not shard the row axis of the trainable rows, which are few."""
     frozen, sharding = eqn.bind(x.frozen), eqn.params["sharding"]
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
@@ -167,7 +169,7 @@ def sharding_constraint(eqn: Equation, x: Any) -> Any:
 
 @rule("all_gather")
 def all_gather(eqn: Equation, x: SplitArray) -> Any:
-    """Gathers shards, inside of ``jax.shard_map``, along another axis than that of the rows."""
+    """Gathers shards inside ``jax.shard_map`` along another axis than the row axis."""
     along, tiled = eqn.params["all_gather_dimension"], eqn.params["tiled"]
     if tiled and along == x.axis:
         return None

@@ -1,7 +1,7 @@
 """Rules for operations that write into an array: scatters and slice updates.
 
-Both parts are written to, so that nothing is merged. What is written into a frozen row, and may have a gradient, makes
-the row trainable where the number of the row is known.
+They write into both parts, so nothing is merged. If a value that may have a gradient is written into a frozen row whose
+number is known, the row becomes trainable.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _CLIP = jax.lax.GatherScatterMode.CLIP
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(eqn: Equation, x: Any, updates: Any, *starts: Any) -> Any:
-    """Writes a block, into all rows or into some of them."""
+    """Writes a block into all or some rows."""
     if has_split((updates, *starts)):
         return None
     length = np.shape(updates)[x.axis]
@@ -44,7 +44,7 @@ def dynamic_update_slice(eqn: Equation, x: Any, updates: Any, *starts: Any) -> A
 
 @rule("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
-    """Writes columns into all rows, single rows, or one block of rows; products only into all."""
+    """Writes columns into all rows, single rows, or one block of rows; products and extremes only into all rows."""
     numbering = eqn.params["dimension_numbers"]
     indices, gone = known(indices), (*numbering.inserted_window_dims, *numbering.operand_batching_dims)
     if has_split((indices, updates)) or x.axis in numbering.operand_batching_dims:
@@ -70,7 +70,7 @@ def scatter(eqn: Equation, x: Any, indices: Any, updates: Any) -> Any:
 
 
 def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any]) -> SplitArray:
-    """Writes into all rows, of which ``updates`` has one each ``along`` an axis."""
+    """Writes into all rows; ``updates`` has one entry per row on the axis ``along``."""
     is_frozen = dataclasses.replace(x.index, axis=along).frozen(np.ndim(updates))
     for_frozen = jnp.where(is_frozen, updates, undifferentiated(x, updates))
     return x.like(write(x.frozen, for_frozen), write(x.rows, trainable_rows(x.index, updates, along)))
@@ -79,9 +79,9 @@ def _write_all(x: SplitArray, updates: Any, along: int, write: Callable[..., Any
 def _write_block(
     x: SplitArray, updates: Any, along: int, start: Any, write: Callable[..., Any], clips: bool
 ) -> SplitArray:
-    """Writes as many rows as ``updates`` has ``along`` an axis, from row ``start`` on.
+    """Writes a block of rows, which lie on the axis ``along`` of ``updates``, from row ``start`` on.
 
-    A block that is not inside is moved inside (``clips``) or dropped.
+    A block that is out of range is moved into range (``clips``) or dropped.
     """
     length = np.shape(updates)[along]
     most, number = x.size - length, _wide(start)
@@ -97,7 +97,7 @@ def _write_block(
 
 
 def _write_single_rows(eqn: Equation, x: SplitArray, indices: Any, updates: Any) -> SplitArray | None:
-    """Writes one row for each index; into the trainable rows those that name them, and others out of range."""
+    """Writes one row for each index; indices of frozen rows are out of range for the part with the trainable rows."""
     numbering, clips = eqn.params["dimension_numbers"], eqn.params["mode"] == _CLIP
     if clips and indices.shape[-1] > 1:
         return None
@@ -121,9 +121,10 @@ def _write_single_rows(eqn: Equation, x: SplitArray, indices: Any, updates: Any)
 
 
 def _prepared(x: SplitArray, updates: Any, written: Any) -> tuple[SplitArray, Any]:
-    """``x`` before rows with the numbers ``written`` get ``updates``, and what its frozen part gets.
+    """Returns ``x`` and the updates for its frozen part, before ``updates`` are written into the rows ``written``.
 
-    If they are known, and there may be a gradient, the rows become trainable, unless all rows would.
+    These rows become trainable if their numbers are known and the updates may have a gradient, unless all rows of ``x``
+    would be trainable.
     """
     if not (isinstance(written, np.ndarray) and isinstance(updates, Tracer)):
         return x, updates
@@ -136,7 +137,7 @@ def _prepared(x: SplitArray, updates: Any, written: Any) -> tuple[SplitArray, An
 
 
 def _wide(i: Any) -> Any:
-    """Row numbers in at least 32 bits, so that any row can be named."""
+    """Casts row numbers to at least 32 bits, so that they can represent any row."""
     return i if i.dtype.itemsize >= 4 else i.astype(np.int32)
 
 

@@ -1,7 +1,7 @@
-"""What is a split array? The full array with frozen rows, read in place and not differentiated, and the trainable rows.
+"""Partially frozen arrays, split into the full array, which is not differentiated, and the trainable rows.
 
-A gradient with respect to ``SplitArray.rows`` has the size of the trainable rows. The rules for operations of JAX share
-the functions below: row numbers, the values of a dense array at the trainable rows, the merge of both parts.
+The gradient with respect to ``SplitArray.rows`` has the size of the trainable rows. The rules for JAX operations share
+the functions in this file, for example to take the trainable rows of a dense array or to merge both parts.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from optax_freeze._spec.tree import Part
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartlyFrozen(Logged):
-    """An array of which some rows are frozen, in two parts. ``frozen`` may be not read yet."""
+    """A partially frozen array in two parts. ``frozen`` may be an array that is not read yet."""
 
     frozen: Any
     rows: Any
 
     def merged(self) -> jax.Array:
-        """The array itself."""
+        """Returns the array as one dense array."""
         raise NotImplementedError
 
 
@@ -41,28 +41,28 @@ class PartlyFrozen(Logged):
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitArray(PartlyFrozen):
-    """The array that is ``rows`` at its trainable rows and ``frozen`` elsewhere.
+    """An array whose trainable rows are ``rows`` and whose frozen rows are in ``frozen``.
 
-    ``frozen`` has the full shape. Its values at the trainable rows are stale, and may be NaN: they are selected away,
-    and never multiplied by zero, here or in a gradient. An operation on ``frozen`` may compute anything at these rows,
-    as long as its other operands are :meth:`guarded`.
+    ``frozen`` has the full shape. Its values at the trainable rows are stale and may be NaN. They are removed by
+    selection, never multiplied by zero, in values and in gradients. An operation on ``frozen`` may compute anything at
+    these rows, as long as its other operands are :meth:`guarded`.
 
-    If it is ``whole``, ``frozen`` has the values of ``rows``, too, as where a gradient is taken at the parameters
-    themselves. Then an operation may read the whole array as it is, and add the gradient of the rows to its result.
+    If ``whole``, ``frozen`` also contains the values of ``rows``, for example if the gradient is taken at the given
+    parameters. An operation may then read the whole array, and add the gradient of the rows to its result.
 
-    ``elements`` is the size of the leaf that the array was made of. ``in_jvp`` marks an operand of a custom JVP rule.
-    The rule may be transposed, so ``frozen`` is not a constant there.
+    ``elements`` is the size of the leaf that the array was computed from. ``in_jvp`` marks an operand of a custom JVP
+    rule. The rule may be transposed, so ``frozen`` is not a constant there.
     """
 
     index: RowIndex
     elements: int
-    log: OperationLog | None = None  # only for `explain` and in trials
+    log: OperationLog | None = None  # only set by `explain` and in trials
     whole: bool = False
     in_jvp: bool = False
 
     @classmethod
     def of(cls, frozen: Any, rows: Any, index: RowIndex, log: OperationLog | None, whole: bool) -> "SplitArray":
-        """The two parts, made to vary over the same axes of a mesh inside of ``jax.shard_map``."""
+        """Creates an array of two parts, which are made to vary over the same mesh axes inside ``jax.shard_map``."""
         if varies(frozen) != varies(rows):
             rows = jnp.where(True, rows, trainable_rows(index, frozen))
             frozen = jnp.where(True, frozen, join(index, index.axis, frozen, jax.lax.stop_gradient(rows)))
@@ -79,13 +79,13 @@ class SplitArray(PartlyFrozen):
         return self.index.size
 
     def like(self, frozen: Any, rows: Any, axis: int | None = None, index: RowIndex | None = None) -> "SplitArray":
-        """Two new parts, of the same rows if no other index is given; possibly along another axis."""
+        """Returns an array of two new parts, with the same row numbers unless ``axis`` or ``index`` is given."""
         if index is None:
             index = self.index if axis is None else dataclasses.replace(self.index, axis=axis)
         return dataclasses.replace(self, frozen=frozen, rows=rows, index=index)
 
     def widened(self, trains: np.ndarray) -> "SplitArray":
-        """The same array with more trainable rows: those with these numbers."""
+        """Returns the same array with more trainable rows: those with the numbers ``trains``."""
         if len(trains) == self.index.count:
             return self
         index = of_numbers(self.index, trains, self.size)
@@ -95,9 +95,9 @@ class SplitArray(PartlyFrozen):
         return self.like(frozen, places.put(rows, Part(self.rows)), index=index)
 
     def guarded(self, operand: Any, shape: tuple[int, ...]) -> Any:
-        """An operand of an elementwise operation with a result of some shape, with constants at the stale rows.
+        """Makes an operand of an elementwise operation with a result of this shape constant at the stale rows.
 
-        The derivative may be infinite there, and infinity times the zero that comes back from these rows is NaN.
+        The derivative may be infinite there. Multiplied by the zero cotangent of these rows, it would be NaN.
         """
         if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
             return operand
@@ -107,7 +107,7 @@ class SplitArray(PartlyFrozen):
         return jnp.where(self.index.frozen(operand.ndim), operand, jax.lax.stop_gradient(operand))
 
     def merged(self) -> jax.Array:
-        """The array itself: where it is not whole, a copy of ``frozen``."""
+        """Returns the array as one dense array: a copy of ``frozen`` unless it is whole."""
         if self.whole:
             from optax_freeze._gradient.with_rows import with_rows  # loads jax.extend
 
@@ -115,7 +115,7 @@ class SplitArray(PartlyFrozen):
         return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
 
     def made_whole(self) -> "SplitArray":
-        """The same array as a whole one."""
+        """Returns the same array with ``whole=True``."""
         if self.whole:
             return self
         fuse = functools.partial(join, self.index, self.axis)
@@ -124,32 +124,32 @@ class SplitArray(PartlyFrozen):
         return dataclasses.replace(self, frozen=whole, whole=True)
 
     def joined(self) -> jax.Array:
-        """The array itself, for an operation that fuses with the selection of the rows and with its gradient."""
+        """Returns a dense array, for an operation that XLA fuses with the selection of the rows and its gradient."""
         if self.in_jvp:
             return join(self.index, self.axis, self.frozen, self.rows)
         return self.made_whole().merged()
 
 
 def on_device(value: Any, operation: str = "", source: Any = None) -> Any:
-    """``value``, which is read now, or of which the frozen part is, for an operation."""
+    """Returns ``value`` after reading it, or its frozen part, for an operation."""
     unread = value.frozen if isinstance(value, PartlyFrozen) else value
     record_reads(unread, operation, source)
     return dataclasses.replace(value, frozen=read(unread)) if isinstance(value, PartlyFrozen) else read(unread)
 
 
 def dense(value: Any) -> Any:
-    """``value`` as one array."""
+    """Returns ``value`` as one dense array."""
     return on_device(value).merged() if isinstance(value, PartlyFrozen) else read(value)
 
 
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
-    """The trainable rows of a dense array along an axis (that of the index)."""
+    """Returns the trainable rows of a dense array along ``axis``, by default the axis of the index."""
     at = index if axis is None else dataclasses.replace(index, axis=axis)
     return at.take(array).values
 
 
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
-    """A dense array from computed parts, selected so that it fuses with their computation."""
+    """Merges computed parts into a dense array by a selection that fuses with their computation."""
     i = jax.lax.broadcasted_iota(jnp.int32, [index.size if d == axis else 1 for d in range(jnp.ndim(frozen))], axis)
     if edges := padding(index, axis, jnp.ndim(frozen)):
         spread = jax.lax.pad(rows, jnp.zeros((), rows.dtype), edges)
@@ -162,7 +162,7 @@ def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:
 
 
 def segments(splits: Sequence[SplitArray], length: int) -> list[tuple[int, int]]:
-    """The stretches of rows in which each array is all frozen or all trainable."""
+    """Returns the runs of consecutive rows in which each array is all frozen or all trainable."""
     trains = np.zeros((len(splits), length), bool)
     for row, split in zip(trains, splits, strict=True):
         row[numbers(split.index)] = True
@@ -171,47 +171,47 @@ def segments(splits: Sequence[SplitArray], length: int) -> list[tuple[int, int]]
 
 
 def varies(array: Any) -> Any:
-    """The axes of a mesh over which an array varies inside of ``jax.shard_map``."""
+    """Returns the mesh axes over which an array varies inside ``jax.shard_map``."""
     aval: Any = jax.typeof(array)
     return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
 
 def at_axis(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
-    """A shape with another size at one axis."""
+    """Returns a shape with another size at one axis."""
     return (*sizes[:axis], size, *sizes[axis + 1 :])
 
 
 def has_split(values: Sequence[Any]) -> bool:
-    """Whether any of these is split."""
+    """Whether any of these values is split."""
     return any(isinstance(value, PartlyFrozen) for value in values)
 
 
 def trains_in_any(splits: Sequence[SplitArray]) -> np.ndarray:
-    """The numbers of the rows that are trainable in any of these arrays."""
+    """Returns the numbers of the rows that are trainable in any of these arrays."""
     return functools.reduce(np.union1d, [numbers(x.index) for x in splits])
 
 
 def made_of(splits: Sequence[SplitArray], trains: np.ndarray) -> SplitArray:
-    """An array made of several, for :meth:`SplitArray.like`: the first, with these rows trainable."""
+    """Returns the first array with the rows ``trains`` trainable, as a template for a result of several arrays."""
     return dataclasses.replace(splits[0].widened(trains), whole=all(x.whole for x in splits))
 
 
 def with_log(value: Any, log: OperationLog) -> Any:
-    """``value`` with another log if it is split, or read from the host."""
+    """Returns ``value`` with another log if it is split or read from the host."""
     if isinstance(value, PartlyFrozen):
         return dataclasses.replace(value, frozen=with_log_of_host(value.frozen, log), log=log)
     return with_log_of_host(value, log)
 
 
 def undifferentiated(x: SplitArray, operand: Any) -> Any:
-    """A dense operand as it may stand at the stale rows of ``x.frozen``: nothing is differentiated through these."""
+    """Returns a dense operand that can be written to stale rows of ``x.frozen``: it is not differentiated there."""
     if not isinstance(operand, Tracer) or not jnp.issubdtype(operand.dtype, jnp.inexact):
         return operand
-    if x.in_jvp:  # where it may be transposed
+    if x.in_jvp:  # the custom rule may be transposed
         return jnp.where(False, operand, jnp.zeros((), operand.dtype))
     return jax.lax.stop_gradient(operand)
 
 
 def with_guarded_rows(x: SplitArray) -> SplitArray:
-    """``x`` after dense operands came into ``frozen``: nothing is differentiated through the stale rows."""
+    """Stops the gradient at the stale rows of ``x``, after dense operands were written into ``x.frozen``."""
     return x.like(x.guarded(x.frozen, jnp.shape(x.frozen)), x.rows)

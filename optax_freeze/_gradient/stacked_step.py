@@ -1,4 +1,4 @@
-"""What a scan over stacked parameters reads in each step, and one step as a program that can be transposed."""
+"""Reads stacked parameters in the steps of a scan, and traces one step as a program that can be transposed."""
 
 import dataclasses
 import enum
@@ -19,15 +19,15 @@ from optax_freeze._gradient.jaxprs import depends_on, outputs_of
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["frozen", "rows", "numbers"], meta_fields=["whole"])
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Stacked parameters: the full array, the rows that train, and their numbers, which ascend."""
+    """Stacked parameters: the full array, the trainable rows, and the numbers of these rows in ascending order."""
 
     frozen: Any
     rows: Any
     numbers: Any
-    whole: bool  # the full array has the values of the rows, too
+    whole: bool  # whether the full array also contains the values of the trainable rows
 
     def row(self, i: Any) -> Any:
-        """The parameters of step ``i``."""
+        """Returns the parameters of step ``i``."""
         values = row_at(self.frozen, i)
         if self.whole:
             return values
@@ -35,37 +35,37 @@ class Stack:
         return jnp.where(trains, row_at(self.rows, jnp.minimum(position, len(self.numbers) - 1)), values)
 
     def place(self, i: Any) -> tuple[Any, Any]:
-        """Whether row ``i`` trains, and its place among the rows that do: behind the last if it does not."""
+        """Whether row ``i`` is trainable, and its position among the trainable rows (past the end if it is frozen)."""
         here = self.numbers == i
         trains = jnp.any(here)
         return trains, jnp.where(trains, jnp.argmax(here), len(self.numbers))
 
 
 def row_at(array: Any, i: Any) -> Any:
-    """Row ``i`` of an array, without its axis."""
+    """Returns row ``i`` of an array, without the row axis."""
     if isinstance(array, Unread):
         return read(row_of_unread(array, i))
     return jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
 
 
 def row_of(x: Any, i: Any) -> Any:
-    """Row ``i`` of an array or a stack."""
+    """Returns row ``i`` of an array or a stack."""
     return x.row(i) if isinstance(x, Stack) else row_at(x, i)
 
 
 class Inputs(NamedTuple):
-    """What is the same in every step, what is carried from step to step, and what has a row for each step."""
+    """The inputs of a scan: constants, carried values, and arrays with one row per step."""
 
     consts: list[Any]
     carry: list[Any]
     xs: list[Any]
 
     def of_step(self, i: Any, carry: Sequence[Any]) -> list[Any]:
-        """The inputs of one step."""
+        """Returns the inputs of one step."""
         return [*self.consts, *carry, *(row_of(x, i) for x in self.xs)]
 
     def divided(self, values: Sequence[Any]) -> "Inputs":
-        """One value for each input of a step, in these three lists."""
+        """Divides a list with one value per input of a step into these three lists."""
         n, m = len(self.consts), len(self.consts) + len(self.carry)
         return Inputs(list(values[:n]), list(values[n:m]), list(values[m:]))
 
@@ -73,35 +73,35 @@ class Inputs(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearStep:
-    """One step, differentiated: a program of its outputs, and of the values that its transpose needs.
+    """One differentiated step: a program that computes its outputs and the residuals that its transpose needs.
 
-    Values that are computed from constants alone, or from parameters alone, are computed again in the backward pass:
-    the loop would store one for every row. The others are stored in every step.
+    Residuals that depend only on constants, or also on rows of parameters, are computed again in the backward pass,
+    because the loop would store a copy for every row. All others are stored in every step.
     """
 
     program: ClosedJaxpr
     transpose: Any  # the treedef of the function that takes cotangents back
-    trained: Sequence[bool]  # for each input of a step whether it has a cotangent
-    reaches_back: bool  # whether anything trains that a step reads before the first row that trains
-    alone: bool  # whether a step needs no other devices, which may have other rows, so that it may be skipped
+    trained: Sequence[bool]  # for each input of a step, whether it has a cotangent
+    reaches_back: bool  # whether steps before the first trainable row have inputs to differentiate
+    alone: bool  # whether steps can be skipped: no communication with devices that may have other rows
     outs: int
-    constant: Sequence[int]  # of the values, by their positions
+    constant: Sequence[int]  # the positions of the residuals of each kind
     of_rows: Sequence[int]
     stored: Sequence[int]
 
     def values(self, positions: Sequence[int], inputs: Sequence[Any]) -> dict[int, Any]:
-        """Some of the values, which need some of the inputs."""
+        """Computes the residuals at these positions."""
         outs = outputs_of(self.program, [self.outs + i for i in positions], inputs)
         return dict(zip(positions, outs, strict=True))
 
     def transposed(self, values: dict[int, Any], cotangents: list[Any]) -> list[Any]:
-        """For each input of a step its cotangent, or None."""
+        """Returns the cotangent of each input of a step, or None for inputs that have none."""
         found = iter(jax.tree.unflatten(self.transpose, [values[i] for i in range(len(values))])(cotangents))
         return [next(found) if trains else None for trains in self.trained]
 
 
 def linearized(step: Callable[[Inputs], list[Any]], inputs: Inputs, perturbed: Inputs) -> LinearStep:
-    """One step, differentiated with respect to the carry and to the ``perturbed`` inputs."""
+    """Differentiates one step with respect to the carry and the ``perturbed`` inputs."""
     # A parameter of one step reaches the carry of the next.
     of_xs = [x.rows if isinstance(x, Stack) else x for x in perturbed.xs]
     trained = (*perturbed.consts, *map(is_inexact, inputs.carry), *of_xs)
@@ -133,7 +133,7 @@ def linearized(step: Callable[[Inputs], list[Any]], inputs: Inputs, perturbed: I
 
 
 class _Kind(enum.Enum):
-    """What a value of one step is computed from."""
+    """Which inputs a value of one step depends on."""
 
     CONSTANT = enum.auto()
     ROWS = enum.auto()
@@ -141,7 +141,7 @@ class _Kind(enum.Enum):
 
 
 def _kinds(program: ClosedJaxpr, inputs: Inputs) -> list[_Kind]:
-    """For each output of the program of a step what it is computed from; a row of an array can be read again."""
+    """The kind of each output of a step's program. A row of an array counts as ``ROWS``, as it can be read again."""
     consts = [False] * len(inputs.consts)
     of_step = depends_on(program, [*consts, *[True] * (len(inputs.carry) + len(inputs.xs))])
     others = [*consts, *[True] * len(inputs.carry), *(not isinstance(x, Stack) for x in inputs.xs)]
@@ -155,5 +155,5 @@ def _kinds(program: ClosedJaxpr, inputs: Inputs) -> list[_Kind]:
 
 
 def is_inexact(value: Any) -> bool:
-    """Whether a value has a derivative."""
+    """Whether a value is floating-point or complex, and so has a derivative."""
     return jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)

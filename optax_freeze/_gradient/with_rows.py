@@ -1,7 +1,7 @@
-"""A whole array, differentiated with respect to some of its rows: the primitive ``with_rows``.
+"""The primitive ``with_rows``: a whole array that is differentiated with respect to some of its rows.
 
-A primitive and no ``jax.custom_jvp``: JAX drops the rule of the latter from what a scan has computed before its
-gradient, and a second derivative there would take the rows for constants.
+A ``jax.custom_jvp`` would not work: JAX drops its rule from values that a scan computes ahead of its gradient, so
+second derivatives would treat the rows as constants.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _with_rows = Primitive("with_rows")
 
 
 def with_rows(index: RowSelection, whole: Any, rows: Any) -> jax.Array:
-    """``whole``, whose trainable rows are ``rows`` already, differentiated with respect to these."""
+    """Returns ``whole``, differentiated with respect to ``rows``, whose values it must already contain."""
     numbers = jax.tree.leaves(index)
     return (
         _with_rows.bind(whole, rows, *numbers, index=index.part_index)
@@ -32,7 +32,7 @@ def with_rows(index: RowSelection, whole: Any, rows: Any) -> jax.Array:
 
 
 def spread(index: RowSelection, rows: Any, like: Any) -> jax.Array:
-    """``rows`` among zeros: an array of the shape of ``like``. The gradient is a slice, or a lookup of the rows."""
+    """Puts ``rows`` into zeros of the shape of ``like``. The gradient is a slice or a lookup of the rows."""
     zero, shape = np.zeros((), rows.dtype), jnp.shape(like)
     if isinstance(index, RowIndex) and (edges := padding(index, index.axis, len(shape))):
         return laid_out(explicit_sharding(like), lambda rows: jax.lax.pad(rows, zero, edges), rows)
@@ -40,7 +40,7 @@ def spread(index: RowSelection, rows: Any, like: Any) -> jax.Array:
 
 
 def spread_tangent(index: RowSelection, of_whole: Any, of_rows: Any, like: Any) -> Any:
-    """The tangent of a whole array from those of both parts; None if it is zero."""
+    """Returns the tangent of a whole array, given the tangents of both parts; None if it is zero."""
     of_rows = None if is_zero(of_rows) else spread(index, of_rows, like)
     if is_zero(of_whole):
         return of_rows
@@ -48,7 +48,7 @@ def spread_tangent(index: RowSelection, of_whole: Any, of_rows: Any, like: Any) 
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent is known to be zero when a program is traced."""
+    """Whether a tangent is known at trace time to be zero."""
     return isinstance(tangent, (ad.Zero, jax.custom_derivatives.SymbolicZero))
 
 
@@ -61,7 +61,7 @@ def _jvp(primals: Any, tangents: Any, *, index: Any) -> tuple[Any, Any]:
 
 def _batched(values: Any, axes: Any, *, index: Any) -> tuple[Any, int]:
     whole, rows, *numbers = values
-    if numbers and axes[2] is not None:  # each example has rows of its own
+    if numbers and axes[2] is not None:  # the trainable rows differ between examples
 
         def put(whole: Any, rows: Any, numbers: Any) -> Any:
             return index.with_array(numbers).put(whole, Part(rows, index, whole.shape))

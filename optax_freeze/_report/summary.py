@@ -1,7 +1,8 @@
-"""What is frozen, leaf by leaf, and what that saves: elements, bytes, and optimizer state.
+"""``summary``: counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves.
 
-Rows first, rendering apart, as in ``flax.linen.tabulate`` and CLU's parameter overview; unlike them it takes any pytree
-and says of every element whether it trains. The optimizer state is measured by ``jax.eval_shape`` of its own ``init``.
+As in ``flax.linen.tabulate`` and CLU's parameter overview, rows are computed first and rendered separately. Unlike
+these, it accepts any pytree and counts trainable elements. The optimizer state is measured by ``jax.eval_shape`` of the
+optimizer's own ``init``.
 """
 
 import dataclasses
@@ -34,20 +35,21 @@ from optax_freeze._state.entries import entries_of
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """The result of :func:`optax_freeze.summary`: print it, show it in a notebook, or :meth:`plot` it.
+    """The result of :func:`optax_freeze.summary`, which can be printed, shown in a notebook or drawn by :meth:`plot`.
 
-    In print, layers whose names differ only in a number share a line: ``layer_0 … layer_31/kernel`` with the shape
-    ``32 × (512, 512)`` and the totals of all of them. The rows keep every leaf.
+    Printed tables combine layers whose names differ only in a number: ``layer_0 … layer_31/kernel`` with the shape
+    ``32 × (512, 512)`` and the totals of all of them. ``rows`` contains every leaf separately.
 
     Attributes:
-      rows: for each leaf its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes`` and
-        ``frozen_bytes``; ``leaves`` is the number of leaves that ``depth=`` summed up, ``host_bytes`` what lies in the
-        host's memory (:func:`optax_freeze.offload`). Shape and dtype are None for objects that are not arrays, and
-        where leaves differ.
-      state_bytes: of the optimizer state with freezing, dense masks included; None if no optimizer was given.
-      full_state_bytes: of the optimizer state without freezing.
-      extent: ``"nothing"`` or ``"everything"`` if the spec freezes that much of what could train, otherwise None.
-      row_state_bytes: of the optimizer state with freezing, for each row; empty if no optimizer was given.
+      rows: one row for each leaf, with its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes``
+        and ``frozen_bytes``. ``leaves`` is the number of leaves that ``depth=`` combined in the row, ``host_bytes`` the
+        number of bytes in host memory (:func:`optax_freeze.offload`). Shape and dtype are None for objects that are not
+        arrays, and for combined leaves that differ.
+      state_bytes: the bytes of the optimizer state with freezing, dense masks included; None without an optimizer.
+      full_state_bytes: the bytes of the optimizer state without freezing; None without an optimizer.
+      extent: ``"nothing"`` or ``"everything"`` if the spec freezes none or all of the leaves that could be trained,
+        otherwise None.
+      row_state_bytes: the bytes of the optimizer state with freezing, for each row; empty without an optimizer.
 
     Example:
       >>> import optax_freeze as fz
@@ -67,7 +69,7 @@ class Summary:
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
+        """The number of elements of all parameters."""
         return sum(row.elements for row in self.rows)
 
     @property
@@ -82,37 +84,37 @@ class Summary:
 
     @property
     def bytes(self) -> int:
-        """The size of the parameters."""
+        """The size of all parameters, in bytes."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def frozen_bytes(self) -> int:
-        """The size of the frozen parameters."""
+        """The size of the frozen parameters, in bytes."""
         return sum(row.frozen_bytes for row in self.rows)
 
     @property
     def trainable_bytes(self) -> int:
-        """The size of the trainable parameters."""
+        """The size of the trainable parameters, in bytes."""
         return self.bytes - self.frozen_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The size of the parameters in the host's memory."""
+        """The size of the parameters in host memory, in bytes."""
         return sum(row.host_bytes for row in self.rows)
 
     @property
     def device_bytes(self) -> int:
-        """The size of the parameters in the device's memory."""
+        """The size of the parameters in device memory, in bytes."""
         return self.bytes - self.host_bytes
 
     def plot(self, ax: Any = None, *, depth: int = 1) -> Any:
-        """Draws a bar for each module: its trainable bytes, frozen bytes, and optimizer state if ``tx`` was given.
+        """Draws one bar per module with its trainable bytes, frozen bytes, and optimizer state if ``tx`` was given.
 
-        Bytes in the host's memory are a part of their own. Only the 12 largest modules have a bar of their own. State
-        of no module, such as step counts and masks, counts in the legend only.
+        Bytes in host memory are a separate section of the bar. The 12 largest modules have their own bars. Optimizer
+        state that belongs to no module, such as step counts and masks, is only counted in the legend.
 
         Args:
-          ax: matplotlib axes; by default those of a new figure.
+          ax: the matplotlib axes to draw on; by default those of a new figure.
           depth: how many segments of a path name a module.
 
         Returns:
@@ -120,7 +122,7 @@ class Summary:
 
         Raises:
           ImportError: if matplotlib is not installed.
-          ValueError: if there are no elements, or ``depth`` is negative.
+          ValueError: if there are no elements, or if ``depth`` is negative.
         """
         depth = whole_number("a depth counts segments of a path", depth, at="depth", fix="depth=1")
         if not self.elements:
@@ -129,7 +131,7 @@ class Summary:
                 at="Summary.plot",
                 got=f"{len(self.rows)} rows without elements",
                 expected="at least one array with elements",
-                fix="pass the parameters to fz.summary, not holes in their place",
+                fix="pass the full parameters to fz.summary, not a tree of holes",
             )
         return _plot.draw(self.rows, self.row_state_bytes, self.state_bytes, depth, ax)
 
@@ -174,25 +176,27 @@ def summary(
     depth: int | None = None,
     tied: Tied = "error",
 ) -> Summary:
-    """Says of each leaf how much of it is frozen, and what that saves in optimizer state.
+    """Counts the frozen elements and bytes of each leaf, and the optimizer state with and without freezing.
 
     Args:
-      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; no values are read, except those of dense masks.
-      frozen: what is frozen, in any form.
-      tx: the optimizer as it would be without freezing, not wrapped in :func:`optax_freeze.freeze`. Its state is
-        measured by shapes, for all floating-point and complex leaves and as :func:`optax_freeze.freeze` would hold it.
-      depth: the number of segments of a path that have a row of their own; what is below is summed up.
-      tied: ``"error"`` refuses one array object at two paths of which only one is frozen; ``"ignore"`` allows it.
-        Tracers are never checked.
+      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``. No values are read, except those of dense masks.
+      frozen: the spec of the frozen parameters, in any form.
+      tx: the optimizer that you would use without freezing, not wrapped in :func:`optax_freeze.freeze`. The size of its
+        state is computed from shapes, once for all floating-point and complex leaves, and once with
+        :func:`optax_freeze.freeze` around it.
+      depth: the number of path segments that a row is named by; leaves with the same first segments share a row. By
+        default, each leaf has its own row.
+      tied: what to do if the same array object is at two paths and only one of them is frozen: ``"error"`` raises an
+        error, ``"ignore"`` allows it. Tracers are never checked.
 
     Returns:
-      A :class:`optax_freeze.Summary`. ``print`` gives plain text for logs, a rich console a table that fits the
-      terminal, a notebook an HTML table, and :meth:`optax_freeze.Summary.plot` a picture.
+      A :class:`optax_freeze.Summary`. ``print`` shows it as plain text, a rich console as a table that fits the
+      terminal, and a notebook as an HTML table. :meth:`optax_freeze.Summary.plot` draws it.
 
     Raises:
-      ValueError: if the spec does not fit, leaves are tied as above, ``tied`` is neither word, a dense mask has no
-        values (a tracer), ``tx`` freezes already, or ``depth`` is negative.
-      TypeError: if ``tx`` is not an optimizer, ``depth`` is not an int, a function of the spec reads values, or a leaf
+      ValueError: if the spec does not fit the parameters, leaves are tied as described above, ``tied`` is neither word,
+        a dense mask has no values (a tracer), ``tx`` already freezes parameters, or ``depth`` is negative.
+      TypeError: if ``tx`` is not an optimizer, ``depth`` is not an int, a function in the spec reads values, or a leaf
         is an object that holds an array (a Keras variable). Errors of ``tx.init`` are passed on.
 
     Example:
@@ -240,7 +244,7 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
                 at=leaf.path,
                 got=f"a mask without values: {type(selection.array).__name__}",
                 expected="an array with values",
-                fix="call fz.summary outside of jit, or build the mask there",
+                fix="call fz.summary outside of jit, or build the mask outside of jit",
             )
         frozen = elements - selection.elements(shape)
     on_host = elements * each if is_on_host(value.array if isinstance(value, Rest) else value) else 0
@@ -257,24 +261,24 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
-    """The shapes of the optimizer's state without and with freezing."""
+    """The shapes of the optimizer state without freezing and with freezing."""
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _state(tx.init, params, keep=_can_train)
     kinds = (FreezeState, FreezeWhenState)
     nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
     if any(isinstance(node, kinds) for node in nodes):
         raise value_error(
-            "the optimizer freezes already",
+            "the optimizer already freezes parameters",
             at="the third argument of fz.summary",
-            got="fz.freeze or fz.freeze_when, alone or within another",
-            expected="the optimizer as it would be without freezing",
+            got="fz.freeze or fz.freeze_when, alone or within another transformation",
+            expected="the optimizer that you would use without freezing",
             fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
     return full, _state(freeze(tx, plan.known, tied="ignore").init, params, keep=is_array)
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any], bool]) -> PyTree:
-    """The shapes of an optimizer's state; what is not kept of the parameters is a hole there."""
+    """The shapes of an optimizer's state; leaves for which ``keep`` is False are replaced by holes."""
     values, treedef = jax.tree.flatten(jax.tree.map(lambda x: _tree.struct_of(x) if is_on_host(x) else x, params))
 
     def of_arrays(arrays: list[Any]) -> PyTree:
@@ -285,7 +289,7 @@ def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any
 
 
 def _can_train(leaf: Any) -> bool:
-    """Whether a leaf can have a gradient: integers, random keys and objects are frozen under any spec."""
+    """Whether a leaf can have a gradient. Integers, random keys and objects are frozen under any spec."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 

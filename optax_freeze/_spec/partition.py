@@ -1,8 +1,8 @@
-"""The parameters in two parts: the trainable part and the rest.
+"""Splits parameters into a trainable part and the rest, and combines them again.
 
-The same idea as ``equinox.partition`` and ``equinox.combine``, with ``optax.MaskedNode()`` instead of ``None`` in the
-place of a leaf that is in the other part: Optax's transformations, accumulation, finite checks and line searches
-already skip it, and ``None`` keeps its own meaning.
+This works like ``equinox.partition`` and ``equinox.combine``, but marks a leaf that is in the other part with
+``optax.MaskedNode()`` instead of ``None``. Optax's transformations, accumulation, finite checks and line searches
+already skip it, and ``None`` keeps its usual meaning.
 """
 
 import dataclasses
@@ -26,21 +26,23 @@ Tree = TypeVar("Tree")
 
 
 def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree, Tree]:
-    """Splits the parameters into the trainable part and the rest.
+    """Splits the parameters into a tree of trainable parameters and a tree of the rest.
 
     Args:
       params: any pytree of arrays.
-      frozen: what is frozen, in any form.
-      tied: ``"error"`` refuses one array object that stands at two paths of which only one is frozen; ``"ignore"``
-        lets it pass. Tracers are never checked.
+      frozen: the spec of the frozen parameters, in any form.
+      tied: what to do if the same array object is at two paths and only one of them is frozen: ``"error"`` raises an
+        error, ``"ignore"`` allows it. Tracers are never checked.
 
     Returns:
-      ``(trainable, rest)``, both of the structure of ``params``, with a hole (``optax.MaskedNode()``) in the place of
-      each leaf that is in the other part. Leaves that are not floating-point or complex arrays are in ``rest``.
+      ``(trainable, rest)``, two trees with the structure of ``params``. Each has ``optax.MaskedNode()`` (a hole) in
+      place of a leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``,
+      as a :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that are not floating-point or complex
+      arrays are in ``rest``.
 
     Raises:
-      ValueError: if the spec does not fit, or leaves are tied as above.
-      TypeError: if ``params`` holds Optax transformations (that is ``optax.partition``).
+      ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
+      TypeError: if ``params`` contains Optax transformations (``optax.partition`` was meant).
 
     Warns:
       FreezeWarning: if patterns, a selector or a function freeze nothing or everything.
@@ -57,11 +59,11 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
     """
     if isinstance(params, Mapping) and any(isinstance(tx, optax.GradientTransformation) for tx in params.values()):
         raise type_error(
-            "fz.partition splits parameters",
+            "fz.partition takes parameters, not Optax transformations",
             at="its first argument",
             got="a dict of Optax transformations",
             expected="a tree of parameters, as in equinox.partition",
-            fix="optax.partition(transforms, fz.labels(frozen)) was meant, or fz.freeze(tx, frozen)",
+            fix="use optax.partition(transforms, fz.labels(frozen)), or fz.freeze(tx, frozen)",
         )
     plan = make_plan(params, frozen, tied=tied)
     warn_of_extent(plan, params, frozen, stacklevel=2)
@@ -69,23 +71,24 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
 
 
 def split(params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
-    """:func:`partition` by a plan."""
+    """:func:`partition` with a plan instead of a spec."""
     values, treedef = plan.align(params, "params")
     return plan.trainable(treedef, values), jax.tree.unflatten(treedef, plan.rest(values))
 
 
 def combine(trainable: PyTree, rest: PyTree) -> PyTree:
-    """Puts together again what :func:`partition` took apart.
+    """Combines the two outputs of :func:`partition` into the full tree of parameters.
 
     Args:
-      trainable: the trainable part, with holes in the place of the rest.
-      rest: the rest, with holes in the place of trainable leaves.
+      trainable: the trainable parameters, with ``optax.MaskedNode()`` (a hole) in place of other leaves.
+      rest: all other leaves, with holes in place of trainable leaves.
 
     Returns:
-      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both stays a hole.
+      The full tree: ``combine(*partition(params, frozen))`` equals ``params`` bit for bit. A leaf that is a hole in
+      both trees remains a hole.
 
     Raises:
-      ValueError: if the parts differ in structure, or both have a leaf at the same path.
+      ValueError: if the trees differ in structure, or if both have a leaf at the same path.
 
     Example:
       >>> import optax_freeze as fz
@@ -97,12 +100,12 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
 
 
 def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any], Any]) -> tuple[list[Any], Any]:
-    """The leaves and the treedef of :func:`combine`; ``combine_part(rest, part)`` makes a leaf frozen in part."""
+    """The leaves and the treedef of :func:`combine`; ``combine_part(rest, part)`` makes a partially frozen leaf."""
     left, treedef = _tree.flatten(trainable)
     right, other = _tree.flatten(rest)
     if treedef != other:
-        _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two parts of one fz.partition")
-    whole, paths = [], functools.cache(lambda: _tree.paths(rest))  # of use in errors only, and for dense masks
+        _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two outputs of one fz.partition")
+    whole, paths = [], functools.cache(lambda: _tree.paths(rest))  # only needed for errors and dense masks
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
             shape, index = tuple(b.array.shape), b.selection.part_index
@@ -118,27 +121,28 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
                 "the trainable part of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
                 at=paths()[i],
                 got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
-                expected="a hole (optax.MaskedNode) in one of them, or both parts of a leaf frozen in part",
-                fix="pass the two parts of one fz.partition",
+                expected="a hole (optax.MaskedNode) in one of them, or both parts of a partially frozen leaf",
+                fix="pass the two outputs of one fz.partition",
             )
     return whole, treedef
 
 
 def stop_gradient(params: Tree, frozen: Spec) -> Tree:
-    """Makes frozen parameters constants of the gradient.
+    """Stops the gradient at frozen parameters.
 
-    An optimizer still sees these leaves, with a gradient of zero, and decays them or moves them by momentum: train
-    with :func:`optax_freeze.freeze` or on the trainable part, and use this where only the gradient matters.
+    The gradient of frozen parameters is zero, but an optimizer still updates them, by weight decay or momentum. Use
+    this function if only the gradient matters; for training, use :func:`optax_freeze.freeze` or :func:`partition`.
 
     Args:
       params: any pytree of arrays.
-      frozen: what is frozen, in any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
-      ``params`` with ``jax.lax.stop_gradient`` applied to each frozen array.
+      ``params`` with ``jax.lax.stop_gradient`` applied to each frozen leaf, and to the frozen elements of partially
+      frozen leaves.
 
     Raises:
-      ValueError: if the spec does not fit.
+      ValueError: if the spec does not fit the parameters.
 
     Example:
       >>> import optax_freeze as fz
@@ -160,20 +164,20 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
 
 
 def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> Tree:
-    """Adds updates to the parameters, as ``optax.apply_updates`` does, and keeps the bits of what is frozen.
+    """Adds updates to the parameters, like ``optax.apply_updates``, and leaves frozen parameters bitwise unchanged.
 
     Args:
-      params: the parameters, whole or the trainable part.
-      updates: a tree of the same structure; it may have holes.
-      frozen: what is frozen. Given, frozen leaves come back as they are whatever their updates, bit for bit, for every
-        bit pattern; without it, only leaves whose update is a hole do.
+      params: the full tree of parameters, or only the trainable part.
+      updates: a tree of the same structure; it may have holes (``optax.MaskedNode()``).
+      frozen: the spec of the frozen parameters. If given, frozen leaves and elements are returned unchanged for every
+        bit pattern, whatever their updates. If None, only leaves whose update is a hole are sure to stay unchanged.
 
     Returns:
-      The new parameters, of the structure, shapes and dtypes of ``params``. Leaves that are not arrays (Python bools,
-      strings, functions) are those of ``params``.
+      The new parameters, with the structure, shapes and dtypes of ``params``. Leaves that are not arrays (Python bools,
+      strings, functions) are returned unchanged.
 
     Raises:
-      ValueError: if the structures differ or the spec does not fit.
+      ValueError: if the structures differ, or if the spec does not fit the parameters.
 
     Example:
       >>> import optax_freeze as fz
@@ -185,7 +189,7 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
 
 
 def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection] | None) -> PyTree:
-    """:func:`apply_updates` with a selection for each leaf; None if everything trains."""
+    """:func:`apply_updates` with one selection per leaf instead of a spec; None if all leaves are trainable."""
     values, treedef = _tree.flatten(params)
     changes, other = _tree.flatten_beside(treedef, updates)
     if treedef != other:
@@ -200,7 +204,7 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
             refuse_other_leaf(change, Leaf(paths()[i], tuple(value.shape), index=index), selection, "updates")
         elif not _fits(value, change):
             raise value_error(
-                "updates: another leaf",
+                "updates: an update does not fit its parameter",
                 at=paths()[i],
                 got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
                 expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
@@ -212,7 +216,7 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
 
 
 def updated(value: Any, change: Any, selection: Selection) -> Any:
-    """One leaf with its update."""
+    """Returns one leaf with its update added."""
     if selection is FROZEN or is_nothing(change) or _stays(value, change):
         return value
     if isinstance(value, Part):
@@ -223,24 +227,24 @@ def updated(value: Any, change: Any, selection: Selection) -> Any:
 
 
 def _places(part: Part) -> Selection:
-    """Where a part belongs in its leaf, as far as the part itself says."""
+    """Returns the selection of a part's elements in its leaf; raises ``ValueError`` if the part does not contain it."""
     if isinstance(part.index, RowIndex):
         return part.index
     if isinstance(part.index, DynamicRowIndex) and part.trains is not None and part.trains.dtype == bool:
         return part.index.of_rows(part.trains)
     is_rows = isinstance(part.index, DynamicRowIndex)
     raise value_error(
-        f"a Part of {'rows that change' if is_rows else 'single elements'} cannot be placed",
+        f"the positions of a Part of {'dynamic rows' if is_rows else 'single elements'} are unknown",
         at=f"a leaf of shape {part.shape}",
-        got=f"{'rows' if is_rows else 'a vector of elements'}, and "
-        + ("no mask that says where they are" if part.trains is None else f"a mask of {part.trains.dtype}"),
-        expected="`frozen` with the mask, as it is in the state",
+        got=f"{'rows' if is_rows else 'a vector of elements'} and "
+        + ("no mask with their positions" if part.trains is None else f"a mask of {part.trains.dtype}"),
+        expected="`frozen` with the mask that is in the optimizer state",
         fix="fz.apply_updates(params, updates, fz.spec_of(state))",
     )
 
 
 def _stays(value: Any, change: Any) -> bool:
-    """Whether an update leaves an object that is not an array as it is: a Python number may be added to."""
+    """Whether a leaf that is not an array keeps its value; Python numbers do if their update is zero."""
     if isinstance(value, Part) or _tree.is_hole(value) or is_array(value):
         return False
     adds = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
@@ -248,7 +252,7 @@ def _stays(value: Any, change: Any) -> bool:
 
 
 def _fits(value: Any, change: Any) -> bool:
-    """Whether an update can be added to a leaf, which keeps its shape, or to the same part of one."""
+    """Whether an update can be added to a leaf without changing its shape, or to the same part of a leaf."""
     if isinstance(value, Part):
         return isinstance(change, Part) and change.index == value.index and change.values.shape == value.values.shape
     return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))
@@ -259,7 +263,7 @@ def _shape(leaf: Any) -> str:
 
 
 def is_nothing(change: Any) -> bool:
-    """Whether there is no update: a hole, None, or the float0 of an integer leaf."""
+    """Whether an update is empty: a hole, None, or the float0 gradient of an integer leaf."""
     return change is None or _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
 
 

@@ -170,7 +170,7 @@ class TestApplyUpdatesRefuses:
             "rows": fz.partition([whole], [fz.rows([0])])[0][0],
             "other rows": fz.partition([whole], [fz.rows([1])])[0][0],
         }
-        with pytest.raises(ValueError, match=r"updates: another leaf\n  at: w\n"):
+        with pytest.raises(ValueError, match=r"updates: an update does not fit its parameter\n  at: w\n"):
             fz.apply_updates({"w": leaves[leaf]}, {"w": leaves[update]})
 
 
