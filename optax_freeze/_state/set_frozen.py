@@ -1,4 +1,4 @@
-"""Which groups of :func:`optax_freeze.freeze_when` are frozen now, and how to change that between steps."""
+"""Reads and sets which groups of :func:`optax_freeze.freeze_when` are frozen now."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,20 +16,20 @@ from optax_freeze._spec.tree import PyTree
 
 
 def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
-    """Freezes or thaws groups that have no schedule, between steps and without recompiling.
+    """Freezes or unfreezes groups that have no schedule, between steps and without recompiling.
 
     Args:
-      state: from :func:`optax_freeze.freeze_when`, alone or anywhere within another (a chain, ``MultiSteps``, a train
+      state: from :func:`optax_freeze.freeze_when`, alone or inside another state (a chain, ``MultiSteps``, a train
         state).
-      frozen: for each group, by the pattern that names it, whether it is frozen from now on.
+      frozen: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze.
 
     Returns:
       The state with the groups set.
 
     Raises:
-      KeyError: if there is no such group; the groups are listed.
-      ValueError: if a schedule says when the group is frozen, or there is no such state.
-      TypeError, ValueError: if a value is not one bool.
+      KeyError: if there is no group with this pattern; the message lists the groups.
+      ValueError: if the group has a schedule, or the state has no groups.
+      TypeError, ValueError: if a value is not a single bool.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -82,17 +82,17 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
 
 
 def currently_frozen(state: optax.OptState) -> dict[str, Any]:
-    """Says which groups the next update leaves as they are.
+    """Returns which groups are frozen in the next update.
 
     Args:
-      state: from :func:`optax_freeze.freeze_when`, alone or anywhere within another.
+      state: from :func:`optax_freeze.freeze_when`, alone or inside another state.
 
     Returns:
-      A bool for each group, by the pattern that names it; traced within a jitted function.
+      A bool for each group, by the pattern that names it; a traced bool inside a jitted function.
 
     Raises:
-      ValueError: if there is no such state, or one without values, or if two have a group of one name, of which one is
-        frozen.
+      ValueError: if there is no such state, or one without values; if two states have a group of the same name and only
+        one of these groups is frozen.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -131,14 +131,14 @@ def _refuse_no_values(step: Any) -> None:
 
 
 class _Text(str):
-    """A text that a ``KeyError``, which shows the ``repr`` of its key, shows as it is."""
+    """A string that ``KeyError``, which shows the ``repr`` of its key, prints without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def _like(old: Any, value: Any) -> Any:
-    """A switch in the place of another: placed like it, and in what it is wrapped in (an NNX variable)."""
+    """A new switch with the placement of the old one, and in the same wrapper, such as an NNX variable."""
     [placed], treedef = jax.tree.flatten(old)
     return jax.tree.unflatten(treedef, [copy_like(value, placed)])
 
@@ -148,7 +148,7 @@ def _is_state(node: Any) -> bool:
 
 
 def map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
-    """``visit`` at each state of :func:`optax_freeze.freeze_when` in a tree, those within others too."""
+    """Applies ``visit`` to each state of :func:`optax_freeze.freeze_when` in a tree, including nested ones."""
 
     def below(node: Any) -> Any:
         if not _is_state(node):
