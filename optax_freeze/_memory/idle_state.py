@@ -35,7 +35,7 @@ def with_idle_groups(
                 "which groups are frozen now is not known inside of jit",
                 at="fz.offload(state)",
                 got="a traced state",
-                expected="a state with values: where an array lies is part of the program",
+                expected="a state with values, since the memory of its arrays is part of the compiled program",
                 fix="call fz.offload(state) between steps, after the step in which groups freeze or thaw",
             )
         return node._replace(groups={name: in_group(node.groups[name], frozen[name]) for name in node.groups})

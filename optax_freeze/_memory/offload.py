@@ -65,14 +65,14 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
       True
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
-    min_bytes = whole_number("a size from which leaves move is counted in bytes", min_bytes, at="min_bytes", fix=fix)
+    min_bytes = whole_number("min_bytes is a number of bytes", min_bytes, at="min_bytes", fix=fix)
     if frozen is None and has_groups(tree):
         return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(
             "fz.offload was not told what is frozen",
             at="fz.offload",
-            got="a tree alone",
+            got="only a tree",
             expected="fz.offload(params, frozen), or fz.offload(state) with the state of fz.freeze_when",
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
         )
@@ -158,7 +158,7 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
             )
     if not _types_say_memory():
         raise value_error(
-            "this JAX does not say in the types of arrays in which memory they are",
+            "this release of JAX does not include the memory of an array in its type",
             at="jax",
             got=f"JAX {jax.__version__}",
             expected="a release in which jax.typeof(array) is float32<host>[...] for an array on the host",

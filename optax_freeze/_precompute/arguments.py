@@ -34,7 +34,7 @@ class Arguments:
         several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
         if not several or not all(is_int(which) or isinstance(which, str) for which in several):
             raise type_error(
-                "no argument",
+                "`recurring` does not name an argument",
                 at="recurring",
                 got=described(recurring),
                 expected="the position or the name of an argument, or several of these",
@@ -47,7 +47,7 @@ class Arguments:
         self.recurring = {self._name(which) for which in several}
         if self._name(0) in self.recurring or any(is_int(w) and w < 0 for w in several):
             raise value_error(
-                "the parameters do not recur: some of them train",
+                "`recurring` must name arguments after the parameters",
                 at="recurring",
                 got=described(recurring),
                 expected="positions from 1 on, or names of arguments after the parameters",
@@ -66,7 +66,7 @@ class Arguments:
                 "there is no such argument",
                 at=f"recurring={missing.pop()!r}",
                 got=f"a call with the arguments {given}",
-                expected="the argument whose values come again with these features",
+                expected="the position or the name of an argument of this call",
                 fix="recurring counts the parameters as 0; `after` takes the features before the other arguments",
             )
         with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))

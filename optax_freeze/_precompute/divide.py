@@ -172,7 +172,7 @@ def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: in
             sizes.setdefault(shape[axis] if axis < len(shape) else -1, f"{each.name} of shape {shape}")
     if len(sizes) != 1 or -1 in sizes:
         raise value_error(
-            "the arguments that recur have no axis of examples in common",
+            "the recurring arguments have no common axis of examples",
             at=f"example_axis={axis}",
             got="; ".join(sizes.values()) or "no array with axes",
             expected=f"arrays with the examples of the batch along axis {axis}",
@@ -218,8 +218,8 @@ def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list
         raise value_error(
             "there is nothing to compute once",
             at="the function",
-            got=reasons or "no operation on frozen parameters and the arguments that recur",
-            expected="an operation that depends on frozen parameters and on arguments that recur alone",
+            got=reasons or "no operation on frozen parameters and recurring arguments",
+            expected="an operation that depends only on frozen parameters and recurring arguments",
             fix="freeze the layers at the input, and name in `recurring` every argument that they read",
         )
     return found
@@ -232,9 +232,9 @@ def _refuse_mixed(layouts: Sequence[Any]) -> None:
         raise value_error(
             "examples are mixed, so there are no features of single examples",
             at=operation,
-            got="an operation across the axis of the examples, or one that is not known to keep them apart",
-            expected="operations on each example alone, such as batch normalization with stored statistics",
-            fix="example_axis=None gives the features of whole batches, which then must not be shuffled",
+            got="an operation along the axis of the examples, or one without a rule that keeps them apart",
+            expected="operations on each example separately, such as batch normalization with stored statistics",
+            fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
         )
 
 

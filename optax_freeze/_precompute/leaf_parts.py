@@ -40,11 +40,11 @@ def of_pair(leaf: Leaf, selection: Selection, trainable: Any, rest: Any) -> Leaf
     if selection.in_part and index == selection.part_index and (isinstance(rest, Rest) or index is not None):
         return LeafParts(trainable, rest.array if isinstance(rest, Rest) else HOLE)
     raise value_error(
-        "the features are those of another spec",
+        "the features were computed with a different spec",
         at=leaf.path,
-        got="a leaf of which more trains",
-        expected=f"a leaf that {selection}, as was said to fz.precompute",
-        fix="give one `frozen` to fz.precompute and to the gradient",
+        got="a leaf with more trainable elements",
+        expected=f"a leaf that {selection}, as in fz.precompute",
+        fix="pass the same `frozen` to fz.precompute and to the gradient",
     )
 
 

@@ -317,16 +317,16 @@ class _After(OfParts):
                 raise value_error(
                     "a parameter is missing",
                     at=leaf.path,
-                    got="a hole" if selection is FROZEN or trains else "the trainable rows alone",
-                    expected="the leaf, which trains" if trains else f"the leaf: it is read by {node or 'the result'}",
+                    got="a hole" if selection is FROZEN or trains else "only the trainable rows",
+                    expected="a trainable leaf" if trains else f"the leaf: it is read by {node or 'the result'}",
                     fix="give what `needed` returned, or the full parameters",
                 )
         if isinstance(features, Features) and features.cut != division.digest:
             raise value_error(
                 "the features were computed by another program",
                 at="features",
-                got=f"those of the program {features.cut[:12]}",
-                expected=f"those of the program {division.digest[:12]}, of the same function, spec and shapes",
+                got=f"features of the program {features.cut[:12]}",
+                expected=f"features of the program {division.digest[:12]}, of the same function, spec and shapes",
                 fix="compute them with the same fz.precompute, and arguments of the same shapes",
             )
         arrays = jax.tree.leaves(features)

@@ -67,9 +67,9 @@ class Traced:
             raise value_error(
                 "the function cannot be traced",
                 at=getattr(fun, "__qualname__", type(fun).__name__),
-                got=f"{type(error).__name__}: Python needs the value of an array in it",
+                got=f"{type(error).__name__}: Python needs the value of a traced array",
                 expected="a function that jax.jit can trace",
-                fix="an argument that Python branches on: name it in `recurring` and give a Python value",
+                fix="if Python branches on an argument, name it in `recurring` and pass a Python value",
             ) from error
         return flatten(closed, [not given.why for given in inputs])
 

@@ -227,10 +227,10 @@ def _alike(new: Entry, old: Entry) -> bool:
     )
     if any(isinstance(e.value, Part) and e.rows is None and e.frozen is None for e in (new, old)):
         raise value_error(
-            "fz.migrate: a state does not say which elements of a leaf it is about",
+            "fz.migrate: a state does not say which elements of a leaf it holds",
             at=old.name,
-            got="elements, or rows that change, of the trainable part",
-            expected="fz.freeze around the optimizer, whose state has the mask",
+            got="compact elements or dynamic rows, without their mask",
+            expected="the state of fz.freeze around the optimizer, which has the mask",
             fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
         )
     in_part = isinstance(new.value, Part) or isinstance(old.value, Part)
@@ -286,10 +286,10 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     for entry in _homeless(old, new):
         gone = entry.leaf not in trains if entry.leaf is not None else entry.group.names not in groups
         if stateless or not (gone or (by_type and _is_within(entry, new))):
-            raise _no_fit(entry, "an array in the old state alone")
+            raise _no_fit(entry, "an array that is only in the old state")
     for entry in _homeless(new, old):
         if entry.leaf is not None and _is_within(entry, old) and not by_type:
-            raise _no_fit(entry, "an array in the new state alone")
+            raise _no_fit(entry, "an array that is only in the new state")
 
 
 def _whole_shape(part: Part) -> tuple[int, ...]:
@@ -319,12 +319,12 @@ def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
 
 
 def _no_fit(
-    entry: Entry, got: str, expected: str = "the same arrays in the old state and in that of `tx`"
+    entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
 ) -> ValueError:
     return value_error(
-        "fz.migrate: the state does not belong to these parameters, or to another optimizer",
+        "fz.migrate: the state belongs to other parameters or to another optimizer",
         at=entry.name,
         got=got,
         expected=expected,
-        fix="give the state of the same optimizer for the same model; only what is frozen, and the groups, may differ",
+        fix="give the state of the same optimizer for the same model; only the spec and the groups may differ",
     )

@@ -102,7 +102,7 @@ def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collec
                 "no dense mask in the state",
                 at=str(key),
                 got=f"a mask for {key!r}",
-                expected=f"what matches one of {sorted(with_mask)}" if with_mask else "a state with masks",
+                expected=f"the path or a pattern of one of {sorted(with_mask)}" if with_mask else "a state with masks",
                 fix="freeze the leaf by fz.elements(...), a boolean array or fz.rows(jnp.array([...])) from the start",
             )
     return found
@@ -196,11 +196,11 @@ def _new_rows(mask: Any, leaf: Leaf, old: DynamicRowIndex) -> Any:
     if not isinstance(new, RowSelection) or (new.axis, new.count) != (old.axis, old.count):
         rows = _told(new) if isinstance(new, RowSelection) else f"a leaf that {new}"
         raise value_error(
-            "how many rows train is fixed",
+            "the number of trainable rows is fixed",
             at=leaf.path,
             got=rows,
             expected=f"{_told(old)}, as in the state",
-            fix="name as many rows; for another number make the state anew: fz.migrate(state, tx, params)",
+            fix="keep the number of rows, or convert the state: fz.migrate(state, tx, params)",
         )
     return new.indices()
 
@@ -211,11 +211,11 @@ def _told(rows: RowSelection) -> str:
 
 def _another_kind(mask: Any, leaf: Leaf, expected: str) -> ValueError:
     return value_error(
-        "another kind of mask than the state has",
+        "the mask is of a different kind than in the state",
         at=leaf.path,
         got=repr(mask) if isinstance(mask, ElementMask) else type(mask).__name__,
         expected=expected,
-        fix="give the kind of mask that the leaf was frozen by; for another one, fz.migrate(state, tx, params)",
+        fix="use the same kind of mask as before, or convert the state: fz.migrate(state, tx, params)",
     )
 
 
@@ -249,11 +249,11 @@ def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, pat
         return new.take(full).values
     if initial is None or (initial.axis is not None and (initial.number is None or initial.axis > old.axis)):
         raise value_error(
-            "the optimizer's state of a row cannot begin anew by itself",
+            "the optimizer state of a single row cannot be reset",
             at=path,
-            got="an array that begins with the parameters, a history of them, or several arrays for one leaf",
-            expected="a state that begins with a number for each element, as that of Adam",
-            fix="make the state anew: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
+            got="an array initialized from the parameters, a history of them, or several arrays for one leaf",
+            expected="a state with a constant initial value for each element, as in Adam",
+            fix="create a new state: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
         )
     values = jnp.asarray(_tree.bare(part))
     if initial.axis is None:

@@ -66,7 +66,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
                 at=name,
                 got=f"{value!r}, for a group with the condition {known[name]!r}",
                 expected="a group that was given a bool in fz.freeze_when",
-                fix="give it True or False there, and toggle it by fz.set_frozen alone",
+                fix="give the group True or False there, and change it only with fz.set_frozen",
             )
         refuse_no_bool(name, value, "fz.set_frozen")
         new[name] = value
@@ -111,9 +111,9 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
                     raise value_error(
                         "two groups of one name, of which one is frozen",
                         at=name,
-                        got="a state with two of fz.freeze_when in it",
-                        expected="one, or groups of other names",
-                        fix="ask each of their states by itself",
+                        got="a state that contains two states of fz.freeze_when",
+                        expected="one, or groups with different names",
+                        fix="call fz.currently_frozen on each of the two states",
                     )
             answers[name] = frozen
     return answers
@@ -122,11 +122,11 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
 def _refuse_no_values(step: Any) -> None:
     if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
         raise value_error(
-            "a state that does not say what is frozen",
+            "the state does not say which groups are frozen",
             at="step",
             got=described(step),
             expected="the state of one optimizer, with values",
-            fix="not of jax.eval_shape; of a state under vmap ask one: jax.tree.map(lambda x: x[0], state)",
+            fix="not one of jax.eval_shape; under vmap, select one state: jax.tree.map(lambda x: x[0], state)",
         )
 
 
@@ -164,11 +164,11 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
     map_states(lambda node: found.append(node) or node, tree)
     if not found:
         raise value_error(
-            "no state of fz.freeze_when to be found",
+            "no state of fz.freeze_when found",
             at="state",
             got=type(tree).__name__,
             expected="the state of an optimizer with fz.freeze_when in it",
-            fix="pass the optimizer's state, and make the optimizer by fz.freeze_when(inner, {pattern: condition})",
+            fix="pass the state of an optimizer created by fz.freeze_when(inner, {pattern: condition})",
         )
     return found
 

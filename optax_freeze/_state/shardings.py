@@ -83,7 +83,7 @@ def _placed(path: str, leaf: Any) -> Placed:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         raise value_error(
-            "a parameter without a sharding that its state could take",
+            "a parameter without a usable sharding",
             at=path,
             got=described(leaf) if sharding is None else repr(sharding),
             expected="a jax.sharding.NamedSharding, or an array on a single device",

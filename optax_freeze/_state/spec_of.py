@@ -47,7 +47,7 @@ def spec_of(state: optax.OptState) -> Selector:
         return _groups_now(scheduled[0])
     if not states or any(_differ(states[0], other) for other in states[1:]):
         raise value_error(
-            "no spec to be found" if not states else "several specs that differ",
+            "the state contains no spec" if not states else "the state contains different specs",
             at="state",
             got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when",
             expected="one, or several of fz.freeze with the same spec",

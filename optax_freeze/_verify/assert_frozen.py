@@ -101,7 +101,7 @@ def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
         raise value_error(
             "`before` and `after` hold the same NNX variables, so that nothing can differ",
             at="fz.assert_frozen",
-            got="a module, or nnx.state of it, twice: its variables change in place, and a state holds those",
+            got="the same module, or an nnx.state of it, which holds the same variables; they change in place",
             expected="values from before the training, and values from after it",
             fix="keep the values beforehand: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
         )

@@ -44,7 +44,7 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
 def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
     if isinstance(value, Part):
         raise value_error(
-            f"{name}: the trainable part of a leaf in the place of the leaf",
+            f"{name}: the trainable part of a leaf in place of the full leaf",
             at=path,
             got=f"a Part of a leaf of shape {value.shape}",
             expected="the full leaf",

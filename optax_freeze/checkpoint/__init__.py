@@ -129,16 +129,16 @@ def save(
     _refuse_no_state(opt_state)
     plan = make_plan(params, frozen, tied=tied)
     values = _tree.flatten(params)[0]
-    expected = "every leaf whole: the checkpoint says on which base it goes"
+    expected = "every full leaf, since the checkpoint stores the fingerprint of the base"
     fix = "fz.combine(trainable, rest)"
-    _tree.refuse_half_a_tree(params, "a checkpoint is taken of the full parameters", expected, fix)
+    _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
     record = {
         "format": FORMAT,
         "leaves": [leaf_record(*leaf) for leaf in zip(plan.leaves, plan.selections, strict=True)],
         "opt_state": None if opt_state is None else state_record(opt_state),
     }
-    _refuse_different_processes("what is frozen", record["leaves"])
+    _refuse_different_processes("the spec", record["leaves"])
     record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, plan).items()}
     _refuse_different_processes("the frozen bits", record["frozen"])
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
@@ -261,7 +261,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 def _absolute(directory: str | os.PathLike[str]) -> str:
     if not isinstance(directory, (str, os.PathLike)):
         raise type_error(
-            "no directory",
+            "not a directory",
             at="the first argument",
             got=described(directory),
             expected="the path of a directory, then the parameters",
@@ -272,7 +272,7 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
         return where
     if os.path.isfile(where):
         raise value_error(
-            "no directory",
+            "not a directory",
             at=where,
             got="a file",
             expected="a directory of checkpoints, or nothing there",
@@ -283,17 +283,17 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
 
 def _step_number(step: Any) -> int:
     fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
-    return whole_number("the number of a step", step, at="step", fix=fix)
+    return whole_number("the step of a checkpoint is a whole number", step, at="step", fix=fix)
 
 
 def _refuse_no_state(opt_state: PyTree) -> None:
     if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
         raise type_error(
-            "no optimizer state",
+            "not an optimizer state",
             at="opt_state",
             got=described(opt_state),
             expected="the state",
-            fix="opt_state=tx.init(params) to restore, and what tx.update gave to save",
+            fix="opt_state=tx.init(params) to restore, and the result of tx.update to save",
         )
 
 
@@ -302,11 +302,11 @@ def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
     if latest is not None and step <= latest:
         which = "a checkpoint of this step" if step in manager.all_steps() else "a later checkpoint"
         raise value_error(
-            f"{which} is there already",
+            f"{which} already exists",
             at=str(manager.directory),
             got=f"step={step}",
             expected=f"a step after {latest}, the latest",
-            fix="go on from the latest step, or save into another directory",
+            fix="continue from the latest step, or save into another directory",
         )
 
 
@@ -374,7 +374,7 @@ def _refuse_different_processes(what: str, record: Any) -> None:
                 f"processes differ in {what}",
                 at=f"process {process}",
                 got=f"the fingerprint {other.tobytes().hex()}",
-                expected=f"{first.tobytes().hex()}, that of process 0",
+                expected=f"{first.tobytes().hex()}, as in process 0",
                 fix="run the same program with the same spec and parameters in every process",
             )
 
@@ -384,7 +384,7 @@ def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoun
         "no checkpoint to restore",
         at=where,
         got=got,
-        expected="a committed checkpoint" if step is None else f"that of step {step}",
-        fix="give the directory that was given to checkpoint.save; where it is empty, latest_step is None",
+        expected="a complete checkpoint" if step is None else f"a checkpoint of step {step}",
+        fix="pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None",
     )
     return FileNotFoundError(text)

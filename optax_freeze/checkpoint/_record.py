@@ -101,8 +101,8 @@ def reading(step: str, item: str) -> Iterator[None]:
             "the checkpoint cannot be read",
             at=step,
             got=f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}",
-            expected="all that checkpoint.save wrote",
-            fix="it is damaged, or was written by something else: restore another step",
+            expected="everything that checkpoint.save wrote",
+            fix="the checkpoint is damaged or was not written by checkpoint.save; restore another step",
         ) from error
 
 
@@ -114,7 +114,7 @@ def read_record(step: str) -> Mapping[str, Any]:
         _check("", record, {"format": _RECORD["format"]})
         if record["format"] > FORMAT:
             raise value_error(
-                "the checkpoint is of a newer optax_freeze",
+                "the checkpoint was written by a newer optax_freeze",
                 at=step,
                 got=f"format {record['format']}",
                 expected=f"format {FORMAT} or older",
@@ -170,9 +170,9 @@ def _check_paths(record: Mapping[str, Any]) -> None:
     """Checks that all paths differ, and that exactly the frozen leaves have a fingerprint."""
     leaves, digests = record["leaves"], record["frozen"]
     paths = [leaf["path"] for leaf in leaves]
-    _check("leaves", paths, _Value("a path of its own for each leaf", lambda paths: len(set(paths)) == len(paths)))
+    _check("leaves", paths, _Value("a different path for each leaf", lambda paths: len(set(paths)) == len(paths)))
     frozen = sorted(leaf["path"] for leaf in leaves if leaf["frozen"] is not False and leaf["dtype"] != _FLOAT0)
-    expected = f"those of the frozen leaves: {described(frozen)}"
+    expected = f"the paths of the frozen leaves: {described(frozen)}"
     _check("frozen", sorted(digests), _Value(expected, lambda paths: paths == frozen))
     for path, lanes in digests.items():
         _check(f"frozen[{path!r}]", lanes, _DIGEST)
@@ -181,7 +181,7 @@ def _check_paths(record: Mapping[str, Any]) -> None:
 def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
     frozen, shape = leaf["frozen"], leaf["shape"]
     if not isinstance(frozen, dict) or shape is None or leaf["dtype"].startswith("key<"):
-        return _Value("true, false, or, of an array of numbers, which part", lambda frozen: isinstance(frozen, bool))
+        return _Value("true, false, or, for a numeric array, the frozen part", lambda frozen: isinstance(frozen, bool))
     if "compact" not in frozen:
         return _dynamic_rows_schema(shape) if "dynamic" in frozen else _rows_schema(shape)
     size = math.prod(shape)
@@ -250,14 +250,14 @@ _FLOAT0 = str(jax.dtypes.float0)
 _OBJECT = _Value("a JSON object", lambda value: isinstance(value, dict))
 _NULL = _Value("null", lambda value: value is None)
 _BOOL = _Value("true or false", lambda value: isinstance(value, bool))
-_TEXT = _Value("a text", lambda value: isinstance(value, str))
+_TEXT = _Value("a string", lambda value: isinstance(value, str))
 _SHAPE = _Value("a list of sizes", _are_ints)
 _DTYPE = _Value("the name of a dtype", _is_dtype)
 _DIGEST = _Value(f"{LANES} numbers of 32 bits", lambda lanes: _are_ints(lanes, 0, 2**32 - 1) and len(lanes) == LANES)
 _LEAF = {
     "path": _TEXT,
     "shape": lambda leaf: _NULL if leaf["shape"] is None else _SHAPE,
-    "dtype": lambda leaf: _NULL._replace(expected="null, since the shape is") if leaf["shape"] is None else _DTYPE,
+    "dtype": lambda leaf: _NULL._replace(expected="null, like the shape") if leaf["shape"] is None else _DTYPE,
     "frozen": _frozen_schema,
 }
 _STATE = {"path": _TEXT, "shape": _SHAPE, "dtype": _DTYPE, "part": _part_schema}
@@ -281,9 +281,9 @@ def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTr
         raise value_error(
             "no optimizer state in the checkpoint",
             at=at,
-            got="a template of one",
-            expected="opt_state=None, since none was given to checkpoint.save",
-            fix="begin with a new state: tx.init(params)",
+            got="a template of an optimizer state",
+            expected="opt_state=None, since no state was given to checkpoint.save",
+            fix="create a new state: tx.init(params)",
         )
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
     _refuse_other_arrays(saved, state_record(template), "opt_state", "array", fix)
@@ -308,10 +308,10 @@ def refuse_other_spec(saved: Plan, given: Plan) -> None:
     for leaf, was, now in zip(saved.leaves, saved.selections, given.selections, strict=True):
         if was != now or not all(map(jax.numpy.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
             raise value_error(
-                "another spec than that of the checkpoint",
+                "the spec differs from the spec of the checkpoint",
                 at=leaf.path,
-                got=f"a spec by which it {now}",
-                expected=f"one by which it {was}, as it was saved",
+                got=f"a leaf that {now}",
+                expected=f"a leaf that {was}, as in the checkpoint",
                 fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
             )
 
