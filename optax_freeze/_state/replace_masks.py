@@ -30,26 +30,24 @@ def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptS
     """Replaces the dense masks or dynamic rows in an optimizer state, without recompiling.
 
     Call it between steps or inside a jitted function. Elements that stay trainable keep their moments, and newly
-    trainable elements start as in ``init``. If an optimizer trains nothing but rows that are all replaced (a label of
+    trainable ones start as in ``init``. If an optimizer trains nothing but rows that are all replaced (a label of
     ``optax.multi_transform``, a group of :func:`optax_freeze.freeze_when`), the counts beside its moments restart, too.
-    Otherwise they continue, and Adam's first step on a new row is up to 3.2 times the usual one. Schedule steps
-    continue in any case.
+    Otherwise Adam's first step on a new row is up to 3.2 times the usual one. Schedule steps always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
         :func:`optax_freeze.freeze_when` (only dynamic rows), alone or inside another state.
       masks: the new masks. A key is the path of a leaf, or a pattern or selector for all matching leaves with a mask;
-        the first match counts. A value is a boolean array of the leaf's shape, True where frozen. For leaves that were
-        frozen by :func:`optax_freeze.rows` of a JAX array, it is again rows of a JAX array, with as many trainable
-        rows as before.
+        the first match counts. A value is a boolean array of the leaf's shape, True where frozen. For leaves frozen by
+        :func:`optax_freeze.rows` of a JAX array, it is such rows again, with as many trainable rows as before.
 
     Returns:
       The state with the new masks.
 
     Raises:
-      ValueError: if a path or pattern matches no leaf with such a mask; if an array has the wrong shape; if the number
-        of trainable rows, or of trainable elements of a compact mask, changes; if the optimizer state starts from the
-        values of the parameters, which are not given here. The given state is not changed.
+      ValueError: if a key matches no leaf with such a mask; if an array has the wrong shape; if the number of trainable
+        rows, or of trainable elements of a compact mask, changes; if the optimizer state starts from the values of the
+        parameters, which are not given here. The given state is not changed.
       TypeError: if a mask has another type.
 
     Example:
@@ -137,8 +135,7 @@ def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
 def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> FreezeWhenState:
     """The state of ``freeze_when`` with new rows for its groups, and so other rows for the remaining optimizers."""
     olds = plans_of(node)
-    # A group's mask names the group's rows, but in the group's plan these rows are trainable.
-    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}
+    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # rows of the group
     own = [
         _new_masks(plan, new) if node.groups[name].masks != () else []
         for name, plan in zip(olds.names, olds.plans, strict=False)
@@ -266,7 +263,7 @@ def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, pat
 
 
 def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> Any:
-    """Restarts the counts beside moments whose rows were all replaced, and line searches beside any new mask.
+    """Restarts the counts beside moments whose rows were all replaced, and line searches with any new mask.
 
     Args:
       after: the state, with its moments rearranged for the new masks.
@@ -281,9 +278,7 @@ def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> An
     if not replaced:
         return after
     entries = entries_of(after, {leaf.path: leaf.shape for old, _ in plans.values() for leaf in old.leaves})
-    beside: dict[
-        Any, dict[str, set[str]]
-    ] = {}  # by group and address: the parameter-like trees there, and their leaves
+    beside: dict[Any, dict[str, set[str]]] = {}  # by group and address: the trees like the parameters, and their leaves
     for entry in entries:
         if entry.leaf is not None and entry.is_array:
             parent, _, tree = entry.tree.rpartition("/")
