@@ -258,7 +258,7 @@ class TestSteps:
             lambda: checkpoint.restore(tmp_path / "file", base),
             lambda: checkpoint.latest_step(tmp_path / "file"),
         ):
-            with pytest.raises(ValueError, match=r"no directory(.|\n)*got: a file"):
+            with pytest.raises(ValueError, match=r"not a directory(.|\n)*got: a file"):
                 call()
 
     def test_in_the_background(self, base, tmp_path):
@@ -375,7 +375,7 @@ class TestWrongInput:
         record = json.loads(file.read_text())
         number = record["format"] + 1
         file.write_text(json.dumps({**record, "format": number}))
-        newer = rf"of a newer optax_freeze\n  at: {saved / '2'}\n  got: format {number}(.|\n)*fix: install a newer"
+        newer = rf"by a newer optax_freeze\n  at: {saved / '2'}\n  got: format {number}(.|\n)*fix: install a newer"
         with pytest.raises(ValueError, match=newer):
             checkpoint.restore(saved, base)
         assert main([str(saved)]) == 2
@@ -436,11 +436,11 @@ FIELDS = {
     "format": ([0, -5, math.nan, math.inf, 1.0, True, "1", None, [1]], "a number, 1 or more"),
     "leaves": ([None, {}, "leaves", 3], "a list of leaves"),
     "leaves[0]": ([None, [], "leaf", 3], "a JSON object"),
-    "leaves[0].path": ([None, 3, ["compact"]], "a text"),
+    "leaves[0].path": ([None, 3, ["compact"]], "a string"),
     "leaves[0].shape": ([3, "3", [3.0], [-3], [True], [None], {}, math.nan], "a list of sizes"),
     "leaves[0].dtype": ([None, 3, "float33", "", "i4,i4", "O", "("], "the name of a dtype"),
-    "leaves[4].dtype": (["float32"], "null, since the shape is"),
-    "leaves[0].frozen": ([None, 1, "true", [True]], "true, false, or, of an array of numbers, which part"),
+    "leaves[4].dtype": (["float32"], "null, like the shape"),
+    "leaves[0].frozen": ([None, 1, "true", [True]], "true, false, or, for a numeric array, the frozen part"),
     "leaves[2].frozen": ([{"axis": 0, "rows": [[0, 1, 1]], "train": True}, 0], "true, false, or"),
     "leaves[4].frozen": ([{"compact": False, "count": None}], "true, false, or"),
     "leaves[0].frozen.compact": ([None, 1, "true"], "true or false"),
@@ -451,11 +451,11 @@ FIELDS = {
     "leaves[5].frozen.rows": (ROWS, "ascending [start, stop, step], within the leaf"),
     "opt_state": ([3, {}, "state", True], "a list of arrays, or null"),
     "opt_state[0]": ([None, [], 3], "a JSON object"),
-    "opt_state[0].path": ([None, 3], "a text"),
+    "opt_state[0].path": ([None, 3], "a string"),
     "opt_state[0].shape": ([None, 3, [-1], [math.nan]], "a list of sizes"),
     "opt_state[0].dtype": ([None, "bool33"], "the name of a dtype"),
     "opt_state[0].part": ([True, -1, 1.0, "rows", []], "rows, a number of elements, or null"),
-    "frozen": ([{}, {"compact": [0] * 4}], "those of the frozen leaves"),
+    "frozen": ([{}, {"compact": [0] * 4}], "the paths of the frozen leaves"),
     "frozen['key']": ([None, [], [0] * 3, [0] * 5, [2**32] * 4, [-1] * 4, [0.0] * 4, ["0"] * 4, 0], "4 numbers"),
 }
 
@@ -503,7 +503,7 @@ class TestDamagedRecords:
 
     def test_two_leaves_with_one_path(self, recorded, refused):
         told = refused(json.dumps(put(json.loads(recorded[2]), "leaves[0].path", "rows")))
-        assert re.search(r"spec: leaves\n(.|\n)*a path of its own", told)
+        assert re.search(r"spec: leaves\n(.|\n)*a different path", told)
 
     @pytest.mark.parametrize("top", [[], None, 3, "record", math.nan, True])
     def test_another_type_at_the_top(self, refused, top):
@@ -645,5 +645,5 @@ def test_two_processes(tmp_path):
     assert len(digests) == 4
     assert len(set(digests)) == 1
     for out, _ in told:
-        assert "refused: processes differ in what is frozen\n  at: process 1\n  got: the fingerprint " in out
+        assert "refused: processes differ in the spec\n  at: process 1\n  got: the fingerprint " in out
         assert "latest: 3" in out

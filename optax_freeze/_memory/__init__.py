@@ -1,1 +1,1 @@
-"""Where frozen parameters lie."""
+"""Moving frozen parameters to host memory."""

@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer state does no update read now, so that they may lie in the host's memory?"""
+"""Moves the optimizer state of groups that are frozen now, which updates do not read, to host memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from optax_freeze._state.set_frozen import currently_frozen, map_states
 def with_idle_groups(
     state: PyTree, min_bytes: int, to_host: Callable[[Any], Any], to_device: Callable[[Any], Any]
 ) -> PyTree:
-    """A state whose groups that are frozen now lie on the host, but for small arrays, and the others on the device."""
+    """Moves the arrays of frozen groups to the host, except small ones, and those of the other groups to the device."""
 
     def placed(leaf: Any, is_idle: bool) -> Any:
         if not isinstance(leaf, jax.Array) or not leaf.ndim or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -35,7 +35,7 @@ def with_idle_groups(
                 "which groups are frozen now is not known inside of jit",
                 at="fz.offload(state)",
                 got="a traced state",
-                expected="a state with values: where an array lies is part of the program",
+                expected="a state with values, since the memory of its arrays is part of the compiled program",
                 fix="call fz.offload(state) between steps, after the step in which groups freeze or thaw",
             )
         return node._replace(groups={name: in_group(node.groups[name], frozen[name]) for name in node.groups})
@@ -44,6 +44,6 @@ def with_idle_groups(
 
 
 def has_groups(tree: PyTree) -> bool:
-    """Whether there is a state of ``freeze_when`` in a tree."""
+    """Whether a tree contains a state of ``freeze_when``."""
     is_state = lambda node: isinstance(node, FreezeWhenState)  # noqa: E731
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))

@@ -1,7 +1,7 @@
-"""Frozen stacks of weights in the host's memory, from where each layer is read when it is needed.
+"""Keeps frozen stacks of weights in host memory, from where each layer is read when it is needed.
 
-Programs read frozen weights once for each layer, in an order that is known, so they need not lie on the device. JAX's
-own way is ``jax.device_put`` with a memory kind, leaf by leaf; here the spec says which leaves may go.
+Programs read frozen weights layer by layer in a known order, so the weights need not be stored on the device. With JAX
+alone you call ``jax.device_put`` with a memory kind for each leaf. Here the spec decides which leaves can be moved.
 """
 
 import dataclasses
@@ -26,31 +26,32 @@ from optax_freeze._spec.tree import Leaf, PyTree, Rest
 
 
 def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20) -> PyTree:
-    """Moves frozen stacks of weights to the host's memory, from where programs read them.
+    """Moves frozen stacks of weights to host memory, from where programs read them layer by layer.
 
-    A leaf moves if it has three or more axes and at least ``min_bytes`` bytes, and is frozen, whole or by static rows.
-    It keeps its sharding, with the memory kind ``pinned_host``. Everything else stays as it is, the same object:
-    trainable parameters, leaves with dense masks or dynamic rows, vectors and matrices, PRNG keys, objects. What is on
-    the host already stays there while it is frozen, and comes back to the device if it trains under this spec. An array
-    that stands at a second path, where it does not move, stays.
+    A leaf is moved if it has three or more axes and at least ``min_bytes`` bytes, and is frozen completely or by static
+    rows. It keeps its sharding, with the memory kind ``pinned_host``. All other leaves are returned unchanged, as the
+    same objects: trainable parameters, leaves with dense masks or dynamic rows, vectors and matrices, PRNG keys, and
+    objects. A leaf that is on the host already stays there while it is frozen, and returns to the device if it is
+    trainable under this spec. An array at several paths is moved only if it can be moved at each of them.
 
-    Of an optimizer state of :func:`optax_freeze.freeze_when`, ``fz.offload(state)`` moves the arrays of groups that are
-    frozen now, and brings back those of groups that train. Updates take them where they are; call it again between
-    steps whenever groups freeze or thaw. Each such change is another program.
+    For an optimizer state of :func:`optax_freeze.freeze_when`, ``fz.offload(state)`` moves the arrays of groups that
+    are frozen now to the host, and those of trainable groups back to the device. Updates work with either. Call it
+    again between steps whenever groups freeze or thaw. Each such change needs another compiled step.
 
     Args:
-      tree: any pytree of arrays. NumPy arrays go to the host's memory directly, and never lie on the device; those of
-        a dtype that JAX would cut (float64 without 64-bit mode) stay. Inside of ``jit``, the compiler moves the arrays.
-        A ``jax.ShapeDtypeStruct`` gets the sharding that its array would have; then nothing is allocated.
-      frozen: what is frozen, in any form; left out with an optimizer state.
-      min_bytes: the size from which a leaf moves, counted over all devices.
+      tree: any pytree of arrays. NumPy arrays are moved to pinned host memory directly, without using device memory.
+        NumPy arrays whose dtype JAX would truncate (float64 without 64-bit mode) are not moved. Inside ``jit``, the
+        compiler moves the arrays. A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array, and nothing is
+        allocated.
+      frozen: the frozen parameters, as a spec of any form. Omit it for an optimizer state.
+      min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
     Returns:
-      The tree with the moved leaves in the place of the others. Drop the old tree to free the device's memory.
+      The tree with the moved leaves. Drop the old tree to free device memory.
 
     Raises:
       ValueError: if the spec does not fit; if ``min_bytes`` is negative; if the devices have no pinned host memory; if
-        the types of this release of JAX do not say in which memory an array is.
+        the array types of this JAX release do not include the memory space.
       TypeError: if ``min_bytes`` is not an int, or ``frozen`` is missing.
 
     Example:
@@ -64,14 +65,14 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
       True
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
-    min_bytes = whole_number("a size from which leaves move is counted in bytes", min_bytes, at="min_bytes", fix=fix)
+    min_bytes = whole_number("min_bytes is a number of bytes", min_bytes, at="min_bytes", fix=fix)
     if frozen is None and has_groups(tree):
         return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(
             "fz.offload was not told what is frozen",
             at="fz.offload",
-            got="a tree alone",
+            got="only a tree",
             expected="fz.offload(params, frozen), or fz.offload(state) with the state of fz.freeze_when",
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
         )
@@ -79,13 +80,13 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     values, treedef = _tree.flatten(tree)
     leaves = list(zip(values, plan.leaves, plan.selections, strict=True))
     stays = {id(value) for value, leaf, selection in leaves if not _streams(value, leaf, selection, min_bytes)}
-    moves = {id(value): value for value in values if id(value) not in stays}  # once, where it stands twice
+    moves = {id(value): value for value in values if id(value) not in stays}  # an array at two paths only once
     moved = {number: _to_host(value) for number, value in moves.items()}
     return jax.tree.unflatten(treedef, [moved.get(id(v), _back(v, selection)) for v, _, selection in leaves])
 
 
 def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int) -> bool:
-    """Whether a leaf can be read from the host: a large stack that is frozen but for static rows."""
+    """Whether a leaf can be read from the host: a large stack that is frozen completely or by static rows."""
     selection = value.selection if isinstance(value, Rest) else selection
     if leaf.shape is None or len(leaf.shape) < 3 or leaf.index is not None or not may_stay_on_host(selection):
         return False
@@ -96,7 +97,7 @@ def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int) -> bo
 
 
 def _to_host(value: Any) -> Any:
-    """A leaf in the host's memory: itself, if it is there."""
+    """The leaf in host memory; the same object if it is there already."""
     if isinstance(value, Rest):
         return dataclasses.replace(value, array=_to_host(value.array))
     if is_on_host(value) or not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
@@ -109,7 +110,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _back(value: Any, selection: Selection) -> Any:
-    """A leaf that does not move: on the device, if it may not lie in the host's memory."""
+    """A leaf that is not moved to the host. It returns to the device if it may not be in host memory."""
     return value if may_stay_on_host(selection) else _to_device(value)
 
 
@@ -120,9 +121,9 @@ def _to_device(value: Any) -> Any:
 
 
 def _with_rows_apart(value: Any, sharding: Sharding) -> Any:
-    """A sharding for the host's memory, with a layout in which a TPU reads rows.
+    """A sharding in host memory, for 8-bit values on a TPU with a layout from which it can read single rows.
 
-    By default a TPU keeps numbers of 8 bits in tiles of 32 rows, of which it cannot slice: it copies the stack.
+    By default a TPU stores 8-bit values in tiles of 32 rows. It cannot slice these tiles, and copies the whole stack.
     """
     platforms = {device.platform for device in _devices(sharding)}
     if platforms != {"tpu"} or np.dtype(value.dtype).itemsize != 1:
@@ -137,14 +138,14 @@ def _placed(value: Any, sharding: Any) -> Any:
 
 
 def _default_device() -> Any:
-    """Where JAX puts an array that nobody has placed."""
+    """The device on which JAX puts arrays by default."""
     config: Any = jax.config
     device = config.jax_default_device
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device or jax.local_devices()[0]
 
 
 def _refuse_no_host_memory(sharding: Sharding) -> None:
-    """A ``ValueError`` unless arrays of a sharding may lie in the host's memory."""
+    """Raises a ``ValueError`` if arrays with this sharding cannot be moved to host memory."""
     for device in _devices(sharding):
         kinds = _memory_kinds(device)
         if kinds is not None and HOST not in kinds:
@@ -157,7 +158,7 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
             )
     if not _types_say_memory():
         raise value_error(
-            "this JAX does not say in the types of arrays in which memory they are",
+            "this release of JAX does not include the memory of an array in its type",
             at="jax",
             got=f"JAX {jax.__version__}",
             expected="a release in which jax.typeof(array) is float32<host>[...] for an array on the host",
@@ -166,13 +167,13 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
 
 
 def _devices(sharding: Sharding) -> set[Any]:
-    """The devices of a sharding; none on a mesh that is only described."""
+    """The devices of a sharding; an empty set for an ``AbstractMesh``."""
     is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     return set() if is_abstract else sharding.device_set
 
 
 def _memory_kinds(device: Any) -> list[str] | None:
-    """The kinds of memory of a device; None where it does not say: in another process, or only described."""
+    """The memory kinds of a device, or None if unknown, as for devices of other processes or of a topology."""
     try:
         return [memory.kind for memory in device.addressable_memories()] or None
     except Exception:
@@ -181,7 +182,7 @@ def _memory_kinds(device: Any) -> list[str] | None:
 
 @functools.cache
 def _types_say_memory() -> bool:
-    """Whether an array on the host has another type than one on the device, which came after JAX 0.7."""
+    """Whether the type of an array includes its memory space, which it does in releases after JAX 0.7."""
     devices = [device for device in jax.local_devices() if HOST in (_memory_kinds(device) or ())]
     if not devices:
         return True

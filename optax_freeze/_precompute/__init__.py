@@ -1,1 +1,1 @@
-"""What is computed once for each batch, and not in every epoch."""
+"""Computing the output of frozen layers once for each batch instead of in every epoch."""

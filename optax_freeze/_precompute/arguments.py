@@ -1,4 +1,4 @@
-"""Which arguments of a function come again with the same values?"""
+"""Tells the recurring arguments of a function (same values in every epoch) from the others."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from optax_freeze._spec.tree import name_of
 
 
 class Argument(NamedTuple):
-    """A leaf of the arguments: its value, its name for people, and whether it comes again with these features."""
+    """A leaf of the arguments: its value, its name in messages, and whether it recurs with the features."""
 
     value: Any
     name: str
@@ -19,22 +19,22 @@ class Argument(NamedTuple):
 
     @property
     def is_input(self) -> bool:
-        """Whether it is an input of the program; else it is a constant of the trace, as ``jit`` has static ones.
+        """Whether the leaf is traced as an input; otherwise it is a constant, like a static argument of ``jit``.
 
-        The value of a Python number that does not recur must not be looked at; one that does may be branched on.
+        Recurring Python numbers are constants, so Python may branch on them; other Python numbers are traced.
         """
         number = isinstance(self.value, (int, float, complex)) and not isinstance(self.value, bool)
         return is_array(self.value) or (number and not self.recurs)
 
 
 class Arguments:
-    """The arguments of a function after the parameters, of which some recur."""
+    """The arguments of a function after the parameters, and which of them recur."""
 
     def __init__(self, fun: Callable[..., Any], recurring: int | str | Sequence[int | str]) -> None:
         several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
         if not several or not all(is_int(which) or isinstance(which, str) for which in several):
             raise type_error(
-                "no argument",
+                "`recurring` does not name an argument",
                 at="recurring",
                 got=described(recurring),
                 expected="the position or the name of an argument, or several of these",
@@ -47,7 +47,7 @@ class Arguments:
         self.recurring = {self._name(which) for which in several}
         if self._name(0) in self.recurring or any(is_int(w) and w < 0 for w in several):
             raise value_error(
-                "the parameters do not recur: some of them train",
+                "`recurring` must name arguments after the parameters",
                 at="recurring",
                 got=described(recurring),
                 expected="positions from 1 on, or names of arguments after the parameters",
@@ -55,18 +55,18 @@ class Arguments:
             )
 
     def _name(self, which: Any) -> Any:
-        """The name of an argument; its position where that is not known."""
+        """The name of an argument, or its position if the name is not known."""
         return self.names[which] if is_int(which) and 0 <= which < len(self.names) else which
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Argument], Any]:
-        """The leaves of the arguments of a call, and the treedef of ``(args, kwargs)``."""
+        """Returns the leaves of the arguments of a call, and the treedef of ``(args, kwargs)``."""
         given = [*map(self._name, range(1, len(args) + 1)), *kwargs]
         if missing := self.recurring.difference(given):
             raise value_error(
                 "there is no such argument",
                 at=f"recurring={missing.pop()!r}",
                 got=f"a call with the arguments {given}",
-                expected="the argument whose values come again with these features",
+                expected="the position or the name of an argument of this call",
                 fix="recurring counts the parameters as 0; `after` takes the features before the other arguments",
             )
         with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))

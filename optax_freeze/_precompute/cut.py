@@ -1,7 +1,7 @@
-"""Where is a program divided, so that what is known beforehand is computed once and the least is stored?
+"""Divides a program into a part that is computed once and the rest, so that the fewest bytes are stored in between.
 
-A minimum cut by bytes. A stored value costs its bytes; an operation that is cheap is repeated for nothing where its
-operands are there; inputs of the program are always there. The flow algorithm is scipy's, which JAX brings.
+This is a minimum cut. Storing a value costs its bytes, repeating a cheap operation on available operands costs nothing,
+and inputs of the program are always available. The flow algorithm comes from scipy, a dependency of JAX.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +21,17 @@ layout_constraint log2 mesh_cast optimization_barrier pad pcast population_count
 reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor reshape reshard rev sharding_constraint shift_left
 shift_right_arithmetic shift_right_logical slice split squeeze stack tile transpose unstack
 """
-"""Operations that cost about as much as reading their operands: repeated in each step instead of stored."""
+"""Operations that cost about as much as reading their operands. Each step repeats them instead of storing results."""
 
 _PROGRAMS = "checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2"
-"""Operations that are as cheap as all of the operations in their programs."""
+"""Operations that contain a program, and are cheap if all operations in it are."""
 
 _INFINITE = 2**30
-"""More than all bytes together, which are counted in units of so many that this holds: scipy's flow has 32 bits."""
+"""More than the bytes of all values, counted in units chosen so that this holds: scipy's flow is limited to 32 bits."""
 
 
 class Cut(NamedTuple):
-    """What is stored, and the operations before and after."""
+    """The values to store, and the operations before and after the cut."""
 
     stored: list[int]
     before: list[Node]
@@ -39,13 +39,13 @@ class Cut(NamedTuple):
 
 
 class NoCut(NamedTuple):
-    """A value that had to be stored and cannot be."""
+    """There is no cut, because this value would have to be stored and cannot be."""
 
     value: int
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Whether an operation is repeated rather than stored."""
+    """Whether an operation is repeated in each step rather than its results stored."""
     name = eqn.primitive.name
     if name in CHEAP.split():
         return True
@@ -55,7 +55,10 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def after_of(program: Program) -> tuple[list[Node], set[int]]:
-    """The operations that cannot be computed beforehand and matter, and the known values that they or outputs read."""
+    """The operations needed in each step, and the known values read by these operations or by the outputs.
+
+    These are the operations that cannot be computed beforehand and that an output depends on, or that have effects.
+    """
     wanted = {value for value in program.outputs if isinstance(value, int)}
     nodes = []
     for node in reversed(program.nodes):
@@ -67,9 +70,9 @@ def after_of(program: Program) -> tuple[list[Node], set[int]]:
 
 
 def first_dependent(program: Program, why_not: Sequence[str]) -> list[tuple[Node, str]]:
-    """On each path the first operation that reads something known and cannot be computed beforehand, and why.
+    """On each path, the first operation that reads a computed value but cannot be computed beforehand, and why.
 
-    ``why_not`` says of each input why it is not known; it is empty for one that is.
+    ``why_not`` gives the reason why each input is not known, or an empty string if it is known.
     """
     why = {i: reason for i, reason in enumerate(why_not) if reason}
     computed = {i for i, reason in enumerate(why_not) if not reason}
@@ -93,18 +96,18 @@ def first_dependent(program: Program, why_not: Sequence[str]) -> list[tuple[Node
 
 
 def minimum_cut(program: Program, dear: Sequence[bool], cost: Sequence[int | None]) -> Cut | NoCut:
-    """The values to store, of least bytes in all; of equal ones the last.
+    """Finds the values to store with the fewest bytes in total; among equal cuts, the last one in the program.
 
     Args:
       program: the program.
-      dear: for each node whether it is never repeated.
-      cost: for each value its bytes, None where it cannot be stored.
+      dear: for each node, whether it is too expensive to repeat.
+      cost: for each value, its bytes, or None if it cannot be stored.
     """
     after, wanted = after_of(program)
     made_by = {value: i for i, node in enumerate(program.nodes) for value in node.outputs if program.known[value]}
 
     def upwards(values: Iterable[int], stop: Callable[[int], bool]) -> set[int]:
-        """Values and what they are computed from, up to the inputs; ``stop``: and no further than there."""
+        """These values and all that they are computed from. The search does not go beyond a value with ``stop``."""
         found, left = set(), [value for value in values if value in made_by]
         while left:
             if (value := left.pop()) not in found:

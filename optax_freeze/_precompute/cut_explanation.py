@@ -1,4 +1,4 @@
-"""What is computed once, what is stored, and what stands in the way of more?"""
+"""Explains what is computed once, what is stored, and which operations prevent computing more once."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Feature:
       shape: its shape.
       dtype: its dtype.
       bytes: its size.
-      operation: what computes it, with the source line.
+      operation: the operation that computes it, with the source line.
     """
 
     shape: tuple[int, ...]
@@ -30,15 +30,16 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class CutExplanation:
-    """The result of ``explain`` of :func:`optax_freeze.precompute`; print it, or draw it.
+    """Explains how :func:`optax_freeze.precompute` divides a function. Print it, or draw it with ``plot``.
 
     Attributes:
-      features: what is stored.
-      flops_before: the floating-point operations of the forward pass that are computed once.
-      flops_after: those of the forward pass in each step.
-      not_needed: the paths of the leaves that a step no longer reads; of a leaf frozen by rows, its frozen rows.
-      not_needed_bytes: their size.
-      stopped_by: on each path the first operation that cannot be computed once, and why.
+      features: the stored values, a tuple of :class:`Feature`.
+      flops_before: the number of floating-point operations of the forward pass that are computed once.
+      flops_after: the number of floating-point operations of the forward pass in each step.
+      not_needed: the paths of the leaves that a step no longer reads. Of a leaf frozen by rows, the step no longer
+        reads the frozen rows.
+      not_needed_bytes: the bytes of these leaves and rows.
+      stopped_by: on each path, the first operation that cannot be computed once, and the reason.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -77,10 +78,10 @@ class CutExplanation:
         return "\n".join(map(printable, lines))
 
     def plot(self, ax: Any = None) -> Any:
-        """Draws the forward pass as two bars: what is computed once, and what each step computes.
+        """Draws two bars: the operations of the forward pass computed once, and those computed in each step.
 
         Args:
-          ax: matplotlib axes; by default those of a new figure.
+          ax: matplotlib axes. By default a new figure is created.
 
         Returns:
           The axes.
@@ -98,7 +99,7 @@ class CutExplanation:
 
 
 def _first(items: Iterable[str]) -> list[str]:
-    """The first few of these, and how many more there are."""
+    """The first few items, and how many more there are."""
     lines = [f"  {item}" for item in items]
     return lines if len(lines) <= _MOST else [*lines[:_MOST], f"  and {len(lines) - _MOST} more"]
 

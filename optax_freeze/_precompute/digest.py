@@ -1,4 +1,4 @@
-"""Which program computed some features? Its digest says, in every process."""
+"""A digest of the program that computes features, the same in every process."""
 
 import fractions
 import functools
@@ -20,12 +20,12 @@ from optax_freeze._precompute.program import Program
 
 
 def digest(text: str) -> str:
-    """The digest of a text of a program."""
+    """Hashes the text of a program."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def text_of(program: Program, inputs: Sequence[str], cut: Cut) -> str:
-    """The operations before a cut as a text: the same in every process. ``inputs`` are the names of the inputs."""
+    """The operations before a cut as text, the same in every process. ``inputs`` are the names of the inputs."""
     names, lines, count = dict(enumerate(inputs)), [], itertools.count()
     names |= {value: f"constant {_of_constant(const)}" for value, const in program.consts.items()}
 
@@ -47,7 +47,10 @@ def text_of(program: Program, inputs: Sequence[str], cut: Cut) -> str:
 
 
 def without_count(text: str, twice: str, count: int) -> str:
-    """A text without the number of examples, from that of as many and that of twice as many."""
+    """Replaces the numbers in ``text`` that depend on the number of examples, so that any number gives the same text.
+
+    ``text`` is the program for ``count`` examples, and ``twice`` the program for twice as many.
+    """
     numbers, others = (re.findall(r"\d+", each) for each in (text, twice))
     if re.split(r"\d+", text) != re.split(r"\d+", twice):
         return text
@@ -72,7 +75,7 @@ def _of_literal(literal: Any) -> str:
 
 
 def _of_constant(const: Any) -> str:
-    """A digest of the values of a constant, in letters; of a large one of a part of them."""
+    """A digest of the values of a constant, without digits. Of a large constant, only some of the values are hashed."""
     if hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
         const = jax.random.key_data(const)
     const = known(const)
@@ -86,11 +89,11 @@ def _of_constant(const: Any) -> str:
 _MOST_BYTES = 2**26
 
 _OF_TYPES = ("pvary", "pcast")
-"""Operations that say of a value that it varies over a mesh, inside of ``jax.shard_map``, and compute nothing."""
+"""Operations inside ``jax.shard_map`` that mark a value as varying over a mesh and compute nothing."""
 
 
 def _text(value: Any) -> str:
-    """A text of a param of an operation that is the same in every process."""
+    """A parameter of an operation as text, the same in every process."""
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
         jaxpr, consts = opened(value)
         numbers: dict[Any, int] = {}

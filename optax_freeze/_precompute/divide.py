@@ -1,7 +1,7 @@
-"""A function of parameters and arguments, divided into what can be computed beforehand and the rest.
+"""Divides a function of parameters and arguments into a part that can be computed beforehand and the rest.
 
-The trace is that of :func:`optax_freeze.restrict`, so the frozen and the trainable rows of a leaf are apart, and the
-frozen stretch of a ``scan`` is computed beforehand.
+The function is traced as in :func:`optax_freeze.restrict`, with the frozen and the trainable rows of a leaf as separate
+inputs. So the steps of a ``scan`` over frozen rows can be computed beforehand.
 """
 
 import contextlib
@@ -27,20 +27,23 @@ from optax_freeze._spec.plan import Plan
 
 
 class Division(NamedTuple):
-    """The program of a function, divided."""
+    """The traced program of a function, and where it is divided."""
 
     program: Program
     inputs: list[Input]
     plan: Plan
     cut: Cut
-    layouts: list[Any]  # of what is stored; None without an axis of examples
+    layouts: list[Any]  # of the stored values; None without an example axis
     digest: str
     treedef: Any
     flat: list[Any]
 
     @property
     def read_again(self) -> dict[int, Node | None]:
-        """The leaves whose frozen part is read after the cut, and the first operation that does it; None: returned."""
+        """For each leaf whose frozen part is read after the cut, the first operation that reads it.
+
+        The operation is None if the frozen part is only returned.
+        """
         found: dict[int, Node | None] = {}
         readers = [(node, node.reads) for node in self.cut.after]
         for node, values in (*readers, (None, {x for x in self.program.outputs if isinstance(x, int)})):
@@ -51,21 +54,21 @@ class Division(NamedTuple):
 
     @property
     def stopped_by(self) -> list[tuple[Node, str]]:
-        """On each path the first operation that cannot be computed before, and why."""
+        """On each path, the first operation that cannot be computed beforehand, and why."""
         return first_dependent(self.program, [given.why for given in self.inputs])
 
     @property
     def features(self) -> list[jax.ShapeDtypeStruct]:
-        """The features without values."""
+        """The shapes and dtypes of the features."""
         return jax.eval_shape(lambda arrays: self._by_example(arrays), [self._struct(v) for v in self.cut.stored])
 
     def before(self) -> list[Any]:
-        """The features."""
+        """Computes the features."""
         known = {i: value for i, value in self._values.items() if not self.inputs[i].why}
         return self._by_example(self.program.evaluate(self.cut.before, known, self.cut.stored))
 
     def after(self, features: Sequence[Any]) -> Any:
-        """The outputs of the function."""
+        """Computes the outputs of the function from the features."""
         stored = zip(self.cut.stored, self._by_batch(features), strict=True)
         values = {**self._values, **dict(stored)}
         outs = iter(self.program.evaluate(self.cut.after, values, self.program.outputs))
@@ -73,7 +76,7 @@ class Division(NamedTuple):
 
     @property
     def _values(self) -> dict[int, Any]:
-        """The inputs; where a frozen one lies in the host's memory, frozen ones are read as late as possible."""
+        """The inputs by number. If a frozen one is in host memory, all frozen ones are read as late as possible."""
         late = any(is_on_host(given.value) for given in self.inputs)
         return {
             i: FrozenArray(given.value, is_late=True, on_host=is_on_host(given.value))
@@ -87,11 +90,11 @@ class Division(NamedTuple):
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
-        """Values of a program with the examples along the first axis."""
+        """Moves the examples of stored values to the first axis."""
         return [_examples_first(array, at) for array, at in zip(arrays, self.layouts, strict=True)]
 
     def _by_batch(self, features: Sequence[Any]) -> list[Any]:
-        """Features as values of the program."""
+        """Moves the examples of features back to where the program has them."""
         given = zip(features, self.layouts, self.cut.stored, strict=True)
         return [_as_in_program(array, at, self.program.avals[value].shape) for array, at, value in given]
 
@@ -120,7 +123,7 @@ def divide(
     args_treedef: Any,
     example_axis: int | None,
 ) -> Division:
-    """Traces ``fun(params, *args, **kwargs)``, which executes nothing, and divides its program."""
+    """Traces ``fun(params, *args, **kwargs)`` without executing anything, and divides its program."""
     inputs = inputs_of(plan, parts)
     traced = Traced(fun, plan, parts, arguments, args_treedef)
     names = [f"parameters {given.name}" for given in inputs]
@@ -138,12 +141,12 @@ def divide(
     if example_axis is not None:
         count = _examples(program, inputs, at)
         more = [_with_twice_the_examples(given, example_axis, count) for given in inputs[of_params:]]
-        with contextlib.suppress(Exception):  # a function may hold for one number of examples only
+        with contextlib.suppress(Exception):  # some functions accept only one number of examples
             twice = traced.again([*inputs[:of_params], *more])
             if len(twice.nodes) == len(program.nodes):
                 places = {id(node): i for i, node in enumerate(program.nodes)}
                 other = cut._replace(before=[twice.nodes[places[id(node)]] for node in cut.before])
-            else:  # inside of `jax.shard_map`, where shapes do not vary over the mesh
+            else:  # inside `jax.shard_map`, where shapes do not vary over the mesh
                 other = _divided(twice, inputs, of_params, _layouts(twice, inputs, of_params, example_axis))
             text = without_count(text, text_of(twice, names, other), count)
     return Division(program, inputs, plan, cut, stored_at, digest(text), traced.treedef, traced.flat)
@@ -158,7 +161,7 @@ def _with_twice_the_examples(given: Input, axis: int, count: int) -> Input:
 
 
 def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: int) -> list[Layout | Mixed | None]:
-    """Where the examples lie in each value that is known beforehand."""
+    """The axis of the examples in each value that is known beforehand."""
     sizes: dict[int, str] = {}
     given = []
     for i, (each, aval) in enumerate(zip(inputs, program.avals, strict=False)):
@@ -169,7 +172,7 @@ def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: in
             sizes.setdefault(shape[axis] if axis < len(shape) else -1, f"{each.name} of shape {shape}")
     if len(sizes) != 1 or -1 in sizes:
         raise value_error(
-            "the arguments that recur have no axis of examples in common",
+            "the recurring arguments have no common axis of examples",
             at=f"example_axis={axis}",
             got="; ".join(sizes.values()) or "no array with axes",
             expected=f"arrays with the examples of the batch along axis {axis}",
@@ -179,12 +182,12 @@ def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: in
 
 
 def _examples(program: Program, inputs: Sequence[Input], at: Any) -> int:
-    """How many examples the batch has."""
+    """The number of examples in the batch."""
     return next(program.avals[i].shape[at[i].axis] for i in range(len(inputs)) if at[i].axis is not None)
 
 
 def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list[Any] | None) -> Cut:
-    """The minimum cut of a program."""
+    """The minimum cut of a program; an error if nothing can be computed once, or if an operation mixes examples."""
     of_params_or_batch, of_trunk = _dependent(program, inputs, of_params)
     cheap = [is_cheap(node.eqn) or not here for node, here in zip(program.nodes, of_params_or_batch, strict=True)]
     if at is None:
@@ -215,23 +218,23 @@ def _divided(program: Program, inputs: Sequence[Input], of_params: int, at: list
         raise value_error(
             "there is nothing to compute once",
             at="the function",
-            got=reasons or "no operation on frozen parameters and the arguments that recur",
-            expected="an operation that depends on frozen parameters and on arguments that recur alone",
+            got=reasons or "no operation on frozen parameters and recurring arguments",
+            expected="an operation that depends only on frozen parameters and recurring arguments",
             fix="freeze the layers at the input, and name in `recurring` every argument that they read",
         )
     return found
 
 
 def _refuse_mixed(layouts: Sequence[Any]) -> None:
-    """Refuses values to which several examples contribute."""
+    """Raises a ``ValueError`` if several examples contribute to one of these values."""
     operation = next((layout.operation for layout in layouts if isinstance(layout, Mixed)), None)
     if operation is not None:
         raise value_error(
             "examples are mixed, so there are no features of single examples",
             at=operation,
-            got="an operation across the axis of the examples, or one that is not known to keep them apart",
-            expected="operations on each example alone, such as batch normalization with stored statistics",
-            fix="example_axis=None gives the features of whole batches, which then must not be shuffled",
+            got="an operation along the axis of the examples, or one without a rule that keeps them apart",
+            expected="operations on each example separately, such as batch normalization with stored statistics",
+            fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
         )
 
 
@@ -240,7 +243,7 @@ def _bytes(aval: Any) -> int:
 
 
 def _dependent(program: Program, inputs: Sequence[Input], of_params: int) -> tuple[list[bool], list[bool]]:
-    """For each operation whether it depends on frozen parameters or on an argument that recurs, and whether on both."""
+    """For each operation, whether it depends on frozen parameters or on recurring arguments, and whether on both."""
     frozen = {i for i in range(of_params) if not inputs[i].why}
     batch = {i for i in range(of_params, len(inputs)) if not inputs[i].why}
     for node in program.nodes:

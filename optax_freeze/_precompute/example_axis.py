@@ -1,7 +1,8 @@
-"""On which axis of each value do the examples of a batch lie, and which operation mixes them?
+"""Finds the axis of the examples of a batch in each value of a program, and the operations that mix examples.
 
-A value either belongs to examples, along one axis, or is shared by all. What is shared may be combined with what
-belongs to examples only if it is uniform along their axis: else an example's value would depend on its place.
+A value either has one entry per example, along one axis, or is shared by all examples. A shared value may be combined
+with per-example values only if it is uniform along the example axis. Otherwise the result for an example would depend
+on its position in the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +19,23 @@ from optax_freeze._precompute.program import Node, Program
 
 
 class Layout(NamedTuple):
-    """Where the examples lie: along ``axis``, each in ``block`` places of it; None if the value is shared."""
+    """The position of the examples: along ``axis``, ``block`` entries each. ``axis`` is None for a shared value."""
 
     axis: int | None = None
     block: int = 1
-    uniform: frozenset[int] = frozenset()  # axes along which all is the same
+    uniform: frozenset[int] = frozenset()  # axes along which all entries are equal
 
     @property
     def examples(self) -> tuple[int, int] | None:
-        """Axis and block."""
+        """The axis and the block, or None."""
         return None if self.axis is None else (self.axis, self.block)
 
     def moved(self, axes: dict[int, int]) -> "Layout":
-        """The layout where axes go to other places; a missing axis is gone, and takes the examples with it."""
+        """The layout after axes have moved, as a dict from old to new. An axis that is not in it has been removed.
+
+        Raises:
+          MixedError: if the axis of the examples has been removed.
+        """
         uniform = frozenset(axes[axis] for axis in self.uniform if axis in axes)
         if self.axis is not None and self.axis not in axes:
             raise MixedError
@@ -38,7 +43,7 @@ class Layout(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """A value to which several examples contribute since an operation: its name, and its place."""
+    """A value to which several examples contribute, and the operation that mixed them, with its source line."""
 
     operation: str
 
@@ -51,7 +56,7 @@ class MixedError(Exception):
 
 
 def layouts(program: Program, inputs: Sequence[Layout]) -> list[Layout | Mixed | None]:
-    """The layout of each value of a program that is known beforehand; None for the others."""
+    """The layout of each value of a program that is known beforehand, and None for each other value."""
     found: dict[int, Any] = dict(enumerate(inputs))
     found |= {value: _of_constant(const) for value, const in program.consts.items()}
     for node in program.nodes:
@@ -69,12 +74,12 @@ def layouts(program: Program, inputs: Sequence[Layout]) -> list[Layout | Mixed |
 
 
 def of_batch(shape: Sequence[int], axis: int) -> Layout:
-    """The layout of an argument with examples along ``axis``; one without axes is shared."""
+    """The layout of an argument with examples along ``axis``. A scalar is shared."""
     return Layout(axis if shape else None)
 
 
 def _of_constant(const: Any) -> Layout:
-    """The layout of a constant: uniform along an axis if its bits are."""
+    """The layout of a constant: shared, and uniform along each axis along which its bits are equal."""
     is_key = hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
     const = const if is_key else known(const)
     if not isinstance(const, np.ndarray) or not 0 < const.size <= 2**20:
@@ -84,7 +89,7 @@ def _of_constant(const: Any) -> Layout:
 
 
 def _through(eqn: Any, operands: Sequence[Layout]) -> list[Layout]:
-    """The layouts of the outputs of an operation."""
+    """The layouts of the outputs of an operation, by its rule."""
     shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
     rule = RULES.get(eqn.primitive.name)
     counts: set[int] = {of[x.axis] // x.block for of, x in zip(shapes, operands, strict=True) if x.axis is not None}
@@ -98,7 +103,7 @@ def _through(eqn: Any, operands: Sequence[Layout]) -> list[Layout]:
 
 
 def _of_shape(shape: Sequence[int], layout: Layout, counts: set[int]) -> Layout:
-    """A layout that a value of this shape can have: with as many examples as before."""
+    """The layout for a value of this shape, which must have as many examples as the operands."""
     if layout.axis is not None and (
         layout.axis >= len(shape) or {shape[layout.axis]} != {n * layout.block for n in counts}
     ):
@@ -118,7 +123,7 @@ def rule(names: str) -> Callable[..., Any]:
 
 
 def joined(shape: Sequence[int], shapes: Sequence[Any], operands: Sequence[Layout]) -> Layout:
-    """The layout of an elementwise result."""
+    """The layout of the result of an elementwise operation."""
     axes = range(len(shape))
     found = {(x.axis, x.block) for x in operands if x.axis is not None}
     uniform = [
@@ -140,7 +145,7 @@ def _call(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
 
 
 def _of_program(program: Any, operands: Sequence[Layout]) -> list[Layout]:
-    """The layouts of the outputs of a program within an operation."""
+    """The layouts of the outputs of a program that is a parameter of an operation."""
     jaxpr, consts = opened(program)
     found: dict[Any, Layout] = dict(zip(jaxpr.invars, operands, strict=True))
     found |= zip(jaxpr.constvars, map(_of_constant, consts), strict=True)
@@ -188,7 +193,7 @@ def _while(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
 
 
 def _carried(body: Any, consts: Any, carry: Any, xs: Any, shapes: Any) -> list[Layout]:
-    """The layouts of what a loop carries, the same before and after each step."""
+    """The layouts of the values that a loop carries, the same before and after each step."""
     carry = list(carry)
     while True:
         outs = _of_program(body, [*consts, *carry, *xs])[: len(carry)]

@@ -1,4 +1,4 @@
-"""Rules for operations: on which axis of the result do the examples lie?"""
+"""One rule per operation: the axis of the examples in its results, given their axis in its operands."""
 
 import math
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _squeeze(eqn: Any, shapes: Any, operands: Any) -> Layout:
 
 @rule("reshape")
 def _reshape(eqn: Any, shapes: Any, operands: Any) -> Layout:
-    """An axis goes where the axes before it have as many elements as before; the examples may be joined with others."""
+    """Finds the new axis with as many elements before it as the old one had. Examples may be merged with other axes."""
     [layout], [old], new = operands, shapes, eqn.params["new_sizes"]
     before = [math.prod(new[:i]) for i in range(len(new))]
 
@@ -83,7 +83,7 @@ def _reduce(eqn: Any, shapes: Any, operands: Any) -> Layout:
 
 
 def _along(axis: int, shapes: Any, operands: Any) -> Layout:
-    """The result of an operation along one axis, which the examples must not have."""
+    """The layout after an operation along one axis, which must not be the axis of the examples."""
     layout = joined(shapes[0], shapes, operands)
     if layout.axis == axis:
         raise MixedError
@@ -135,7 +135,7 @@ def _split(eqn: Any, shapes: Any, operands: Any) -> Layout:
 
 
 def _but_for(changed: Any, layout: Layout, *, keeps_uniform: bool = False) -> Layout:
-    """The result of an operation that changes places along these axes."""
+    """The layout after an operation that moves elements along these axes, none of which may hold the examples."""
     if layout.axis in changed:
         raise MixedError
     if keeps_uniform:
@@ -231,7 +231,7 @@ def _looked_up(
     of_array: dict[int, int],
     of_indices: dict[int, int],
 ) -> Layout:
-    """The result of a lookup: its axes come from the array or from the indices, batch axes from both."""
+    """The layout of the result of a lookup. Its axes come from the array or the indices, its batch axes from both."""
     beside = dict(zip(indices_batch, array_batch, strict=True))
     both = {of_indices[i] for i, a in beside.items() if i in indices.uniform and a in array.uniform}
     of_either = {of_indices[i] for i in indices.uniform if i in of_indices and i not in beside} | {

@@ -1,6 +1,6 @@
-"""How many floating-point operations has a program?
+"""Counts the floating-point operations of a program.
 
-XLA's own count takes the body of a loop once, and most models are loops over layers.
+XLA's own count includes the body of a loop only once, and many models are loops over layers.
 """
 
 import math
@@ -17,9 +17,9 @@ sharding_constraint slice split squeeze stop_gradient transpose
 
 
 def flops(eqns: Iterable[Any]) -> int:
-    """Two for each multiplication with addition in products, one for each element of other results.
+    """Counts two operations per multiply-add in a product, and one per element of any other result.
 
-    A ``while`` counts as one round, and a branch as the dearest of its alternatives.
+    A ``while`` loop counts as one iteration, and a ``cond`` as its most expensive branch.
     """
     return sum(map(_of_operation, eqns))
 

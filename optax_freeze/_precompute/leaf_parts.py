@@ -1,4 +1,4 @@
-"""What of a leaf trains, and what of it is frozen?"""
+"""Splits a leaf into its trainable part and its frozen part."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ from optax_freeze._spec.tree import HOLE, Leaf, Part, Rest
 
 
 class LeafParts(NamedTuple):
-    """The two parts of a leaf: what trains of it, and the frozen array; a hole in the place of either."""
+    """The trainable part of a leaf, and the frozen array; a hole for a part that does not exist."""
 
     trainable: Any
     frozen: Any
 
 
 def of_leaf(selection: Selection, value: Any) -> LeafParts:
-    """Both parts of a leaf; its frozen part is a constant of the gradient."""
+    """Both parts of a full leaf. The gradient treats the frozen part as a constant."""
     if selection is FROZEN:
         return LeafParts(HOLE, _constant(value))
     if selection is TRAINABLE or _tree.is_leaf(value) or isinstance(value, jax.ShapeDtypeStruct):
@@ -31,7 +31,7 @@ def of_leaf(selection: Selection, value: Any) -> LeafParts:
 
 
 def of_pair(leaf: Leaf, selection: Selection, trainable: Any, rest: Any) -> LeafParts:
-    """Both parts of a leaf of which the trainable part of a gradient, and the rest, are given."""
+    """Both parts of a leaf, given as in the two trees of :func:`optax_freeze.partition`."""
     if _tree.is_hole(trainable):
         return of_leaf(selection, rest)
     if selection is TRAINABLE:
@@ -40,11 +40,11 @@ def of_pair(leaf: Leaf, selection: Selection, trainable: Any, rest: Any) -> Leaf
     if selection.in_part and index == selection.part_index and (isinstance(rest, Rest) or index is not None):
         return LeafParts(trainable, rest.array if isinstance(rest, Rest) else HOLE)
     raise value_error(
-        "the features are those of another spec",
+        "the features were computed with a different spec",
         at=leaf.path,
-        got="a leaf of which more trains",
-        expected=f"a leaf that {selection}, as was said to fz.precompute",
-        fix="give one `frozen` to fz.precompute and to the gradient",
+        got="a leaf with more trainable elements",
+        expected=f"a leaf that {selection}, as in fz.precompute",
+        fix="pass the same `frozen` to fz.precompute and to the gradient",
     )
 
 
@@ -53,7 +53,7 @@ def _constant(value: Any) -> Any:
 
 
 def without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
-    """What is left of a leaf whose frozen part is not read."""
+    """The leaf without its frozen part."""
     if selection is FROZEN:
         return value if leaf.dtype is None else HOLE
     if not isinstance(selection, RowIndex):

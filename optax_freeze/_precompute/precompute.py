@@ -1,7 +1,7 @@
-"""What frozen parameters and a batch alone decide, computed once for the batch and not in every epoch.
+"""Computes everything that depends only on frozen parameters and a batch once, instead of in every epoch.
 
-The guides for transfer learning of Keras and Flax cut the model in two by hand to keep the features of a frozen
-encoder. Here the loss stays as it is: it is traced, and its program is divided.
+The transfer-learning guides of Keras and Flax split the model by hand to store the features of a frozen encoder. Here
+the loss stays as it is: it is traced, and its program is divided.
 """
 
 import math
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_pytree_node_class
 class Features(tuple[Any, ...]):
-    """The features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
+    """Stores the features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
 
-    Its static part says which program they were computed by, and the shapes of the parameters, so that the frozen
-    leaves which only that program reads may be missing later.
+    Its static part identifies the program that computed the features and holds the shapes of the parameters. So frozen
+    leaves that only this program reads may be missing later.
 
     Attributes:
-      arrays: what the tuple holds.
+      arrays: the arrays in the tuple.
       cut: a digest of the program; static.
-      leaves: the path and the shape of each parameter (a ``jax.ShapeDtypeStruct``, None for an object); static.
+      leaves: the path and shape of each parameter (a ``jax.ShapeDtypeStruct``, or None for an object); static.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -70,17 +70,17 @@ class Features(tuple[Any, ...]):
 
 
 class Precomputed:
-    """A function divided into what frozen parameters and a batch alone decide, and the rest.
+    """A function divided into ``before``, which is computed once for each batch, and ``after``, the rest.
 
-    Made by :func:`optax_freeze.precompute`.
+    Returned by :func:`optax_freeze.precompute`.
 
     Attributes:
       fun: the function.
-      frozen: what is frozen of its parameters.
-      recurring: which arguments recur.
-      example_axis: the axis of the examples in these, or None.
-      after: ``after(params, features, *args, **kwargs)`` is the function, from the features on. Frozen leaves that
-        only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
+      frozen: the spec of its frozen parameters.
+      recurring: the arguments that recur.
+      example_axis: the axis of the examples in the recurring arguments, or None.
+      after: ``after(params, features, *args, **kwargs)`` computes the result of the function from the features. Frozen
+        leaves that only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
         (``jax.ShapeDtypeStruct``).
 
     Example:
@@ -110,19 +110,19 @@ class Precomputed:
         return f"fz.precompute({name}, {described(self.frozen)})"
 
     def before(self, params: PyTree, /, *args: Any, **kwargs: Any) -> Features:
-        """The features of a batch: everything that is computed once. Call it inside ``jax.jit``.
+        """Computes the features of a batch: the values that are stored and reused. Call it inside ``jax.jit``.
 
         Args:
           params: the full parameters.
           *args: the other arguments of the function.
-          **kwargs: more of them.
+          **kwargs: its keyword arguments.
 
         Returns:
-          The features: a tuple of arrays. With ``example_axis`` each has the examples along its first axis.
+          The features: a tuple of arrays. With ``example_axis``, the examples are along the first axis of each array.
 
         Raises:
-          ValueError: if the spec does not fit; if there is nothing to compute once; if a parameter is missing; if
-            examples are mixed, with ``example_axis``; if the function cannot be traced.
+          ValueError: if the spec does not fit; if there is nothing to compute once; if a parameter is missing; if, with
+            ``example_axis``, an operation mixes examples; if the function cannot be traced.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz
@@ -136,19 +136,19 @@ class Precomputed:
         return Features(division.before(), division.digest, _structs(params))
 
     def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
-        """The parameters that ``after`` reads.
+        """Removes the frozen parameters that ``after`` does not read.
 
         Args:
           params: the full parameters, or their shapes.
           *args: the other arguments of the function, or their shapes.
-          **kwargs: more of them.
+          **kwargs: its keyword arguments.
 
         Returns:
-          ``params`` with a hole (``optax.MaskedNode()``) in the place of each frozen leaf that only ``before`` reads.
-          Of a leaf frozen by rows whose frozen rows are not read, the trainable rows are left, as a ``Part``.
+          ``params`` with a hole (``optax.MaskedNode()``) in place of each frozen leaf that only ``before`` reads. A
+          leaf frozen by rows whose frozen rows are not read is replaced by its trainable rows, as a ``Part``.
 
         Raises:
-          ValueError: as ``before`` does.
+          ValueError: in the same cases as ``before``.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz
@@ -170,18 +170,18 @@ class Precomputed:
         return jax.tree.unflatten(treedef, needed)
 
     def explain(self, params: PyTree, /, *args: Any, **kwargs: Any) -> CutExplanation:
-        """What is computed once, what is stored, which parameters a step no longer reads, and what stands in the way.
+        """Explains what is computed once, what is stored, and which operations prevent computing more once.
 
         Args:
           params: the full parameters, or their shapes.
           *args: the other arguments of the function, or their shapes.
-          **kwargs: more of them.
+          **kwargs: its keyword arguments.
 
         Returns:
-          A :class:`optax_freeze.CutExplanation`: print it, or ``plot()`` it.
+          A :class:`optax_freeze.CutExplanation`. Print it, or draw it with ``plot()``.
 
         Raises:
-          ValueError: as ``before`` does.
+          ValueError: in the same cases as ``before``.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz
@@ -221,7 +221,7 @@ class Precomputed:
         )
 
     def _of_params(self, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
-        """The division, from full parameters."""
+        """Divides the function for full parameters."""
         values = _tree.flatten(params)[0]
         fix = "give the full parameters here, and what `needed` returned to `after` alone"
         _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
@@ -242,7 +242,7 @@ class Precomputed:
 
 
 class _After(OfParts):
-    """``after`` of :class:`Precomputed`: the function, from the features on."""
+    """``after`` of :class:`Precomputed`: computes the result of the function from the features."""
 
     def __init__(self, once: Precomputed) -> None:
         self._once = once
@@ -285,7 +285,7 @@ class _After(OfParts):
             )
 
     def _plan(self, params: PyTree, features: PyTree) -> tuple[Plan, list[Any]]:
-        """The plan of the parameters with all their leaves, and these: shapes in the place of missing ones."""
+        """The plan of the parameters, and their leaves, with a shape in place of each missing one."""
         values, treedef = _tree.flatten(params)
         known = features.leaves if isinstance(features, Features) else ()
         if any(map(_tree.is_hole, values)):
@@ -317,16 +317,16 @@ class _After(OfParts):
                 raise value_error(
                     "a parameter is missing",
                     at=leaf.path,
-                    got="a hole" if selection is FROZEN or trains else "the trainable rows alone",
-                    expected="the leaf, which trains" if trains else f"the leaf: it is read by {node or 'the result'}",
+                    got="a hole" if selection is FROZEN or trains else "only the trainable rows",
+                    expected="a trainable leaf" if trains else f"the leaf: it is read by {node or 'the result'}",
                     fix="give what `needed` returned, or the full parameters",
                 )
         if isinstance(features, Features) and features.cut != division.digest:
             raise value_error(
                 "the features were computed by another program",
                 at="features",
-                got=f"those of the program {features.cut[:12]}",
-                expected=f"those of the program {division.digest[:12]}, of the same function, spec and shapes",
+                got=f"features of the program {features.cut[:12]}",
+                expected=f"features of the program {division.digest[:12]}, of the same function, spec and shapes",
                 fix="compute them with the same fz.precompute, and arguments of the same shapes",
             )
         arrays = jax.tree.leaves(features)
@@ -351,31 +351,32 @@ def precompute(
     *,
     example_axis: int | None = None,
 ) -> Precomputed:
-    """Divides a function into what frozen parameters and a batch alone decide, and the rest.
+    """Divides a function into a part that is computed once for each batch, and a part that is computed in each step.
 
-    In every epoch a frozen encoder computes the same activations for the same batch. ``before`` computes them once;
-    ``after`` is the function from there on, with the same value, and the same gradient of the trainable parameters. The
-    function is traced, and nothing is changed in it: every operation that depends on frozen parameters and recurring
-    arguments alone can be computed before. Stored is the least number of bytes from which ``after`` can go on (a
-    minimum cut), where elementwise operations, reductions and changes of layout are repeated rather than stored.
+    In every epoch, a frozen encoder computes the same activations for the same batch. ``before`` computes them once.
+    ``after`` continues from there, with the same value and the same gradient of the trainable parameters. The function
+    is traced, so you need not change it. Every operation that depends only on frozen parameters and recurring arguments
+    can be computed in ``before``. The features are chosen so that they have the fewest bytes (a minimum cut), where
+    elementwise operations, reductions and changes of layout are repeated in ``after`` rather than stored.
 
     Args:
-      fun: called as ``fun(params, *args, **kwargs)``; returns anything.
-      frozen: what is frozen of the parameters, in any form.
-      recurring: the position (the parameters are 0), or the name, of the argument whose values come again with the
-        features; or several of these. Any other argument, such as a random key, may differ each time.
-      example_axis: the axis of the arguments that recur along which the examples of the batch lie. Features then have
-        the examples along their first axis, so that they can be stored one by one, and shuffled. None: features
-        belong to the batch as a whole.
+      fun: the function, called as ``fun(params, *args, **kwargs)``; it may return anything.
+      frozen: the frozen parameters, as a spec of any form.
+      recurring: the position (the parameters are 0) or name of the argument that has the same values whenever the
+        features are used, such as the batch; or several positions or names. Any other argument, such as a random key,
+        may differ each time.
+      example_axis: the axis of the examples in the recurring arguments. The features then have the examples along
+        their first axis, so that they can be stored one by one and shuffled. With None, the features belong to the
+        batch as a whole.
 
     Returns:
       A :class:`optax_freeze.Precomputed`, with ``before``, ``after``, ``needed`` and ``explain``.
 
     Raises:
-      TypeError: if ``fun`` is not a function, or ``recurring`` names no argument.
-      ValueError: if the parameters are said to recur. When called: if the spec does not fit, if there is nothing to
-        compute once, if a parameter is missing that is read, if features do not belong to the program, and with
-        ``example_axis``, if an operation mixes examples.
+      TypeError: if ``fun`` is not a function, or ``recurring`` is not a position or a name.
+      ValueError: if ``recurring`` includes the parameters. When the result is called: if the spec does not fit, if
+        there is nothing to compute once, if a parameter that is read is missing, if the features do not belong to the
+        program, or if, with ``example_axis``, an operation mixes examples.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -395,7 +396,7 @@ def precompute(
 
 
 def _structs(params: PyTree) -> tuple[tuple[str, Any], ...]:
-    """The path and the shape of each leaf, as JAX types it."""
+    """The path of each leaf, and its shape and dtype if it is an array."""
     leaves = zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
     return tuple((path, _struct(value) if is_array(value) else None) for path, value in leaves)
 
@@ -406,7 +407,7 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def _whole(value: Any) -> Any:
-    """The shape of the leaf of a ``Part``; anything else as it is."""
+    """The shape of the full leaf for a ``Part``; any other value unchanged."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, Part) else value
 
 

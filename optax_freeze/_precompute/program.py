@@ -1,4 +1,4 @@
-"""Which operations does a function apply, as one list without calls, and which of them can be evaluated beforehand?
+"""Flattens a jaxpr into one list of operations, and marks the ones that can be evaluated beforehand.
 
 Calls (``jit`` and the like) are replaced by their operations, so that a program can be divided within them. Loops,
 branches, ``remat`` and custom derivatives stay as they are.
@@ -33,12 +33,12 @@ class Node(NamedTuple):
 
     @property
     def reads(self) -> set[int]:
-        """The numbers of the values that it reads."""
+        """The numbers of the values that the operation reads."""
         return {value for value in self.inputs if isinstance(value, int)}
 
     @property
     def name(self) -> str:
-        """The name of the operation: of a call that of the function."""
+        """The name of the operation, or of the called function if it is a call."""
         name = self.eqn.primitive.name
         return self.eqn.params.get("name", name) if name in _CALLS else name
 
@@ -53,7 +53,7 @@ class _Source(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The operations of a function in order, on values with numbers, of which the inputs come first."""
+    """The operations of a function in order, on numbered values. The inputs have the first numbers."""
 
     avals: list[Any]
     known: list[bool]  # whether a value can be computed from the known inputs
@@ -62,7 +62,7 @@ class Program(NamedTuple):
     outputs: list[Any]
 
     def evaluate(self, nodes: Iterable[Node], values: dict[int, Any], outputs: Sequence[Any]) -> list[Any]:
-        """The values with these numbers, by these nodes, from ``values``, the values that are there already."""
+        """Evaluates ``nodes``, given ``values`` by number, and returns the values numbered ``outputs``."""
         nodes = list(nodes)
         env = {**self.consts, **values}
         last = {value: i for i, node in enumerate(nodes) for value in node.reads}
@@ -89,7 +89,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
 
 
 def flatten(closed: ClosedJaxpr, known: Sequence[bool]) -> Program:
-    """The program of a jaxpr, of whose inputs these are known."""
+    """Flattens a jaxpr. ``known`` says for each input whether it is known beforehand."""
     program = Program([], [], {}, [], [])
     values = [_add(program, aval, here) for aval, here in zip(closed.in_avals, known, strict=True)]
     program.outputs.extend(_walk(program, closed.jaxpr, closed.consts, values, None, None))
@@ -105,7 +105,7 @@ def _add(program: Program, aval: Any, known: bool) -> int:
 def _walk(
     program: Program, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], stack: Any, traceback: Any
 ) -> list[Any]:
-    """Adds the operations of a jaxpr. Those of a function of JAX's own get the ``traceback`` of its call."""
+    """Adds the operations of a jaxpr. Operations of JAX's own functions get the ``traceback`` of the user's call."""
     env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = _add(program, var.aval, not isinstance(const, Tracer))
@@ -133,7 +133,7 @@ def _walk(
 
 
 def _called(eqn: Any) -> ClosedJaxpr | None:
-    """The program of a call that can be replaced by its operations."""
+    """The program of a call that can be replaced by its operations, or None."""
     if eqn.primitive.name not in _CALLS:
         return None
     params = eqn.params
@@ -157,5 +157,5 @@ def _computes_from(jaxpr: Jaxpr, known: Sequence[bool]) -> bool:
 
 
 def has_effects(eqn: Any) -> bool:
-    """Whether an operation does more than compute; to name an axis of a mesh is no such effect."""
+    """Whether an operation has side effects. Naming an axis of a mesh does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)

@@ -1,6 +1,7 @@
-"""What is the program of a function of parameters, of which some train, and of arguments?
+"""Traces a function of partly frozen parameters and other arguments.
 
-The trace is that of :func:`optax_freeze.restrict`, so the frozen and the trainable rows of a leaf are apart.
+The function is traced as in :func:`optax_freeze.restrict`, with the frozen and the trainable rows of a leaf as separate
+inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +28,19 @@ class Input(NamedTuple):
 
     value: Any
     name: str
-    why: str  # its value is not known beforehand; empty if it is
-    leaf: int | None = None  # the number of the leaf of whose frozen part it is
+    why: str  # the value is not known beforehand; empty if it is known
+    leaf: int | None = None  # the number of the leaf, if the input is its frozen part
 
 
 TRACED = object()
-"""Stands for an output that is an array."""
+"""Marks an output that is an array."""
 
 
 class Traced:
-    """A function of the two parts of each leaf, and of arguments, to be traced: what its outputs are besides arrays."""
+    """A function of the two parts of each leaf and of arguments, with the outputs of its last trace.
+
+    ``treedef`` is the structure of the outputs, and ``flat`` the outputs with ``TRACED`` in place of each array.
+    """
 
     def __init__(self, fun: Any, plan: Plan, parts: Sequence[LeafParts], arguments: Any, args_treedef: Any) -> None:
         self._given = fun, plan, parts, arguments, args_treedef
@@ -55,7 +59,7 @@ class Traced:
         return [out for out in outs if isinstance(out, Tracer)]
 
     def program(self, inputs: Sequence[Input]) -> Program:
-        """The program, with inputs as these."""
+        """Traces the function with these inputs."""
         try:
             closed = jax.make_jaxpr(self._call)(*(_as_on_device(given.value) for given in inputs))
         except ASKED_FOR_A_VALUE as error:
@@ -63,26 +67,26 @@ class Traced:
             raise value_error(
                 "the function cannot be traced",
                 at=getattr(fun, "__qualname__", type(fun).__name__),
-                got=f"{type(error).__name__}: Python needs the value of an array in it",
+                got=f"{type(error).__name__}: Python needs the value of a traced array",
                 expected="a function that jax.jit can trace",
-                fix="an argument that Python branches on: name it in `recurring` and give a Python value",
+                fix="if Python branches on an argument, name it in `recurring` and pass a Python value",
             ) from error
         return flatten(closed, [not given.why for given in inputs])
 
     def again(self, inputs: Sequence[Input]) -> Program:
-        """The program with other inputs; its outputs are not kept."""
+        """Traces the function with other inputs, and leaves ``treedef`` and ``flat`` as they are."""
         return Traced(*self._given).program(inputs)
 
 
 def _as_on_device(value: Any) -> Any:
-    """An array, or the shape of one that lies in the host's memory: where it lies makes no other program."""
+    """An array on the device unchanged, and the shape of one on the host: the trace must not depend on the memory."""
     if not is_on_host(value):
         return value
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
 
 
 def inputs_of(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
-    """The arrays of the parameters: of each leaf the trainable part, the frozen one and the mask, if it has them."""
+    """The arrays of the parameters: for each leaf its trainable part, its frozen part and its mask, if it has them."""
     inputs = []
     for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
         trains = f"{leaf.path or 'the parameters'}, which trains"
@@ -101,13 +105,13 @@ def inputs_of(plan: Plan, parts: Sequence[LeafParts]) -> list[Input]:
 
 
 def _or_struct(value: Any, leaf: Leaf, part: Callable[[Any], Any] = lambda whole: whole) -> Any:
-    """An array of a leaf, or in the place of a hole its shape."""
+    """The array of a leaf or of its part, or its shape if the value is a hole."""
     value = jax.eval_shape(part, leaf.struct) if is_hole(value) else value
     return value.values if isinstance(value, Part) else value
 
 
 def _traced_parts(leaf: Leaf, selection: Selection, part: LeafParts, arrays: Any) -> tuple[Any, Any]:
-    """A leaf of the trainable part and of the rest, as :func:`optax_freeze.partition` gives them, of tracers."""
+    """The leaf of the trainable tree and of the rest, as :func:`optax_freeze.partition` returns them, with tracers."""
     if selection is FROZEN:
         return HOLE, part.frozen if leaf.dtype is None else next(arrays)
     if selection is TRAINABLE:

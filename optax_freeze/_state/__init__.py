@@ -1,1 +1,1 @@
-"""What reads the state that a transformation left."""
+"""Reading and changing optimizer states."""

@@ -1,8 +1,8 @@
-"""The arrays of an optimizer state, each at an *address*: its path without what freezing wraps around the optimizer.
+"""Lists the arrays of an optimizer state by *address*: the path without the wrappers that freezing adds.
 
-The moment of ``encoder/kernel`` in the state of Adam has the address ``0/mu/encoder/kernel``. Inside of
-:func:`optax_freeze.freeze`, in a group of :func:`optax_freeze.freeze_when` or under a label of
-``optax.multi_transform`` it has another path, and the same address.
+The moment of ``encoder/kernel`` in the state of Adam has the address ``0/mu/encoder/kernel``. Inside
+:func:`optax_freeze.freeze`, a group of :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform``, its
+path is different, but its address is the same.
 """
 
 import dataclasses
@@ -28,23 +28,23 @@ _WRAPPERS = (FreezeState, FreezeWhenState, MaskedZeroUpdatesState, optax.transfo
 
 
 class Group(NamedTuple):
-    """The groups and labels around an array, by name, and the leaves that train in them, if that is known."""
+    """The names of the groups and labels around an array, and their trainable leaves, or None if unknown."""
 
     names: tuple[str, ...] = ()
     trains: frozenset[str] | None = None
 
 
 class _Region(NamedTuple):
-    """A subtree of a state with one address, in one group."""
+    """A subtree of a state with one address and one group."""
 
     path: str
-    address: str | None  # None: fields of this library's own states, made anew by `init`
+    address: str | None  # None for fields of this library's own states, which `init` creates
     group: Group = Group()
-    parts: tuple[Mapping[str, Selection], ...] = ()  # from the plans around it: the leaves frozen in part
+    parts: tuple[Mapping[str, Selection], ...] = ()  # the partially frozen leaves of the plans around it
     optional: bool = False
 
     def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Region":
-        """The subtree at ``name``, which has the same address."""
+        """The subtree at ``name``, with the same address."""
         names, trains = self.group
         parts = self.parts
         if plan is not None:
@@ -55,7 +55,7 @@ class _Region(NamedTuple):
         return self._replace(path=join(self.path, name), group=Group(names, trains), parts=parts)
 
     def below(self, name: str, *, optional: bool = False) -> "_Region":
-        """The subtree at ``name``, which is a part of its address."""
+        """The subtree at ``name``, which is appended to the address."""
         return self._replace(path=join(self.path, name), address=join(self.address, name), optional=optional)
 
 
@@ -88,26 +88,26 @@ def _regions(node: Any, at: _Region) -> Iterator[_Region]:
 
 
 def join(*paths: str | None) -> str:
-    """One path out of several, some of which may be empty."""
+    """Joins several paths, some of which may be empty."""
     return "/".join(path for path in paths if path)
 
 
 class Entry(NamedTuple):
     """One array, ``Part`` or hole of a state."""
 
-    address: str | None  # None: a field of this library's own states
+    address: str | None  # None for a field of this library's own states
     value: Any
     group: Group = Group()
     optional: bool = False  # a switch or step of `freeze_when`, which other states do not have
     parts: tuple[Mapping[str, Selection], ...] = ()
-    leaf: str | None = None  # the path of the parameter that it belongs to
-    shape: tuple[int, ...] = ()  # of that parameter
-    frozen: Any = None  # a dense mask of that parameter, True where the value holds nothing of it
-    dynamic_rows: DynamicRowIndex | None = None  # the rows of that parameter that it holds, if they may change
+    leaf: str | None = None  # the path of the parameter that the array belongs to
+    shape: tuple[int, ...] = ()  # the shape of this parameter
+    frozen: Any = None  # a dense mask of this parameter, True for elements that the array does not hold
+    dynamic_rows: DynamicRowIndex | None = None  # the rows of this parameter that the array holds, if they may change
 
     @property
     def is_array(self) -> bool:
-        """Whether there is an array, and not a hole."""
+        """Whether the entry is an array or ``Part``, and not a hole."""
         return not _tree.is_hole(getattr(self.value, "values", self.value))
 
     @property
@@ -118,12 +118,12 @@ class Entry(NamedTuple):
 
     @property
     def tree(self) -> str:
-        """The address of the tree in which it stands at its parameter's path."""
+        """The address of the tree that contains the entry at the path of its parameter."""
         return str(self.address).removesuffix(self.leaf or "").rstrip("/")
 
     @property
     def elementwise(self) -> bool:
-        """Whether its elements are those of its parameter: not so for factored moments and memories of gradients."""
+        """Whether it has one element per element of its parameter, unlike factored moments and gradient histories."""
         if self.leaf is None or not isinstance(self.value, Part):
             return self.leaf is not None and jnp.shape(self.value) == self.shape
         index = self.rows
@@ -134,19 +134,19 @@ class Entry(NamedTuple):
 
     @property
     def held(self) -> np.ndarray:
-        """True at the elements of its parameter that it holds; broadcasts against it."""
+        """A mask of the elements of its parameter that it holds, which broadcasts to the parameter's shape."""
         if self.rows is not None:
             return ~np.asarray(self.rows.frozen(len(self.shape)))
         return np.ones((1,) * len(self.shape), bool) if self.frozen is None else ~np.asarray(self.frozen)
 
     @property
     def selection(self) -> Selection:
-        """That of its ``Part``."""
+        """The selection of its ``Part``."""
         return DenseMask(self.frozen, True, self.value.index) if self.rows is None else self.rows
 
     @property
     def rows(self) -> RowSelection | None:
-        """The rows that it has, if it has rows of its parameter."""
+        """The rows of its parameter that it holds, or None if it does not hold rows."""
         index = self.value.index if isinstance(self.value, Part) else None
         if isinstance(index, DynamicRowIndex):
             return self.dynamic_rows
@@ -154,7 +154,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
-    """The entries of a state, in its order; ``shapes`` are those of the parameters by their paths."""
+    """The entries of a state, in its order. ``shapes`` gives the shape of each parameter by path."""
     regions = sorted(_regions(state, _Region("", "")), key=lambda region: -len(region.path))
     entries: list[Entry] = []
     for path, node in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
@@ -170,7 +170,7 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
 
 
 def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
-    """The entry with the parameter that it belongs to, if it belongs to one."""
+    """Adds the parameter that an entry belongs to, if there is one."""
     leaf = owner_of(str(entry.address))
     if leaf is None or (leaf == "" and np.shape(entry.value) != shapes[""] and not isinstance(entry.value, Part)):
         return entry

@@ -1,9 +1,9 @@
-"""An optimizer state from one spec to another, in mid-training.
+"""Converts an optimizer state from one spec to another during training.
 
-With a new spec the state of an optimizer has another structure: made anew, it has no moments and counts from 0. Here
-every array of the new state is looked up in the old one by its *address*, its path without what freezing adds, so that
-plain optimizers, :func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and ``optax.multi_transform`` can follow
-one another. Parts of leaves give the elements that they have.
+With a new spec, the optimizer state has a different structure. A new state from ``init`` would lose the moments and
+restart the counts. Here every array of the new state is looked up in the old state by its *address*, its path without
+the wrappers that freezing adds. So plain optimizers, :func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and
+``optax.multi_transform`` can replace one another. Arrays for parts of leaves are merged element by element.
 """
 
 import collections
@@ -27,12 +27,14 @@ from optax_freeze._state.entries import Entry, Group, entries_of
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-    """What became of a state: the addresses of its arrays; one that survives in part is in two lists.
+    """Lists which arrays a migration kept, created and dropped, by address.
+
+    An array that is kept in part is in two lists.
 
     Attributes:
-      carried: arrays of the new state that come from the old one.
-      created: arrays of the new state that are new.
-      dropped: arrays of the old state that are not in the new one.
+      carried: arrays of the new state with values from the old state.
+      created: arrays of the new state with initial values.
+      dropped: arrays of the old state that are not in the new state.
     """
 
     carried: tuple[str, ...]
@@ -55,23 +57,25 @@ def migrate(
 def migrate(
     state: optax.OptState, tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree, report: bool = False
 ) -> Any:
-    """Makes the state for an optimizer with another spec, in mid-training: what survives is kept.
+    """Converts an optimizer state to a different spec during training, and keeps all state that still applies.
 
-    Moments of what goes on training, counts and steps of schedules are carried over, rows of a leaf by their numbers;
-    what thaws gets the state of a new optimizer, and what freezes loses its own. The optimizer itself must be the
-    same: one with other transformations is an error. Groups (of :func:`optax_freeze.freeze_when`, labels of
-    ``optax.multi_transform``) take the counts of the groups that their leaves come from, and a group of leaves that all
-    thaw now counts from 0. Under one count for all, a leaf with fresh moments starts with Adam's correction of its bias
-    long gone: its first step is up to 3.2 times the usual one.
+    Moments of parameters that stay trainable, counts and schedule steps are carried over; rows of a leaf are matched by
+    row number. Newly trainable parameters get the initial state, and the state of newly frozen ones is dropped. The
+    optimizer itself must be the same; different transformations raise an error. A group of
+    :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform`` takes the counts of the groups that its
+    leaves come from. If all of its leaves are newly trainable, it counts from 0. Where a leaf with new moments shares
+    an old count, Adam's bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual
+    one.
 
     Args:
-      state: the old state, outside of jit.
+      state: the old state, outside of ``jit``.
       tx: the new optimizer.
-      params: the parameters, as for ``tx.init``: whole, or the trainable part of the new spec.
-      report: whether to return what was carried, created and dropped, too.
+      params: the parameters for ``tx.init``: the full parameters, or the trainable part under the new spec.
+      report: whether to also return which arrays were carried over, created and dropped.
 
     Returns:
-      The state for ``tx``; with ``report``, a pair of it and a :class:`Migration` of three tuples of addresses.
+      The state for ``tx``. With ``report``, a pair of the state and a :class:`Migration`, which has three tuples of
+      addresses.
 
     Raises:
       ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.
@@ -107,10 +111,10 @@ def migrate(
 
 
 def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) -> None:
-    """A ``TypeError`` if the parameters were given for the state, and a state of ``tx`` for the parameters."""
+    """Raises a ``TypeError`` if the state and the parameters are swapped."""
     try:
         swapped = jax.tree.structure(jax.eval_shape(tx.init, state)) == jax.tree.structure(params)
-    except Exception:  # any optimizer may raise anything on a tree that is not parameters
+    except Exception:  # optimizers may raise any error for a tree that is not parameters
         return
     if swapped and jax.tree.leaves(params):
         raise type_error(
@@ -123,7 +127,7 @@ def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) ->
 
 
 def _updates(entries: Sequence[Entry]) -> dict[Group, int]:
-    """How many updates each group has taken, from the largest of its counts."""
+    """The number of updates of each group: the largest of its counts."""
     updates: dict[Group, int] = {}
     for entry in entries:
         dtype = getattr(entry.value, "dtype", np.dtype(object))
@@ -134,7 +138,7 @@ def _updates(entries: Sequence[Entry]) -> dict[Group, int]:
 
 
 def _trained(entries: Sequence[Entry]) -> dict[Group, frozenset[str] | None]:
-    """The parameters of each group: those that its state has arrays for, else those of the plan around it."""
+    """The trainable parameters of each group, from the arrays of its state, or else from the plan around it."""
     known: dict[Group, set[str]] = {}
     for entry in entries:
         if entry.leaf is not None and entry.is_array:
@@ -145,7 +149,7 @@ def _trained(entries: Sequence[Entry]) -> dict[Group, frozenset[str] | None]:
 
 
 class _Carry:
-    """Carries the values of an old state over to the entries of a new one, and keeps account."""
+    """Carries values of an old state over to the entries of a new one, and records which ones."""
 
     def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
         self.carried: list[str] = []
@@ -157,11 +161,11 @@ class _Carry:
         self._trained_old, self._trained_new, self._updates = _trained(old), _trained(new), _updates(old)
         at = {(entry.address, entry.group) for entry in new if entry.leaf is None and entry.is_array}
         self._groups_at = collections.Counter(address for address, _ in at)
-        self._taken: dict[int, np.ndarray] = {}  # by the id of an old entry: the elements taken
+        self._taken: dict[int, np.ndarray] = {}  # the elements taken from each old entry, by its id
         self._given: set[int] = set()
 
     def __call__(self, entry: Entry) -> Any:
-        """The value of a new entry, out of the old ones at its address."""
+        """The value of a new entry, taken from the old entries at its address."""
         if not entry.is_array or entry.address is None:
             return entry.value
         value, covered = entry.value, np.zeros((), bool)
@@ -183,16 +187,16 @@ class _Carry:
         return self._once(value)
 
     def is_left_of(self, old: Entry) -> bool:
-        """Whether there is something in an old entry that nobody took."""
+        """Whether an old entry has elements that no new entry has taken."""
         return old.address is not None and bool((old.held & ~self._taken.get(id(old), np.zeros((), bool))).any())
 
     def _sources(self, entry: Entry) -> list[Entry]:
-        """The old entries from which a new one takes its value."""
+        """The old entries from which a new entry takes its value."""
         found = self._old.get(str(entry.address), [])
         if entry.leaf is not None or entry.optional:
             return found
-        # A count, or something else of a whole group: from the group that has taken the most updates of those that
-        # have leaves in common with it.
+        # A count, or another value of a whole group, comes from the old group with the most updates among those that
+        # share leaves with the new group.
         related = [old for old in found if self._are_related(entry.group, old.group)]
         if not related and self._groups_at[entry.address] == 1:
             related = found
@@ -200,12 +204,12 @@ class _Carry:
         return sorted(related, key=lambda old: (same_names(old), self._updates.get(old.group, 0)))[-1:]
 
     def _are_related(self, new: Group, old: Group) -> bool:
-        """Whether two groups have leaves in common, or one of them does not say which it has."""
+        """Whether two groups share leaves, or the leaves of one of them are unknown."""
         mine, theirs = self._trained_new[new], self._trained_old.get(old)
         return mine is None or theirs is None or bool(mine & theirs)
 
     def _once(self, value: Any) -> Any:
-        """A copy of a value that stands in the new state already: a buffer can be donated once."""
+        """The value, copied if it is already used in the new state, since a buffer can be donated only once."""
         if any(id(array) in self._given for array in jax.tree.leaves(value)):
             return jax.tree.map(jnp.copy, value)
         self._given.update(id(array) for array in jax.tree.leaves(value))
@@ -213,20 +217,20 @@ class _Carry:
 
 
 def _alike(new: Entry, old: Entry) -> bool:
-    """Whether the whole value of an old entry, whose elements are not those of its parameter, fits the new one.
+    """Whether a new entry can take the whole value of an old one. Used where entries cannot be merged by element.
 
     Raises:
-      ValueError: if their shapes differ and neither is a ``Part``; if it is unknown which elements a ``Part`` has.
+      ValueError: if their shapes differ and neither is a ``Part``; if the elements of a ``Part`` are unknown.
     """
     same_shape = jax.tree.structure(new.value) == jax.tree.structure(old.value) and all(
         np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
     )
     if any(isinstance(e.value, Part) and e.rows is None and e.frozen is None for e in (new, old)):
         raise value_error(
-            "fz.migrate: a state does not say which elements of a leaf it is about",
+            "fz.migrate: a state does not say which elements of a leaf it holds",
             at=old.name,
-            got="elements, or rows that change, of the trainable part",
-            expected="fz.freeze around the optimizer, whose state has the mask",
+            got="compact elements or dynamic rows, without their mask",
+            expected="the state of fz.freeze around the optimizer, which has the mask",
             fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
         )
     in_part = isinstance(new.value, Part) or isinstance(old.value, Part)
@@ -240,7 +244,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
-    """``value`` of a new entry with the elements that an old one has of it."""
+    """``value`` of a new entry, with the elements ``taken`` from an old one."""
     a, b = old.rows, entry.rows
     if a is not None and b is not None and a.axis == b.axis:
         _, source, target = np.intersect1d(a.indices(), b.indices(), return_indices=True)
@@ -262,16 +266,16 @@ def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
 
 
 def _spread(entry: Entry, value: Any) -> Any:
-    """A value in the shape of its parameter."""
+    """The value in the shape of its parameter, with zeros for missing elements."""
     if not isinstance(value, Part):
         return value
     return entry.selection.spread(value, np.zeros((), value.dtype))
 
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
-    """A ``ValueError`` if an array of one state is missing in the other for another reason than freezing.
+    """Raises a ``ValueError`` if an array of one state is missing in the other for a reason other than freezing.
 
-    ``by_type``: parameters that NNX froze or thawed by their type are not in one of the two states at all.
+    With ``by_type``, parameters may be missing completely, since NNX freezes them by their variable type.
     """
     for entry in old:
         if entry.leaf is not None and isinstance(entry.value, Part) and _whole_shape(entry.value) != entry.shape:
@@ -282,10 +286,10 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     for entry in _homeless(old, new):
         gone = entry.leaf not in trains if entry.leaf is not None else entry.group.names not in groups
         if stateless or not (gone or (by_type and _is_within(entry, new))):
-            raise _no_fit(entry, "an array in the old state alone")
+            raise _no_fit(entry, "an array that is only in the old state")
     for entry in _homeless(new, old):
         if entry.leaf is not None and _is_within(entry, old) and not by_type:
-            raise _no_fit(entry, "an array in the new state alone")
+            raise _no_fit(entry, "an array that is only in the new state")
 
 
 def _whole_shape(part: Part) -> tuple[int, ...]:
@@ -297,13 +301,13 @@ def _whole_shape(part: Part) -> tuple[int, ...]:
 
 
 def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
-    """Whether an entry of another state would be in one of this state's trees like the parameters."""
+    """Whether the address of an entry lies in a tree of the other state that has the structure of the parameters."""
     trees = {other.tree for other in others if other.leaf is not None}
     return any(str(entry.address).startswith(f"{tree}/" if tree else "") for tree in trees)
 
 
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Arrays at whose address the other state has nothing, not even the hole of a frozen leaf or subtree."""
+    """Arrays at whose address the other state has neither an array nor the hole of a frozen leaf or subtree."""
     addresses = {entry.address for entry in others}
     holes = {entry.address for entry in others if not entry.is_array}
 
@@ -315,12 +319,12 @@ def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
 
 
 def _no_fit(
-    entry: Entry, got: str, expected: str = "the same arrays in the old state and in that of `tx`"
+    entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
 ) -> ValueError:
     return value_error(
-        "fz.migrate: the state does not belong to these parameters, or to another optimizer",
+        "fz.migrate: the state belongs to other parameters or to another optimizer",
         at=entry.name,
         got=got,
         expected=expected,
-        fix="give the state of the same optimizer for the same model; only what is frozen, and the groups, may differ",
+        fix="give the state of the same optimizer for the same model; only the spec and the groups may differ",
     )

@@ -1,8 +1,8 @@
-"""Which parameter an array of an optimizer state belongs to.
+"""Finds the parameter that an array of an optimizer state belongs to.
 
-A state contains trees like the parameters: that of Adam has one at ``0/mu``, so ``0/mu/kernel`` belongs to ``kernel``.
-The end of the path alone is ambiguous, since a parameter may have the name of a field of the state (``mu/kernel``): the
-tree with the most parameters decides.
+A state contains trees with the structure of the parameters. The state of Adam has one at ``0/mu``, so ``0/mu/kernel``
+belongs to ``kernel``. The end of the path alone is ambiguous, since a parameter may have the name of a field of the
+state (``mu/kernel``). Then the tree with the most parameters decides.
 """
 
 import collections
@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable
 
 
 def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[[str], str | None]:
-    """A function that gives the path of the parameter to which the array at an address belongs, or None.
+    """Returns a function from the address of an array to the path of its parameter, or to None.
 
-    Of the trees that may contain the array it takes the one with the most parameters; a tree with at most half as many
-    as another one of the state does not count.
+    If several trees may contain the array, the one with the most parameters decides. Trees with at most half as many
+    parameters as the largest tree are ignored.
 
     >>> addresses = ["0/count", "0/mu/count", "0/mu/mu/kernel", "0/nu/count", "0/nu/mu/kernel"]
     >>> list(map(parameter_of(addresses, {"count", "mu/kernel"}), addresses))

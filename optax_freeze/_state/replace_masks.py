@@ -1,4 +1,4 @@
-"""Other dense masks and other dynamic rows, between steps or in the running program."""
+"""Replaces the dense masks and dynamic rows in an optimizer state, between steps or inside ``jit``."""
 
 import dataclasses
 import functools
@@ -27,29 +27,28 @@ from optax_freeze._state.parameter_of import parameter_of
 
 
 def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptState:
-    """Puts other dense masks, or other rows, into an optimizer state, without recompiling.
+    """Replaces the dense masks or dynamic rows in an optimizer state, without recompiling.
 
-    Between steps, or inside a jitted function. What goes on training keeps its moments; what begins to train begins as
-    in ``init``. Where all rows of an optimizer change that has nothing else to train (a label of
-    ``optax.multi_transform``, a group of :func:`optax_freeze.freeze_when`), the counts beside its moments begin anew,
-    too: under a kept count, Adam's first step on a fresh row is up to 3.2 times the usual one. Steps of schedules go
-    on.
+    Call it between steps or inside a jitted function. Elements that stay trainable keep their moments, and newly
+    trainable ones start as in ``init``. If an optimizer trains nothing but rows that are all replaced (a label of
+    ``optax.multi_transform``, a group of :func:`optax_freeze.freeze_when`), the counts beside its moments restart, too.
+    Otherwise Adam's first step on a new row is up to 3.2 times the usual one. Schedule steps always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
-        :func:`optax_freeze.freeze_when` (of the latter only rows), alone or within another.
-      masks: by the path of a leaf, or by a pattern or selector for all leaves with a mask that it matches; the first
-        that matches counts. A value is a boolean array of the leaf's shape, True where frozen, or, for leaves that were
-        frozen by :func:`optax_freeze.rows` of a JAX array, such rows again, as many as before.
+        :func:`optax_freeze.freeze_when` (only dynamic rows), alone or inside another state.
+      masks: the new masks. A key is the path of a leaf, or a pattern or selector for all matching leaves with a mask;
+        the first match counts. A value is a boolean array of the leaf's shape, True where frozen. For leaves frozen by
+        :func:`optax_freeze.rows` of a JAX array, it is such rows again, with as many trainable rows as before.
 
     Returns:
       The state with the new masks.
 
     Raises:
-      ValueError: if a path or pattern matches no leaf with such a mask, an array is of another shape, the number of
-        trainable rows, or of trainable elements of a compact mask, changes, or an optimizer begins with the values of
-        the parameters, which are not given here. The state is then as it was.
-      TypeError: if a mask is something else.
+      ValueError: if a key matches no leaf with such a mask; if an array has the wrong shape; if the number of trainable
+        rows, or of trainable elements of a compact mask, changes; if the optimizer state starts from the values of the
+        parameters, which are not given here. The given state is not changed.
+      TypeError: if a mask has another type.
 
     Example:
       >>> import optax_freeze as fz
@@ -89,7 +88,7 @@ def _is_replaceable(selection: Selection, node: Any) -> bool:
 
 
 def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collection[str]) -> dict[str, Any]:
-    """For each leaf that gets a new mask the key that names it."""
+    """The key of ``masks`` for each leaf that gets a new mask."""
     keys = list(masks)
     found: dict[str, Any] = {}
     for n, leaf in zip(first_match([_selector(key, leaves) for key in keys], leaves), leaves, strict=True):
@@ -101,14 +100,14 @@ def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collec
                 "no dense mask in the state",
                 at=str(key),
                 got=f"a mask for {key!r}",
-                expected=f"what matches one of {sorted(with_mask)}" if with_mask else "a state with masks",
+                expected=f"the path or a pattern of one of {sorted(with_mask)}" if with_mask else "a state with masks",
                 fix="freeze the leaf by fz.elements(...), a boolean array or fz.rows(jnp.array([...])) from the start",
             )
     return found
 
 
 def _selector(key: Any, leaves: Sequence[Leaf]) -> Selector:
-    """The selector of a key: a path is itself, whatever is in it, and one that is nowhere selects nothing."""
+    """The selector of a key. An existing path is matched literally; a path that does not exist selects nothing."""
     paths = [leaf.path for leaf in leaves]
     is_pattern = not isinstance(key, str) or any(sign in key for sign in "*?[")
     if key in paths or not (is_pattern or any(path.startswith(f"{key}/") for path in paths)):
@@ -117,7 +116,7 @@ def _selector(key: Any, leaves: Sequence[Leaf]) -> Selector:
 
 
 def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
-    """A state of this library with other masks."""
+    """A state of this library with new masks."""
     if isinstance(node, FreezeWhenState):
         return _with_rows_of_groups(node, new)
     old = plan_of(node)
@@ -134,9 +133,9 @@ def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
 
 
 def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> FreezeWhenState:
-    """The state of groups with other rows, which the other groups and the rest do not have any more."""
+    """The state of ``freeze_when`` with new rows for its groups, and so other rows for the remaining optimizers."""
     olds = plans_of(node)
-    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # what a group has
+    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # rows of the group
     own = [
         _new_masks(plan, new) if node.groups[name].masks != () else []
         for name, plan in zip(olds.names, olds.plans, strict=False)
@@ -158,7 +157,7 @@ def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> Freez
 
 
 def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
-    """The arrays of a plan, some of which are replaced."""
+    """The mask arrays of a plan, with the new ones in their places."""
     return [
         copy_like(_new_mask(new[leaf.path], leaf, selection), selection.array)
         if leaf.path in new and not _tree.is_hole(selection.array)
@@ -168,7 +167,7 @@ def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
 
 
 def _new_mask(mask: Any, leaf: Leaf, old: Selection) -> Any:
-    """The array that replaces that of a selection."""
+    """The array that replaces the array of a selection."""
     if isinstance(old, DynamicRowIndex):
         return _new_rows(mask, leaf, old)
     assert isinstance(old, DenseMask)
@@ -194,11 +193,11 @@ def _new_rows(mask: Any, leaf: Leaf, old: DynamicRowIndex) -> Any:
     if not isinstance(new, RowSelection) or (new.axis, new.count) != (old.axis, old.count):
         rows = _told(new) if isinstance(new, RowSelection) else f"a leaf that {new}"
         raise value_error(
-            "how many rows train is fixed",
+            "the number of trainable rows is fixed",
             at=leaf.path,
             got=rows,
             expected=f"{_told(old)}, as in the state",
-            fix="name as many rows; for another number make the state anew: fz.migrate(state, tx, params)",
+            fix="keep the number of rows, or convert the state: fz.migrate(state, tx, params)",
         )
     return new.indices()
 
@@ -209,16 +208,16 @@ def _told(rows: RowSelection) -> str:
 
 def _another_kind(mask: Any, leaf: Leaf, expected: str) -> ValueError:
     return value_error(
-        "another kind of mask than the state has",
+        "the mask is of a different kind than in the state",
         at=leaf.path,
         got=repr(mask) if isinstance(mask, ElementMask) else type(mask).__name__,
         expected=expected,
-        fix="give the kind of mask that the leaf was frozen by; for another one, fz.migrate(state, tx, params)",
+        fix="use the same kind of mask as before, or convert the state: fz.migrate(state, tx, params)",
     )
 
 
 def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
-    """The optimizer's state, in which the part of each leaf is that of its new mask."""
+    """The optimizer state, with the part of each leaf rearranged for its new mask."""
     replaced = {
         leaf.path: (before, after)
         for leaf, before, after in zip(old.leaves, old.selections, new.selections, strict=True)
@@ -238,7 +237,7 @@ def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
 
 
 def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, path: str) -> Any:
-    """The values of a part, as many as before, of which those that both masks have are moved to their new places."""
+    """The values of a part for its new mask. Values in both masks are moved, and the others get initial values."""
     if isinstance(old, DenseMask):
         values = jnp.asarray(_tree.bare(part))
         if part.index != old.count or values.shape != (old.count,):
@@ -247,11 +246,11 @@ def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, pat
         return new.take(full).values
     if initial is None or (initial.axis is not None and (initial.number is None or initial.axis > old.axis)):
         raise value_error(
-            "the optimizer's state of a row cannot begin anew by itself",
+            "the optimizer state of a single row cannot be reset",
             at=path,
-            got="an array that begins with the parameters, a history of them, or several arrays for one leaf",
-            expected="a state that begins with a number for each element, as that of Adam",
-            fix="make the state anew: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
+            got="an array initialized from the parameters, a history of them, or several arrays for one leaf",
+            expected="a state with a constant initial value for each element, as in Adam",
+            fix="create a new state: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
         )
     values = jnp.asarray(_tree.bare(part))
     if initial.axis is None:
@@ -264,13 +263,13 @@ def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, pat
 
 
 def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> Any:
-    """A state in which counts begin anew beside moments of rows that have all changed, and line searches with any.
+    """Restarts the counts beside moments whose rows were all replaced, and line searches with any new mask.
 
     Args:
-      after: the state, with its moments in their new places.
-      plans: the old and the new plan of each group of ``freeze_when`` by its name, or of the whole state.
+      after: the state, with its moments rearranged for the new masks.
+      plans: the old and the new plan of each group of ``freeze_when`` by name, or of the whole state.
     """
-    replaced: dict[tuple[str | None, str], Any] = {}  # by group and leaf: whether all of its rows have changed
+    replaced: dict[tuple[str | None, str], Any] = {}  # by group and leaf: whether all rows of the leaf were replaced
     for name, (old, new) in plans.items():
         for leaf, a, b in zip(old.leaves, old.selections, new.selections, strict=True):
             if a.array is not b.array:
@@ -279,7 +278,7 @@ def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> An
     if not replaced:
         return after
     entries = entries_of(after, {leaf.path: leaf.shape for old, _ in plans.values() for leaf in old.leaves})
-    beside: dict[Any, dict[str, set[str]]] = {}  # by group and address: the trees of parameters there, and their leaves
+    beside: dict[Any, dict[str, set[str]]] = {}  # by group and address: the trees like the parameters, and their leaves
     for entry in entries:
         if entry.leaf is not None and entry.is_array:
             parent, _, tree = entry.tree.rpartition("/")
@@ -296,5 +295,5 @@ def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> An
             anew = functools.reduce(jnp.logical_and, [replaced[each] for each in sorted(owned, key=str)])
             values[i] = jnp.where(anew, jnp.zeros_like(entry.value), entry.value)
         elif field == "value" and "grad" in trees and owned & replaced.keys():
-            values[i] = jnp.full_like(entry.value, jnp.inf)  # the stored gradient is that of other elements
+            values[i] = jnp.full_like(entry.value, jnp.inf)  # the stored gradient belongs to other elements
     return jax.tree.unflatten(treedef, values)

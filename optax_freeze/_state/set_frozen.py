@@ -1,4 +1,4 @@
-"""Which groups of :func:`optax_freeze.freeze_when` are frozen now, and how to change that between steps."""
+"""Reads and sets which groups of :func:`optax_freeze.freeze_when` are frozen now."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,20 +16,20 @@ from optax_freeze._spec.tree import PyTree
 
 
 def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
-    """Freezes or thaws groups that have no schedule, between steps and without recompiling.
+    """Freezes or unfreezes groups that have no schedule, between steps and without recompiling.
 
     Args:
-      state: from :func:`optax_freeze.freeze_when`, alone or anywhere within another (a chain, ``MultiSteps``, a train
+      state: from :func:`optax_freeze.freeze_when`, alone or inside another state (a chain, ``MultiSteps``, a train
         state).
-      frozen: for each group, by the pattern that names it, whether it is frozen from now on.
+      frozen: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze.
 
     Returns:
       The state with the groups set.
 
     Raises:
-      KeyError: if there is no such group; the groups are listed.
-      ValueError: if a schedule says when the group is frozen, or there is no such state.
-      TypeError, ValueError: if a value is not one bool.
+      KeyError: if there is no group with this pattern; the message lists the groups.
+      ValueError: if the group has a schedule, or the state has no groups.
+      TypeError, ValueError: if a value is not a single bool.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -66,7 +66,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
                 at=name,
                 got=f"{value!r}, for a group with the condition {known[name]!r}",
                 expected="a group that was given a bool in fz.freeze_when",
-                fix="give it True or False there, and toggle it by fz.set_frozen alone",
+                fix="give the group True or False there, and change it only with fz.set_frozen",
             )
         refuse_no_bool(name, value, "fz.set_frozen")
         new[name] = value
@@ -82,17 +82,17 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
 
 
 def currently_frozen(state: optax.OptState) -> dict[str, Any]:
-    """Says which groups the next update leaves as they are.
+    """Returns which groups are frozen in the next update.
 
     Args:
-      state: from :func:`optax_freeze.freeze_when`, alone or anywhere within another.
+      state: from :func:`optax_freeze.freeze_when`, alone or inside another state.
 
     Returns:
-      A bool for each group, by the pattern that names it; traced within a jitted function.
+      A bool for each group, by the pattern that names it; a traced bool inside a jitted function.
 
     Raises:
-      ValueError: if there is no such state, or one without values, or if two have a group of one name, of which one is
-        frozen.
+      ValueError: if there is no such state, or one without values; if two states have a group of the same name and only
+        one of these groups is frozen.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -111,9 +111,9 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
                     raise value_error(
                         "two groups of one name, of which one is frozen",
                         at=name,
-                        got="a state with two of fz.freeze_when in it",
-                        expected="one, or groups of other names",
-                        fix="ask each of their states by itself",
+                        got="a state that contains two states of fz.freeze_when",
+                        expected="one, or groups with different names",
+                        fix="call fz.currently_frozen on each of the two states",
                     )
             answers[name] = frozen
     return answers
@@ -122,23 +122,23 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
 def _refuse_no_values(step: Any) -> None:
     if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
         raise value_error(
-            "a state that does not say what is frozen",
+            "the state does not say which groups are frozen",
             at="step",
             got=described(step),
             expected="the state of one optimizer, with values",
-            fix="not of jax.eval_shape; of a state under vmap ask one: jax.tree.map(lambda x: x[0], state)",
+            fix="not one of jax.eval_shape; under vmap, select one state: jax.tree.map(lambda x: x[0], state)",
         )
 
 
 class _Text(str):
-    """A text that a ``KeyError``, which shows the ``repr`` of its key, shows as it is."""
+    """A string that ``KeyError``, which shows the ``repr`` of its key, prints without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def _like(old: Any, value: Any) -> Any:
-    """A switch in the place of another: placed like it, and in what it is wrapped in (an NNX variable)."""
+    """A new switch with the placement of the old one, and in the same wrapper, such as an NNX variable."""
     [placed], treedef = jax.tree.flatten(old)
     return jax.tree.unflatten(treedef, [copy_like(value, placed)])
 
@@ -148,7 +148,7 @@ def _is_state(node: Any) -> bool:
 
 
 def map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
-    """``visit`` at each state of :func:`optax_freeze.freeze_when` in a tree, those within others too."""
+    """Applies ``visit`` to each state of :func:`optax_freeze.freeze_when` in a tree, including nested ones."""
 
     def below(node: Any) -> Any:
         if not _is_state(node):
@@ -164,11 +164,11 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
     map_states(lambda node: found.append(node) or node, tree)
     if not found:
         raise value_error(
-            "no state of fz.freeze_when to be found",
+            "no state of fz.freeze_when found",
             at="state",
             got=type(tree).__name__,
             expected="the state of an optimizer with fz.freeze_when in it",
-            fix="pass the optimizer's state, and make the optimizer by fz.freeze_when(inner, {pattern: condition})",
+            fix="pass the state of an optimizer created by fz.freeze_when(inner, {pattern: condition})",
         )
     return found
 

@@ -1,8 +1,8 @@
-"""Where an optimizer's state lies on a mesh: with the parameters that it is about.
+"""Computes the shardings of an optimizer state from the shardings of the parameters.
 
-``tx.init`` reads no value of the parameters, so that a jitted ``init`` says nothing about where its zeros belong, and
-XLA gives each device all of them. Here the state is laid out by paths: a moment, a row of it or a mask goes where its
-parameter is.
+``tx.init`` does not read the values of the parameters. So a jitted ``init`` does not determine the sharding of its
+zeros, and XLA replicates them. Here arrays of the state are matched to parameters by path. A moment, its rows or a mask
+gets the sharding of its parameter.
 """
 
 from collections.abc import Mapping
@@ -22,30 +22,30 @@ from optax_freeze._state.parameter_of import parameter_of
 
 
 class Placed(NamedTuple):
-    """A parameter's shape, and where it lies."""
+    """The shape and the sharding of a parameter."""
 
     shape: tuple[int, ...]
     sharding: Sharding
 
 
 def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree) -> PyTree:
-    """Gives the shardings of an optimizer's state, from the parameters' own.
+    """Computes the shardings of an optimizer state from the shardings of the parameters.
 
     Args:
-      tx: any optimizer, frozen or not.
-      params: what ``tx.init`` takes: sharded arrays, or ``jax.ShapeDtypeStruct`` with a ``sharding``.
+      tx: any optimizer, with or without freezing.
+      params: the argument of ``tx.init``: sharded arrays, or ``jax.ShapeDtypeStruct`` with a ``sharding``.
 
     Returns:
-      A tree of the structure of ``tx.init(params)`` with a sharding for each array. Moments, accumulators and dense
-      masks take the sharding of their parameter; trainable rows take it, too, but along an axis that the mesh does not
-      divide, where they are replicated; a history of a parameter takes it behind its own axes. Whatever has another
-      shape (counts, factored moments, compact elements) is replicated. All of it lies in the device's memory, also
-      beside parameters in the host's.
+      A tree with the structure of ``tx.init(params)`` and a sharding for each array. Moments, accumulators and dense
+      masks have the sharding of their parameter. So do trainable rows, except along an axis whose size the mesh does
+      not divide, where they are replicated. A history of a parameter has its leading axes unsharded, followed by the
+      parameter's sharding. Arrays of any other shape (counts, factored moments, compact elements) are replicated. All
+      shardings are in device memory, even if parameters are in host memory.
 
     Raises:
       TypeError: if ``tx`` is not an optimizer.
-      ValueError: if an array of the parameters has no sharding, or one that is neither a ``NamedSharding`` nor that of
-        a single device; if the parameters lie on different meshes.
+      ValueError: if an array of the parameters has no sharding, or one that is neither a ``NamedSharding`` nor a
+        ``SingleDeviceSharding``; if the parameters are on different meshes.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -83,7 +83,7 @@ def _placed(path: str, leaf: Any) -> Placed:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         raise value_error(
-            "a parameter without a sharding that its state could take",
+            "a parameter without a usable sharding",
             at=path,
             got=described(leaf) if sharding is None else repr(sharding),
             expected="a jax.sharding.NamedSharding, or an array on a single device",
@@ -93,7 +93,7 @@ def _placed(path: str, leaf: Any) -> Placed:
 
 
 def _replicated(placed: Mapping[str, Placed]) -> Sharding:
-    """The sharding of what belongs to no parameter: replicated over the mesh of the parameters."""
+    """The sharding of arrays that do not belong to a parameter: replicated over the mesh of the parameters."""
     named = {path: sharding for path, (_, sharding) in placed.items() if isinstance(sharding, NamedSharding)}
     if not named:
         return next((sharding for _, sharding in placed.values()), SingleDeviceSharding(jax.devices()[0]))
@@ -111,7 +111,7 @@ def _replicated(placed: Mapping[str, Placed]) -> Sharding:
 
 
 def beside(array: Any, owner: Placed | None, default: Sharding) -> Sharding:
-    """The sharding of an array of the state beside its parameter."""
+    """The sharding of an array of the state, given the parameter that it belongs to."""
     if owner is None or not isinstance(owner.sharding, NamedSharding):
         return default
     if array.shape == owner.shape:

@@ -1,4 +1,4 @@
-"""What the state of a frozen optimizer knows: its spec, and dense masks that can be replaced between steps."""
+"""Reads the spec from an optimizer state, including masks that were replaced between steps."""
 
 from typing import Any
 
@@ -16,23 +16,23 @@ from optax_freeze._spec.selector_algebra import Selector
 
 
 def spec_of(state: optax.OptState) -> Selector:
-    """The spec that an optimizer state carries, with its dense masks as they are now.
+    """Returns the spec in an optimizer state, with the current masks.
 
-    Give it to :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.apply_updates` inside a jitted step: the
-    masks are then arguments of the program. A mask closed over is a constant of it.
+    Pass it to :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.apply_updates` inside a jitted step. The
+    masks are then arguments of the compiled program, whereas a mask in a closure would be a constant.
 
-    The spec of a :func:`optax_freeze.freeze_when` state says which groups are frozen now. Inside a jitted step that is
-    a value, and only :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.grad` take it.
+    The spec of a :func:`optax_freeze.freeze_when` state says which groups are frozen now. Inside a jitted step this is
+    a traced value, which only :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.grad` accept.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
-        :func:`optax_freeze.freeze_when`, alone or within another.
+        :func:`optax_freeze.freeze_when`, alone or inside another state.
 
     Returns:
-      A selector, for trees with the leaves given to ``init``.
+      A selector, for trees with the same leaves as the parameters given to ``init``.
 
     Raises:
-      ValueError: if there is no such state in it, or several that differ.
+      ValueError: if the state contains no such state, or several with different specs.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -47,7 +47,7 @@ def spec_of(state: optax.OptState) -> Selector:
         return _groups_now(scheduled[0])
     if not states or any(_differ(states[0], other) for other in states[1:]):
         raise value_error(
-            "no spec to be found" if not states else "several specs that differ",
+            "the state contains no spec" if not states else "the state contains different specs",
             at="state",
             got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when",
             expected="one, or several of fz.freeze with the same spec",
@@ -57,13 +57,13 @@ def spec_of(state: optax.OptState) -> Selector:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether two states have other specs or, as far as they have values, other masks."""
+    """Whether two states have different specs, or different masks as far as these have values."""
     pairs = zip(plan_of(a).masks, plan_of(b).masks, strict=False)
     return a.spec != b.spec or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
 
 
 def _groups_now(state: FreezeWhenState) -> GroupsNow:
-    """Which groups are frozen now, and what each of them has."""
+    """The groups of a state, the elements of each, and which are frozen now."""
     plans = plans_of(state)
     schedules = [i for i, condition in enumerate(plans.conditions) if condition is not None]
     known = occurring([condition for condition in plans.conditions if condition is not None])

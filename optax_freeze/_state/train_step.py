@@ -1,7 +1,7 @@
-"""A whole training step, with a program for each set of groups that can be frozen together.
+"""Builds a whole training step, with one program for each set of groups that can be frozen together.
 
-``fz.value_and_grad`` and ``fz.update_params`` each decide for themselves what is frozen now, so the gradients stand
-between them, those of frozen groups as zeros. Here the decision is taken once, around both of them.
+``fz.value_and_grad`` and ``fz.update_params`` each check which groups are frozen now. So all gradients are passed from
+one to the other, with zeros for frozen groups. Here the check is made once, around both of them.
 """
 
 import dataclasses
@@ -32,27 +32,27 @@ def train_step(
     *,
     branches: int = 16,
 ) -> Callable[..., tuple[PyTree, PyTree, Any]]:
-    """A training step: the gradient of what trains, and the update of the parameters in place.
+    """Creates a training step that computes the gradients of the trainable parameters and updates them in place.
 
-    It is :func:`optax_freeze.value_and_grad` of ``fz.spec_of(state)`` and :func:`optax_freeze.update_params`. With
-    :func:`optax_freeze.freeze_when` there is a program of both for each set of groups that can be frozen together, in
-    one compilation. Each costs what the static phase costs: no gradient of a frozen group is computed, written or
-    read, and an update follows its gradient at once.
+    The step calls :func:`optax_freeze.value_and_grad` with ``fz.spec_of(state)``, then
+    :func:`optax_freeze.update_params`. With :func:`optax_freeze.freeze_when`, one compilation contains a program for
+    each set of groups that can be frozen together. Each program costs as much as a step compiled for this set alone:
+    gradients of frozen groups are not computed, written or read, and each update directly follows its gradient.
 
     Args:
-      loss: the function to differentiate, of the parameters and other arguments; returns a scalar, or a pair of a
-        scalar and anything if ``has_aux``.
-      tx: :func:`optax_freeze.freeze_when` or :func:`optax_freeze.freeze`, alone or within another transformation.
+      loss: the function to differentiate, called as ``loss(params, *args, **kwargs)``. It returns a scalar, or with
+        ``has_aux`` a pair of a scalar and anything.
+      tx: :func:`optax_freeze.freeze_when` or :func:`optax_freeze.freeze`, alone or inside another transformation.
       has_aux: whether ``loss`` returns a pair.
-      branches: the most programs there may be, as in :func:`optax_freeze.value_and_grad`.
+      branches: the maximum number of programs, as in :func:`optax_freeze.value_and_grad`.
 
     Returns:
-      A function ``(params, state, *args, **kwargs) -> (params, state, value)``, where ``value`` is what
-      ``loss(params, *args, **kwargs)`` returns. Donate its first two arguments.
+      A function ``(params, state, *args, **kwargs) -> (params, state, value)``, where ``value`` is the result of
+      ``loss(params, *args, **kwargs)``. Donate its first two arguments.
 
     Raises:
-      TypeError: if ``loss`` is not a function or ``tx`` not an optimizer.
-      ValueError: if ``branches`` is less than 1; when called, whatever the functions above raise.
+      TypeError: if ``loss`` is not a function, or ``tx`` is not an optimizer.
+      ValueError: if ``branches`` is less than 1. When the step is called: the errors of the functions above.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_freeze as fz
@@ -71,7 +71,7 @@ def train_step(
         now = spec_of(state)
 
         def of_set(known: FrozenSet | None, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree, Any]:
-            """The step with these groups frozen; None: as the state says."""
+            """The step with these groups frozen, or with those frozen in the state if ``known`` is None."""
             spec, frozen = spec_of(state), None
             if known is not None:
                 assert isinstance(spec, GroupsNow)
@@ -91,7 +91,7 @@ def train_step(
         which, value = now.which(sets), jax.eval_shape(functools.partial(of_set, sets[0]), params, state)[2]
         carry = (params, state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value))
         for i, known in enumerate(sets):
-            # A loop of zero or one iterations for each set, since a `lax.switch` copies what it passes on.
+            # A loop of zero or one iterations for each set, since a `lax.switch` would copy its operands.
             carry = unless(which != i, lambda carry, known=known: of_set(known, *carry[:2]), carry)
         return carry
 

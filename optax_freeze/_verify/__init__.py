@@ -1,1 +1,1 @@
-"""Whether frozen bits moved."""
+"""Bitwise checks that frozen parameters have not changed."""

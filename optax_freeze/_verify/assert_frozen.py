@@ -1,7 +1,7 @@
-"""Two trees compared bit by bit where they are frozen.
+"""Compares the frozen elements of two trees bit by bit.
 
-``chex.assert_trees_all_equal`` compares numbers, on the host: -0.0 equals 0.0 there, one NaN equals another, and every
-array is gathered. Here bits are compared where the arrays lie, and only those of frozen elements.
+``chex.assert_trees_all_equal`` gathers all arrays on the host and compares values, so -0.0 equals 0.0 and any NaN
+equals any other. Here bits are compared on the devices of the arrays, and only those of frozen elements.
 """
 
 import sys
@@ -21,28 +21,28 @@ from optax_freeze._verify.frozen_leaves import frozen_leaves
 
 
 def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
-    """Asserts that nothing frozen has moved: every bit of it is the same before and after.
+    """Asserts that frozen parameters have not changed: every frozen bit is the same in both trees.
 
-    Bits are compared: -0.0 is not 0.0, and a NaN equals only a NaN of the same bits. Sharded arrays are compared where
-    they lie; where the two trees are placed differently, one leaf after the other goes to the smaller shards of the
-    two. Arrays in the host's memory come to the device in blocks. Trainable elements are not compared. A leaf that is
-    not an array must be the same object, or equal.
+    Since bits are compared, -0.0 differs from 0.0, and a NaN equals only a NaN with the same bits. Sharded arrays are
+    compared in place. If the two trees have different shardings, one leaf at a time is moved to the sharding with the
+    smaller shards. Arrays in host memory are copied to the device in blocks. Trainable elements are not compared. A
+    leaf that is not an array must be the same object, or equal.
 
     Args:
-      before: the parameters as they were; any pytree of arrays, JAX's or NumPy's. Under donation keep a copy,
-        ``jax.tree.map(jnp.copy, params)``, or compare a :func:`optax_freeze.fingerprint` instead.
-      after: the parameters now, in the same structure.
-      frozen: what is frozen, in any form.
+      before: the parameters before training; any pytree of JAX or NumPy arrays. If they are donated, keep a copy
+        (``jax.tree.map(jnp.copy, params)``), or compare a :func:`optax_freeze.fingerprint` instead.
+      after: the parameters now, with the same structure.
+      frozen: the frozen parameters, as a spec of any form.
 
     Returns:
       None.
 
     Raises:
-      AssertionError: if something frozen moved, or has another shape, dtype or type now. It names every such path and
-        how many elements moved; for the first hundred, how far.
-      ValueError: if the structures differ, the spec does not fit, an array was donated, or both trees hold the same NNX
-        variables, which change in place.
-      TypeError: if arrays have no values: under ``jax.jit``, or a ``jax.ShapeDtypeStruct``.
+      AssertionError: if a frozen element changed, or a frozen leaf has another shape, dtype or type. The message lists
+        every such path with the number of changed elements, and for the first 100 leaves the largest change.
+      ValueError: if the structures differ; if the spec does not fit; if an array was donated; if both trees hold the
+        same NNX variables, which change in place.
+      TypeError: if arrays have no values, because they are traced or a ``jax.ShapeDtypeStruct``.
 
     Example:
       >>> import optax_freeze as fz
@@ -101,14 +101,17 @@ def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
         raise value_error(
             "`before` and `after` hold the same NNX variables, so that nothing can differ",
             at="fz.assert_frozen",
-            got="a module, or nnx.state of it, twice: its variables change in place, and a state holds those",
+            got="the same module, or an nnx.state of it, which holds the same variables; they change in place",
             expected="values from before the training, and values from after it",
             fix="keep the values beforehand: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
         )
 
 
 def _difference(old: Any, new: Any, selection: Selection) -> Any:
-    """How many elements differ, in two words; for what has none to compare a text, empty where all is well."""
+    """The number of elements that differ, as two words; or a string where elements cannot be compared.
+
+    The string describes the difference, and is empty if there is none.
+    """
     if old is new:
         return ""
     if not is_array(old) and not is_array(new):
@@ -121,7 +124,7 @@ def _difference(old: Any, new: Any, selection: Selection) -> Any:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether two leaves that are not arrays are the same; numbers by their digits, for -0.0 and NaN."""
+    """Whether two leaves that are not arrays are equal. Floats are compared by ``repr``, because of -0.0 and NaN."""
     if type(old) is not type(new):
         return False
     if isinstance(old, (float, complex)):
@@ -133,7 +136,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _tell(old: Any, new: Any, selection: Selection, difference: Any, *, far: bool) -> str:
-    """How many elements moved, and how far."""
+    """Describes how many elements changed and, with ``far``, the largest change."""
     if isinstance(difference, str):
         return difference
     low, high = map(int, difference)

@@ -1,8 +1,8 @@
-"""The bits of one leaf, where it lies: how many frozen elements differ from another leaf's, how far, and their digest.
+"""Compares and hashes the frozen bits of one leaf, on the devices of its arrays.
 
-Every dtype comes down to words of 32 bits, so that comparing and hashing know nothing of floats: XLA's own comparison
-takes -0.0 for 0.0 and no NaN for itself, and its float sums depend on their order. All arithmetic here is that of
-``uint32`` modulo 2**32, which is the same on every device and in any order.
+Every dtype is converted to 32-bit words, so comparing and hashing never use floats. In XLA's comparison -0.0 equals 0.0
+and a NaN does not equal itself, and float sums depend on the order. All arithmetic here is ``uint32`` modulo 2**32,
+which gives the same result on every device and in any order.
 """
 
 import functools
@@ -28,10 +28,11 @@ LANES = 4
 
 @functools.partial(jax.jit, static_argnames="axis")
 def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, ...]:
-    """The sum, in each lane, of a word for every frozen element; ``axis`` is that of :func:`_by_blocks`.
+    """Sums one word per frozen element in each lane. ``axis`` is the block axis of :func:`_by_blocks`.
 
-    The place of an element is added to its bits axis by axis: a linear index would overflow. All lanes stand in one
-    reduction, so that the leaf is read once. They are not stacked: a scalar is whole on every device.
+    The position of an element is added to its bits axis by axis, since a linear index would overflow. All lanes are
+    computed by one reduction, so that the leaf is read once. They are returned as scalars and not stacked, since
+    scalars are replicated on all devices.
     """
 
     def of_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
@@ -51,7 +52,7 @@ def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[j
 
 @functools.partial(jax.jit, static_argnames="axis")
 def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
-    """How many frozen elements differ, in two words: the sum carries from the first into the second."""
+    """Counts the frozen elements that differ, as a 64-bit number in two words, the lower one first."""
 
     def of_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
         del start
@@ -63,7 +64,7 @@ def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.
 
 @functools.partial(jax.jit, static_argnames="axis")
 def farthest(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
-    """:func:`distance` over the frozen elements that differ."""
+    """Computes :func:`distance` over the frozen elements that differ."""
 
     def of_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
         del start
@@ -83,7 +84,10 @@ def differ(old: Any, new: Any, selection: Selection) -> jax.Array:
 
 
 def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
-    """The largest distance of two numbers where they differ, and whether one of them is NaN; by NumPy or JAX."""
+    """The largest absolute difference where ``differ`` is True, and whether it is NaN anywhere there.
+
+    ``xp`` is NumPy or ``jax.numpy``.
+    """
     if xp.issubdtype(old.dtype, np.integer):
         wide = xp.uint64 if old.dtype.itemsize == 8 else xp.uint32
         up, down = (a.astype(wide) - b.astype(wide) for a, b in ((new, old), (old, new)))  # exact: no overflow
@@ -96,9 +100,9 @@ def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
 
 
 def _by_blocks(of_block: Callable[..., Any], add: Callable[..., Any], axis: int, selection: Any, *arrays: Any) -> Any:
-    """``of_block(selection, start, *arrays)``; of arrays on the host the sum over blocks, which come to the device.
+    """Calls ``of_block(selection, start, *arrays)``, for arrays on the host block by block, and adds the results.
 
-    A block is some rows along ``axis``, and ``start`` says where it begins.
+    A block is some rows along ``axis``, which are copied to the device. ``start`` is its first index along each axis.
     """
     shape = jax.tree.leaves(arrays)[0].shape
     on_host = next((array for array in arrays if is_on_host(array)), None)
@@ -123,11 +127,11 @@ def _by_blocks(of_block: Callable[..., Any], add: Callable[..., Any], axis: int,
 
 
 _BLOCK_BYTES = 2**24
-"""As much of an array on the host comes to the device at a time, or one row if that is more."""
+"""The size of a block of an array on the host. A block has at least one row, even if that is larger."""
 
 
 def block_axis(*arrays: Any) -> int:
-    """The first axis along which no array is divided among devices: of blocks that come to a device from its host."""
+    """The first axis along which no array is sharded, or 0. Arrays on the host are read in blocks along it."""
     shardings = [x.sharding for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     shape = np.shape(arrays[0])
     whole = [axis for axis, n in enumerate(shape) if all(s.shard_shape(shape)[axis] == n for s in shardings)]
@@ -135,17 +139,17 @@ def block_axis(*arrays: Any) -> int:
 
 
 def hashed(*what: Any) -> np.ndarray:
-    """A word for each lane, odd, for a path, an axis and the like: the same in every process."""
+    """Hashes values such as a path or an axis to an odd word for each lane, the same in every process."""
     found = hashlib.blake2b(repr(what).encode(), digest_size=4 * LANES).digest()
     return np.frombuffer(found, "<u4").astype(np.uint32) | np.uint32(1)
 
 
 def placed(*nodes: Any) -> tuple[Any, ...]:
-    """The arrays of one leaf, and its selection, on the same devices: in the smallest shards that one of them has.
+    """Moves the arrays of one leaf and its selection to the same devices, in the smallest shards that one of them has.
 
-    What is in the host's memory stays there, and so do NumPy's arrays beside it: see :func:`_by_blocks`.
-
-    Without 64-bit mode JAX would cut NumPy's 64-bit numbers: they come as their words.
+    Arrays in host memory stay there, and NumPy arrays compared with them are placed there, too; see
+    :func:`_by_blocks`. Where all arrays are NumPy arrays, 64-bit numbers that JAX would truncate without 64-bit mode
+    are returned as tuples of words.
     """
     arrays = jax.tree.leaves(nodes)
     if any(isinstance(array, Tracer) for array in arrays):
@@ -183,7 +187,7 @@ def _words_on_host(array: Any) -> tuple[np.ndarray, ...]:
 
 
 def _words(value: Any) -> tuple[jax.Array, ...]:
-    """The bits of each element, in one or more words."""
+    """The bits of each element as one or more words."""
     if isinstance(value, tuple):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -202,14 +206,14 @@ def _words(value: Any) -> tuple[jax.Array, ...]:
 
 
 def _mix(x: Any) -> Any:
-    """A permutation of the words of 32 bits in which every bit decides on every other (Wellons' lowbias32)."""
+    """A bijection of 32-bit words in which every input bit affects every output bit (Wellons' lowbias32)."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
 def _frozen_alone(array: jax.Array, selection: Selection) -> jax.Array:
-    """An array with zero, or False, at trainable elements."""
+    """The array with zero, or False, at trainable elements."""
     return selection.choose(array, jnp.zeros_like(array))
 
 

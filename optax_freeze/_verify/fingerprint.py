@@ -1,6 +1,6 @@
-"""A small digest of everything frozen, for when there are not two trees to compare.
+"""Computes a small digest of all frozen parameters.
 
-One of them was donated, is on another machine, or is in a checkpoint.
+It replaces a comparison of two trees if one of them was donated, is on another machine or is in a checkpoint.
 """
 
 import functools
@@ -20,34 +20,34 @@ from optax_freeze._verify.frozen_leaves import frozen_leaves
 
 
 def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
-    """A digest of what is frozen: it changes when a bit of that does, and not otherwise.
+    """Computes a digest of the frozen parameters, which changes if any frozen bit changes.
 
-    It is a function of the set of frozen elements: of their bits, their places, and the path, dtype and shape of
-    their leaf. It does not depend on the containers, on the form of a mask (rows, or the same rows as a boolean array),
-    on sharding, device, ``jit`` or 64-bit mode, nor on trainable elements. Trainable leaves, empty ones and holes
-    contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the whole. A leaf that is
-    not an array contributes its path, with the value of a Python number or string, the name of a function, or the type
-    of anything else.
+    The digest depends only on the frozen elements: their bits, their positions, and the path, dtype and shape of their
+    leaf. It does not depend on the containers, on the form of a mask (rows, or the same rows as a boolean array), on
+    sharding, device, ``jit`` or 64-bit mode, or on trainable elements. Trainable leaves, empty leaves and holes
+    contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the full parameters. A leaf
+    that is not an array contributes its path, and the value of a Python number or string, the name of a function, or
+    the type of any other object.
 
-    The arrays are read once, and nothing of their size is written; those in the host's memory come to the device in
-    blocks. Every element gives a word in each of four lanes,
-    and a lane is the sum of its words modulo 2**32, so that their order does not matter. A word is made of the
-    element's 32 bits by steps that can each be undone: its leaf and place are added, and the sum is shifted onto
-    itself and multiplied by odd numbers. In a given place other bits thus give another word: **a change within 32 bits
-    of one element, a flipped bit above all, changes all four lanes with certainty**. Wider changes go unseen with
-    a probability near 2**-128. It does not stand against somebody who constructs a collision.
+    The arrays are read once, without temporary arrays of their size; arrays in host memory are copied to the device in
+    blocks. Every element contributes a word to each of four lanes, and a lane is the sum of its words modulo 2**32, so
+    the order does not matter. A word is computed from 32 bits of an element by invertible steps (adding a value for its
+    leaf and position, xor with shifts, multiplication by odd numbers), so different bits at the same position give a
+    different word. Therefore **a change within 32 bits of one element, such as a flipped bit, always changes all four
+    lanes**. Larger changes go undetected with a probability near 2**-128. The digest is not secure against deliberately
+    constructed collisions.
 
     Args:
-      params: any pytree of arrays, JAX's or NumPy's; they may be traced. Where arrays span processes, every process
-        must call this, with the same spec.
-      frozen: what is frozen, in any form.
+      params: any pytree of JAX or NumPy arrays, which may be traced. If arrays span processes, every process must call
+        this function with the same spec.
+      frozen: the frozen parameters, as a spec of any form.
 
     Returns:
-      A ``uint32`` array of shape ``(4,)``; zeros if nothing is frozen. Compare all of it: ``(a == b).all()``.
+      A ``uint32`` array of shape ``(4,)``; zeros if nothing is frozen. Compare all four values: ``(a == b).all()``.
 
     Raises:
       ValueError: if the spec does not fit, or an array was donated.
-      TypeError: if arrays have no values: a ``jax.ShapeDtypeStruct``.
+      TypeError: if arrays have no values, as a ``jax.ShapeDtypeStruct``.
 
     Example:
       >>> import optax_freeze as fz
@@ -62,13 +62,13 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     of_leaves = digests(params, make_plan(params, frozen)).values()
     if any(isinstance(digest[0], Tracer) for digest in of_leaves):
         return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*of_leaves, strict=True)])
-    # On the host: leaves may lie on different devices.
+    # On the host, since leaves may be on different devices.
     lanes = [np.zeros(_bits.LANES, np.uint32), *jax.device_get(list(of_leaves))]
     return jnp.asarray(np.array(lanes, np.uint32).sum(axis=0, dtype=np.uint32))
 
 
 def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
-    """The contribution of each frozen leaf to the fingerprint, lane by lane, by its path."""
+    """The contribution of each frozen leaf to each lane of the fingerprint, by path."""
     found = {}
     for path, (leaf, value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
         if leaf.dtype is None:
@@ -81,7 +81,7 @@ def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    """What every process knows of an object: a number or string by itself, a function by its name, else the type."""
+    """A string for an object, the same in every process: the value of a number or string, or a name or type."""
     if isinstance(value, (bool, int, float, complex, str, bytes)):
         return f"{type(value).__name__} {value!r}"
     named = value if hasattr(value, "__qualname__") else type(value)

@@ -1,4 +1,4 @@
-"""The frozen leaves of a tree, of which every value can be read."""
+"""Collects the frozen leaves of a tree, and checks that their values can be read."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from optax_freeze._spec.tree import Leaf, Part, Rest
 
 
 class FrozenLeaf(NamedTuple):
-    """A leaf that is frozen, in whole or in part."""
+    """A leaf that is frozen completely or in part."""
 
     leaf: Leaf
     value: Any
@@ -21,7 +21,7 @@ class FrozenLeaf(NamedTuple):
 
 
 def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> dict[str, FrozenLeaf]:
-    """The frozen leaves by path, without holes; the ``Rest`` of a partially frozen leaf gives its full array.
+    """The frozen leaves by path, without holes. For the ``Rest`` of a partially frozen leaf, the full array is used.
 
     Raises:
       ValueError: if an array was deleted, or a ``Part`` is in the place of a full leaf.
@@ -44,7 +44,7 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
 def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
     if isinstance(value, Part):
         raise value_error(
-            f"{name}: the trainable part of a leaf in the place of the leaf",
+            f"{name}: the trainable part of a leaf in place of the full leaf",
             at=path,
             got=f"a Part of a leaf of shape {value.shape}",
             expected="the full leaf",

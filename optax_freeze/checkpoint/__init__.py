@@ -1,8 +1,8 @@
-"""Checkpoints of the trainable parameters, by Orbax: the frozen base is not written, and never silently replaced.
+"""Saves and restores checkpoints of the trainable parameters with Orbax, without the frozen base.
 
-A checkpoint holds the trainable parameters and the optimizer state, a record of what was frozen, and a fingerprint of
-the frozen base. It is restored onto the same base under the same spec, or there is an error: Orbax alone writes the
-whole tree and restores it onto any base.
+A checkpoint contains the trainable parameters, the optimizer state, a record of what was frozen, and a fingerprint of
+the frozen base. Restoring it with a different base or spec raises an error. Orbax alone writes the whole tree, and
+restores it without comparing the base.
 """
 
 import json
@@ -46,7 +46,7 @@ register_with_flax(GroupPlans)
 
 
 class Saving:
-    """A checkpoint on its way to the disk, from :func:`save`.
+    """A handle for a checkpoint that :func:`save` writes in the background.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -66,7 +66,7 @@ class Saving:
         return f"Saving({str(self._manager.directory)!r}, {'done' if self._done else 'under way'})"
 
     def wait(self) -> None:
-        """Returns after the commit; raises what went wrong on the way."""
+        """Waits until the checkpoint is complete, and raises any error that occurred while writing it."""
         if not self._done:
             try:
                 self._manager.wait_until_finished()
@@ -76,7 +76,7 @@ class Saving:
 
 
 _UNFINISHED: dict[str, Saving] = {}
-"""For each directory the last checkpoint that was not waited for."""
+"""The last checkpoint of each directory that :func:`save` did not wait for."""
 
 
 def save(
@@ -89,27 +89,27 @@ def save(
     wait: bool = True,
     tied: Tied = "error",
 ) -> Saving:
-    """Writes the trainable parameters and the optimizer state as one checkpoint.
+    """Saves the trainable parameters and the optimizer state as one checkpoint.
 
-    It appears as a whole, in a directory named by the step: a process that dies while writing leaves the checkpoints
-    before it intact. With several processes, all of them call this.
+    The checkpoint is a directory named by the step, and is written atomically: a process that dies while writing leaves
+    earlier checkpoints intact. With several processes, all of them must call this function.
 
     Args:
-      directory: the directory for the checkpoints of a run, created if necessary; any path that Orbax takes.
-      params: the full parameters. Nothing frozen is written.
-      frozen: the spec, in any form.
-      step: the number of the checkpoint, greater than those before.
+      directory: the directory for the checkpoints of a run, created if necessary; any path that Orbax accepts.
+      params: the full parameters. Frozen parameters are not written.
+      frozen: the frozen parameters, as a spec of any form.
+      step: the number of the checkpoint, greater than all earlier ones.
       opt_state: the optimizer state, or None.
-      wait: True returns after the commit. False returns when the arrays have been copied off the devices, so that they
-        may be donated, and writes in the background.
-      tied: ``"error"`` refuses one array object at two paths of which only one is frozen.
+      wait: if True, return when the checkpoint is complete. If False, return when the arrays have been copied from the
+        devices, so that you may donate them, and write in the background.
+      tied: ``"error"`` refuses an array at two paths of which only one is frozen; ``"ignore"`` allows it.
 
     Returns:
-      A handle whose ``wait()`` returns after the commit.
+      A :class:`Saving`, whose ``wait()`` returns when the checkpoint is complete.
 
     Raises:
-      ValueError: if the spec does not fit, or freezes everything; if the step is not after the latest; if processes
-        have different specs or frozen bits.
+      ValueError: if the spec does not fit, or freezes everything; if ``step`` is not greater than the latest; if
+        processes have different specs or frozen bits.
       TypeError: if ``step`` is not an int, or arrays are traced.
 
     Example:
@@ -129,16 +129,16 @@ def save(
     _refuse_no_state(opt_state)
     plan = make_plan(params, frozen, tied=tied)
     values = _tree.flatten(params)[0]
-    expected = "every leaf whole: the checkpoint says on which base it goes"
+    expected = "every full leaf, since the checkpoint stores the fingerprint of the base"
     fix = "fz.combine(trainable, rest)"
-    _tree.refuse_half_a_tree(params, "a checkpoint is taken of the full parameters", expected, fix)
+    _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
     record = {
         "format": FORMAT,
         "leaves": [leaf_record(*leaf) for leaf in zip(plan.leaves, plan.selections, strict=True)],
         "opt_state": None if opt_state is None else state_record(opt_state),
     }
-    _refuse_different_processes("what is frozen", record["leaves"])
+    _refuse_different_processes("the spec", record["leaves"])
     record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, plan).items()}
     _refuse_different_processes("the frozen bits", record["frozen"])
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
@@ -170,24 +170,26 @@ def restore(
     opt_state: PyTree | None = None,
     frozen: Spec | None = None,
 ) -> tuple[PyTree, PyTree | None]:
-    """Restores a checkpoint onto the parameters that its training started from.
+    """Restores a checkpoint onto the parameters that the training started from.
 
     Args:
-      directory: as in :func:`save`.
-      params: the base, with the frozen bits of the run, which is checked. Its trainable parameters are replaced; they
-        give shapes, dtypes and shardings, on any mesh. What lies in the host's memory stays there.
+      directory: the directory given to :func:`save`.
+      params: the full parameters of the base. Their frozen bits must be those of the saved run, which is checked. The
+        trainable parameters are replaced; they provide shapes, dtypes and shardings, on any mesh. Leaves in host memory
+        stay there.
       step: the number of the checkpoint, or None for the latest.
-      opt_state: a template of the optimizer state: ``tx.init(params)``, or its shapes with shardings; or None.
-      frozen: a spec to check against that of the checkpoint, or None.
+      opt_state: a template of the optimizer state, ``tx.init(params)`` or its shapes with shardings; or None.
+      frozen: a spec to compare with the spec of the checkpoint, or None.
 
     Returns:
-      ``(params, opt_state)``: the full parameters, and the state or None.
+      ``(params, opt_state)``: the full parameters, and the optimizer state or None.
 
     Raises:
-      FileNotFoundError: if there is no checkpoint, or none of this step.
-      ValueError: if the base has other leaves, shapes, dtypes or frozen bits; if ``frozen`` is another spec, or
-        ``opt_state`` the state of another optimizer or spec, or none was saved; if the checkpoint is damaged (the error
-        names the field of its record), or was written by a newer release; if ``step`` is negative.
+      FileNotFoundError: if there is no checkpoint, or no checkpoint of this step.
+      ValueError: if the base has other leaves, shapes, dtypes or frozen bits; if ``frozen`` differs from the saved
+        spec; if ``opt_state`` is the state of a different optimizer or spec, or no state was saved; if the checkpoint
+        is damaged (the message names the field of its record) or was written by a newer release; if ``step`` is
+        negative.
       TypeError: if ``step`` is not an int, or ``opt_state`` is an optimizer.
 
     Example:
@@ -234,10 +236,10 @@ def restore(
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """The number of the latest complete checkpoint.
+    """Returns the step of the latest complete checkpoint.
 
     Args:
-      directory: as in :func:`save`.
+      directory: the directory given to :func:`save`.
 
     Returns:
       The step, or None if there is no complete checkpoint.
@@ -259,7 +261,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 def _absolute(directory: str | os.PathLike[str]) -> str:
     if not isinstance(directory, (str, os.PathLike)):
         raise type_error(
-            "no directory",
+            "not a directory",
             at="the first argument",
             got=described(directory),
             expected="the path of a directory, then the parameters",
@@ -270,7 +272,7 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
         return where
     if os.path.isfile(where):
         raise value_error(
-            "no directory",
+            "not a directory",
             at=where,
             got="a file",
             expected="a directory of checkpoints, or nothing there",
@@ -281,17 +283,17 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
 
 def _step_number(step: Any) -> int:
     fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
-    return whole_number("the number of a step", step, at="step", fix=fix)
+    return whole_number("the step of a checkpoint is a whole number", step, at="step", fix=fix)
 
 
 def _refuse_no_state(opt_state: PyTree) -> None:
     if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
         raise type_error(
-            "no optimizer state",
+            "not an optimizer state",
             at="opt_state",
             got=described(opt_state),
             expected="the state",
-            fix="opt_state=tx.init(params) to restore, and what tx.update gave to save",
+            fix="opt_state=tx.init(params) to restore, and the result of tx.update to save",
         )
 
 
@@ -300,11 +302,11 @@ def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
     if latest is not None and step <= latest:
         which = "a checkpoint of this step" if step in manager.all_steps() else "a later checkpoint"
         raise value_error(
-            f"{which} is there already",
+            f"{which} already exists",
             at=str(manager.directory),
             got=f"step={step}",
             expected=f"a step after {latest}, the latest",
-            fix="go on from the latest step, or save into another directory",
+            fix="continue from the latest step, or save into another directory",
         )
 
 
@@ -317,19 +319,19 @@ def _manager(where: str, *, create: bool = False) -> ocp.CheckpointManager:
 
 
 def _wait_for(where: str) -> None:
-    """Waits for a checkpoint that is still being written there."""
+    """Waits for a checkpoint that is still being written to this directory."""
     if where in _UNFINISHED:
         _UNFINISHED.pop(where).wait()
 
 
 def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
-    """The array of each node that has one, by the number of the node; the data of a random key."""
+    """The array of each node that has one, by the number of the node, with random keys as their data."""
     arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
     return {name: jax.random.key_data(array) if _is_key(array) else array for name, array in arrays.items()}
 
 
 def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
-    """``nodes`` with the arrays of one item of the checkpoint at ``at``, each placed as the array ``near`` it.
+    """``nodes`` with the arrays of one item of the checkpoint ``at``, each placed like the array in ``near``.
 
     Empty arrays are not written, since Orbax refuses them; they are created here.
     """
@@ -351,7 +353,7 @@ def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[An
 
 
 def _with_array(node: Any, array: Any) -> Any:
-    """A node of a tree with another array, as it was written."""
+    """The node with its array replaced by ``array``, which was read from a checkpoint."""
     [old], structure = jax.tree.flatten(node)
     array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if _is_key(old) else array
     return jax.tree.unflatten(structure, [array])
@@ -372,7 +374,7 @@ def _refuse_different_processes(what: str, record: Any) -> None:
                 f"processes differ in {what}",
                 at=f"process {process}",
                 got=f"the fingerprint {other.tobytes().hex()}",
-                expected=f"{first.tobytes().hex()}, that of process 0",
+                expected=f"{first.tobytes().hex()}, as in process 0",
                 fix="run the same program with the same spec and parameters in every process",
             )
 
@@ -382,7 +384,7 @@ def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoun
         "no checkpoint to restore",
         at=where,
         got=got,
-        expected="a committed checkpoint" if step is None else f"that of step {step}",
-        fix="give the directory that was given to checkpoint.save; where it is empty, latest_step is None",
+        expected="a complete checkpoint" if step is None else f"a checkpoint of step {step}",
+        fix="pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None",
     )
     return FileNotFoundError(text)

@@ -1,8 +1,8 @@
-"""The record of a checkpoint: its leaves, what of each is frozen, and the fingerprint of that.
+"""The record of a checkpoint: its leaves, the frozen part of each, and the fingerprints of the frozen parts.
 
-It is JSON, which a person can read, and is compared with the parameters, the spec and the optimizer state that a
-checkpoint is restored to: Orbax compares shapes, and not always. The file may be damaged or edited by hand, so
-:func:`read_record` checks every field against a schema, and nothing else has to.
+The record is readable JSON. It is compared with the parameters, the spec and the optimizer state given to ``restore``,
+since Orbax compares only shapes, and not always. The file may be damaged or edited by hand, so :func:`read_record`
+checks every field against a schema, and other code can rely on it.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._verify.bits import LANES
 
 FORMAT = 1
-"""The version of the format of a record; greater where an older release would misread it."""
+"""The version of the record format. It is increased when older releases would misread a record."""
 
 
 def leaf_record(leaf: Leaf, selection: Selection) -> dict[str, Any]:
-    """A leaf of the parameters, and what of it is frozen."""
+    """The record of a leaf of the parameters, with its frozen part."""
     return {**_array_record(leaf.path, leaf.shape, leaf.dtype), "frozen": _selection_record(selection)}
 
 
 def state_record(opt_state: PyTree) -> list[dict[str, Any]]:
-    """The arrays of an optimizer state, and which rows or elements of a leaf each has."""
+    """The records of the arrays of an optimizer state, with the rows or elements of a leaf that each holds."""
     records = []
     for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
         array = _tree.bare(node)
@@ -63,7 +63,7 @@ def _selection_record(selection: Any) -> Any:
 
 
 def mask_struct(record: Mapping[str, Any]) -> Any:
-    """The shape of the array that says what of a leaf is frozen, which is stored among the arrays; else a hole."""
+    """The shape of the mask or row numbers of a leaf, which are stored with the arrays; a hole if it has none."""
     frozen = record["frozen"]
     if isinstance(frozen, dict) and "compact" in frozen:
         return jax.ShapeDtypeStruct(record["shape"], bool)
@@ -73,7 +73,7 @@ def mask_struct(record: Mapping[str, Any]) -> Any:
 
 
 def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> ResolvedSpec:
-    """The spec that was saved; ``masks`` are the arrays of masks that have one, one for each leaf."""
+    """The spec that was saved. ``masks`` has the mask or row numbers of each leaf, or a hole."""
 
     def choice(frozen: Any, mask: Any) -> Choice:
         if isinstance(frozen, bool):
@@ -93,7 +93,7 @@ def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -
 
 @contextlib.contextmanager
 def reading(step: str, item: str) -> Iterator[None]:
-    """Raises a ``ValueError`` for any error of Orbax while it reads one item of a checkpoint."""
+    """Converts any error of Orbax while it reads one item of a checkpoint to a ``ValueError``."""
     try:
         yield
     except Exception as error:
@@ -101,20 +101,20 @@ def reading(step: str, item: str) -> Iterator[None]:
             "the checkpoint cannot be read",
             at=step,
             got=f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}",
-            expected="all that checkpoint.save wrote",
-            fix="it is damaged, or was written by something else: restore another step",
+            expected="everything that checkpoint.save wrote",
+            fix="the checkpoint is damaged or was not written by checkpoint.save; restore another step",
         ) from error
 
 
 def read_record(step: str) -> Mapping[str, Any]:
-    """The record of the checkpoint in a directory; a ``ValueError`` names a field that is missing or wrong."""
+    """Reads the record of a checkpoint. A ``ValueError`` names a field that is missing or invalid."""
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record: Any = checkpointer.restore(epath.Path(step) / "spec")
     try:
         _check("", record, {"format": _RECORD["format"]})
         if record["format"] > FORMAT:
             raise value_error(
-                "the checkpoint is of a newer optax_freeze",
+                "the checkpoint was written by a newer optax_freeze",
                 at=step,
                 got=f"format {record['format']}",
                 expected=f"format {FORMAT} or older",
@@ -135,11 +135,11 @@ def read_record(step: str) -> Mapping[str, Any]:
 
 
 class _WrongField(Exception):  # noqa: N818
-    """The name of a field, what it holds, and what is expected there."""
+    """Raised with the name of a field, its value, and the expected value."""
 
 
 class _Value(NamedTuple):
-    """The schema of a value that is not a JSON object; of a list also the schema of its items."""
+    """The schema of a value that is not a JSON object. ``items`` is the schema of each item of a list."""
 
     expected: str
     is_valid: Callable[[Any], bool]
@@ -147,10 +147,10 @@ class _Value(NamedTuple):
 
 
 def _check(at: str, value: Any, schema: Any) -> None:
-    """Raises a :class:`_WrongField` for the first field in ``value`` that does not have the form of a schema.
+    """Raises a :class:`_WrongField` for the first field in ``value`` that does not match its schema.
 
-    The schema of a JSON object is a dict with the schema of each field; a function of the object gives it for a field
-    that depends on others.
+    The schema of a JSON object is a dict with the schema of each field. For a field that depends on others, it has a
+    function from the object to the schema.
     """
     if isinstance(schema, _Value):
         if not schema.is_valid(value):
@@ -167,12 +167,12 @@ def _check(at: str, value: Any, schema: Any) -> None:
 
 
 def _check_paths(record: Mapping[str, Any]) -> None:
-    """Checks that no two leaves have one path, and that the frozen ones have a fingerprint each."""
+    """Checks that all paths differ, and that exactly the frozen leaves have a fingerprint."""
     leaves, digests = record["leaves"], record["frozen"]
     paths = [leaf["path"] for leaf in leaves]
-    _check("leaves", paths, _Value("a path of its own for each leaf", lambda paths: len(set(paths)) == len(paths)))
+    _check("leaves", paths, _Value("a different path for each leaf", lambda paths: len(set(paths)) == len(paths)))
     frozen = sorted(leaf["path"] for leaf in leaves if leaf["frozen"] is not False and leaf["dtype"] != _FLOAT0)
-    expected = f"those of the frozen leaves: {described(frozen)}"
+    expected = f"the paths of the frozen leaves: {described(frozen)}"
     _check("frozen", sorted(digests), _Value(expected, lambda paths: paths == frozen))
     for path, lanes in digests.items():
         _check(f"frozen[{path!r}]", lanes, _DIGEST)
@@ -181,7 +181,7 @@ def _check_paths(record: Mapping[str, Any]) -> None:
 def _frozen_schema(leaf: Mapping[str, Any]) -> Any:
     frozen, shape = leaf["frozen"], leaf["shape"]
     if not isinstance(frozen, dict) or shape is None or leaf["dtype"].startswith("key<"):
-        return _Value("true, false, or, of an array of numbers, which part", lambda frozen: isinstance(frozen, bool))
+        return _Value("true, false, or, for a numeric array, the frozen part", lambda frozen: isinstance(frozen, bool))
     if "compact" not in frozen:
         return _dynamic_rows_schema(shape) if "dynamic" in frozen else _rows_schema(shape)
     size = math.prod(shape)
@@ -196,7 +196,7 @@ def _part_schema(array: Mapping[str, Any]) -> Any:
 
 
 def _dynamic_rows_schema(shape: Sequence[int] | None) -> Any:
-    """The schema of rows of which only the number is static, within a shape where it is known."""
+    """The schema of dynamic rows, of which only the count is stored. They must fit ``shape``, if it is known."""
 
     def count(record: Mapping[str, Any]) -> _Value:
         size = math.inf if shape is None else shape[record["axis"]]
@@ -211,7 +211,7 @@ def _axis(shape: Sequence[int] | None) -> _Value:
 
 
 def _rows_schema(shape: Sequence[int] | None) -> Any:
-    """The schema of rows, within a shape where it is known."""
+    """The schema of static rows. They must fit ``shape``, if it is known."""
 
     def rows(record: Mapping[str, Any]) -> _Value:
         size = math.inf if shape is None else shape[record["axis"]]
@@ -250,14 +250,14 @@ _FLOAT0 = str(jax.dtypes.float0)
 _OBJECT = _Value("a JSON object", lambda value: isinstance(value, dict))
 _NULL = _Value("null", lambda value: value is None)
 _BOOL = _Value("true or false", lambda value: isinstance(value, bool))
-_TEXT = _Value("a text", lambda value: isinstance(value, str))
+_TEXT = _Value("a string", lambda value: isinstance(value, str))
 _SHAPE = _Value("a list of sizes", _are_ints)
 _DTYPE = _Value("the name of a dtype", _is_dtype)
 _DIGEST = _Value(f"{LANES} numbers of 32 bits", lambda lanes: _are_ints(lanes, 0, 2**32 - 1) and len(lanes) == LANES)
 _LEAF = {
     "path": _TEXT,
     "shape": lambda leaf: _NULL if leaf["shape"] is None else _SHAPE,
-    "dtype": lambda leaf: _NULL._replace(expected="null, since the shape is") if leaf["shape"] is None else _DTYPE,
+    "dtype": lambda leaf: _NULL._replace(expected="null, like the shape") if leaf["shape"] is None else _DTYPE,
     "frozen": _frozen_schema,
 }
 _STATE = {"path": _TEXT, "shape": _SHAPE, "dtype": _DTYPE, "part": _part_schema}
@@ -270,20 +270,20 @@ _RECORD = {
 
 
 def refuse_other_leaves(saved: Sequence[Mapping[str, Any]], params: PyTree) -> None:
-    """Refuses the parameters of another model."""
+    """Raises a ``ValueError`` if the parameters have other leaves than the saved ones."""
     got = [_array_record(leaf.path, leaf.shape, leaf.dtype) for leaf in _tree.leaves(params)]
     _refuse_other_arrays(saved, got, "params", "leaf", "give the full parameters of the model that was saved")
 
 
 def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTree, at: str) -> None:
-    """Refuses the state of another optimizer or spec."""
+    """Raises a ``ValueError`` if the template is the state of another optimizer or spec, or no state was saved."""
     if saved is None:
         raise value_error(
             "no optimizer state in the checkpoint",
             at=at,
-            got="a template of one",
-            expected="opt_state=None, since none was given to checkpoint.save",
-            fix="begin with a new state: tx.init(params)",
+            got="a template of an optimizer state",
+            expected="opt_state=None, since no state was given to checkpoint.save",
+            fix="create a new state: tx.init(params)",
         )
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
     _refuse_other_arrays(saved, state_record(template), "opt_state", "array", fix)
@@ -304,20 +304,20 @@ def _refuse_other_arrays(
 
 
 def refuse_other_spec(saved: Plan, given: Plan) -> None:
-    """Refuses a spec that resolves to something else."""
+    """Raises a ``ValueError`` if the given spec resolves to other elements than the saved one."""
     for leaf, was, now in zip(saved.leaves, saved.selections, given.selections, strict=True):
         if was != now or not all(map(jax.numpy.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
             raise value_error(
-                "another spec than that of the checkpoint",
+                "the spec differs from the spec of the checkpoint",
                 at=leaf.path,
-                got=f"a spec by which it {now}",
-                expected=f"one by which it {was}, as it was saved",
+                got=f"a leaf that {now}",
+                expected=f"a leaf that {was}, as in the checkpoint",
                 fix="restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)",
             )
 
 
 def refuse_other_base(saved: Mapping[str, Any], got: Mapping[str, Any]) -> None:
-    """Refuses frozen leaves with other fingerprints."""
+    """Raises a ``ValueError`` if the fingerprints of frozen leaves differ from the saved ones."""
     differ = [path for path, digest in got.items() if np.asarray(digest).tolist() != saved[path]]
     if differ:
         raise value_error(

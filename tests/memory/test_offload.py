@@ -216,7 +216,7 @@ class TestRefusals:
     def test_a_jax_whose_types_do_not_say_where_an_array_is(self, monkeypatch):
         monkeypatch.setattr(_offload, "_types_say_memory", lambda: False)
         moved(params(), "head")
-        with pytest.raises(ValueError, match="does not say in the types") as error:
+        with pytest.raises(ValueError, match="does not include the memory") as error:
             moved(params(), "stack")
         assert jax.__version__ in str(error.value)
 

@@ -951,5 +951,5 @@ class TestCurrentlyFrozenRefuses:
         params = {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
         init = fz.freeze_when(optax.sgd(0.1), {"a": frozen}).init
         for state in (jax.eval_shape(init, params), jax.vmap(init)(params)):
-            with pytest.raises(ValueError, match="does not say what is frozen"):
+            with pytest.raises(ValueError, match="does not say which groups are frozen"):
                 fz.currently_frozen(state)

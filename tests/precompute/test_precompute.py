@@ -582,9 +582,9 @@ class TestErrors:
         ("call", "message"),
         [
             (lambda: fz.precompute("encoder", mlp), "swap the arguments"),
-            (lambda: fz.precompute(mlp, FROZEN, 0), "the parameters do not recur"),
-            (lambda: fz.precompute(mlp, FROZEN, ()), "no argument"),
-            (lambda: fz.precompute(mlp, FROZEN, 1.5), "no argument"),
+            (lambda: fz.precompute(mlp, FROZEN, 0), "must name arguments after the parameters"),
+            (lambda: fz.precompute(mlp, FROZEN, ()), "does not name an argument"),
+            (lambda: fz.precompute(mlp, FROZEN, 1.5), "does not name an argument"),
             (lambda: fz.precompute(mlp, FROZEN, example_axis="0"), "the number of an axis"),
             (lambda: fz.precompute(mlp, FROZEN, 2).before(three_layers(), X), "no such argument"),
             (lambda: fz.precompute(mlp, FROZEN, "batch").before(three_layers(), X), "no such argument"),
@@ -623,7 +623,7 @@ class TestErrors:
     def test_missing_parameters(self):
         params, once = text(), fz.precompute(tied, ["embed", "head"])
         features, hole = once.before(params, TOKENS), optax.MaskedNode()
-        with pytest.raises(ValueError, match=r"missing\n  at: middle(.|\n)*which trains"):
+        with pytest.raises(ValueError, match=r"missing\n  at: middle(.|\n)*a trainable leaf"):
             once.after({**params, "middle": hole}, features, TOKENS)
         with pytest.raises(ValueError, match=r"missing\n  at: embed(.|\n)*read by transpose at .*test_precompute.py"):
             once.after({**params, "embed": hole}, features, TOKENS)
@@ -638,7 +638,7 @@ class TestErrors:
         params, once = text(), fz.precompute(tied, NEW_ROWS | {"head": True, "middle": False})
         features = once.before(params, TOKENS)
         rows = fz.partition(params["embed"], NEW_ROWS["embed"])[0]
-        with pytest.raises(ValueError, match=r"missing\n  at: embed\n  got: the trainable rows alone"):
+        with pytest.raises(ValueError, match=r"missing\n  at: embed\n  got: only the trainable rows"):
             once.after({**params, "embed": rows}, features, TOKENS)
 
 

@@ -339,7 +339,7 @@ class TestReplaceMasks:
     def test_a_state_that_begins_with_the_parameters_is_refused(self):
         tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1))
         state = tx.init(init())
-        with pytest.raises(ValueError, match="cannot begin anew by itself"):
+        with pytest.raises(ValueError, match="of a single row cannot be reset"):
             fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
         moved = fz.migrate(state, fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(4, 3)), init())
         assert bits(optax.tree.get(moved, "z")["layers"]["bias"].values) == bits(init()["layers"]["bias"][3:])
@@ -349,12 +349,12 @@ class TestReplaceMasks:
         [
             ({"head": ~fz.rows(jnp.array([1, 2]))}, "no dense mask in the state"),
             ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "no dense mask in the state"),
-            ({"layers/**": ~fz.rows(jnp.array([1]))}, "how many rows train is fixed"),
-            ({"layers/**": fz.rows(jnp.array([1, 2]))}, "how many rows train is fixed"),
-            ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "how many rows train is fixed"),
+            ({"layers/**": ~fz.rows(jnp.array([1]))}, "the number of trainable rows is fixed"),
+            ({"layers/**": fz.rows(jnp.array([1, 2]))}, "the number of trainable rows is fixed"),
+            ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "the number of trainable rows is fixed"),
             ({"layers/**": ~fz.rows(jnp.array([1, 7]))}, "out of range"),
-            ({"layers/**": jnp.array([1, 7])}, "another kind of mask"),
-            ({"layers/bias": jnp.zeros((LAYERS, 3), bool)}, "another kind of mask"),
+            ({"layers/**": jnp.array([1, 7])}, "of a different kind than in the state"),
+            ({"layers/bias": jnp.zeros((LAYERS, 3), bool)}, "of a different kind than in the state"),
         ],
     )
     def test_wrong_calls(self, masks, message):
@@ -379,7 +379,7 @@ class TestReplaceMasks:
     @pytest.mark.parametrize("make", [optax.lbfgs, lambda: optax.sm3(0.1)])
     def test_a_history_and_several_arrays_for_a_leaf_are_refused(self, make):
         state = fz.freeze(make(), only(1, 2)).init(init())
-        with pytest.raises(ValueError, match="cannot begin anew by itself"):
+        with pytest.raises(ValueError, match="of a single row cannot be reset"):
             fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 1]))})
 
     def test_multi_steps_goes_on(self):

@@ -334,7 +334,7 @@ class TestResume:
         assert all("layers/0" in place for place in report.created)
         assert report.dropped == ()
         assert wide[0].count == 2
-        with pytest.raises(ValueError, match="does not belong to these parameters"):
+        with pytest.raises(ValueError, match="belongs to other parameters or"):
             fz.migrate(after.opt_state, optax.sgd(0.1, momentum=0.9), nnx.state(model, nnx.Param))
 
 
@@ -368,7 +368,7 @@ class TestItDoesNotFit:
     def test_a_state_of_another_model(self, params, model, spec):
         tx = fz.freeze(optax.adam(0.1), spec)
         _, state = train(tx, params, 1)
-        with pytest.raises(ValueError, match=r"does not belong to these parameters(.|\n)*at: 0/mu/"):
+        with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/mu/"):
             fz.migrate(state, tx, model(params))
 
     @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ class TestItDoesNotFit:
     def test_part_of_a_table_that_has_grown(self, frozen):
         tx = fz.freeze(optax.adam(0.1), [frozen])
         _, state = train(tx, [jnp.ones((4, 2))], 1)
-        expected = r"does not belong to these parameters(.|\n)*at: 0/mu/0(.|\n)*\(4, 2\)(.|\n)*\(6, 2\)"
+        expected = r"belongs to other parameters or(.|\n)*at: 0/mu/0(.|\n)*\(4, 2\)(.|\n)*\(6, 2\)"
         for after in (fz.rows(slice(0, 4)), False):
             with pytest.raises(ValueError, match=expected):
                 fz.migrate(state, fz.freeze(optax.adam(0.1), [after]), [jnp.ones((6, 2))])

@@ -163,5 +163,5 @@ def test_refuses(params):
         fz.train_step(loss, params)
     with pytest.raises(ValueError, match="`branches` must be a positive int"):
         fz.train_step(loss, tx, branches=0)
-    with pytest.raises(ValueError, match="no spec to be found"):
+    with pytest.raises(ValueError, match="the state contains no spec"):
         fz.train_step(loss, optax.adam(0.1))(params, optax.adam(0.1).init(params), X)
