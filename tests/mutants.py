@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant("_errors.py", "if is_int(value) and value >= least:", "if is_int(value):", "tests/test_errors.py"),
     Mutant(
         "_gradient/explain.py",
-        'return "\\n".join(map(printable, lines))',
-        'return "\\n".join(lines)',
+        'rows: {operation}" for operation in self.whole]\n        return "\\n".join(map(printable, lines))',
+        'rows: {operation}" for operation in self.whole]\n        return "\\n".join(lines)',
         "tests/test_errors.py",
     ),
     Mutant("_state/migrate.py", "', '.join(map(printable, addresses))", "', '.join(addresses)", "tests/test_errors.py"),
@@ -311,7 +311,7 @@ MUTANTS = [
         "_optimizer/inner_update.py", "if kind is bool:", "if False:", "tests/test_model_libraries.py -k not_an_array"
     ),
     Mutant(
-        "_optimizer/freeze.py",
+        "_optimizer/plan_in_state.py",
         "            if mine != its:",
         "            if False:",
         "tests/optimizer/test_freeze.py -k state_of_another_spec",
@@ -360,8 +360,8 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/selection.py",
-        "explicit_sharding(part.values if like is None else like, shape), spread, part.values)",
-        "explicit_sharding(part.values, shape), spread, part.values)",
+        "explicit_sharding(part.values if like is None else like, shape)",
+        "explicit_sharding(part.values, shape)",
         "tests/state/test_shardings.py -k Explicit",
     ),
     Mutant(

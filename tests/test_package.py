@@ -12,6 +12,7 @@ import tarfile
 import tomllib
 import zipfile
 
+import mutants
 import pytest
 import user_code
 import yaml
@@ -176,6 +177,11 @@ def test_the_version_is_that_of_the_package():
 
 
 @pytest.mark.skipif(not pathlib.Path(".github").exists(), reason="tests of an installed wheel: no workflows")
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.file)
+def test_a_mutant_replaces_text_that_stands_once(mutant):
+    assert pathlib.Path("optax_freeze", mutant.file).read_text().count(mutant.old) == 1
+
+
 def test_workflows_and_hooks_call_commands_that_exist():
     makefile = pathlib.Path("Makefile").read_text()
     workflow = yaml.safe_load(pathlib.Path(".github/workflows/test.yml").read_text())
