@@ -1,4 +1,4 @@
-"""Shared fixtures: awkward leaves, and each test's update run eagerly and jitted."""
+"""Shared fixtures: a small model, awkward leaves, and a parameter that runs a test eagerly and jitted."""
 
 import atexit
 import os
@@ -18,7 +18,7 @@ COMPILED_QUICKLY = ("test_compatibility.py", "test_examples.py")
 
 
 def pytest_configure():
-    """Compiled programs are kept on disk, since the cache in memory is cleared after each file."""
+    """Caches compiled programs on disk, because the cache in memory is cleared after each file."""
     directory = tempfile.TemporaryDirectory(prefix="optax_freeze-programs-", ignore_cleanup_errors=True)
     atexit.register(directory.cleanup)
     jax.config.update("jax_compilation_cache_dir", directory.name)
@@ -27,7 +27,7 @@ def pytest_configure():
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_module(request):
-    """Bounds how many programs a process maps to memory, and compiles quickly where no bits or costs are compared."""
+    """Limits the programs that a process maps to memory, and compiles fast where no bits or costs are compared."""
     jax.config.update("jax_disable_most_optimizations", request.node.name.split("/")[-1] in COMPILED_QUICKLY)
     yield
     jax.clear_caches()
@@ -35,14 +35,14 @@ def _programs_of_one_module(request):
 
 @pytest.fixture
 def optimized():
-    """The programs of one test are optimized, since it measures them or runs them for long."""
+    """Optimizes the programs of a test that measures them or runs long."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 
 def bits(tree):
-    """Path, dtype, shape and bytes of every array: what "did not move" is judged by."""
+    """Path, dtype, shape and bytes of every array, to check that nothing changed."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     rows = []
     for path, leaf in leaves:
@@ -57,7 +57,7 @@ def bits(tree):
 
 
 def state_bytes(state):
-    """Bytes of the arrays in an optimizer state that are no scalars."""
+    """Bytes of the arrays in an optimizer state, without scalars."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim)
 
 
@@ -82,7 +82,7 @@ def params():
 
 @pytest.fixture
 def loss():
-    """A loss of ``params`` and a batch, in which every leaf takes part."""
+    """A loss of ``params`` and a batch that depends on every leaf."""
 
     def loss_fn(params, x):
         for layer in (params["encoder"]["layer_0"], params["encoder"]["layer_1"]):
@@ -103,7 +103,7 @@ def _payload_nan():
 
 @pytest.fixture
 def awkward():
-    """Leaves that go wrong somewhere; all of them frozen under ``"frozen"``, one that trains beside them."""
+    """Leaves that often cause bugs, under ``"frozen"``, and one trainable leaf."""
     shared = jnp.arange(3.0)
     return {
         "frozen": {
@@ -130,7 +130,7 @@ def awkward():
 
 @pytest.fixture
 def odd_bits():
-    """Bit patterns that an addition does not keep: denormals and NaN payloads."""
+    """Bit patterns that adding zero does not preserve: denormals and NaN payloads."""
     denormal = jax.lax.bitcast_convert_type(jnp.array([1, 0x80000001], jnp.uint32), jnp.float32)
     return {"frozen": {"nan_payload": _payload_nan(), "denormal": denormal}, "trains": jnp.ones(2)}
 

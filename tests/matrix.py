@@ -1,9 +1,9 @@
-"""The optimizer matrix: every optimizer by what is frozen, by a dtype, by how the step is run.
+"""The optimizer matrix: every optimizer, with every form of spec, in two dtypes, with every way to run a step.
 
-A cell trains a few steps with :func:`optax_freeze.freeze` or :func:`optax_freeze.freeze_when`, with NaN in the place of
-every frozen gradient, and the same optimizer on the trainable tree of :func:`optax_freeze.partition`, with gradients of
-what trains. What is frozen keeps its bits; updates, parameters and the optimizer's state are those of the second run:
-bit for bit op by op, within rounding where one of them is compiled.
+A cell trains a few steps twice: with :func:`optax_freeze.freeze` or :func:`optax_freeze.freeze_when` and NaN in place
+of every frozen gradient, and with the plain optimizer on the trainable part of :func:`optax_freeze.partition`. Frozen
+parameters must keep their bits. Updates, trainable parameters and optimizer state must equal those of the second run:
+bit for bit if both run op by op, within rounding if one of them is compiled.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ OPTIMIZERS = {name: optimizer for name, optimizer in optimizers.found().items() 
 
 _SHAPES = {"bias": (6,), "frozen": (4, 6), "kernel": (4, 6)}
 _ROUNDING = {"float32": 3e-5, "bfloat16": 0.03}
-"""What a compiler may change, in units of the largest number of an array: 256 eps (differences cancel), and 4."""
+"""Allowed error of compiled runs, relative to the largest number of an array: 256 eps (differences cancel), and 4."""
 
 
 class Cell(NamedTuple):
-    """A choice for each factor."""
+    """A combination of optimizer, spec, dtype and mode."""
 
     optimizer: str
     spec: str
@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        """Whether a compiler rounds: a group's update is a compiled loop, or a branch, where anything is traced."""
+        """Whether compilation may change rounding: if traced, the update of a group is a compiled loop or branch."""
         return self.mode in ("jit", "scan") or (self.spec == "freeze_when" and self.mode in ("vmap", "apply_if_finite"))
 
 
@@ -60,13 +60,13 @@ def every_cell() -> Iterator[Cell]:
 
 
 def pairwise_cells() -> Iterator[Cell]:
-    """A cover: each optimizer meets the modes that need no wrapper, one other mode, both dtypes and two forms.
+    """A subset: each optimizer occurs in the first three modes, one other mode, both dtypes and two forms of spec.
 
-    Any form, dtype and mode meet each other in some cell.
+    All pairs of form, dtype and mode occur in some cell.
     """
     for i, optimizer in enumerate(OPTIMIZERS):
         spec, dtype = SPECS[i % len(SPECS)], DTYPES[i // len(SPECS) % 2]
-        for mode in MODES[:3]:  # these share a run to compare with
+        for mode in MODES[:3]:  # these share the second run
             yield Cell(optimizer, spec, dtype, mode)
         other_spec, other_dtype = SPECS[(i + 1) % len(SPECS)], DTYPES[(i // len(SPECS) + 1) % 2]
         yield Cell(optimizer, other_spec, other_dtype, MODES[3:][i % len(MODES[3:])])
@@ -102,14 +102,14 @@ def run(cell: Cell) -> str:
         return ""
     try:
         _compare(str(cell), got, expected, _ROUNDING[cell.dtype])
-    except AssertionError:  # a line search may take another step, a difference of parameters is rounded as they are
+    except AssertionError:  # a line search may take another step; a difference of parameters is rounded like them
         _compare(str(cell), got, expected, _ROUNDING[cell.dtype], _alone(cell, jit=True))
     return ""
 
 
 @contextlib.contextmanager
 def programs_on_disk() -> Iterator[None]:
-    """Keeps compiled programs while it is open: control flow that is run op by op is compiled at each call."""
+    """Caches compiled programs on disk: control flow that runs op by op is compiled in each call."""
     options = {"jax_compilation_cache_dir": None, "jax_persistent_cache_min_compile_time_secs": 0}
     before = {name: getattr(jax.config, name) for name in options}
     with tempfile.TemporaryDirectory() as directory:
@@ -125,13 +125,13 @@ def programs_on_disk() -> Iterator[None]:
 
 
 def sees_zeros(optimizer: str) -> bool:
-    """Whether elements that train beside a dense mask train otherwise than alone: a mean counts the zeros, too."""
+    """Whether the zeros of a dense mask change the updates of trainable elements, as they change a mean."""
     dense, alone = (_alone(Cell(optimizer, spec, "float32", "eager")).params for spec in SPECS[2:4])
     return not all(np.allclose(dense[name], alone[name], rtol=1e-5, atol=1e-6) for name in dense)
 
 
 class Run(NamedTuple):
-    """What training leaves: the last parameters, all updates, the state of the optimizer."""
+    """The result of training: the last parameters, all updates, the optimizer state."""
 
     params: Any
     updates: Any
@@ -139,14 +139,14 @@ class Run(NamedTuple):
 
 
 def _compare(at: str, got: Any, expected: Any, rounding: float = 0.0, compiled: Any = None) -> None:
-    """Compares trees bit for bit, inexact arrays within rounding, if there is any.
+    """Compares trees bit for bit, or inexact arrays within ``rounding``.
 
     Args:
-      at: what is compared.
+      at: a name of the comparison.
       got: a tree.
-      expected: another one.
-      rounding: what is allowed, in units of the largest number of an array.
-      compiled: ``expected`` as a compiler changes it by itself, which is allowed, too.
+      expected: a tree.
+      rounding: the allowed error, relative to the largest number of an array.
+      compiled: the second run compiled, if its results are allowed, too.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     got, expected, compiled = (list(map(_as_numpy, jax.tree.leaves(tree))) for tree in (got, expected, compiled))
@@ -179,7 +179,7 @@ def _uniform(seed: int, dtype: Any) -> dict[str, np.ndarray]:
 
 @functools.cache
 def _problem(cell: Cell) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The parameters, -0.0 among them, and a mask of the kernel; both of two members where they are an ensemble."""
+    """The parameters, some of them -0.0, and a mask of the kernel; for ``vmap``, of an ensemble of two."""
     params = {name: jnp.asarray(leaf).at[::3].set(-0.0) for name, leaf in _uniform(0, cell.dtype).items()}
     mask = jnp.asarray(np.random.default_rng(1).uniform(size=_SHAPES["kernel"]) < 0.5)
     if cell.mode != "vmap":
@@ -202,7 +202,7 @@ def _gradient(params: Any, optimizer: Any) -> Any:
 
 
 def _take(grads: Any, frozen: Any, optimizer: Any) -> Any:
-    """What trains of gradients, or of each example's."""
+    """The trainable part of gradients, or of per-example gradients."""
 
     def take(grads: Any) -> Any:
         return fz.partition(grads, frozen)[0]
@@ -211,7 +211,7 @@ def _take(grads: Any, frozen: Any, optimizer: Any) -> Any:
 
 
 def _spec(cell: Cell, mask: Any) -> Any:
-    """What is frozen, for the library."""
+    """The spec of a cell."""
     if cell.spec == "rows":
         return {"bias": fz.rows(slice(2)), "frozen": True, "kernel": fz.rows([0, 2])}
     if cell.spec == "dense elements":
@@ -223,7 +223,7 @@ def _spec(cell: Cell, mask: Any) -> Any:
 
 
 def _frozen_elements(cell: Cell) -> dict[str, np.ndarray]:
-    """What is frozen, said without the library: a boolean array for each leaf."""
+    """The frozen elements as a boolean array for each leaf, computed without the library."""
     params, mask = _problem(cell)
     frozen = {name: np.full(leaf.shape, name == "frozen") for name, leaf in params.items()}
     if cell.spec == "rows":
@@ -236,7 +236,7 @@ def _frozen_elements(cell: Cell) -> dict[str, np.ndarray]:
     return frozen
 
 
-# Two ways to train it.
+# The two runs.
 
 
 def _optimizer(cell: Cell) -> Any:
@@ -249,9 +249,9 @@ def _optimizer(cell: Cell) -> Any:
 
 
 def _frozen(cell: Cell) -> Run:
-    """With the library's transformation around the optimizer, and NaN in frozen gradients."""
+    """The first run: the optimizer in ``freeze`` or ``freeze_when``, with NaN in frozen gradients."""
     optimizer, inner = OPTIMIZERS[cell.optimizer], _optimizer(cell)
-    # Gradients of examples have an axis before the rows: those of the trainable structure, of which nothing is frozen.
+    # In full per-example gradients, rows cannot be distinguished from examples: pass only the trainable part.
     narrow = optimizer.per_example and cell.spec in ("rows", "compact elements")
 
     def transformation(mask: Any) -> optax.GradientTransformationExtraArgs:
@@ -271,7 +271,7 @@ def _frozen(cell: Cell) -> Run:
         extra_args = optimizer.extra(_loss(params), grads, _loss)
         updates, state = transformation(mask).update(grads, state, params, **extra_args)
         new = optax.apply_updates(params, updates)
-        # One program for a frozen and a thawed group gives its leaves the dtype of the optimizer's updates.
+        # A group that is frozen at some steps always has updates of the dtype that the optimizer returns.
         updates["frozen"] = updates["frozen"].astype(params["frozen"].dtype)
         return new, state, updates
 
@@ -284,7 +284,7 @@ def _frozen(cell: Cell) -> Run:
 
 
 def _alone(cell: Cell, jit: bool = False) -> Run:
-    """On what trains, as ``partition`` gives it; of ``freeze_when`` each group by itself, the second from step 1."""
+    """The second run: on the trainable part; for ``freeze_when`` on each group alone, the second from step 1."""
     return _alone_by(cell._replace(mode="eager") if cell.mode in ("jit", "scan") else cell, jit)
 
 

@@ -1,8 +1,8 @@
-"""One-line mutants of the package, each of which the tests must notice: `make mutants`.
+"""Mutation tests: one-line changes of the package that must make a test fail. Run with `make mutants`.
 
-Each mutant replaces one piece of source text in a copy of the working tree and runs the tests named beside it. One that
-survives shows a behaviour that no test checks. Not part of `make test`: a run takes about half an hour on two cores.
-`tests/mutants.py NAME...` runs those whose file or text contains one of the names.
+Each mutant replaces one piece of source text in a copy of the working tree, and then runs the tests listed with it. If
+they pass, the mutant survives: no test checks this behaviour. A run takes about half an hour on two cores and is not
+part of `make test`. `tests/mutants.py NAME...` runs the mutants whose file or source text contains one of the names.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ COPIED = ("optax_freeze", "tests", "docs", "examples", "pyproject.toml", "README
 
 
 class Mutant(NamedTuple):
-    """``old`` stands once in ``optax_freeze/<file>`` and is replaced by ``new``; ``tests`` are arguments of pytest."""
+    """``old`` occurs once in ``optax_freeze/<file>`` and is replaced by ``new``; ``tests`` are arguments of pytest."""
 
     file: str
     old: str
@@ -429,7 +429,7 @@ MUTANTS = [
 
 
 def run(mutant: Mutant) -> str:
-    """``killed``, ``survived``, or why the mutant could not be run."""
+    """Returns ``killed``, ``survived``, or the reason why the mutant could not be run."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         copy = pathlib.Path(directory)
         for name in COPIED:
@@ -438,19 +438,19 @@ def run(mutant: Mutant) -> str:
         path = copy / "optax_freeze" / mutant.file
         text = path.read_text()
         if text.count(mutant.old) != 1:
-            return f"stands {text.count(mutant.old)} times in {mutant.file}, not once"
+            return f"occurs {text.count(mutant.old)} times in {mutant.file}, not once"
         path.write_text(text.replace(mutant.old, mutant.new))
         environment = {**os.environ, "PYTHONPATH": directory, "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests.split()]
         done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
-    # 1 is "tests failed"; anything else but 0 says that the command itself is wrong, which kills nothing.
+    # 1 means that tests failed; any other code but 0 means that the command itself is wrong.
     return {0: "survived", 1: "killed"}.get(
         done.returncode, f"pytest exited with {done.returncode}: {done.stdout[-500:]}"
     )
 
 
 def main(names: list[str]) -> int:
-    """Runs the mutants, two at a time, and returns how many were not killed."""
+    """Runs the mutants, one per core at a time, and returns how many were not killed."""
     chosen = [m for m in MUTANTS if not names or any(name in m.file or name in m.old for name in names)]
     left = 0
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -1,9 +1,9 @@
-"""Every public optimizer of the installed Optax, found by introspection: a new one joins by itself.
+"""Every public optimizer of the installed Optax, found by introspection, so that new ones are included.
 
 An optimizer is a public function of ``optax`` or ``optax.contrib`` that returns a gradient transformation and takes a
-learning rate, or first of all an optimizer. What is named ``scale_by_*`` is a building block, as is what takes neither
-(a clip, noise, decay) and what passes a transformation on (``chain``, ``masked``). Arguments are given by the names of
-parameters, so that most optimizers need no entry.
+learning rate, or an optimizer as its first argument. Building blocks are excluded: functions named ``scale_by_*``,
+those that take neither (a clip, noise, decay), and those that pass a transformation on (``chain``, ``masked``).
+Arguments are chosen by parameter name, so that most optimizers need no entry.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ import optax
 import optax.contrib
 
 SKIPPED: dict[str, str] = {}
-"""Optimizers that the matrix leaves out, each with its reason."""
+"""Optimizers that the matrix leaves out, and the reasons."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Optimizer:
-    """A factory of Optax with arguments, and what its update takes besides gradients and parameters.
+    """A factory function of Optax with its arguments, and the extra arguments of its update.
 
     Attributes:
       name: as in ``optax.<name>``.
-      factory: the function, or one of a learning rate that calls it.
-      arguments: what ``factory`` is called with.
+      factory: the function, or a function of a learning rate that calls it.
+      arguments: the arguments of ``factory``.
       extra_args: the names of extra arguments of ``update``.
       per_example: whether gradients have a leading axis of examples.
     """
@@ -97,7 +97,7 @@ def _optimizer(name: str, function: Callable[..., Any]) -> Optimizer:
 
 
 def _quietly(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Without the deprecation warnings of one part of Optax about another."""
+    """Suppresses deprecation warnings that Optax causes itself."""
 
     def make(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
@@ -113,7 +113,7 @@ class _LookaheadState(NamedTuple):
 
 
 def _lookahead(learning_rate: float) -> optax.GradientTransformation:
-    """``optax.lookahead`` with the slow parameters in its state, so that its parameters are those of the gradient."""
+    """``optax.lookahead`` with the slow parameters in its state, so that it takes one tree of parameters."""
     pair_tx = optax.lookahead(optax.adam(learning_rate), sync_period=2, slow_step_size=0.5)
 
     def init_fn(params: Any) -> _LookaheadState:
@@ -137,7 +137,7 @@ _FACTORIES: dict[str, Callable[..., optax.GradientTransformation]] = {
     "flatten": lambda learning_rate: optax.flatten(optax.adam(learning_rate)),
     "lookahead": _lookahead,
 }
-"""Factories of a learning rate, for what is no transformation of one tree, and for more than the rule finds."""
+"""Functions of a learning rate, for optimizers with other arguments than one tree, or that the rule does not find."""
 
 _ARGUMENTS: dict[str, Any] = {
     "learning_rate": 0.1,
@@ -152,7 +152,7 @@ _ARGUMENTS: dict[str, Any] = {
     "update_proj_gap": 2,
     "update_interval": 2,
 }
-"""Arguments by the names of parameters: what is required, and what shows on small parameters."""
+"""Arguments by parameter name: required ones, and those that have an effect on small parameters."""
 
 _OWN_ARGUMENTS: dict[str, dict[str, Any]] = {
     "contrib.dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0},

@@ -1,4 +1,4 @@
-"""Saves checkpoints without end, until it is killed. Run by `test_checkpoint.py`."""
+"""Saves checkpoints until it is killed. Run by `test_checkpoint.py`."""
 
 import sys
 
@@ -14,7 +14,7 @@ TX = fz.freeze(optax.trace(0.5), FROZEN)
 
 
 def at_step(step):
-    """Parameters and a state that say of which step they are."""
+    """Parameters and a state whose values depend on the step."""
     params = {"encoder": jnp.arange(50_000.0), "head": {str(i): jnp.full(5_000, step + i / 8) for i in range(8)}}
     return params, jax.tree.map(lambda moment: moment - step, TX.init(params))
 

@@ -1,4 +1,4 @@
-"""The page of the benchmarks and what writes it; memory of the chips and the host; a GPU's, small and on the CPU."""
+"""The benchmark page and its script, the memory figures of chips and host, and the GPU benchmark on the CPU."""
 
 import dataclasses
 import importlib

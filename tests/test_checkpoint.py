@@ -1,4 +1,4 @@
-"""Checkpoints of what trains: they hold that and no more, and go back onto the base they came from alone."""
+"""Checkpoints contain only the trainable parameters, and are restored only onto the base of their run."""
 
 import json
 import math

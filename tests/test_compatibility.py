@@ -1,4 +1,4 @@
-"""Every optimizer of the installed Optax under every form of freezing: a cover of the matrix, and its page.
+"""Every optimizer of the installed Optax with every form of spec: a subset of the matrix, and its page.
 
 ``make compatibility`` runs every cell and writes the page.
 """
@@ -23,7 +23,7 @@ def numbers(version):
 
 @pytest.fixture
 def _programs_of_some_tests(name):
-    """The system limits how many maps of memory, and so compiled programs, a process holds."""
+    """Clears caches now and then, because a process can map only a limited number of compiled programs."""
     if list(OPTIMIZERS).index(name) % 10 == 0:
         jax.clear_caches()
 

@@ -1,4 +1,4 @@
-"""The documentation: every link leads somewhere. (Its examples are doctests, and sphinx wants pages in a toctree.)"""
+"""The documentation: links, files and names exist. (Examples are doctests; Sphinx checks that all pages are listed.)"""
 
 import pathlib
 import re
@@ -20,7 +20,7 @@ ROOMS = {"fz": fz, "fnnx": fz.nnx, "checkpoint": fz.checkpoint}
 
 
 def anchors(page):
-    """What the headings of a page are called in a link."""
+    """The anchors of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Wrong calls over the whole public interface, and those in the documentation, give the message beside them."""
+"""The wrong calls in `wrong_calls.md` and in the documentation raise the error that is shown with them."""
 
 import io
 import pathlib
@@ -25,7 +25,7 @@ CALL = re.compile(
 
 
 def calls_on(page):
-    """The shared values of a page and its wrong calls, each with the name of its error and the message."""
+    """The shared values of a page and its wrong calls, each with its error type and message."""
     introduction, *sections = re.split(r"^## ", pathlib.Path(page).read_text(), flags=re.MULTILINE)
     [values] = re.findall(r"```python\n(.*?)```", introduction, re.DOTALL)
     calls = {

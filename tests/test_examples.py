@@ -1,4 +1,4 @@
-"""Every example runs, and says what it should."""
+"""Every example runs, and its output has the expected content."""
 
 import importlib.util
 import itertools

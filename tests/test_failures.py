@@ -1,6 +1,6 @@
-"""Situations that go wrong with other tools: each comes out right here, or is refused with a clear error.
+"""Situations that go wrong with other tools: here each gives the right result or a clear error.
 
-The number is that of the situation; what other tools do stands in the docstring.
+Situations are numbered; each docstring says what happens with other tools.
 """
 
 import chex

@@ -1,4 +1,4 @@
-"""Features on disk: what `before` computed, to the bit, in any order; and never those of something else."""
+"""Features on disk have the bits that `before` computed, in any order; those of another run are refused."""
 
 import functools
 import json

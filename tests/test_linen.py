@@ -1,4 +1,4 @@
-"""Frozen modules of Flax Linen: the bare module in every respect but the gradient of its parameters."""
+"""Frozen modules of Flax Linen equal the unwrapped modules, except in the gradient of their parameters."""
 
 import chex
 import flax

@@ -1,4 +1,4 @@
-"""The command line: what it reads of a checkpoint, what it prints, and its exit status."""
+"""The command line: reading checkpoints, output, and exit status."""
 
 import importlib
 import json

@@ -1,7 +1,7 @@
 """Equinox, Haiku and Keras models need no wrapper, only a spec: one training routine, three libraries.
 
-Each model is a body (a convolution, a BatchNorm, an activation) and a head. It is written as its library wants it, and
-comes out as parameters, statistics and a pure function of both.
+Each model is a body (a convolution, a BatchNorm, an activation) and a head. It is written in the style of its library,
+and converted to parameters, statistics and a pure function of both.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Freezing in NNX: types that change in place, a wrapper that holds statistics, and a filter."""
+"""Freezing in NNX: variable types changed in place, a wrapper that holds batch statistics, and a filter."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Laws that hold for any tree and any spec, on random ones; the same ones in every run."""
+"""Properties that hold for any tree and any spec, tested on random ones with a fixed seed."""
 
 import typing
 

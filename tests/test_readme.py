@@ -1,4 +1,4 @@
-"""The README: its code runs, block by block, and so does every expression of its table."""
+"""The README: all its code blocks and every expression in its table run."""
 
 import pathlib
 import re
@@ -23,7 +23,7 @@ WRITTEN = [
 
 @pytest.fixture(scope="module")
 def names():
-    """What the first block defines."""
+    """The names that the code blocks define."""
     namespace = {}
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(block, namespace)

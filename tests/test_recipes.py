@@ -1,4 +1,4 @@
-"""Loss scaling, `pmap` and target networks, as the guides show them: for every way of freezing, on several devices."""
+"""The recipes for loss scaling, `pmap` and target networks, with every form of spec, on several devices."""
 
 import jax
 import jax.numpy as jnp

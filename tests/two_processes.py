@@ -1,4 +1,4 @@
-"""One of two processes, four devices each: trains, saves and restores. Run by `test_checkpoint.py`."""
+"""One of two processes with four devices each, which trains, saves and restores. Run by `test_checkpoint.py`."""
 
 import sys
 

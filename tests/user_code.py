@@ -1,11 +1,11 @@
 # pyright: strict
-# Optax has no stubs, and jnp.ones a parameter that pyright does not know:
+# Optax has no type stubs, and pyright does not know the type of a parameter of jnp.ones:
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# Of a call that is wrong on purpose, an error that is not reported is one:
+# A call that is wrong on purpose must be reported:
 # pyright: reportUnnecessaryTypeIgnoreComment=true
-"""What a user writes: pyright checks it in strict mode, and it runs.
+"""Code as users write it, which pyright checks in strict mode and a test runs.
 
-``assert_type`` is what an editor shows: parameters, values and arguments keep their types.
+``assert_type`` checks the types that an editor shows: parameters, values and arguments keep theirs.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Runs the whole optimizer matrix and writes ``docs/compatibility.md``: half an hour on two cores.
 
-The page is the record, too: the tests read it back and compare it with the installed Optax. Its last section, on
+The page also serves as a record: the tests parse it and compare it with the installed Optax. Its last section, about
 models, is written by ``tests/gallery/write_page.py``.
 """
 
@@ -23,14 +23,14 @@ MODELS = "\n## Models\n"
 
 
 class Record(NamedTuple):
-    """What the page says.
+    """The contents of the page.
 
     Attributes:
-      optax: the version of Optax that was run.
+      optax: the version of Optax.
       jax: the version of JAX.
-      optimizers: the names of the optimizers, and whether each sees the zeros of a dense mask.
-      limits: the cells whose optimizer fails by itself, with the errors.
-      skipped: the optimizers left out, with the reasons.
+      optimizers: the names of the optimizers, and whether the zeros of a dense mask affect each.
+      limits: the cells whose optimizer fails without freezing, and its errors.
+      skipped: the optimizers that are left out, and the reasons.
     """
 
     optax: str
@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
 
 def main() -> None:
-    """Writes the page; where a cell fails, says so and leaves the page as it is."""
+    """Writes the page; if a cell fails, reports it and does not change the page."""
     limits, zeros, failures = {}, {}, 0
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=spawn, max_tasks_per_child=1) as processes:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 class Found(NamedTuple):
-    """What the cells of one optimizer give: errors of its own, failures of ours, whether it sees zeros."""
+    """Results of the cells of one optimizer: its own errors, our failures, whether zeros of a mask affect it."""
 
     limits: dict[Cell, str]
     failures: list[str]
@@ -109,16 +109,16 @@ def render(record: Record) -> str:
         cells=f"{len(record.optimizers) * len(SPECS) * each:,}",
         each=each,
         optimizers="\n".join(_table("optimizer", *SPECS, rows=rows)),
-        limits="\n".join(_table("optimizer", "mode", "dtype", "what is frozen", "error", rows=limits)),
-        skipped="\n".join(_table("left out", "reason", rows=skipped)) if skipped else "Nothing.",
+        limits="\n".join(_table("optimizer", "mode", "dtype", "frozen", "error", rows=limits)),
+        skipped="\n".join(_table("left out", "reason", rows=skipped)) if skipped else "No optimizer is left out.",
     )
 
 
 def parse(page: str) -> Record:
-    """What a page says."""
+    """The record on a page."""
     versions, matrix, limits, skipped = page.partition(MODELS)[0].split("\n## ")
     found = re.search(r"Optax\s(\S+)\sand\sJAX\s(\S+)\.", versions)
-    assert found, "the page does not say its versions"
+    assert found, "the page has no versions"
     return Record(
         found[1],
         found[2],
@@ -139,7 +139,7 @@ def _rows(section: str) -> list[list[str]]:
 
 
 def one_line(error: str) -> str:
-    """An error as it stands in the table."""
+    """The text of an error in the table."""
     line = re.sub(r"[`|\s]+", " ", error)
     return line if len(line) <= 100 else line[:97].rsplit(" ", 1)[0] + " ..."
 
@@ -157,8 +157,8 @@ _TEXT = """\
 On this page you can look up whether an Optax optimizer gives the same results with freezing, and what freezing rows
 costs in models of other packages.
 
-Every optimizer of `optax` and `optax.contrib` is tested, found by introspection: the public functions that return a
-gradient transformation and take a learning rate or another transformation, without building blocks such as
+Every optimizer of `optax` and `optax.contrib` is tested. They are found by introspection: public functions that return
+a gradient transformation and take a learning rate or another transformation, except building blocks such as
 `scale_by_*`. Each is run in {each} ways for each form of freezing, {cells} cells in all: in float32 and bfloat16; op by
 op, under `jit`, in `lax.scan`, over an ensemble under `vmap`; in `optax.MultiSteps`, in `optax.apply_if_finite`, and
 with `optax.inject_hyperparams`, all inside `fz.freeze` or `fz.freeze_when`.
@@ -167,36 +167,37 @@ A cell compares two runs of a few steps: one with this library and NaN in place 
 the plain optimizer on the trainable parameters of `fz.partition`. A tick (✓) means:
 
 - Frozen parameters keep their bits, and their updates are -0.0.
-- Each update, each trainable parameter and the whole optimizer state equal those of the second run: bit for bit op by
-  op, within rounding if a compiler is involved.
-- A group that `freeze_when` unfreezes is updated as if its optimizer had been created then, and the state of a frozen
-  group keeps its bits.
+- Each update, each trainable parameter and the whole optimizer state equal those of the second run: bit for bit if run
+  op by op, within rounding if compiled.
+- A group that `freeze_when` unfreezes is updated as if its optimizer had been created at that step, and the state of a
+  frozen group keeps its bits.
 
 `tests/matrix.py` defines a cell, and `make compatibility` runs all cells and writes this page. The tests run a subset
-in which all pairs of form, dtype and mode occur, and every optimizer occurs in four modes. Run with Optax {optax} and
+that covers all pairs of form, dtype and mode, and every optimizer in at least four modes. Run with Optax {optax} and
 JAX {jax}.
 
 ## The matrix
 
 **zeros**: with a dense mask, `fz.elements(mask)`, the optimizer receives the whole leaf with zeros at frozen elements,
-in gradients and parameters. If the update of an element depends on others by more than a sum or a norm (a mean, a
-factor, a shape, random numbers), trainable elements are updated differently than alone. With `compact=True` the
-optimizer receives only the trainable elements.
+in gradients and parameters. Sums and norms are not affected by zeros. If the update of an element depends on the rest
+of the leaf in another way (a mean, a factored moment, the shape, random numbers), it differs from an update of the
+trainable elements alone. With `compact=True` the optimizer receives only the trainable elements.
 
 {optimizers}
 
-Four optimizers need something of their own:
+Four optimizers are run differently:
 
-- `contrib.dpsgd` takes gradients of examples. For rows and compact elements, these have the trainable structure, as
-  from `jax.vmap(fz.grad(loss, frozen), (None, 0))`: in a full gradient a row cannot be distinguished from an example.
+- `contrib.dpsgd` takes per-example gradients. For rows and compact elements, these have the structure of the trainable
+  part, as from `jax.vmap(fz.grad(loss, frozen), (None, 0))`, because the rows of a full gradient cannot be
+  distinguished from examples.
 - `contrib.sam` takes `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))` as its adversary.
-- `lookahead` keeps its slow parameters in its state (ten lines in `tests/optimizers.py`). Optax's own takes a pair of
-  parameters and the gradient of one, which a transformation around it cannot pass.
-- `contrib.reduce_on_plateau`, a building block, is in a chain after Adam.
+- `lookahead` is replaced by a version that keeps its slow parameters in its state (ten lines in `tests/optimizers.py`).
+  The one in Optax takes a pair of parameters and the gradient of one of them, which a wrapper cannot pass on.
+- `contrib.reduce_on_plateau`, a building block, is run in a chain after Adam.
 
-## Where Optax fails by itself
+## Where Optax fails without freezing
 
-These do not run without freezing either, with the same parameters and in the same way.
+These combinations raise the same error without freezing, with the same parameters and the same mode.
 
 {limits}
 

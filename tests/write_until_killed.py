@@ -1,4 +1,4 @@
-"""Writes features, until it is killed. Run by `test_features.py`."""
+"""Writes features until it is killed. Run by `test_features.py`."""
 
 import sys
 import time

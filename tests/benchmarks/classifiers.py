@@ -1,4 +1,4 @@
-"""Image classifiers, and the functions written by hand that train their last layers on stored features."""
+"""Image classifiers, and functions written by hand that train their last layers on stored features."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ SIDE, PATCH, CLASSES = 224, 16, 100
 WIDTH, HEADS, BLOCKS = 192, 3, 12
 
 Features = Callable[[Any, jax.Array], jax.Array]
-"""Of the parameters and the images."""
+"""A function of the parameters and the images."""
 
 Logits = Callable[[Any, jax.Array], jax.Array]
-"""Of what trains (a flat dictionary of nested ones), and of the features."""
+"""A function of the trainable parameters (a flat dictionary of nested ones) and the features."""
 
 
 class ByHand(NamedTuple):
-    """A model cut in two by hand: where its trainable parameters are, features, and logits from there on."""
+    """A model cut in two by hand: paths of its trainable parameters, its features, and logits of the features."""
 
     trains: tuple[tuple[str, ...], ...]
     features: Features
@@ -40,7 +40,7 @@ class ByHand(NamedTuple):
 
 
 class Classifier(NamedTuple):
-    """A model as it comes: parameters, and logits of the parameters and images; and the same cut by hand."""
+    """An unchanged model (parameters, and logits of parameters and images), and the same model cut by hand."""
 
     name: str
     params: Any
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """ViT-tiny, the mean of its tokens classified."""
+    """ViT-tiny, which classifies the mean of its tokens."""
 
     @nn.compact
     def __call__(self, images: jax.Array, until: str = "") -> jax.Array:
@@ -110,7 +110,7 @@ def vit() -> Classifier:
 
 
 def vit_of_transformers() -> Classifier:
-    """A ViT of the same size as the transformers package has it, in Flax."""
+    """A ViT of the same size, from the transformers package (Flax)."""
     from transformers import FlaxViTForImageClassification, ViTConfig  # type: ignore[import-not-found]
     from transformers.models.vit.modeling_flax_vit import FlaxViTLayer, FlaxViTModule  # type: ignore[import-not-found]
 
@@ -162,7 +162,7 @@ def vit_of_transformers() -> Classifier:
 
 
 def resnet_of_haiku() -> Classifier:
-    """Haiku's ResNet-18, its statistics stored."""
+    """Haiku's ResNet-18, with stored batch statistics."""
     import haiku as hk
 
     name, last = "res_net18/~/logits", "res_net18/~/block_group_3/~/block_1/~/"

@@ -1,4 +1,4 @@
-"""A decoder of Llama 3's shape on a mesh of TPU chips, as shapes alone: what the benchmarks of memory compile."""
+"""A decoder of Llama 3's shape on a mesh of TPU chips, given by shapes alone, for the memory benchmarks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import optax_freeze as fz
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder of Llama 3's shape, its layers stacked, on a mesh of TPU chips."""
+    """A decoder of Llama 3's shape with stacked layers, on a mesh of TPU chips."""
 
     width: int
     layers: int
@@ -26,7 +26,7 @@ class Decoder:
     topology: str
     tensor_parallel: int
     chips: int | None = None
-    """How many chips of the topology the mesh has; None: all."""
+    """The number of chips in the mesh; None means all chips of the topology."""
     kv_heads: int = 8
     vocabulary: int = 128_256
     length: int = 4096
@@ -38,7 +38,7 @@ class Decoder:
         return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
 
     def params(self, mesh: Mesh) -> Any:
-        """Shapes of the parameters, placed."""
+        """Shapes of the parameters, with shardings."""
         d, f, n = self.width, self.hidden, self.layers
         head = d // self.heads
 
@@ -61,14 +61,14 @@ class Decoder:
         return {"embed": embed, "blocks": blocks, "norm": leaf((d,)), "head": leaf((d, self.vocabulary), "fsdp", "tp")}
 
     def tokens(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """One sequence for each shard of the data."""
+        """One sequence per data shard."""
         batch = mesh.devices.size // self.tensor_parallel
         return jax.ShapeDtypeStruct((batch, self.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
 
     def loss(self, mesh: Mesh) -> Callable[..., jax.Array]:
-        """Mean cross entropy, of parameters whose blocks are one stack or a list of stacks.
+        """Mean cross entropy; ``params["blocks"]`` is one stack or a list of stacks.
 
-        ``loss(params, tokens, x)`` goes on from ``x``, the residual stream before the blocks.
+        ``loss(params, tokens, x)`` starts from ``x``, the residual stream before the blocks.
         """
         head, groups = self.width // self.heads, self.heads // self.kv_heads
 
@@ -116,12 +116,12 @@ ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5, mu_dtype=j
 
 
 def on_device(params: Any) -> Any:
-    """The shapes with all arrays in the device's memory."""
+    """The shapes with all arrays in device memory."""
     return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), params)
 
 
 def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
-    """The shapes of ``fz.partition``: each part placed like its leaf, the trainable ones in the device's memory."""
+    """The shapes of ``fz.partition``, sharded like their leaves, with trainable parts in device memory."""
 
     def place(node: Any, param: jax.ShapeDtypeStruct) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
@@ -134,7 +134,7 @@ def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
 
 
 def adamw_state(trainable: Any, mesh: Mesh) -> Any:
-    """The shapes of the state of ``ADAMW``, its moments in float32 and placed like what they are about."""
+    """The shapes of the state of ``ADAMW``; moments are float32 and sharded like their parameters."""
     return optax.tree_map_params(
         ADAMW,
         lambda x, p: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=p.sharding),

@@ -1,12 +1,14 @@
-"""New embedding rows and dense masks, beside masks written by hand; what they add to executables and to tracing.
+"""New embedding rows and dense masks, compared with masks written by hand; executable sizes and tracing times.
 
-1. 16 rows of an embedding train, AdamW, the gradient through a lookup and a matmul, by ``jax.grad``: beside masks
-   written by hand with ``where``, masks that multiply, and the rows cut out by hand.
-2. Half of the elements of a layer train under a dense mask, forward and backward included, beside the unmasked step.
-3. The size of the executable with a mask, beside that without.
-4. Tracing an update of 1,000 masked leaves, beside unmasked ones: seconds of the processor, taken in turn, medians.
+1. 16 rows of an embedding are trainable, with AdamW; the loss is a lookup and a matmul, differentiated by ``jax.grad``
+   except in the last row. Peers, written by hand: masks applied with ``jnp.where``, masks that multiply, and rows
+   sliced from the gradient.
+2. Half of the elements of a layer are trainable under a dense mask: a step with forward and backward pass, compared
+   with the unmasked step.
+3. The size of the executable with a mask, compared with that without.
+4. Tracing an update of 1,000 masked leaves, compared with unmasked ones: CPU times, medians of alternating runs.
 
-The first three are compiled for one chip of TPU v5e.
+The first three are compiled for one TPU v5e chip.
 
 Run with ``python tests/benchmarks/element_masks.py`` (``--no-times`` leaves the times out).
 """
@@ -30,12 +32,12 @@ TX = optax.adamw(1e-3)
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """Through a lookup and a matmul."""
+    """A loss with a lookup and a matmul."""
     return jnp.mean(jnp.tanh(params["embed"][tokens] @ params["out"]) ** 2)
 
 
 class Case(NamedTuple):
-    """``step(embed, state, out, tokens)`` and the state that it starts from."""
+    """``step(embed, state, out, tokens)``, and ``init(embed)`` for its initial state."""
 
     name: str
     step: Callable[..., Any]
@@ -47,7 +49,7 @@ def gradient(embed: jax.Array, out: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def with_mask(name: str, zero: Callable[[Any, Any], Any], *, dense: bool) -> Case:
-    """Gradient and update masked by hand; the optimizer sees the whole leaf."""
+    """Gradient and update are masked by hand; the optimizer receives the whole leaf."""
 
     def mask_of(embed: Any) -> jax.Array:
         return jnp.broadcast_to(jax.lax.broadcasted_iota(jnp.int32, (VOCABULARY, 1), 0) < VOCABULARY - NEW, embed.shape)
@@ -62,7 +64,7 @@ def with_mask(name: str, zero: Callable[[Any, Any], Any], *, dense: bool) -> Cas
 
 
 def rows_by_hand(name: str) -> Case:
-    """The rows cut out of the dense gradient."""
+    """The optimizer runs on rows sliced from the dense gradient."""
 
     def step(embed: jax.Array, state: Any, out: jax.Array, tokens: jax.Array) -> Any:
         rows = embed[-NEW:]
@@ -97,14 +99,14 @@ def with_fz(name: str, mask: Any, *, full_updates: bool = False, restricted: boo
 def new_rows(chip: Any) -> None:
     rows = ~fz.rows(slice(VOCABULARY - NEW, None))
     cases = [
-        with_fz("every row trains", False),
-        rows_by_hand("rows of the dense gradient, by hand"),
-        with_mask("where(mask, 0, g) by hand, dense mask", lambda m, g: jnp.where(m, 0, g), dense=True),
-        with_mask("where(mask, 0, g) by hand, iota", lambda m, g: jnp.where(m, 0, g), dense=False),
-        with_mask("g * (1 - mask), as pruners do", lambda m, g: g * (1 - m), dense=True),
-        with_fz("fz.freeze(rows), fz.apply_updates", rows),
-        with_fz("fz.freeze(rows), full updates", rows, full_updates=True),
-        with_fz("fz.freeze(rows), fz.grad", rows, restricted=True),
+        with_fz("nothing frozen", False),
+        rows_by_hand("rows sliced by hand from the dense gradient"),
+        with_mask("jnp.where by hand, dense mask", lambda m, g: jnp.where(m, 0, g), dense=True),
+        with_mask("jnp.where by hand, mask from an iota", lambda m, g: jnp.where(m, 0, g), dense=False),
+        with_mask("g * (1 - mask) by hand, as pruning libraries do", lambda m, g: g * (1 - m), dense=True),
+        with_fz("fz.freeze(rows, full_updates=False), jax.grad", rows),
+        with_fz("fz.freeze(rows), jax.grad, optax.apply_updates", rows, full_updates=True),
+        with_fz("fz.freeze(rows, full_updates=False), fz.grad", rows, restricted=True),
     ]
     shapes = (
         jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32),
@@ -112,7 +114,7 @@ def new_rows(chip: Any) -> None:
         jax.ShapeDtypeStruct((4, 256), jnp.int32),
     )
     exact = ("state MB", "GB accessed", "MB temporary", "kB executable")
-    table = measure.table(f"{NEW} rows of {VOCABULARY:,} x {WIDTH:,} train, AdamW", *exact)
+    table = measure.table(f"One AdamW step, {NEW} rows of {VOCABULARY:,} x {WIDTH:,} trainable", *exact)
     for case in cases:
         state = jax.eval_shape(case.init, shapes[0])
         row = measure.figures(case.step, *measure.on(chip, (shapes[0], state, *shapes[1:])))
@@ -148,12 +150,12 @@ def dense_mask(chip: Any) -> None:
         updates, state = tx.update(jax.grad(of)(w, x), state, w)
         return fz.apply_updates(w, updates, fz.spec_of(state)), state
 
-    exact = ("MB accessed", "to the unmasked step and a read of the mask")
-    table = measure.table("half of 4096 x 4096 elements train under a dense mask, AdamW", *exact)
+    exact = ("MB accessed", "ratio to the unmasked step plus one read of the mask")
+    table = measure.table("One AdamW step, half of 4096 x 4096 elements trainable under a dense mask", *exact)
     base = 0.0
     for name, step, init in (
         ("unmasked AdamW", plain, TX.init),
-        ("fz.freeze(mask)", masked, tx.init),
+        ("fz.freeze(mask), optax.apply_updates", masked, tx.init),
         ("fz.freeze(mask), fz.apply_updates", masked_bits, tx.init),
     ):
         args = measure.on(chip, (shape, jax.eval_shape(init, shape), x))
@@ -165,10 +167,10 @@ def dense_mask(chip: Any) -> None:
 
 def executables(chip: Any) -> None:
     shape = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    table = measure.table("the executable of an AdamW update of 4096 x 4096", "code bytes", "ratio")
+    table = measure.table("Executable of an AdamW update of 4096 x 4096", "bytes", "ratio to no mask")
     base = 0
     for name, tx in (
-        ("without a mask", TX),
+        ("no mask", TX),
         ("fz.rows(slice)", fz.freeze(TX, {"w": fz.rows(slice(0, 4000))})),
         ("fz.rows(slice), full_updates=False", fz.freeze(TX, {"w": fz.rows(slice(0, 4000))}, full_updates=False)),
         ("fz.elements(array)", fz.freeze(TX, {"w": jnp.ones((4096, 4096), bool)})),
@@ -188,9 +190,9 @@ def executables(chip: Any) -> None:
 def tracing() -> None:
     params = {f"leaf_{i:04d}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(1000)}
     masked = {
-        "fz.freeze(adamw, False)": False,
-        "rows": fz.rules({"**": fz.rows(slice(0, 4))}),
-        "elements": fz.rules({"**": jnp.eye(8, dtype=bool)}),
+        "nothing frozen": False,
+        "fz.rows in every leaf": fz.rules({"**": fz.rows(slice(0, 4))}),
+        "fz.elements in every leaf": fz.rules({"**": jnp.eye(8, dtype=bool)}),
     }
     runs = {name: fz.freeze(TX, spec, full_updates=False) for name, spec in masked.items()}
     states = {name: jax.eval_shape(tx.init, params) for name, tx in runs.items()}
@@ -201,10 +203,10 @@ def tracing() -> None:
             start = time.process_time()
             jax.jit(tx.update).trace(params, states[name], params)
             seconds[name].append(time.process_time() - start)
-    table = measure.table("tracing an update of 1,000 leaves", timed=["ratio"])
+    table = measure.table("Tracing an update of fz.freeze(adamw), 1,000 leaves", timed=["ratio to nothing frozen"])
     medians = {name: statistics.median(measured[1:]) for name, measured in seconds.items()}
     for name, median in medians.items():
-        table.add_row(name, f"{median / medians['fz.freeze(adamw, False)']:.2f}")
+        table.add_row(name, f"{median / medians['nothing frozen']:.2f}")
     measure.show(table)
 
 

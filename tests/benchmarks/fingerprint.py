@@ -1,8 +1,8 @@
-"""What ``fz.fingerprint`` reads, beside ``jnp.sum``.
+"""Bytes that ``fz.fingerprint`` reads, compared with ``jnp.sum``.
 
-1 GiB in several shapes and dtypes, frozen whole and in part: bytes accessed, over the bytes of the data (and of a
-dense mask); in brackets the same of ``jnp.sum``. Compiled for TPU v5e, and for the device that is there. A TPU program
-copies small leaves ahead into on-chip memory, and the compiler counts these copies, too.
+1 GiB of data in several shapes and dtypes, frozen as a whole or in part: bytes accessed, divided by the bytes of the
+data (and of a dense mask); in brackets the same ratio for ``jnp.sum``. Compiled for TPU v5e, and for the device of the
+machine. A TPU program copies small leaves into on-chip memory in advance, and the compiler includes these copies.
 
 Run with ``python tests/benchmarks/fingerprint.py``; ``--gib 0.25`` for less data.
 """
@@ -24,12 +24,12 @@ SPECS = {
     "32 stacked layers": True,
     "64 leaves": True,
     "rows of a matrix": ~fz.rows(slice(-16, None)),
-    "elements of a matrix": None,  # a dense mask, an argument of the program
+    "elements of a matrix": None,  # a dense mask, which is an argument of the program
 }
 
 
 def shapes(name: str, dtype: str, nbytes: int) -> Any:
-    """A tree of so many bytes."""
+    """A tree of shapes with ``nbytes`` bytes in total."""
     size = nbytes // jnp.dtype(dtype).itemsize
     leaf = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     if name == "one vector":
@@ -43,13 +43,13 @@ def shapes(name: str, dtype: str, nbytes: int) -> Any:
 
 
 def digest(name: str, params: Any, mask: Any) -> jax.Array:
-    """The function that is measured."""
+    """The fingerprint, which is measured."""
     spec = SPECS[name]
     return fz.fingerprint(params, fz.elements(mask) if spec is None else spec)
 
 
 def total(params: Any, mask: Any) -> Any:
-    """A function that reads each leaf, and its mask, once."""
+    """The peer, which reads each leaf, and its mask, once."""
     return [jnp.sum(leaf) for leaf in jax.tree.leaves((params, mask))]
 
 
@@ -62,12 +62,12 @@ def arguments(name: str, dtype: str, nbytes: int) -> tuple[Any, Any]:
 def bytes_table(sharding: Any, device: str, nbytes: int) -> None:
     """Prints what the compiled programs read, by shape and dtype."""
     dtypes = ["float32", "bfloat16", "float8_e4m3fn", "uint8"]
-    title = f"{device}, {nbytes / 2**30:g} GiB: bytes accessed over those of the data (of jnp.sum)"
+    title = f"{device}, {nbytes / 2**30:g} GiB: bytes accessed / bytes of the data (the same for jnp.sum)"
     table = measure.table(title, *dtypes, label="frozen")
     for name, spec in SPECS.items():
         row = []
         for dtype in dtypes:
-            if dtype == "uint8" and spec is not True:  # integers are frozen whole
+            if dtype == "uint8" and spec is not True:  # integer leaves are always frozen as a whole
                 continue
             args = measure.on(sharding, arguments(name, dtype, nbytes))
             ours, plain = (

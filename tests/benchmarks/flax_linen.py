@@ -1,7 +1,7 @@
-"""Linen models with a wrapped backbone, beside the same models with ``stop_gradient`` written inside by hand.
+"""Linen models with a wrapped backbone, compared with the same models with ``stop_gradient`` written by hand.
 
-A training step of AdamW on the head, of eight convolutions with batch normalisation and of an 8-layer transformer,
-compiled for one chip of TPU v5e: FLOPs and temporary bytes, in brackets the ratio to the first row.
+A training step of AdamW on the head, on top of eight convolutions with batch normalization or an 8-layer transformer,
+compiled for one TPU v5e chip: FLOPs and temporary bytes, in brackets the ratio to the first row.
 
 Run with ``python tests/benchmarks/flax_linen.py``.
 """
@@ -58,7 +58,7 @@ Loss = Callable[[Any, Any, jax.Array], jax.Array]
 
 
 def loss_of(model: nn.Module, *, train: bool, by_hand: bool = False) -> Loss:
-    """A loss of the parameters, the statistics and a batch."""
+    """A loss function of the parameters, the batch statistics and a batch."""
 
     def loss(params: Any, stats: Any, x: jax.Array) -> jax.Array:
         if by_hand:
@@ -81,7 +81,7 @@ def step_of(loss: Loss, tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) -> None:
-    """The rows of one model."""
+    """Adds the rows of one model to the table."""
     table.add_row(f"[bold]{name}")
     bare, wrapped = Classifier(backbone), Classifier(Frozen(backbone))
     variables = jax.eval_shape(lambda x: bare.init(jax.random.key(0), x, train=False), x)
@@ -90,15 +90,15 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
     tx = fz.freeze(optax.adamw(1e-3), mask)
     cases = {
         "stop_gradient by hand, stored statistics": (bare, loss_of(bare, train=False, by_hand=True)),
-        "Frozen(backbone)": (wrapped, loss_of(wrapped, train=True)),
-        "no freezing": (bare, loss_of(bare, train=False)),
+        "linen.Frozen(backbone)": (wrapped, loss_of(wrapped, train=True)),
+        "nothing frozen": (bare, loss_of(bare, train=False)),
     }
     *_, (_, plain) = cases.values()
     trained = {case: step_of(loss, tx if loss is not plain else optax.adamw(1e-3)) for case, (_, loss) in cases.items()}
     sharding = measure.tpu_sharding()
     first = None
     for case, step in trained.items():
-        state = jax.eval_shape((optax.adamw(1e-3) if case == "no freezing" else tx).init, params)
+        state = jax.eval_shape((optax.adamw(1e-3) if case == "nothing frozen" else tx).init, params)
         figures = measure.figures(step, *(measure.on(sharding, tree) for tree in (params, state, stats, x)))
         first = first or figures
         table.add_row(
@@ -110,7 +110,7 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
 
 
 def main() -> None:
-    table = measure.table("one training step, AdamW", "GFLOP", "MB temporary")
+    table = measure.table("One AdamW step (ratio to stop_gradient by hand)", "GFLOP", "MB temporary")
     rows("convolutions", Convolutions(), jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32), table)
     rows("transformer", Transformer(), jax.ShapeDtypeStruct((32, 128), jnp.int32), table)
     measure.show(table)

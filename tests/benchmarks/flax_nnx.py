@@ -1,7 +1,7 @@
-"""NNX models with a wrapped backbone between a layer and a head that train, beside ``stop_gradient`` written by hand.
+"""NNX models with a wrapped backbone between two trainable layers, compared with ``stop_gradient`` written by hand.
 
-A gradient of six convolutions with batch norm and of a transformer of 8 layers: FLOPs and temporary bytes, in brackets
-the ratio to ``stop_gradient`` by hand.
+The gradient of the first layer and the head, with six convolutions with batch normalization or an 8-layer transformer
+between them: FLOPs and temporary bytes, in brackets the ratio to ``stop_gradient`` by hand.
 
 Run with ``python tests/benchmarks/flax_nnx.py``.
 """
@@ -79,7 +79,7 @@ class Program(NamedTuple):
 
 
 def program(backbone: type[Any], wrap: Callable[[Any], Any]) -> Program:
-    """The gradient for a layer before the backbone and a head after it; of shapes alone."""
+    """The gradient of a layer before the backbone and a head after it, with shapes as arguments."""
 
     def build() -> nnx.Module:
         rngs = nnx.Rngs(0)
@@ -101,12 +101,14 @@ def program(backbone: type[Any], wrap: Callable[[Any], Any]) -> Program:
 
 def main() -> None:
     chip = measure.tpu_sharding()
-    title = f"compiled for {'one chip of TPU v5e' if chip else 'this device'}; (ratio to stop_gradient by hand)"
+    title = (
+        f"One gradient, compiled for {'one TPU v5e chip' if chip else 'this device'} (ratio to stop_gradient by hand)"
+    )
     table = measure.table(title, "GFLOP", "MB temporary")
     for backbone in (ConvNet, Transformer):
         table.add_section()
         table.add_row(f"[bold]{backbone.__name__}")
-        wraps = {"bare": lambda module: module, "stop_gradient by hand": ByHand, "fnnx.Frozen": fnnx.Frozen}
+        wraps = {"not wrapped": lambda module: module, "stop_gradient by hand": ByHand, "fnnx.Frozen": fnnx.Frozen}
         programs = {name: program(backbone, wrap) for name, wrap in wraps.items()}
         rows = {name: measure.figures(p.step, *measure.on(chip, p.args), donate=()) for name, p in programs.items()}
         best = rows["stop_gradient by hand"]

@@ -1,13 +1,15 @@
-"""What ``fz.restrict`` makes of a scanned decoder and of new embedding rows, beside the optimum written by hand.
+"""Partially frozen leaves: the last of scanned layers and new rows of an embedding, compared with code written by hand.
 
-1. The last block, norm and head of a scanned, rematerialised decoder of Llama 3's shape train (bfloat16, AdamW, 4096
-   tokens a data shard, FSDP x tensor parallel): memory per chip of TPU v5e, with the whole stack differentiated, with
-   the scan split by hand, and by ``fz.restrict`` of the unchanged model.
-2. 16 new rows of an embedding train, AdamW, through a lookup and a matmul, and with a cross entropy over a tied head:
-   beside masks, and the lookup and the head written by hand on old and new rows. Compiled for one chip of TPU v5e.
-3. One stack of layers, scanned and in a Python loop: FLOPs of the gradient.
+1. The last block, norm and head of a scanned, rematerialized decoder of Llama 3's shape are trainable (bfloat16, AdamW,
+   4096 tokens per data shard, FSDP times tensor parallelism): memory per TPU v5e chip with the whole stack
+   differentiated, with the scan split by hand, and with ``fz.restrict`` and the unchanged model. In brackets is what a
+   step that does not fit would need.
+2. 16 new rows of an embedding are trainable, with AdamW; the loss is a lookup and a matmul, or a cross entropy over a
+   tied head. Peers are masks, rows sliced from the dense gradient, and a model in which lookup and head are written by
+   hand for separate old and new rows. Compiled for one TPU v5e chip.
+3. The gradient of the last of 16 stacked layers: FLOPs with a scan and with a Python loop.
 
-Run with ``python tests/benchmarks/frozen_rows.py`` (``--models 8B 70B 405B``: the decoder of each size; takes minutes).
+Run with ``python tests/benchmarks/frozen_rows.py`` (``--models 8B 70B 405B``: sizes of the decoder; takes minutes).
 """
 
 import argparse
@@ -35,7 +37,7 @@ RUNS = {
 def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     """Memory of a step: the ``"whole"`` stack differentiated, the scan split ``"by hand"``, or ``"fz.restrict"``.
 
-    What the compiler says that it would need, if it cannot fit it into a chip.
+    If the step does not fit, a text with the memory that the compiler says it would need.
     """
     mesh = decoder.mesh()
     params, loss = decoder.params(mesh), decoder.loss(mesh)
@@ -70,7 +72,7 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = re.search(r"temporaries \(([\d.]+)G\)", str(error))  # arguments, too, whatever the message says
+        needed = re.search(r"temporaries \(([\d.]+)G\)", str(error))  # includes the arguments, despite its name
         if needed is None:
             raise
         return f"does not fit ({float(needed[1]):.1f})"
@@ -81,8 +83,8 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
 
 
 def decoders(sizes: list[str]) -> None:
-    columns = ("the whole stack", "split by hand", "fz.restrict", "ratio")
-    table = measure.table("GiB per chip; a chip of TPU v5e has 15.75", *columns)
+    columns = ("whole stack differentiated", "scan split by hand", "fz.restrict", "fz.restrict / by hand")
+    table = measure.table("Last block, norm and head trainable: GiB per TPU v5e chip, of 15.75", *columns)
     for size in sizes:
         for topology, tensor_parallel in RUNS[size]:
             decoder = Decoder(*SHAPES[size], topology, tensor_parallel)
@@ -90,7 +92,7 @@ def decoders(sizes: list[str]) -> None:
             cells = [gib if isinstance(gib, str) else f"{gib:.1f}" for gib in used]
             by_hand, ours = used[1:]
             ratio = "" if isinstance(by_hand, str) or isinstance(ours, str) else f"{ours / by_hand:.2f}"
-            table.add_row(f"{size}, {topology}, tensor parallel {tensor_parallel}", *cells, ratio)
+            table.add_row(f"{size} on {topology}, tensor parallelism {tensor_parallel}", *cells, ratio)
     measure.show(table)
 
 
@@ -109,9 +111,9 @@ def tied(embed: Any, out: jax.Array, tokens: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass
 class OldAndNew:
-    """The embedding as someone writes it by hand, who wants the gradient of the new rows alone.
+    """An embedding written by hand so that only its new rows have a gradient.
 
-    The array ``old`` has their places, too.
+    ``old`` has all rows; its last ones are replaced by ``new``.
     """
 
     old: jax.Array
@@ -137,14 +139,14 @@ class OldAndNew:
 
 
 class RowStep(NamedTuple):
-    """``step(embed, state, out, tokens)`` and the state that it starts from."""
+    """``step(embed, state, out, tokens)``, and ``init(embed, out)`` for its initial state."""
 
     step: Callable[..., Any]
     init: Callable[[jax.Array, jax.Array], Any]
 
 
 def row_steps(loss: Callable[..., jax.Array], vocabulary: int) -> dict[str, RowStep]:
-    """Steps in which the last rows of an embedding train."""
+    """Steps that train only the last rows of an embedding."""
     old = vocabulary - NEW
     frozen = {"embed": fz.rows(slice(0, old)), "out": True}
     tx = fz.freeze(TX, frozen, full_updates=False)
@@ -172,9 +174,9 @@ def row_steps(loss: Callable[..., jax.Array], vocabulary: int) -> dict[str, RowS
         return fz.apply_updates(params, updates)["embed"], state
 
     return {
-        "masks, from an iota": RowStep(masked, lambda embed, out: TX.init(embed)),
-        "rows cut out of the dense gradient": RowStep(cut_out, lambda embed, out: TX.init(embed[old:])),
-        "written by hand on old and new rows": RowStep(by_hand, lambda embed, out: TX.init(embed[old:])),
+        "masks computed from an iota": RowStep(masked, lambda embed, out: TX.init(embed)),
+        "rows sliced from the dense gradient": RowStep(cut_out, lambda embed, out: TX.init(embed[old:])),
+        "model with old and new rows split by hand": RowStep(by_hand, lambda embed, out: TX.init(embed[old:])),
         "fz.grad, the model unchanged": RowStep(with_fz, lambda embed, out: tx.init({"embed": embed, "out": out})),
     }
 
@@ -183,8 +185,8 @@ def new_rows(chip: Any) -> None:
     embed = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
     out = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
-    columns = ("GB accessed, lookup", "MB temporary", "GB accessed, tied head", "MB temporary")
-    table = measure.table(f"{NEW} new rows of {VOCABULARY:,} x {WIDTH:,}, AdamW, one step", *columns)
+    columns = ("lookup: GB accessed", "lookup: MB temporary", "tied head: GB accessed", "tied head: MB temporary")
+    table = measure.table(f"One AdamW step, {NEW} new rows of {VOCABULARY:,} x {WIDTH:,} trainable", *columns)
     cells: dict[str, list[str]] = {}
     for loss in (lookup, tied):
         for name, each in row_steps(loss, VOCABULARY).items():
@@ -200,7 +202,7 @@ LAYERS, SMALL = 16, 256
 
 
 def stacks() -> None:
-    """FLOPs of the gradient of one stack of layers, scanned and in a loop."""
+    """FLOPs of the gradient of a stack of layers, in a scan and in a Python loop."""
 
     def block(x: jax.Array, p: Any) -> jax.Array:
         return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
@@ -224,8 +226,8 @@ def stacks() -> None:
         assert cost
         return cost["flops"]
 
-    table = measure.table(f"{LAYERS} stacked layers, of which the last trains", "ratio")
-    table.add_row("FLOPs, scanned (its loops unrolled) to a Python loop", f"{flops(unrolled) / flops(loop):.3f}")
+    table = measure.table(f"Gradient of the last of {LAYERS} stacked layers", "FLOPs, scan / Python loop")
+    table.add_row("fz.restrict, scan unrolled", f"{flops(unrolled) / flops(loop):.3f}")
     measure.show(table)
 
 

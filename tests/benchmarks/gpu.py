@@ -1,15 +1,15 @@
-"""Training steps of full size on a GPU, in bfloat16, beside compositions of Optax and steps written by hand.
+"""Training steps of full size on a GPU, in bfloat16, compared with Optax and with steps written by hand.
 
-1. The last block, the norm and the head of a scanned, rematerialised decoder of 1.5 billion parameters train (the
-   shape of Llama 3.2 1B, the head untied; 8 sequences of 2048 tokens, ``clip_by_global_norm`` and AdamW). Where Optax
-   does the freezing, the layers are two stacks, since it freezes whole leaves.
-2. 16 new rows of an embedding train, AdamW, through a lookup and a matmul, and with a cross entropy over a tied head,
-   8 sequences of 2048 tokens: the steps of ``frozen_rows.py``.
+1. The last block, the norm and the head of a scanned, rematerialized decoder of 1.5 billion parameters are trainable
+   (the shape of Llama 3.2 1B with an untied head; 8 sequences of 2048 tokens, ``clip_by_global_norm`` and AdamW). Optax
+   freezes whole leaves, so its rows have the layers in two stacks.
+2. 16 new rows of an embedding are trainable, with AdamW; the loss is a lookup and a matmul, or a cross entropy over a
+   tied head, on 8 sequences of 2048 tokens. The steps are those of ``frozen_rows.py``.
 
-GB are those of the compiled step: arguments, temporaries and outputs, what is donated counted once. Busy ms are the
-device's own events, the union of what ran on its streams in a profiler's trace of several steps; wall ms are the time
-from enqueuing several steps until the last is done; both per step, medians of several such runs. In brackets is the
-ratio to the first row, or for rows to the step by hand.
+GB: arguments, temporaries and outputs of the compiled step, with donated buffers counted once. Busy ms: the time in
+which at least one stream of the device runs something, from a profiler's trace of several steps. Wall ms: the time from
+enqueuing several steps until the last is done. Both are per step, and medians of several such runs. In brackets is the
+ratio to the first row, or for new rows to the step by hand.
 
 Run with ``python tests/benchmarks/gpu.py`` where JAX has a GPU (``--tiny``: a small model on any device).
 """
@@ -40,7 +40,7 @@ BOTH = optax.chain(CLIP, ADAMW)
 
 
 class Size(NamedTuple):
-    """How large everything is, and how often it is measured."""
+    """Sizes of the models, and numbers of steps and rounds of a measurement."""
 
     decoder: Decoder
     sequences: int
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 class Case(NamedTuple):
-    """``step(params, state, *others)``, which returns the first two, and ``start(key)``, all of its arguments."""
+    """``step(params, state, *others)``, which returns new ``params, state``; ``start(key)`` returns its arguments."""
 
     step: Callable[..., Any]
     start: Callable[[jax.Array], tuple[Any, ...]]
@@ -72,7 +72,7 @@ def one_device() -> Mesh:
 
 
 def decoder_cases(size: Size) -> dict[str, Case]:
-    """The last block, the norm and the head train."""
+    """Steps that train the last block, the norm and the head."""
     shapes, loss = size.decoder.params(one_device()), size.decoder.loss(one_device())
 
     def one_stack(key: jax.Array) -> Any:
@@ -97,7 +97,7 @@ def decoder_cases(size: Size) -> dict[str, Case]:
         return start
 
     def whole(tx: Any) -> Case:
-        """The gradient of everything; the transformation does the freezing."""
+        """The full gradient; the optimizer freezes."""
 
         def step(params: Any, state: Any, tokens: jax.Array) -> Any:
             grads = jax.grad(loss)(params, tokens)
@@ -107,7 +107,7 @@ def decoder_cases(size: Size) -> dict[str, Case]:
         return Case(step, starting(two_stacks, tx.init))
 
     def by_hand(params: Callable[..., Any], cut: Callable[[Any], Any], paste: Callable[[Any, Any], Any]) -> Case:
-        """The gradient of what ``cut`` takes out."""
+        """The gradient of the norm, the head and the second result of ``cut``, the last block."""
 
         def trainable(params: Any) -> Any:
             return {"last": cut(params["blocks"])[1], "norm": params["norm"], "head": params["head"]}
@@ -144,17 +144,17 @@ def decoder_cases(size: Size) -> dict[str, Case]:
     mask = fz.resolve(jax.eval_shape(two_stacks, jax.random.key(0)), leaves)
     return {
         "by hand, two stacks": by_hand(two_stacks, lambda blocks: blocks, lambda blocks, last: [blocks[0], last]),
-        "everything trains, two stacks": whole(BOTH),
+        "nothing frozen, two stacks": whole(BOTH),
         "chain(clip, optax.partition), two stacks": whole(optax.chain(CLIP, partition)),
         "chain(clip, adamw, optax.freeze), two stacks": whole(optax.chain(BOTH, optax.freeze(mask))),
         "fz.grad, fz.freeze, two stacks": with_fz(two_stacks, leaves),
-        "by hand, one stack, the scan split": by_hand(one_stack, cut_rows, paste_rows),
-        "fz.grad, fz.freeze, one stack, the model unchanged": with_fz(one_stack, rows),
+        "by hand, one stack, scan split": by_hand(one_stack, cut_rows, paste_rows),
+        "fz.grad, fz.freeze, one stack, model unchanged": with_fz(one_stack, rows),
     }
 
 
 def row_cases(size: Size, loss: Callable[..., jax.Array]) -> dict[str, Case]:
-    """The last rows of an embedding train."""
+    """Steps that train the last rows of an embedding."""
 
     def start(key: jax.Array, init: Callable[..., Any]) -> Any:
         embed = jax.random.normal(key, (size.vocabulary, size.width), jnp.bfloat16) * 0.02
@@ -167,7 +167,7 @@ def row_cases(size: Size, loss: Callable[..., jax.Array]) -> dict[str, Case]:
 
 
 class Measured(NamedTuple):
-    """Of one step: bytes of memory and seconds; no seconds ``busy`` where the device has no events."""
+    """Memory of one step in bytes, and its times in seconds; ``busy`` is NaN if the trace has no device events."""
 
     memory: float
     busy: float
@@ -175,7 +175,7 @@ class Measured(NamedTuple):
 
 
 def measured(case: Case, size: Size) -> Measured | None:
-    """The figures of a step, or None where the device has too little memory for it."""
+    """The figures of a step, or None if the device has too little memory for it."""
     try:
         args = case.start(jax.random.key(0))
         step = jax.jit(case.step, donate_argnums=(0, 1)).lower(*args).compile()
@@ -209,7 +209,7 @@ def measured(case: Case, size: Size) -> Measured | None:
 
 
 def show(title: str, cases: dict[str, Case], size: Size, first: int = 0) -> None:
-    """The table of the cases, of which one is the peer of the ratios."""
+    """Shows the table of all cases, with ratios to the case number ``first``."""
     found = {name: measured(case, size) for name, case in cases.items()}
     peer = list(found.values())[first]
     table = measure.table(title, "GB", timed=("busy ms", "wall ms"))
@@ -231,7 +231,7 @@ def main() -> None:
     if parser.parse_args().tiny:
         size = tiny()
     else:
-        jax.config.update("jax_platforms", None)  # make sets it to cpu, for the other benchmarks
+        jax.config.update("jax_platforms", None)  # `make bench` sets it to cpu for the other benchmarks
         if jax.default_backend() != "gpu":
             measure.show("No GPU was at hand.")
             return
@@ -239,9 +239,9 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     cases = decoder_cases(size)
     elements = sum(x.size for x in jax.tree.leaves(size.decoder.params(one_device())))
-    show(f"{device}: the last block, the norm and the head of {elements / 1e9:.2f} billion parameters", cases, size)
+    show(f"{device}: last block, norm and head of {elements / 1e9:.2f} billion parameters trainable", cases, size)
     for name, loss in (("a lookup", frozen_rows.lookup), ("a tied head", frozen_rows.tied)):
-        title = f"{device}: {frozen_rows.NEW} new rows of {size.vocabulary:,} x {size.width:,}, {name}"
+        title = f"{device}: {frozen_rows.NEW} new rows of {size.vocabulary:,} x {size.width:,} trainable, {name}"
         show(title, row_cases(size, loss), size, first=2)
 
 

@@ -1,8 +1,8 @@
-"""What ``import optax_freeze`` adds to ``import jax, optax``.
+"""What ``import optax_freeze`` adds to the time of ``import jax, optax``.
 
-Times of the processor: several processes import JAX and Optax, then this library, all of it byte-compiled as in an
-installed wheel, with no garbage left in between: after JAX and Optax a collection of all their objects is due (two
-thirds of the time in the second row), whatever is imported next. The median of the processes, and the most of any.
+CPU times of several processes that import JAX and Optax, then this library, all byte-compiled as in an installed wheel.
+In the first row, garbage is collected between the two imports. Otherwise a collection of all objects of JAX and Optax
+happens during the second import, whatever is imported; it takes two thirds of the time in the second row.
 
 Run with ``python tests/benchmarks/import_time.py``.
 """
@@ -25,12 +25,12 @@ start = time.process_time()
 import optax_freeze
 print((time.process_time() - start) / taken)
 """
-BETWEEN = {"garbage collected before": "import gc; gc.collect()", "as it comes": ""}
+BETWEEN = {"garbage collected in between": "import gc; gc.collect()", "no collection in between": ""}
 
 
 def main() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    table = measure.table("import optax_freeze, to import jax, optax", timed=("median", "most"))
+    table = measure.table("Time of import optax_freeze / time of import jax, optax", timed=("median", "maximum"))
     for name, between in BETWEEN.items():
         run = [sys.executable, "-c", IMPORT.format(between=between)]
         ratios = [float(subprocess.check_output(run, env=env, text=True)) for _ in range(1 + PROCESSES)]

@@ -1,7 +1,7 @@
-"""Figures of a compiled step: the TPU compiler's own, without a TPU.
+"""Figures of compiled steps, from the TPU compiler without a TPU, and tables of them.
 
-They are exact and repeatable. The few times that a benchmark takes are ratios, measured in turn in one run; their
-columns are in italics, on the terminal as in ``docs/benchmarks.md``.
+FLOPs and bytes are exact and repeatable. Times are mostly ratios of alternating runs in one process; their columns are
+in italics, on the terminal and in ``docs/benchmarks.md``.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ TIMED = "italic"
 
 
 class Figures(NamedTuple):
-    """Of one program: FLOPs, then bytes."""
+    """FLOPs of one program; the other figures are bytes."""
 
     flops: float
     accessed: float
@@ -40,7 +40,7 @@ class Figures(NamedTuple):
 
 
 def tpu_sharding(topology: str = "v5e:2x2") -> jax.sharding.Sharding | None:
-    """One chip of a TPU to compile for, or None without the ``libtpu`` wheel."""
+    """One TPU chip to compile for, or None if ``libtpu`` is not installed."""
     if importlib.util.find_spec("libtpu") is None:
         return None
     chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -48,12 +48,12 @@ def tpu_sharding(topology: str = "v5e:2x2") -> jax.sharding.Sharding | None:
 
 
 def on(sharding: jax.sharding.Sharding | None, tree: Any) -> Any:
-    """Shapes of a tree, placed."""
+    """The shapes of a tree, with this sharding."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def figures(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (0, 1)) -> Figures:
-    """What the compiler says of ``fn``; a loop's body is counted once."""
+    """The compiler's figures of ``fn``; the body of a loop is counted once."""
     compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     assert cost, "the compiler gives no cost analysis"
@@ -74,14 +74,14 @@ def nbytes(shapes: Any) -> int:
 
 
 def clock() -> float:
-    """Seconds: of the processor where steps run on it, so that other programs there hardly count."""
+    """Seconds; on the CPU backend CPU time, which other programs hardly affect."""
     return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
 
 
 def busy_seconds(profile: Any) -> float:
-    """Seconds in which a GPU was at work in a ``jax.profiler.ProfileData``: the union of what ran on its streams.
+    """Seconds of a ``jax.profiler.ProfileData`` in which at least one stream of a GPU was busy.
 
-    NaN where the profile has no events of a GPU.
+    NaN if the profile has no events of a GPU.
     """
     events = sorted(
         (event.start_ns, event.start_ns + event.duration_ns)
@@ -110,7 +110,7 @@ def table(title: str, *columns: str, timed: Sequence[str] = (), label: str = "")
 
 
 def show(result: Table | str) -> None:
-    """Prints a table or a sentence; appends it as Markdown to the file that ``BENCHMARKS_PAGE`` names, if it does."""
+    """Prints a table or a sentence, and appends it as Markdown to the file named by ``BENCHMARKS_PAGE``, if set."""
     Console(width=150).print(result, highlight=False)
     if path := os.environ.get(PAGE):
         with pathlib.Path(path).open("a", encoding="utf-8") as page:
@@ -118,7 +118,7 @@ def show(result: Table | str) -> None:
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown, under its title."""
+    """The title and the table in Markdown."""
 
     def cell(markup: Any, style: Any = "") -> str:
         text = Text.from_markup(str(markup))

@@ -1,27 +1,28 @@
 """``fz.precompute`` compared with the step without it, and with a model cut in two by hand.
 
-*Today* is ``fz.freeze`` with ``fz.value_and_grad`` of the loss. *By hand*: features are stored, and the step takes them
-and the trainable parameters alone. With ``fz.precompute`` the loss stays as it is: ``once.before`` computes the
-features, and the step differentiates ``once.after`` with respect to the parameters that ``once.needed`` returns. Every
-step runs AdamW and donates parameters and optimizer state.
+The rows or columns named ``fz.freeze`` are steps without ``fz.precompute``: ``fz.freeze`` and ``fz.value_and_grad`` of
+the loss. *Cut by hand* stores features, and its step receives only these and the trainable parameters. With
+``fz.precompute`` the loss is unchanged: ``once.before`` computes the features, and the step differentiates
+``once.after`` with respect to the parameters that ``once.needed`` returns. Every step uses AdamW and donates parameters
+and optimizer state.
 
-1. The decoder of ``transformer.py``; the last block and the head train. Compiled for one chip of TPU v5e.
-2. A decoder of Llama 3's shape as in ``scale.py``; the last block of the stack (``fz.rows``), the norm and the head
-   train. Memory as the compiler assigns it; FLOPs of the traced step, with every iteration of a loop counted. *Before*
-   is ``once.before``, with the parameters on the chips, and with the frozen stacks in the host's memory
-   (``fz.offload``), of which the step reads nothing.
-3. Image classifiers on the CPU, 224 x 224 images in batches of 16: processor seconds for an epoch of 32 images, the
-   least of several runs taken in turn. The first epoch, which computes the features, is not included. In brackets: how
-   many times faster than today; after it, the ratio to the cut by hand. A step of a head takes less time than
-   ``jax.jit`` takes to flatten and rebuild trees with a hole for each of 60 to 200 frozen leaves, 0.5 to 1.5 ms:
-   *leaves alone* is the step of ``fz.precompute`` on ``jax.tree.leaves`` of parameters and state. The transformers
-   model normalizes all tokens and classifies the first; by hand, only the first is stored and normalized. Gradients of
-   ``once.after`` are compared bit by bit with those of the loss, both jitted.
-4. Tracing: ``jax.make_jaxpr`` of the value and gradient of ``once.after``, and of the loss by ``jax.value_and_grad``;
-   and the division of a function of 10,000 operations. Processor seconds, the least of several runs taken in turn.
+1. The decoder of ``transformer.py``, last block and head trainable. Compiled for one TPU v5e chip.
+2. A decoder of Llama 3's shape as in ``scale.py``; the last block of the stack (``fz.rows``), the norm and the head are
+   trainable. Memory is what the compiler assigns (``no``, ``alone`` and "host" as in ``scale.py``); FLOPs are those of
+   the traced step, with every iteration of a loop counted. ``once.before`` is measured with the parameters on the chips
+   and with the frozen stacks in host memory (``fz.offload``); the step reads none of these stacks.
+3. Image classifiers on the CPU, 224 x 224 images in batches of 16: CPU seconds of an epoch of 32 images, the minimum of
+   several alternating runs. The first epoch, which computes the features, is not included. In brackets: how many times
+   faster than without ``fz.precompute``; after it, the ratio to the model cut by hand. A step that trains a head takes
+   less time than ``jax.jit`` needs to flatten and rebuild trees with a ``MaskedNode`` for each of 60 to 200 frozen
+   leaves (0.5 to 1.5 ms): the last column passes ``jax.tree.leaves`` of parameters and state instead. The transformers
+   model normalizes all tokens and classifies the first; cut by hand, only the first is stored and normalized. Values
+   and gradients of ``once.after`` are compared bit by bit with those of the loss, both jitted.
+4. Tracing: ``jax.make_jaxpr`` of value and gradient of ``once.after``, and of ``jax.value_and_grad`` of the loss; then
+   the division of a function of 10,000 operations. CPU seconds, the minimum of several alternating runs.
 
 Run with ``python tests/benchmarks/precompute.py`` (``--only NAME ...``: some of the tables; ``--sizes 8B``: sizes of
-the scanned decoder). The transformers model runs in the environment of ``make gallery``, if there is one.
+the scanned decoder). The transformers model runs in the environment of ``make gallery``, if it exists.
 """
 
 import argparse
@@ -54,10 +55,10 @@ import optax_freeze as fz
 from optax_freeze._precompute.flops import flops
 
 TX = optax.adamw(1e-3)
-TODAY, BY_HAND, OURS, FLAT = "today", "by hand", "fz.precompute", "leaves alone"
+PLAIN, BY_HAND, OURS, FLAT = "fz.freeze", "cut by hand", "fz.precompute", "fz.precompute, jax.tree.leaves"
 Loss = Callable[..., jax.Array]
 Step = Callable[..., Any]
-"""``step(params, state, *others)`` gives parameters, state and value."""
+"""``step(params, state, *others)`` returns parameters, state and value."""
 
 
 def stepping(value_and_grad: Step, tx: Any, apply: Callable[[Any, Any], Any] = fz.apply_updates) -> Step:
@@ -70,7 +71,7 @@ def stepping(value_and_grad: Step, tx: Any, apply: Callable[[Any, Any], Any] = f
 
 
 def on_leaves(step: Step, params: Any, state: Any) -> tuple[Step, list[Any], list[Any]]:
-    """The step on the leaves of its parameters and state, without the holes between them."""
+    """The step as a function of the leaves of its parameters and state."""
     treedefs = [jax.tree.structure(tree) for tree in (params, state)]
 
     def flat(params: Any, state: Any, *others: Any) -> Any:
@@ -107,15 +108,17 @@ def decoder() -> None:
             (needed, init(tx.init, needed), features, tokens),
             features,
         ),
-        TODAY: (
+        PLAIN: (
             stepping(fz.value_and_grad(transformer.loss, transformer.FROZEN), tx),
             (shapes, init(tx.init, shapes), tokens),
             None,
         ),
     }
     chip = measure.tpu_sharding()
-    columns = ("GFLOP", "MB of arguments", "MB temporary", "MB accessed", "MB of features")
-    table = measure.table("A decoder of 8 layers, the last block and the head train; (ratio to by hand)", *columns)
+    columns = ("GFLOP", "MB arguments", "MB temporary", "MB accessed", "MB features")
+    table = measure.table(
+        "A decoder of 8 layers, last block and head trainable (ratio to the model cut by hand)", *columns
+    )
     best: list[float] | None = None
     for name, (step, args, stored) in steps.items():
         row = measure.figures(step, *measure.on(chip, args))
@@ -148,7 +151,7 @@ def tokens_on(mesh: Any) -> jax.ShapeDtypeStruct:
 
 
 def placed(needed: Any, params: Any) -> Any:
-    """What is left of the parameters, each placed like its leaf, in the device's memory."""
+    """The shapes of ``needed``, sharded like their leaves, in device memory."""
 
     def place(param: Any, left: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), left)
@@ -181,7 +184,7 @@ def scanned_precomputed(loss: Loss, params: Any, which: Any) -> scale.Step:
 
 
 def scanned_before(loss: Loss, params: Any, which: Any) -> scale.Step:
-    """What is computed once for a batch; nothing is donated."""
+    """``once.before`` of a batch, as a step whose donated arguments are empty."""
     once = fz.precompute(loss, scale.spec(which))
 
     def step(trainable: Any, state: Any, given: Any, tokens: jax.Array) -> Any:
@@ -194,16 +197,16 @@ def offloaded(build: Callable[..., scale.Step]) -> Callable[..., scale.Step]:
     return lambda loss, params, which: build(loss, fz.offload(params, scale.spec(which)), which)
 
 
-BEFORE = "before"
+BEFORE = "once.before"
 WAYS = {
-    TODAY: scale.by_freeze,
+    PLAIN: scale.by_freeze,
     BY_HAND: scanned_by_hand,
     OURS: scanned_precomputed,
     BEFORE: scanned_before,
     f"{BEFORE}, fz.offload": offloaded(scanned_before),
     f"{OURS}, fz.offload": offloaded(scanned_precomputed),
 }
-STEPS = (TODAY, BY_HAND, OURS)
+STEPS = (PLAIN, BY_HAND, OURS)
 KIND = "last block and head"
 MESHES = {"8B": (1, 2, 4), "70B": (2, 4, 8, 16)}
 
@@ -226,8 +229,8 @@ def scanned(sizes: list[str]) -> None:
     work = measure.table(
         "Llama 3's shape, one sequence of 4,096 tokens",
         *(f"TFLOP, {way}" for way in STEPS),
-        "by hand / fz.precompute",
-        "GB of features, 1,000 sequences",
+        f"{BY_HAND} / {OURS}",
+        "GB features of 1,000 sequences",
     )
     for size in sizes:
         for chips in MESHES[size]:
@@ -252,11 +255,11 @@ def scanned(sizes: list[str]) -> None:
 
 BATCH, BATCHES, ROUNDS = 16, 2, 5
 LEAST = 0.2
-"""Seconds: cheaper epochs are repeated so often that a measurement takes this long."""
+"""Seconds: shorter epochs are repeated until a measurement takes this long."""
 
 
 class Epochs:
-    """Epochs of one way, its parameters and state kept."""
+    """Epochs of one step function, which continue from its last parameters and state."""
 
     def __init__(self, step: Step, params: Any, state: Any, batches: list[tuple[Any, ...]]) -> None:
         self.step = jax.jit(step, donate_argnums=(0, 1))
@@ -286,7 +289,7 @@ def batches_of(seed: int) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def same_bits(loss: Loss, frozen: Any, once: fz.Precomputed, params: Any, batch: Any) -> str:
-    """Of how many leaves the gradient of ``after`` has the bits of that of the loss."""
+    """How many leaves of value and gradient have the same bits with ``after`` as with the loss."""
     features = jax.jit(once.before)(params, batch)
     theirs = jax.tree.leaves(jax.jit(fz.value_and_grad(loss, frozen))(params, batch))
     ours = jax.tree.leaves(jax.jit(fz.value_and_grad(once.after, frozen))(once.needed(params, batch), features, batch))
@@ -295,7 +298,7 @@ def same_bits(loss: Loss, frozen: Any, once: fz.Precomputed, params: Any, batch:
 
 
 def compared(model: Classifier, hand: ByHand) -> list[str]:
-    """The cells of a row: seconds of each way, and what is stored."""
+    """The cells of a row: sizes of features, equal bits, and seconds of each step."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return classifiers.cross_entropy(model.logits(params, batch[0]), batch[1])
@@ -319,7 +322,7 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
     step = stepping(fz.value_and_grad(loss, frozen), tx)
     least = least_in_turn(
         {
-            TODAY: Epochs(step, params, tx.init(params), [(batch,) for batch in batches]).seconds,
+            PLAIN: Epochs(step, params, tx.init(params), [(batch,) for batch in batches]).seconds,
             BY_HAND: Epochs(
                 stepping(jax.value_and_grad(hand_loss), TX), trainable, TX.init(trainable), by_hand
             ).seconds,
@@ -327,18 +330,18 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
             FLAT: Epochs(*on_leaves(ours, needed, tx.init(needed)), with_features).seconds,
         }
     )
-    today, hand_s = least[TODAY], least[BY_HAND]
+    plain, hand_s = least[PLAIN], least[BY_HAND]
     return [
         *(f"{measure.nbytes(each) / BATCH / 1e3:.1f}" for each in (by_hand[0][0], stored[0])),
         same_bits(loss, frozen, once, params, batches[0]),
-        f"{today:.2f}",
-        f"{hand_s:.4f} ({today / hand_s:.1f})",
-        *(f"{least[way]:.4f} ({today / least[way]:.1f}), {least[way] / hand_s:.2f}" for way in (OURS, FLAT)),
+        f"{plain:.2f}",
+        f"{hand_s:.4f} ({plain / hand_s:.1f})",
+        *(f"{least[way]:.4f} ({plain / least[way]:.1f}), {least[way] / hand_s:.2f}" for way in (OURS, FLAT)),
     ]
 
 
 def least_in_turn(measured: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The least of several, taken in turn."""
+    """The minimum of several alternating measurements of each function."""
     least = dict.fromkeys(measured, float("inf"))
     for _ in range(ROUNDS):
         for name, seconds in measured.items():
@@ -359,9 +362,10 @@ def epochs(names: list[str]) -> None:
     """Epochs of the image classifiers."""
     here = [name for name in names if importlib.util.find_spec(PACKAGES[name])]
     if here:
-        columns = ("kB, by hand", f"kB, {OURS}", "same bits")
-        title = "An epoch after the first: kB of features an image, gradients with the same bits, seconds"
-        table = measure.table(title, *columns, timed=(TODAY, BY_HAND, OURS, FLAT), label="what trains")
+        columns = (f"kB features per image, {BY_HAND}", f"kB features per image, {OURS}", "leaves with the same bits")
+        title = f"An epoch after the first, seconds (times faster than {PLAIN}), ratio to the model cut by hand"
+        timed = [f"{way}, s" for way in (PLAIN, BY_HAND, OURS, FLAT)]
+        table = measure.table(title, *columns, timed=timed, label="trainable")
         for name in here:
             model = MODELS[name]()
             table.add_row(f"[bold]{model.name}")
@@ -374,7 +378,7 @@ def epochs(names: list[str]) -> None:
 
 
 GALLERY = Path(os.environ.get("GALLERY_PYTHON", Path(sys.prefix, "gallery", "bin", "python")))
-"""The interpreter of ``make gallery``, which has more packages."""
+"""The Python interpreter of ``make gallery``, which has more packages."""
 
 VERSIONS = """
 import importlib.metadata, sys
@@ -383,20 +387,20 @@ print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax",
 
 
 def in_gallery(name: str) -> None:
-    """The table of a model by the interpreter of the gallery, which appends it to the page, too."""
+    """Runs the table of a model with the interpreter of ``make gallery``, which also appends it to the page."""
     if not GALLERY.exists() or Path(sys.executable) == GALLERY:
         measure.show(f"The model of `{PACKAGES[name]}` was not run: the package is not installed.")
         return
     subprocess.run([GALLERY, __file__, "--only", name], check=True)
     versions = subprocess.check_output([GALLERY, "-c", VERSIONS], text=True).strip()
-    measure.show(f"This table is of the environment of `make gallery`: {versions}.")
+    measure.show(f"This table was measured in the environment of `make gallery`: {versions}.")
 
 
 OPERATIONS = 10_000
 
 
 def tracing() -> None:
-    """How long traces take, and the division of a long program."""
+    """Times of tracing, and of dividing a long program."""
 
     def seconds(trace: Callable[[], Any]) -> Callable[[], float]:
         def timed() -> float:
@@ -418,10 +422,12 @@ def tracing() -> None:
     shapes = jax.eval_shape(transformer.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
     cases: dict[str, tuple[Loss, Any, Any, Any]] = {
-        "the decoder of 8 layers": (transformer.loss, transformer.FROZEN, shapes, tokens),
+        "decoder of 8 layers, last block, head": (transformer.loss, transformer.FROZEN, shapes, tokens),
         "ViT-tiny, last block, norm, head": (loss, fz.only(*hand.paths), model.params, (images, labels)),
     }
-    table = measure.table("tracing the value and the gradient", timed=("the loss, s", "once.after, s", "ratio"))
+    table = measure.table(
+        "Tracing value and gradient", timed=("of the loss, s", "of once.after, s", "once.after / loss")
+    )
     for name, (fun, frozen, params, batch) in cases.items():
         once = fz.precompute(fun, frozen)
         needed, features = jax.eval_shape(once.needed, params, batch), jax.eval_shape(once.before, params, batch)
@@ -451,10 +457,10 @@ def tracing() -> None:
             "needed": seconds(lambda: once.needed(params, x)),
         }
     )
-    table = measure.table(f"a function of {OPERATIONS:,} operations", timed=("seconds",))
-    table.add_row("jax.make_jaxpr of it", f"{least['trace']:.2f}")
-    table.add_row("once.needed: a trace and the division", f"{least['needed']:.2f}")
-    table.add_row("the division", f"{least['needed'] - least['trace']:.2f}")
+    table = measure.table(f"Dividing a function of {OPERATIONS:,} operations", timed=("seconds",))
+    table.add_row("jax.make_jaxpr of the function", f"{least['trace']:.2f}")
+    table.add_row("once.needed, which traces and divides", f"{least['needed']:.2f}")
+    table.add_row("the division alone (difference)", f"{least['needed'] - least['trace']:.2f}")
     measure.show(table)
 
 

@@ -1,28 +1,32 @@
-"""Scale on paper: what fits on how many chips, by the compiler for TPU and without a TPU.
+"""Memory of fine-tuning decoders of 8B to 405B parameters on a mesh of TPU chips, from the TPU compiler, without a TPU.
 
-A decoder of Llama 3's shape (8B, 70B, 405B), scanned and rematerialised, bfloat16, FSDP x tensor parallel, 4096 tokens
-a data shard, AdamW with float32 moments behind ``clip_by_global_norm(1.0)``, what trains and its state donated. Four
-kinds of fine-tuning, each written in five ways:
+A decoder of Llama 3's shape (8B, 70B, 405B), scanned and rematerialized; bfloat16, FSDP times tensor parallelism, 4096
+tokens per data shard, AdamW with float32 moments behind ``clip_by_global_norm(1.0)``. The step donates the trainable
+parameters and the optimizer state. Each of four kinds of fine-tuning is written in five ways:
 
-* ``fz.offload``: ``fz.restrict`` on parameters whose frozen stacks ``fz.offload`` has moved to the host's memory. For
-  full fine-tuning there are none, and the figures are those of ``fz.restrict``;
-* ``fz.restrict``: parameters split by ``fz.partition``, the optimizer as it is;
+* ``fz.offload``: ``fz.restrict`` on parameters whose frozen stacks ``fz.offload`` has moved to host memory. Full
+  fine-tuning has no frozen stacks, so its figures are those of ``fz.restrict``;
+* ``fz.restrict``: parameters split by ``fz.partition``, the optimizer unwrapped;
 * ``fz.freeze``: the full tree, ``fz.value_and_grad`` and ``fz.apply_updates``;
-* ``optax.partition``: ``jax.value_and_grad`` of the full tree, the chain inside of ``optax.partition``, ``set_to_zero``
-  for what is frozen;
-* ``clip outside``: the same with the clip before ``optax.partition``, where the norm is that of every gradient.
+* ``optax.partition``: ``jax.value_and_grad`` of the full tree, the whole chain inside ``optax.partition``,
+  ``set_to_zero`` for frozen leaves;
+* ``optax.partition, clip outside``: the clip before ``optax.partition``, so that its norm is that of all gradients.
 
-Optax cannot freeze rows: there a leaf that trains in part trains as a whole, and a mask from an iota zeroes its
-gradient and its update at the frozen rows.
+Optax cannot freeze rows. There, a partially frozen leaf is trained as a whole, and a mask computed from an iota zeroes
+its gradient and update at the frozen rows.
 
-Each cell is compiled in a process of its own. The compiler assigns every buffer within seconds, then writes machine
-code for a minute or more; the process is ended once the buffers are written down. ``--to-the-end`` waits for the
-machine code and reads ``memory_analysis()``. Both count the host's memory as well: by buffers, it is those of memory
-space 5. A step fits if it fits both memories. The host has 48 GiB for each chip of v5e (machine types ct5lp-hightpu-1t,
--4t and -8t) and 112 for each of v5p (ct5p-hightpu-4t). Meshes of one and two chips are cut out of a topology of four.
+In the tables, ``no`` means that the step does not fit, and ``alone`` that its arguments alone exceed the memory, so
+that nothing was compiled; "host" is followed by the host memory per chip, in GiB.
+
+Each cell is compiled in its own process. The compiler assigns all buffers within seconds and then generates machine
+code for a minute or more; the process is stopped when the buffer assignment has been written. ``--to-the-end`` waits
+for the machine code and reads ``memory_analysis()``. Both include host memory; in the buffer assignment it is memory
+space 5. A step fits if it fits both memories. The host has 48 GiB for each v5e chip (machine types ct5lp-hightpu-1t,
+-4t and -8t) and 112 GiB for each v5p chip (ct5p-hightpu-4t). Meshes of one and two chips are part of a topology of
+four.
 
 Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: every size and mesh; ``--sizes`` and
-``--chips`` choose among them; ``--json FILE`` keeps each figure as it comes, and goes on from there).
+``--chips`` select some; ``--json FILE`` saves each figure and resumes from the file).
 """
 
 import argparse
@@ -55,13 +59,13 @@ TOPOLOGIES = {
     "v5p": {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"},
 }
 MESHES = (1, 2, *TOPOLOGIES["v5e"])
-"""Numbers of chips. One or two are cut out of the smallest topology."""
+"""Numbers of chips. Meshes of one and two are part of the smallest topology."""
 HBM = {"v5e": 15.75, "v5p": 95.73}
-"""GiB of a chip, as the compiler says where something does not fit."""
+"""GiB per chip, from the compiler's message when a step does not fit."""
 
 HOST = {"v5e": 48.0, "v5p": 112.0}
-"""GiB of the host's memory for each chip, by the machine types of Google Cloud: ct5lp-hightpu-1t, -4t and -8t have 48,
-192 and 384 GB, ct5p-hightpu-4t has 448; a GB of Compute Engine is 2**30 bytes."""
+"""GiB of host memory per chip, for the machine types of Google Cloud: ct5lp-hightpu-1t, -4t and -8t have 48, 192 and
+384 GB, ct5p-hightpu-4t has 448; a GB of Compute Engine is 2**30 bytes."""
 
 KINDS = ("full", "last block and head", "16 new tokens", "norms")
 NEW = 16
@@ -87,20 +91,20 @@ class Cell:
         return WAYS[self.way]
 
     def program(self) -> "Cell":
-        """The cell with the same program that is compiled: with nothing frozen, nothing is offloaded."""
+        """The cell to compile: with nothing frozen, ``fz.offload`` is the program of ``fz.restrict``."""
         return dataclasses.replace(self, way="fz.restrict") if (self.kind, self.way) == ("full", "fz.offload") else self
 
 
 @dataclasses.dataclass(frozen=True)
 class From:
-    """The rows of a leaf from ``first`` on train."""
+    """The rows of a leaf from ``first`` on are trainable."""
 
     first: int
     axis: int = 0
 
 
 def trains(kind: str, decoder: Decoder) -> Any:
-    """For each leaf whether it trains, or the rows that do."""
+    """For each leaf, whether it is trainable, or which of its rows are."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
     norms = ("before", "between")
     blocks: Any = dict.fromkeys(names + norms, kind == "full")
@@ -120,7 +124,7 @@ def spec(which: Any) -> Any:
 
 
 def in_float32(tx: optax.GradientTransformation, params: Any) -> Any:
-    """The shapes of a state, its moments in float32 and placed like their parameters."""
+    """The shapes of an optimizer state; moments are float32 and sharded like their parameters."""
 
     def moments(x: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
         dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
@@ -130,7 +134,7 @@ def in_float32(tx: optax.GradientTransformation, params: Any) -> Any:
 
 
 Step = tuple[tuple[Any, ...], Callable[..., Any]]
-"""Arguments, of which the first two are donated, and the function that gives them back with the loss."""
+"""Arguments, of which the first two are donated, and a function that returns these two and the loss."""
 
 
 def on_host(x: jax.ShapeDtypeStruct) -> bool:
@@ -138,7 +142,7 @@ def on_host(x: jax.ShapeDtypeStruct) -> bool:
 
 
 def as_of_arrays(traced: Any, shapes: Any) -> Any:
-    """Traced arguments with the types that arrays have; JAX gives shapes device types, wherever they are placed."""
+    """Traced arguments with the types of real arrays; JAX traces shapes as device arrays, whatever their memory."""
     return jax.tree.map(lambda x, s: jax.device_put(x, jax.memory.Space.Host) if on_host(s) else x, traced, shapes)
 
 
@@ -197,12 +201,12 @@ WAYS: dict[str, Callable[..., Step]] = {
     "fz.restrict": by_restrict,
     "fz.freeze": by_freeze,
     "optax.partition": by_optax,
-    "clip outside": functools.partial(by_optax, clip_around=True),
+    "optax.partition, clip outside": functools.partial(by_optax, clip_around=True),
 }
 
 
 def lower(cell: Cell) -> "tuple[jax.stages.Lowered, Memory]":
-    """The step as the compiler gets it, and the memory of its arguments."""
+    """The lowered step, and the memory of its arguments."""
     decoder = cell.decoder
     mesh = decoder.mesh()
     given, step = cell.build(decoder.loss(mesh), decoder.params(mesh), trains(cell.kind, decoder))
@@ -215,13 +219,13 @@ def lower(cell: Cell) -> "tuple[jax.stages.Lowered, Memory]":
 
 
 def gibibytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> float:
-    """GiB of what one chip has of arrays."""
+    """GiB of the shards that one chip holds."""
     shards = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in shapes]
     return measure.nbytes(shards) / 2**30
 
 
 def one_program() -> bool:
-    """Whether full fine-tuning is the same program by ``fz.freeze`` and by ``optax.partition``, but for names."""
+    """Whether full fine-tuning is the same program with ``fz.freeze`` and ``optax.partition``, ignoring names."""
     cells = (Cell("8B", "v5e", 4, "full", way) for way in ("fz.freeze", "optax.partition"))
     texts = {re.sub(r'jax\.result_info = "[^"]*"|%\w+', "", lower(cell)[0].as_text()) for cell in cells}
     return len(texts) == 1
@@ -233,7 +237,7 @@ ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?:color (\d+), )?(.*)$",
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """GiB on one chip, and of the host's memory for it. The output that is not a donated argument is the loss alone."""
+    """GiB on one chip, and of host memory per chip. The loss is the only output that does not alias an argument."""
 
     argument: float
     temporary: float
@@ -260,7 +264,7 @@ def compile_here(cell: Cell) -> Memory:
         found = OUT_OF_MEMORY.search(str(error))
         if found is None:
             raise
-        temporary = float(found[1]) - arguments.argument  # the figure of the message holds them, too
+        temporary = float(found[1]) - arguments.argument  # the message counts the arguments as temporaries
         return dataclasses.replace(arguments, temporary=temporary, hbm=float(found[2]))
     assert memory, "the compiler gives no memory analysis"
     argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
@@ -272,11 +276,11 @@ def compile_here(cell: Cell) -> Memory:
 
 
 ON_CHIP, ON_HOST = ("", "0"), "5"
-"""Colors of buffers in HBM and in the host's memory; others are in faster memory of the chip."""
+"""Colors of buffers in HBM and in host memory; other colors are faster memory of the chip."""
 
 
 def from_buffers(assignment: str, chip: str) -> Memory:
-    """What the buffers say that the compiler assigned in the memory of the chip and of the host."""
+    """Memory of the chip and the host, from the compiler's buffer assignment."""
     argument = temporary = output = alias = host = 0
     for size, color, what in ALLOCATION.findall(assignment):
         host += int(size) * (color == ON_HOST)
@@ -295,7 +299,7 @@ def from_buffers(assignment: str, chip: str) -> Memory:
 
 
 def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memory:
-    """Compiles in a process of this script, and ends it once the buffers are written down."""
+    """Compiles in a new process of this script, which is stopped once the buffer assignment is written."""
     with tempfile.TemporaryDirectory() as folder:
         dump = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
         env = os.environ if to_the_end else {**os.environ, "XLA_FLAGS": dump}
@@ -314,7 +318,7 @@ def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memor
 
 
 class Results:
-    """Figures of cells, in a file if there is one."""
+    """Figures of cells, saved in a file if ``path`` is given."""
 
     def __init__(self, path: Path | None, to_the_end: bool, script: str = __file__) -> None:
         self.path, self.to_the_end, self.script = path, to_the_end, script
@@ -333,7 +337,7 @@ class Results:
 
 
 def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, str], Memory]]:
-    """Every cell, from the first mesh that holds the arguments of some step to the first on which all steps fit."""
+    """All cells, from the first mesh that fits the arguments of any step to the first on which every step fits."""
     found: dict[int, dict[tuple[str, str], Memory]] = {}
     for chips in MESHES:
         found[chips] = {(kind, way): results(Cell(size, chip, chips, kind, way)) for kind in KINDS for way in WAYS}
@@ -343,9 +347,9 @@ def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, 
 
 
 def figures(size: str, chip: str, found: dict[int, dict[tuple[str, str], Memory]]) -> Table:
-    """Arguments and temporaries of each step."""
+    """The table of arguments and temporaries of each step."""
     title = f"{size} on {chip}, GiB per chip of {HBM[chip]}: arguments + temporaries = total"
-    table = measure.table(title, *WAYS, label="chips, what trains")
+    table = measure.table(title, *WAYS, label="chips, trainable")
     for chips, cells in found.items():
         for kind in KINDS:
             table.add_row(f"{chips}, {kind}", *(text(cells[kind, way]) for way in WAYS))
@@ -360,12 +364,12 @@ def text(memory: Memory) -> str:
 
 
 def smallest(found: dict[tuple[str, str], dict[int, dict[tuple[str, str], Memory]]]) -> Table:
-    """The smallest mesh on which each step fits."""
-    table = measure.table("chips needed", *WAYS, label="what trains")
+    """The table of the smallest mesh on which each step fits."""
+    table = measure.table("Chips needed", *WAYS, label="trainable")
     for (size, chip), of_mesh in found.items():
         for kind in KINDS:
             fitting = (
-                next((str(chips) for chips, cells in of_mesh.items() if cells[kind, way].fits), "more than 256")
+                next((str(chips) for chips, cells in of_mesh.items() if cells[kind, way].fits), "over 256")
                 for way in WAYS
             )
             table.add_row(f"{size} on {chip}, {kind}", *fitting)
@@ -382,8 +386,10 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every size on every kind of chip")
     parser.add_argument("--sizes", nargs="*", choices=list(SHAPES), help="sizes of the decoder, on every mesh")
     parser.add_argument("--chips", nargs="*", choices=list(TOPOLOGIES), help="kinds of chips")
-    parser.add_argument("--json", type=Path, help="a file for the figures, and for those that are already known")
-    parser.add_argument("--to-the-end", action="store_true", help="compile machine code, too: minutes a cell")
+    parser.add_argument(
+        "--json", type=Path, help="a file in which figures are saved, and from which known ones are read"
+    )
+    parser.add_argument("--to-the-end", action="store_true", help="also compile machine code: minutes per cell")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
@@ -397,8 +403,8 @@ def main() -> None:
         built = [figures("8B", "v5e", {4: cells})]
     for table in built:
         measure.show(table)
-    same = "one program" if one_program() else "different programs"
-    measure.show(f"Full fine-tuning by fz.freeze and by optax.partition: {same}, names of the results aside.")
+    same = "the same program" if one_program() else "different programs"
+    measure.show(f"Full fine-tuning with fz.freeze and with optax.partition: {same}, ignoring the names of results.")
 
 
 if __name__ == "__main__":

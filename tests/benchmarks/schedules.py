@@ -1,16 +1,19 @@
-"""What ``fz.freeze_when`` and phases cost, beside the plain optimizer and groups written by hand.
+"""Cost of ``fz.freeze_when`` and of phases, compared with the plain optimizer and with groups written by hand.
 
-1. Random toggles of 8 groups: how often the step is compiled.
-2. An update with k of 8 groups frozen, its state donated; by hand the groups are skipped by ``lax.cond``, or everything
-   is computed and ``jnp.where`` chooses. With none frozen: FLOPs, temporaries, time, and time with the updates applied,
-   beside the plain optimizer. With k frozen: time beside the same with none frozen, of which (8 - k) / 8 is the least.
-   All compiled for the device that is there; times are the least of many, taken in turn, as seconds of the processor.
-3. New parameters in place of the old, which are donated with the state: ``fz.update_params`` beside ``tx.update`` and
-   ``optax.apply_updates``, with none, half and all of 8 groups frozen; times beside the plain optimizer.
-4. A training step of 8 layers, of which the first k are frozen: the gradient by ``fz.spec_of(state)`` and the update,
-   and ``fz.train_step``, beside the static phase in which these are frozen, ``fz.freeze`` with ``fz.apply_updates``.
-5. A training step of the decoder of ``transformer.py``, nothing frozen, compiled for one chip of TPU v5e.
-6. Static phases of that decoder, unfrozen from the head on: FLOPs of each beside the optimum of the phase by hand.
+1. Random switches of 8 groups: how often the step is compiled.
+2. An update with k of 8 groups frozen, with donated state. By hand, frozen groups are skipped with ``lax.cond``, or
+   ``jnp.where`` selects from complete updates. With none frozen: FLOPs, temporary bytes, time, and time including
+   ``apply_updates``, compared with the plain optimizer. With k frozen: time compared with the same code and none
+   frozen; the ideal is (8 - k) / 8. Compiled for the device of the machine; times are minima of many alternating runs,
+   on a CPU in CPU time.
+3. Updating parameters that are donated with the state: ``fz.update_params`` compared with ``tx.update`` and
+   ``optax.apply_updates``, with none, half and all of 8 groups frozen; times relative to the plain optimizer.
+4. A training step of 8 layers with the first k frozen: the gradient with ``fz.spec_of(state)`` followed by an update,
+   and ``fz.train_step``, compared with a static phase that freezes the same layers (``fz.freeze``,
+   ``fz.apply_updates``).
+5. A training step of the decoder of ``transformer.py``, nothing frozen, compiled for one TPU v5e chip.
+6. Static phases of that decoder, unfrozen from the head on: FLOPs of each phase, compared with the phase written by
+   hand.
 
 Run with ``python tests/benchmarks/schedules.py`` (``--no-times`` leaves the times out).
 """
@@ -32,13 +35,13 @@ import transformer
 import optax_freeze as fz
 
 GROUPS, ROUNDS = 8, 50
-LONG = 10**6  # steps of a phase that lasts as long as a measurement
+LONG = 10**6  # steps of a phase, more than any measurement runs
 NAMES = [f"group_{i}" for i in range(GROUPS)]
 ADAMW = optax.adamw(1e-3)
 
 
 def toggles() -> None:
-    """How often a hundred toggles trace the step."""
+    """How often the step is traced in a hundred random switches."""
     params = {name: jnp.ones(8) for name in NAMES}
     tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
     traced = []
@@ -53,11 +56,11 @@ def toggles() -> None:
     for _ in range(100):
         state = fz.set_frozen(state, {name: bool(rng.integers(2)) for name in NAMES})
         params, state = step(params, state)
-    measure.show(f"100 random toggles of {GROUPS} groups: {len(traced)} compilation.")
+    measure.show(f"100 random switches of {GROUPS} groups: {len(traced)} compilation.")
 
 
 def by_hand(tx: Any, decide: Callable[..., Any]) -> tuple[Any, Any]:
-    """``init`` and ``update`` of groups with a state each; ``decide`` says how a frozen one is skipped."""
+    """``init`` and ``update`` of groups with a state each; ``decide`` implements how a frozen group is skipped."""
 
     def init(params: Any) -> Any:
         return {name: tx.init(leaf) for name, leaf in params.items()}, dict.fromkeys(params, jnp.asarray(False))
@@ -70,19 +73,19 @@ def by_hand(tx: Any, decide: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def cond(tx: Any, frozen: Any, grad: Any, state: Any, param: Any) -> Any:
-    """The branch that is taken alone."""
+    """Computes only the branch that is taken."""
     still = jnp.zeros_like(grad)
     return jax.lax.cond(frozen, lambda s: (still, s), lambda s: tx.update(grad, s, param), state)
 
 
 def where(tx: Any, frozen: Any, grad: Any, state: Any, param: Any) -> Any:
-    """Everything is computed, and not used."""
+    """Computes the update of frozen groups, too, and discards it."""
     new = tx.update(grad, state, param)
     return jax.tree.map(lambda old, new: jnp.where(frozen, old, new), (jnp.zeros_like(grad), state), new)
 
 
 def best_of(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The least seconds of each, run in turn."""
+    """The minimum seconds of each program, in alternating runs."""
     seconds = dict.fromkeys(runs, float("inf"))
     for _ in range(ROUNDS):
         for name, run in runs.items():
@@ -97,7 +100,7 @@ def ratio(a: float, b: float) -> str:
 
 
 class Updating:
-    """An update in a loop, its state donated; ``moves`` applies it to parameters that are donated, too."""
+    """An update with donated state, to be repeated; ``moves`` applies it to parameters that are donated, too."""
 
     def __init__(
         self, init: Any, update: Any, params: Any, frozen: Callable[[Any], Any] = lambda s: s, moves: bool = False
@@ -133,8 +136,8 @@ def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
     tx = fz.freeze_when(inner, dict.fromkeys(NAMES, False))
     ways = {
         "fz.freeze_when": (tx.init, tx.update),
-        "lax.cond by hand": by_hand(inner, cond),
-        "where by hand": by_hand(inner, where),
+        "by hand, lax.cond": by_hand(inner, cond),
+        "by hand, jnp.where": by_hand(inner, where),
     }
 
     def freeze(way: str, k: int) -> Callable[[Any], Any]:
@@ -154,9 +157,13 @@ def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
     plain = runs["plain optimizer"]
 
     table = measure.table(
-        f"an update of {optimizer}, {GROUPS} groups of {side} x {side}, k of them frozen",
-        *("FLOPs, k = 0", "MB temporary, k = 0"),
-        timed=("time, k = 0", "applied, k = 0", *(f"time, k = {k}" for k in counts[1:])),
+        f"An update of {optimizer}, {GROUPS} groups of {side} x {side}, k of them frozen",
+        *("k = 0: FLOPs / plain", "k = 0: MB temporary"),
+        timed=(
+            "k = 0: time / plain",
+            "k = 0: time with apply_updates / plain",
+            *(f"k = {k}: time / k = 0" for k in counts[1:]),
+        ),
     )
     table.add_row("plain optimizer", "(1.00)", f"{plain.temporary / 1e6:.2f}", "(1.00)", "(1.00)")
     for way in ways:
@@ -173,7 +180,7 @@ def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
 
 
 class Stepping:
-    """A step in a loop; its parameters and state are donated."""
+    """A step with donated parameters and state, to be repeated."""
 
     def __init__(self, step: Callable[..., Any], params: Any, state: Any, batch: Any) -> None:
         self.params, self.state, self.batch = *jax.tree.map(jnp.copy, (params, state)), batch
@@ -189,7 +196,7 @@ class Stepping:
 
 
 def apply_after(tx: Any, apply: Any = optax.apply_updates) -> Callable[..., Any]:
-    """What ``fz.update_params`` does, in two calls."""
+    """``fz.update_params`` as two calls."""
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)
@@ -199,11 +206,11 @@ def apply_after(tx: Any, apply: Any = optax.apply_updates) -> Callable[..., Any]
 
 
 def in_place(times: bool, side: int) -> None:
-    """An update with its application, some groups frozen."""
+    """An update that is applied to the parameters, with some groups frozen."""
     params = {name: jax.random.normal(jax.random.key(i), (side, side)) for i, name in enumerate(NAMES)}
     tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
     ways = {
-        "tx.update and apply_updates": apply_after(tx),
+        "tx.update, optax.apply_updates": apply_after(tx),
         "fz.update_params": functools.partial(fz.update_params, tx),
     }
     runs = {"plain": Stepping(lambda p, s, g: apply_after(ADAMW)(g, s, p), params, ADAMW.init(params), params)}
@@ -214,9 +221,9 @@ def in_place(times: bool, side: int) -> None:
             runs[f"{way} {k}"] = Stepping(lambda p, s, g, update=update: update(g, s, p), params, state, params)
     seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
     table = measure.table(
-        f"new parameters by AdamW, {GROUPS} groups of {side} x {side}, k of them frozen",
+        f"Updating parameters with AdamW, {GROUPS} groups of {side} x {side}, k of them frozen",
         "MB temporary",
-        timed=[f"time, k = {k}" for k in counts],
+        timed=[f"k = {k}: time / plain" for k in counts],
     )
     table.add_row("plain optimizer", runs["plain"].temporary, "(1.00)")
     for way in ways:
@@ -226,7 +233,7 @@ def in_place(times: bool, side: int) -> None:
 
 
 def whole_steps(times: bool, side: int, batch: int) -> None:
-    """A training step with the first layers frozen, beside the static phase."""
+    """A training step with the first layers frozen, compared with a static phase."""
     params = {name: jax.random.normal(jax.random.key(i), (side, side)) / side**0.5 for i, name in enumerate(NAMES)}
     x = jax.random.normal(jax.random.key(GROUPS), (batch, side))
 
@@ -240,7 +247,7 @@ def whole_steps(times: bool, side: int, batch: int) -> None:
 
     tx = fz.freeze_when(ADAMW, {name: fz.unfreeze_at(LONG * (GROUPS - i)) for i, name in enumerate(NAMES)})
     ways = {
-        "tx.update and apply_updates": functools.partial(stepping, apply_after(tx)),
+        "tx.update, optax.apply_updates": functools.partial(stepping, apply_after(tx)),
         "fz.update_params": functools.partial(stepping, functools.partial(fz.update_params, tx)),
         "fz.train_step": lambda p, s, x: fz.train_step(loss, tx)(p, s, x)[:2],
     }
@@ -255,11 +262,11 @@ def whole_steps(times: bool, side: int, batch: int) -> None:
             runs[f"{way} {k}"] = Stepping(step, params, state, x)
     seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
     table = measure.table(
-        f"a training step of {GROUPS} layers of {side} x {side} on {batch} examples, the first k frozen",
-        "MB temporary, k = 4",
-        timed=[f"time, k = {k}" for k in counts],
+        f"A training step of {GROUPS} layers of {side} x {side} on {batch} examples, the first k frozen",
+        "k = 4: MB temporary",
+        timed=[f"k = {k}: time / static phase" for k in counts],
     )
-    table.add_row("static phase", runs["phase 4"].temporary, *["(1.00)"] * len(counts))
+    table.add_row("static phase, fz.freeze", runs["phase 4"].temporary, *["(1.00)"] * len(counts))
     for way in ways:
         ratios = (ratio(seconds[f"{way} {k}"], seconds[f"phase {k}"]) for k in counts)
         table.add_row(f"fz.freeze_when, {way}", runs[f"{way} 4"].temporary, *ratios)
@@ -267,7 +274,7 @@ def whole_steps(times: bool, side: int, batch: int) -> None:
 
 
 def decoder(chip: Any) -> None:
-    """A whole training step, and static phases of it."""
+    """A training step of the decoder, and static phases of it."""
     params = jax.eval_shape(transformer.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
     patterns = ["head", *(f"blocks/{i:02d}" for i in reversed(range(transformer.LAYERS))), "embed"]
@@ -285,7 +292,7 @@ def decoder(chip: Any) -> None:
 
     everything = jax.value_and_grad(transformer.loss)
     exact = ("GFLOP", "MB accessed", "MB temporary")
-    table = measure.table("a training step of the decoder, nothing frozen", *exact)
+    table = measure.table("A training step of the decoder, nothing frozen (ratio to the plain optimizer)", *exact)
     scheduled = fz.freeze_when(ADAMW, fz.gradual_unfreeze(patterns, every=100))
     rows = []
     for name, tx in (("plain optimizer", ADAMW), (f"fz.freeze_when, {len(patterns)} groups", scheduled)):
@@ -296,8 +303,8 @@ def decoder(chip: Any) -> None:
         table.add_row(name, *cells)
     measure.show(table)
 
-    exact = ("fz.freeze", "by hand", "ratio", "of training everything")
-    table = measure.table("static phases: GFLOP of a step", *exact, label="trains")
+    exact = ("fz.freeze", "by hand", "fz.freeze / by hand", "fz.freeze / nothing frozen")
+    table = measure.table("Static phases of the decoder: GFLOP of a step", *exact, label="trainable")
     for n in (1, 2, 5, 10):
         frozen = fz.only(*patterns[:n])
         trainable, rest = fz.partition(params, frozen)

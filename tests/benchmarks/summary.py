@@ -1,7 +1,7 @@
-"""``fz.summary`` of a tree of 100,000 leaves in nested dictionaries, beside one ``jax.tree.map`` of the identity.
+"""Time of ``fz.summary`` for a tree of 100,000 leaves in nested dictionaries, compared with ``jax.tree.map``.
 
-Medians of the processor's time without garbage collection, measured in turn, for each form of spec; then the seconds
-that the text takes.
+CPU times without garbage collection, medians of alternating runs, for several forms of spec; the function that
+``jax.tree.map`` applies is the identity. The last table has the time of formatting a summary as text.
 
 Run with ``python tests/benchmarks/summary.py``.
 """
@@ -44,16 +44,16 @@ def model(make: Callable[[tuple[int, ...]], Any]) -> Any:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """How long one call takes on the processor; as ``timeit`` has it, without garbage collection."""
+    """CPU seconds of one call, without garbage collection, as in ``timeit``."""
     return timeit.timeit(call, timer=time.process_time, number=1)
 
 
 def main() -> None:
     trees = {
-        "shapes": model(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)),
-        "NumPy arrays": model(lambda shape: np.zeros(shape, np.float32)),
+        "tree of shapes": model(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)),
+        "tree of NumPy arrays": model(lambda shape: np.zeros(shape, np.float32)),
     }
-    title = f"fz.summary of {10 * LAYERS:,} leaves: time to one jax.tree.map"
+    title = f"fz.summary of {10 * LAYERS:,} leaves: time / time of one jax.tree.map"
     table = measure.table(title, timed=tuple(trees), label="frozen")
     cells: dict[str, list[str]] = {name: [] for name in SPECS}
     for tree in trees.values():
@@ -68,8 +68,8 @@ def main() -> None:
     for name, ratios in cells.items():
         table.add_row(name, *ratios)
     measure.show(table)
-    summary = fz.summary(trees["shapes"], "layer_1/**")
-    table = measure.table('the text of the summary of "layer_1/**"', "lines", timed=["seconds"])
+    summary = fz.summary(trees["tree of shapes"], "layer_1/**")
+    table = measure.table('Text of the summary with frozen="layer_1/**"', "lines", timed=["seconds"])
     table.add_row("str(summary)", f"{len(str(summary).splitlines())}", f"{seconds(lambda: str(summary)):.1f}")
     measure.show(table)
 

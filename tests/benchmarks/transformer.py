@@ -1,11 +1,11 @@
-"""A decoder of 8 layers of which the last block and the head train, by every usual composition and by this library.
+"""Trains the last block and the head of an 8-layer decoder, with this library and with the usual alternatives.
 
-Width 512, vocabulary 8192, batch 4 x 256, float32. For each composition: the bytes of its optimizer state, then FLOPs,
-bytes accessed, temporary and output bytes of a training step, compiled for one chip of TPU v5e.
+Width 512, vocabulary 8192, batch 4 x 256, float32. The table lists the size of the optimizer state, and FLOPs, bytes
+accessed, temporary and output bytes of one training step, compiled for one TPU v5e chip.
 
-The baseline is the step written by hand: parameters split before ``jax.grad``, the same optimizer on the trainable
-part. There are two, one that returns only the trainable parameters and one that returns the donated full tree; in
-brackets is the ratio to the one that returns the same.
+The baselines are written by hand: the parameters are split before ``jax.grad``, and the same optimizer runs on the
+trainable part. One returns only the trainable parameters, the other the donated full tree. In brackets is the ratio to
+the baseline that returns the same.
 
 Run with ``python tests/benchmarks/transformer.py``.
 """
@@ -66,7 +66,7 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def loss_from(x: jax.Array, blocks: Sequence[Any], head: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The loss from the residual stream before some blocks on."""
+    """The loss, computed from the residual stream before ``blocks``."""
     for p in blocks:
         x = x + attend(normalise(x, p["norm"]["before"]), p["attention"])
         x = x + jax.nn.gelu(normalise(x, p["norm"]["between"]) @ p["mlp"]["up"]) @ p["mlp"]["down"]
@@ -75,10 +75,10 @@ def loss_from(x: jax.Array, blocks: Sequence[Any], head: jax.Array, tokens: jax.
 
 
 class Case(NamedTuple):
-    """A training step ``step(params, state, *others, tokens)`` and what it starts from.
+    """A training step ``step(params, state, *others, tokens)`` and its initial arguments.
 
-    ``start(params)`` gives the step's arguments but the last. A step that returns the full tree is compared with the
-    optimum that does.
+    ``start(params)`` returns all arguments but the last. A step that returns the full tree is compared with the
+    baseline that does, too.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
 
 def full_gradient(name: str, tx: Any, init: Any = None) -> Case:
-    """Every leaf is differentiated; the transformation does the freezing."""
+    """Every leaf is differentiated; the optimizer freezes."""
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, tokens)
@@ -99,7 +99,7 @@ def full_gradient(name: str, tx: Any, init: Any = None) -> Case:
 
 
 def by_hand(name: str, tx: Any, *, full_tree: bool) -> Case:
-    """The optimum: the trainable dictionary is cut out before ``jax.grad``."""
+    """The baseline: the trainable parameters are taken out before ``jax.grad``."""
 
     def cut(params: Any) -> tuple[Any, Any]:
         blocks = dict(params["blocks"])
@@ -128,7 +128,7 @@ def by_hand(name: str, tx: Any, *, full_tree: bool) -> Case:
 
 
 def equinox(name: str, tx: Any) -> Case:
-    """``equinox.partition`` with None in the holes."""
+    """``equinox.partition``, with None in place of frozen leaves."""
 
     def trains(params: Any) -> Any:
         return jax.tree.map(lambda frozen: not frozen, fz.resolve(params, FROZEN))
@@ -188,7 +188,7 @@ def with_fz(name: str, tx: Any, *, plain_gradient: bool = False) -> Case:
 
 
 def with_fz_outside(name: str, tx: Any) -> Case:
-    """``fz.freeze`` inside wrappers that run on the trainable structure."""
+    """``fz.freeze`` inside wrappers whose state has the structure of the trainable part."""
     case = with_fz(name, tx)
     return case._replace(start=lambda params: (params, tx.init(fz.partition(params, FROZEN)[0])))
 
@@ -209,7 +209,7 @@ def with_partition(name: str, tx: Any) -> Case:
 
 
 def cases(wrap: Callable[[Any], Any]) -> list[Case]:
-    """All compositions, with ``wrap`` outside of them; the first two are the optima."""
+    """All ways to write the step, with ``wrap`` around the optimizer; the first two are the baselines."""
     clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
     both = optax.chain(clip, adamw)
     mask = fz.resolve(jax.eval_shape(init, jax.random.key(0)), FROZEN)
@@ -218,19 +218,20 @@ def cases(wrap: Callable[[Any], Any]) -> list[Case]:
         return optax.partition({"trainable": tx, "frozen": optax.set_to_zero()}, fz.labels(FROZEN))
 
     return [
-        by_hand("by hand, returns what trains", wrap(both), full_tree=False),
-        by_hand("by hand, returns the donated tree", wrap(both), full_tree=True),
-        full_gradient("everything trains", wrap(both)),
+        by_hand("by hand, returns the trainable parameters", wrap(both), full_tree=False),
+        by_hand("by hand, returns the donated full tree", wrap(both), full_tree=True),
+        full_gradient("nothing frozen", wrap(both)),
         full_gradient("optax.partition, clip outside", wrap(optax.chain(clip, partition(adamw)))),
         full_gradient("optax.partition, clip inside", wrap(partition(both))),
         full_gradient("optax.partition, everything inside", partition(wrap(both))),
         full_gradient("chain(clip, adamw, optax.freeze)", wrap(optax.chain(both, optax.freeze(mask)))),
         equinox("equinox.partition", wrap(both)),
-        nnx_wrt("nnx wrt=", wrap(both)),
+        nnx_wrt("nnx.Optimizer(wrt=...), nnx.grad", wrap(both)),
         with_fz("fz.freeze, jax.grad", fz.freeze(wrap(both), FROZEN), plain_gradient=True),
         with_fz("fz.freeze, fz.value_and_grad", fz.freeze(wrap(both), FROZEN)),
         with_fz_outside(
-            "  the same, clip outside", wrap(optax.chain(clip, fz.freeze(adamw, FROZEN, full_updates=False)))
+            "fz.freeze, fz.value_and_grad, clip outside",
+            wrap(optax.chain(clip, fz.freeze(adamw, FROZEN, full_updates=False))),
         ),
         with_partition("fz.partition, fz.restrict", wrap(both)),
     ]
@@ -245,8 +246,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 def main() -> None:
     chip = measure.tpu_sharding()
-    target = "one chip of TPU v5e" if chip else f"{jax.devices()[0].device_kind} (without libtpu)"
-    title = f"compiled for {target}; (ratio to the optimum by hand)"
+    target = "one TPU v5e chip" if chip else f"{jax.devices()[0].device_kind} (without libtpu)"
+    title = f"One training step, compiled for {target} (ratio to the step by hand)"
     table = measure.table(title, "state MB", "GFLOP", "MB accessed", "MB temporary", "MB output")
 
     shapes = jax.eval_shape(init, jax.random.key(0))

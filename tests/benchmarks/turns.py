@@ -1,10 +1,11 @@
-"""Layers by turns: a stack of which two layers train, where which ones is a value of the running program.
+"""A stack of layers of which two are trainable, where the choice of layers is a value of the running program.
 
-1. A decoder of 16 layers on the device that is there: seconds of a gradient as fractions of that of everything, by
-   ``fz.grad`` with ``fz.rows`` of a JAX array and by hand: a scan with a backward loop written for this one model.
-   Beside them rows of a list, which are part of the program. Times are the least of many, taken in turn.
-2. Llama 8B on four chips of TPU v5e, with the optimizer of ``scale.py``: two layers of any number, norm and head;
-   GiB on one chip by the compiler, without a TPU.
+1. The gradient of a decoder of 16 layers on the device of the machine: time as a fraction of the time of the gradient
+   of all layers, with ``fz.grad`` and ``fz.rows`` of a JAX array, and by hand (a scan with a backward loop written for
+   this model). The last column has ``fz.rows`` of a list, where the rows are part of the program. Times are minima of
+   many alternating runs.
+2. Llama 8B on four TPU v5e chips with the optimizer of ``scale.py``, any two layers, the norm and the head trainable:
+   GiB on one chip, from the compiler, without a TPU.
 
 Run with ``python tests/benchmarks/turns.py`` (``--no-times`` leaves the first table out, ``--no-memory`` the second).
 """
@@ -65,8 +66,8 @@ def scanned(layers: Any, x: jax.Array) -> jax.Array:
 
 
 def by_hand(params: Any, index: jax.Array, x: jax.Array) -> Any:
-    """The gradient of the head and of these layers, which ascend."""
-    transpose, again = None, []  # the transpose of a layer, and which of its values are parameters, to be read again
+    """The gradient of the head and of the layers in ``index``, in ascending order."""
+    transpose, again = None, []  # the transpose of a layer, and for each of its residuals the parameter that it is
 
     def row(i: Any, tree: Any = params["layers"]) -> Any:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), tree)
@@ -125,7 +126,7 @@ def times() -> None:
             f"{rows} list": functools.partial(listed, params, x),
         }
         ours, theirs = (jax.tree.leaves(programs[f"{rows} {way}"]()[1]) for way in ("fz", "by hand"))
-        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)), "the same bits"
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)), "the bits differ"
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):
         for name, program in programs.items():
@@ -135,7 +136,9 @@ def times() -> None:
     least = {name: min(times) for name, times in seconds.items()}
     columns = {"fz": "fz.rows(array)", "by hand": "by hand", "list": "fz.rows(list)"}
     table = measure.table(
-        f"A gradient as a fraction of that of all {LAYERS} layers", timed=[*columns.values()], label="layers that train"
+        f"Time of a gradient / time of the gradient of all {LAYERS} layers",
+        timed=[*columns.values()],
+        label="trainable layers",
     )
     for rows in choices:
         table.add_row(str(rows), *(f"{least[f'{rows} {way}'] / least['everything']:.2f}" for way in columns))
@@ -143,7 +146,7 @@ def times() -> None:
 
 
 def by_turns(loss: Callable[..., jax.Array], params: Any, which: Any) -> scale.Step:
-    """A step of ``scale.py`` with as many rows by turns as ``which`` trains, from any first one."""
+    """A step of ``scale.py`` that trains any ``TRAIN`` layers, given by an array; ``which`` is not used."""
     del which
     frozen = {"embed": True, "blocks": ~fz.rows(jnp.arange(TRAIN)), "norm": False, "head": False}
     tx = fz.freeze(ADAMW, frozen, full_updates=False)
@@ -162,12 +165,10 @@ scale.WAYS["two layers by turns"] = by_turns
 def memory() -> None:
     results = scale.Results(None, to_the_end=True, script=__file__)
     cells = {
-        "two layers of any number, norm, head": scale.Cell(
-            "8B", "v5e", 4, "last block and head", "two layers by turns"
-        ),
+        "any two layers, norm, head": scale.Cell("8B", "v5e", 4, "last block and head", "two layers by turns"),
         "everything": scale.Cell("8B", "v5e", 4, "full", "fz.freeze"),
     }
-    table = measure.table("8B on 4 chips of v5e, GiB per chip of 15.75", "arguments + temporaries", label="what trains")
+    table = measure.table("8B on 4 TPU v5e chips, GiB per chip of 15.75", "arguments + temporaries", label="trainable")
     for name, cell in cells.items():
         table.add_row(name, scale.text(results(cell)))
     measure.show(table)

@@ -1,10 +1,10 @@
 """Runs the benchmarks and writes ``docs/benchmarks.md``.
 
-Each script runs as a process of its own, and what it gives to ``measure.show`` stands on the page. What the page says
-about it is the script's docstring; the date and the versions are those of its own run.
+Each script runs in its own process. Its section of the page consists of its docstring, the date and versions of its
+run, and everything it passes to ``measure.show``.
 
-Run with ``make bench``; ``python tests/benchmarks/write_page.py --only tracing summary`` runs these, and keeps what
-the page has of the others. With ``--only`` alone the page is written anew from the docstrings, and nothing runs.
+Run with ``make bench``. ``python tests/benchmarks/write_page.py --only tracing summary`` runs these two scripts and
+keeps the results of the others; ``--only`` without names runs nothing and updates only the docstrings on the page.
 """
 
 import argparse
@@ -36,23 +36,23 @@ class Section(NamedTuple):
 SECTIONS = (
     Section("transformer", "Training the last block and head of a decoder", "performance.md"),
     Section("frozen_rows", "Frozen rows", "performance.md"),
-    Section("rows_cost", "Rows in ordinary places", "performance.md"),
+    Section("rows_cost", "Rows of other leaves", "performance.md"),
     Section("scale", "Scale", "performance.md"),
-    Section("precompute", "Features computed once", "performance.md"),
+    Section("precompute", "Frozen layers computed once", "performance.md"),
     Section("element_masks", "Single elements", "performance.md"),
-    Section("schedules", "Freezing that changes", "performance.md"),
-    Section("turns", "Layers by turns", "rows_and_elements.md"),
+    Section("schedules", "Freezing that changes during training", "performance.md"),
+    Section("turns", "Different layers in turn", "rows_and_elements.md"),
     Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),
     Section("flax_nnx", "Frozen modules of Flax NNX", "performance.md"),
     Section("tracing", "Tracing", "performance.md"),
-    Section("import_time", "Importing it", "performance.md"),
+    Section("import_time", "Import", "performance.md"),
     Section("summary", "Summaries", "performance.md"),
     Section("fingerprint", "Fingerprints", "checks.md"),
 )
 
 
 def main() -> None:
-    """Writes the page after each benchmark, so that a run that breaks off leaves what is done."""
+    """Writes the page after each benchmark, so that an interrupted run keeps its finished results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", default=[section.script for section in SECTIONS])
     chosen = parser.parse_args().only
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(name: str) -> str:
-    """What a benchmark shows, in Markdown, and when it ran on what."""
+    """Runs a benchmark; returns its date, its versions and its results in Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         shown = pathlib.Path(folder) / "shown.md"
         script = (HERE / f"{name}.py").relative_to(PAGE.parent.parent)
@@ -77,20 +77,20 @@ def run(name: str) -> str:
             check=False,
         )
         if done.returncode:
-            sys.exit(f"{script} failed: the page keeps what it had of it")
+            sys.exit(f"{script} failed: the page keeps its previous results")
         versions = ", ".join(f"{package} {version}" for package, version in _versions())
         ran = f"Run on {datetime.date.today()}: {versions}; {os.cpu_count()} cores."
         return f"{ran}\n\n{shown.read_text(encoding='utf-8').strip()}"
 
 
 def render(results: Mapping[str, str]) -> str:
-    """The page, of the sections that have results."""
+    """The page, with a section for each script that has results."""
     sections = (_section(each, results[each.script]) for each in SECTIONS if each.script in results)
     return "\n\n".join([_HEAD, *sections]) + "\n"
 
 
 def parse(page: str) -> dict[str, str]:
-    """The results that a page has, by script."""
+    """The results on a page, by script."""
     section = r"^`tests/benchmarks/(\w+)\.py`, .*?^(Run on .*?)\s*(?=^## |\Z)"
     return dict(re.findall(section, page, re.DOTALL | re.MULTILINE))
 
@@ -101,7 +101,7 @@ def _section(section: Section, results: str) -> str:
 
 
 def describe(name: str) -> str:
-    """What a script's docstring says, but for how to run it."""
+    """A script's docstring in Markdown, without the paragraph about how to run it."""
     paragraphs = (ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or "").split("\n\n")
     return "\n\n".join(each for each in paragraphs if not each.startswith("Run with")).replace("``", "`")
 
@@ -118,14 +118,15 @@ _HEAD = """\
 # Benchmarks
 
 On this page you can look up the figures behind [Performance and scale](performance.md): each benchmark with its peers,
-measured in one process, as `make bench` wrote them.
+measured in one process, as written by `make bench`.
 
 Upright figures are exact: FLOPs and bytes as the compiler reports them, for one TPU v5e chip unless a table says
 otherwise. They need no TPU, and the same versions give the same figures.
 
-*Figures in italics* are times on this machine, nearly all of them ratios of CPU times of alternating runs, so that
-other programs hardly matter. The text says whether they are minima or medians. They vary by several percent from run to
-run. A figure in brackets is a ratio to a row of the same table."""
+*Figures in italics* are times on one machine with the number of cores given in the section. Nearly all are ratios of
+CPU times of alternating runs, so that other programs hardly affect them; the text says whether they are minima or
+medians. They vary by several percent between runs. A figure in brackets is a ratio to another row of the same table,
+unless the title says otherwise."""
 
 if __name__ == "__main__":
     main()
