@@ -43,8 +43,10 @@ docs-check: docs  ## check every page of the documentation in a browser, with sc
 bench: .venv/bench  ## run the benchmarks and write their page
 	$(BIN)/python tests/benchmarks/write_page.py
 
-# The gallery has an environment of its own, for Python 3.12; its figures stand in a folder beside it.
-gallery: .venv/gallery/installed  ## test models of other packages (Python 3.12) and write their page
+# The gallery has an environment of its own, for Python 3.12; its figures stand in a folder beside it. PyTorch and PEFT
+# have another, with any Python.
+gallery: .venv/gallery/installed .venv/pytorch/installed  ## test models of other packages (Python 3.12) and write their page
+	.venv/pytorch/bin/python -m pytest tests/gallery/test_coming_from.py
 	rm -rf .venv/gallery/figures && mkdir .venv/gallery/figures
 	GALLERY=.venv/gallery/figures .venv/gallery/bin/python -m pytest tests/gallery
 	.venv/gallery/bin/python tests/gallery/write_page.py .venv/gallery/figures
@@ -76,4 +78,9 @@ clean:  ## remove the environment
 	test -x .venv/gallery/bin/python || $(PYTHON312) -m venv .venv/gallery
 	.venv/gallery/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv/gallery/bin/python -m uv pip install --quiet --python .venv/gallery/bin/python -e . -r tests/gallery/requirements.txt -c tests/gallery/constraints.txt
+	touch $@
+
+.venv/pytorch/installed: tests/gallery/pytorch_requirements.txt tests/gallery/pytorch_constraints.txt pyproject.toml
+	test -x .venv/pytorch/bin/python || $(PYTHON) -m venv .venv/pytorch
+	.venv/pytorch/bin/python -m pip install --quiet --disable-pip-version-check -e . -r tests/gallery/pytorch_requirements.txt -c tests/gallery/pytorch_constraints.txt
 	touch $@
