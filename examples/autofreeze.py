@@ -132,7 +132,7 @@ def main() -> None:
         right.plot(np.arange(1, args.epochs + 1), values.reshape(args.epochs, -1).mean(1), style, label=name)
     left.set(xlabel="epochs", ylabel="MFLOP of a step", ylim=0)
     right.set(xlabel="epochs", ylabel="mean loss of an epoch", yscale="log")
-    left.legend()
+    right.legend(loc="lower left")
     figure.savefig(args.picture, dpi=100)
 
 

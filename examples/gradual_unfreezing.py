@@ -129,10 +129,10 @@ def main() -> None:
     for i, layer in enumerate(LAYERS):
         axes.axvline(i * args.epochs, color="gray", linewidth=0.5)
         axes.text(i * args.epochs, 1, f" {layer} thaws", va="top", transform=axes.get_xaxis_transform())
-    axes.set(xlabel="epochs", ylabel="held-out accuracy")
+    axes.set(xlabel="epochs", ylabel="held-out accuracy", ylim=(None, 1.07))
     axes.legend(loc="lower right")
     bars.bar_label(bars.bar(LAYERS, costs[1]), fmt="%.1f")
-    bars.set(title="MFLOP of a step of each static phase", xlabel="the layer that thaws")
+    bars.set(title="static phases", xlabel="layer that thaws", ylabel="MFLOP of a step")
     figure.savefig(args.picture, dpi=100)
 
 

@@ -106,7 +106,7 @@ def test_the_page_shows_the_core_of_an_example_and_then_the_rest(example):
     text, core, rest = section.split(include)
     assert text.endswith(".\n\n")
     assert core.startswith(':start-at: import\n:end-before: "# %%"\n```\n')
-    assert core.endswith(f"````{{dropdown}} The rest of `{example}.py`\n")
+    assert core.endswith(f"````{{dropdown}} The rest of {example}.py\n")
     assert rest.strip() == ':start-after: "# %%"\n```\n````'
     lines = pathlib.Path(f"examples/{example}.py").read_text().splitlines()
     assert next(line for line in lines if "import" in line) == core_and_rest(example)[0].splitlines()[0]
