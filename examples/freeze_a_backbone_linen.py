@@ -25,7 +25,7 @@ def freeze_backbone(model: Any, images: Any) -> tuple[nn.Module, Any]:
     return model, frozen_mask(model, images, train=True)
 
 
-def optimizer_and_step(loss: Any, frozen: Any) -> tuple[Any, Any]:
+def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
     """An optimizer and a step for ``loss(params, stats, *batch)``, which returns the new statistics as well."""
     tx = fz.freeze(TX, frozen)
 
@@ -84,7 +84,7 @@ def train(model: nn.Module, variables: Any, frozen: Any, images: Any, labels: An
         entropy = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), labels)
         return entropy.mean(), moved["batch_stats"]
 
-    tx, step = optimizer_and_step(loss, frozen)
+    tx, step = training(loss, frozen)
     state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), title):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):

@@ -19,7 +19,7 @@ TURN = 5  # updates of one network before the other trains
 GROUPS = {"generator": fz.alternate(TURN), "discriminator": fz.alternate(TURN, offset=TURN)}
 
 
-def optimizer_and_step(adam: Any, losses: Any) -> tuple[Any, Any]:
+def training(adam: Any, losses: Any) -> tuple[Any, Any]:
     """An Adam for each network, and a step for the one that trains now; ``losses`` returns both losses."""
     tx = fz.freeze_when(adam, GROUPS)
 
@@ -102,7 +102,7 @@ def main() -> None:
     if args.turns < 1:
         parser.error(f"--turns: got {args.turns}, expected at least 1")
     rates = optax.cosine_decay_schedule(4e-3, args.turns * TURN // 2 + 1)
-    tx, step = optimizer_and_step(optax.adam(rates, b1=0.5, b2=0.9), losses)
+    tx, step = training(optax.adam(rates, b1=0.5, b2=0.9), losses)
     params = start = {name: init(jax.random.key(n), (2, WIDTH, WIDTH, n)) for name, n in OUTPUTS.items()}
     state: Any = tx.init(params)
     turns = Table("turn", "frozen", "generator", "its Adam", "discriminator", "its Adam", title="fingerprints by turn")

@@ -18,7 +18,7 @@ LAYERS, TRAIN = 8, 2
 FROZEN = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": False, "head": False}
 
 
-def optimizer_and_step(loss: Any, frozen: Any, rate: float) -> tuple[Any, Any]:
+def training(loss: Any, frozen: Any, rate: float) -> tuple[Any, Any]:
     """An optimizer with state for the trainable layers only, and its training step."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     tx = fz.freeze(inner, frozen, full_updates=False)  # updates have the size of the trainable layers, too
@@ -102,7 +102,7 @@ def main() -> None:
 
     def train(params: Any, frozen: Any, text: np.ndarray, rate: float) -> tuple[Any, float, float]:
         """The parameters after training, milliseconds of a step, and kilobytes of optimizer state."""
-        tx, step = optimizer_and_step(loss, frozen, rate)
+        tx, step = training(loss, frozen, rate)
         state, windows = tx.init(params), windows_of(text, args.steps * BATCH, seed=0).reshape(args.steps, BATCH, -1)
         compiled, seconds = step.lower(params, state, windows[0]).compile(), []
         for batch in windows:

@@ -27,7 +27,7 @@ def quantized(layer: Any, key: jax.Array) -> Any:
     return {"kernel": kernel, "scale": scale, "bias": bias, **adapter}
 
 
-def optimizer_and_step(loss: Any, frozen: Any) -> tuple[Any, Any]:
+def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
     """An optimizer with state for the trainable parameters only, and its training step."""
     tx = fz.freeze(TX, frozen, full_updates=False)
 
@@ -76,7 +76,7 @@ def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 def train(title: str, params: Any, frozen: Any, images: Any, labels: Any, epochs: int) -> Any:
     """The parameters after training those that are not frozen."""
-    tx, step = optimizer_and_step(loss, frozen)
+    tx, step = training(loss, frozen)
     state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), title):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):

@@ -23,7 +23,7 @@ def all_but_largest(scores: Any, share: float) -> Any:
     return jax.tree.map(lambda leaf: fz.elements(np.asarray(leaf) < threshold, compact=True), scores)
 
 
-def optimizer_and_step(loss: Any, frozen: Any) -> tuple[Any, Any]:
+def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
     """An optimizer with state for the trainable elements only, and its training step."""
     tx = fz.freeze(optax.adam(3e-3), frozen, full_updates=False)
 
@@ -73,7 +73,7 @@ def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 def train(params: Any, frozen: Any, data: Any, epochs: int) -> tuple[Any, float, str]:
     """The parameters after training, the held-out accuracy, and the bytes of the moments and of the masks."""
     images, test_images, labels, test_labels = data
-    tx, step = optimizer_and_step(loss, frozen)
+    tx, step = training(loss, frozen)
     state, rng = jax.jit(tx.init)(params), np.random.default_rng(0)
     sizes = [
         sum(leaf.nbytes for leaf in jax.tree.leaves(state) if (leaf.dtype == bool) == mask) for mask in (False, True)
