@@ -1,29 +1,54 @@
-"""Layers that freeze by themselves, and then run once: AutoFreeze, and the stored activations of Egeria.
+"""Layers that freeze as their gradients settle (AutoFreeze), and then run once for all epochs (Egeria).
 
-A net learns the digits 0 to 4, then all ten. In the second training its layers freeze from the input end, as their
-gradients settle: ``fz.freeze_converged`` decides every two epochs, and the step, compiled once, differentiates the
-others. Then again with ``fz.precompute``: when more layers are frozen, their outputs are computed for the whole data
-set, and the steps start from there.
+A net learns the digits 0 to 4, and then all ten. In the second training, its layers freeze from the input end as their
+gradients settle: ``fz.freeze_converged`` decides every two epochs, and the step, compiled once, computes no gradients
+of frozen layers. A third training adds ``fz.precompute``: whenever more layers freeze, their outputs are computed for
+the whole data set, and the steps start from these outputs.
 
-Run with ``python examples/autofreeze.py``.
+Run with ``python examples/autofreeze.py``; it draws ``autofreeze.png``.
 """
 
-import argparse
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+
+import optax_freeze as fz
+
+
+def autofreeze(adam: Any, layers: list[str], interval: int) -> optax.GradientTransformation:
+    """An optimizer that decides every ``interval`` steps which layers freeze; they are named from the input end."""
+    return fz.freeze_when(adam, fz.freeze_converged(layers, interval=interval))
+
+
+def run_once(loss: Any, layers: tuple[str, ...], params: Any, data: Any) -> tuple[Any, Any]:
+    """Runs layers that ``fz.currently_frozen`` names for all examples; returns inputs and the loss that takes them."""
+    once = fz.precompute(loss, layers, example_axis=0)
+    return (jax.jit(once.before)(params, *data), *data), once.after
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def step(params: Any, state: Any, batch: Any, tx: Any, loss: Any, stored: tuple[str, ...]) -> Any:
+    """A training step; ``stored`` names the frozen layers whose outputs ``loss`` takes."""
+    value, grads = fz.value_and_grad(loss, stored or fz.spec_of(state))(params, *batch)
+    if stored:  # the optimizer takes gradients of all layers
+        grads = fz.combine(grads, jax.tree.map(jnp.zeros_like, fz.partition(params, stored)[1]))
+    return *fz.update_params(tx, grads, state, params), value
+
+
+# %%
+import argparse
+
+import flax.linen as nn
+import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-
-import optax_freeze as fz
 
 LAYERS = ["stem", "block_0", "block_1", "block_2", "head"]  # from the input end
 BATCH, ADAM = 64, optax.adam(1e-3)
@@ -43,25 +68,14 @@ def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def step(params: Any, state: Any, batch: Any, tx: Any, fun: Any, frozen: Any) -> Any:
-    """A step; ``frozen`` are the layers whose outputs ``fun`` takes instead of running them."""
-    value, grads = fz.value_and_grad(fun, frozen or fz.spec_of(state))(params, *batch)
-    if frozen:
-        grads = fz.combine(grads, jax.tree.map(jnp.zeros_like, fz.partition(params, frozen)[1]))
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
-
-
 def train(title: str, params: Any, tx: Any, data: Any, epochs: int, once: bool = False) -> Any:
-    """The parameters, what is frozen in each epoch, and the loss of each step."""
+    """The parameters, the frozen layers in each epoch, and the loss of each step."""
     state, inputs, program, rng = tx.init(params), data, (loss, ()), np.random.default_rng(0)
     before, history, losses = [], [], []
     for _ in track(range(epochs), title):
         frozen = tuple(layer for layer, is_frozen in fz.currently_frozen(state).items() if is_frozen)
         if once and frozen and frozen != history[-1]:
-            divided = fz.precompute(loss, frozen, example_axis=0)
-            inputs, program = (jax.jit(divided.before)(params, *data), *data), (divided.after, frozen)
+            inputs, *program = *run_once(loss, frozen, params, data), frozen
         before.append(params)
         history.append(frozen)
         for chosen in rng.permutation(len(data[1]))[: len(data[1]) // BATCH * BATCH].reshape(-1, BATCH):
@@ -77,16 +91,16 @@ def train(title: str, params: Any, tx: Any, data: Any, epochs: int, once: bool =
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=16, help="epochs of each training with all ten digits")
+    parser.add_argument("--picture", default="autofreeze.png")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error(f"--epochs: got {args.epochs}, expected at least 1")
     pixels, digits = load_digits(return_X_y=True)
-    split = train_test_split(np.float32(pixels / 16), digits, random_state=0)
-    images, test_images, labels, test_labels = map(np.asarray, split)
+    images, test_images, labels, test_labels = map(np.asarray, train_test_split(pixels / 16, digits, random_state=0))
     plain, few, params = fz.freeze_when(ADAM, {}), labels < 5, jax.jit(Classifier().init)(jax.random.key(0), images[:1])
     params, *_ = train("0-4", params["params"], plain, (images[few], labels[few]), 6)
     data, batch, batches = (images, labels), (images[:BATCH], labels[:BATCH]), len(labels) // BATCH
-    tx = fz.freeze_when(ADAM, fz.freeze_converged(LAYERS, interval=2 * batches))
+    tx = autofreeze(ADAM, LAYERS, interval=2 * batches)
     kinds = {"everything trains": (plain, False), "AutoFreeze": (tx, False), "frozen layers run once": (tx, True)}
     runs = {name: train(name, params, kind, data, args.epochs, once) for name, (kind, once) in kinds.items()}
     _, (_, history, losses), (_, same_history, same_losses) = runs.values()
@@ -94,24 +108,32 @@ def main() -> None:
     np.testing.assert_allclose(same_losses, losses, rtol=1e-2, atol=1e-4)
 
     mflop = lambda f, *args: (jax.jit(f).lower(*args).compile().cost_analysis() or {})["flops"] / 1e6  # noqa: E731
-    table = Table("from epoch", "frozen", *list(runs)[1:], title="MFLOP of a step")
-    costs, totals = np.full(3, mflop(fz.value_and_grad(loss, False), params, *batch)), np.zeros(3)
+    steps = Table("from epoch", "frozen", *list(runs)[1:], title="MFLOP of a step")
+    costs, by_epoch, first = np.full(3, mflop(fz.value_and_grad(loss, False), params, *batch)), [], np.zeros(3)
     for epoch, frozen in enumerate(history):
         if frozen and frozen not in history[:epoch]:
             once = fz.precompute(loss, frozen, example_axis=0)
             costs[1] = mflop(fz.value_and_grad(loss, frozen), params, *batch)
             costs[2] = mflop(fz.value_and_grad(once.after, frozen), params, once.before(params, *batch), *batch)
-            totals[2] += batches * mflop(once.before, params, *batch)
+            first[2] += batches * mflop(once.before, params, *batch)
         if frozen not in history[:epoch]:
-            table.add_row(str(epoch), ", ".join(frozen) or "nothing", *(f"{cost:.1f}" for cost in costs[1:]))
-        totals += batches * costs
-    Console().print(table)
+            steps.add_row(str(epoch), ", ".join(frozen) or "nothing", *(f"{cost:.1f}" for cost in costs[1:]))
+        by_epoch.append(costs.copy())
     table = Table("", *runs)
-    table.add_row("GFLOP of the training", *(f"{total / 1e3:.2f}" for total in totals))
+    table.add_row("GFLOP of the training", *(f"{x / 1e3:.2f}" for x in first + batches * np.sum(by_epoch, axis=0)))
     table.add_row("last loss", *(f"{losses[-1]:.4f}" for *_, losses in runs.values()))
     logits = (np.asarray(Classifier().apply({"params": params}, test_images)) for params, *_ in runs.values())
     table.add_row("held-out accuracy", *(f"{np.mean(rows.argmax(-1) == test_labels):.1%}" for rows in logits))
-    Console().print(table)
+    Console().print(steps, table)
+
+    left, right = (figure := Figure(figsize=(9, 4), layout="constrained")).subplots(1, 2)
+    for (name, (*_, values)), cost, style in zip(runs.items(), np.transpose(by_epoch), ("-", "-", "--"), strict=True):
+        left.stairs(cost, label=name, linestyle=style, baseline=None)
+        right.plot(np.arange(1, args.epochs + 1), values.reshape(args.epochs, -1).mean(1), style, label=name)
+    left.set(xlabel="epochs", ylabel="MFLOP of a step", ylim=0)
+    right.set(xlabel="epochs", ylabel="mean loss of an epoch", yscale="log")
+    right.legend(loc="lower left")
+    figure.savefig(args.picture, dpi=100)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,58 @@
 """Fine-tune a model whose frozen weights do not fit on the chips: they stay in the host's memory.
 
-The last block, the norm and the head of a decoder of Llama 3's shape train. First a plan, made from shapes alone: the
-memory per chip with and without ``fz.offload``, for 8B, 70B and 405B. Then a small decoder trains twice, with its
-blocks on the device and in the host's memory: losses and parameters are equal bit for bit. Where the ``libtpu`` package
-is installed, the TPU compiler confirms the size of these blocks on the host.
+The last block, the norm and the head of a decoder of Llama 3's shape train. First comes a plan, made from shapes alone:
+the memory per chip with and without ``fz.offload``, for 8B, 70B and 405B. Then a small decoder trains twice, with its
+blocks on the device and in the host's memory: losses and parameters are equal bit for bit. If the ``libtpu`` package is
+installed, the TPU compiler confirms the size of these blocks on the host.
 
 Run with ``python examples/finetune_beyond_memory.py``.
 """
 
-import importlib.util
-import os
 from typing import Any
 
 import jax
+import optax
+
+import optax_freeze as fz
+
+FROZEN = {"blocks": fz.rows(slice(0, -1)), "embed": True, "norm": False, "head": False}
+
+
+def on_host(params: Any, min_bytes: int = 2**20) -> Any:
+    """The parameters, with stacks of frozen blocks in the host's memory."""
+    return fz.offload(params, FROZEN, min_bytes=min_bytes)
+
+
+def train(loss: Any, params: Any, batches: Any) -> tuple[Any, list[jax.Array]]:
+    """The parameters after a step on each batch, and the losses; a block comes to the device when a step needs it."""
+    (trainable, rest), tx = fz.partition(params, FROZEN), optax.adamw(1e-3)
+
+    @jax.jit
+    def step(trainable: Any, state: Any, rest: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, batch)
+        updates, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, value
+
+    state, losses = tx.init(trainable), []
+    for batch in batches:
+        trainable, state, value = step(trainable, state, rest, batch)
+        losses.append(value)
+    return fz.combine(trainable, rest), losses
+
+
+# %%
+import importlib.util
+import os
+
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-import optax_freeze as fz
-
 LLAMA = {"8B": (32, 4096, 14336), "70B": (80, 8192, 28672), "405B": (126, 16384, 53248)}
 CHIPS = [("8B", 1), ("8B", 4), ("70B", 4), ("70B", 8), ("70B", 16), ("405B", 16), ("405B", 32), ("405B", 64)]
-FROZEN = {"blocks": fz.rows(slice(0, -1)), "embed": True, "norm": False, "head": False}
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
 
 
@@ -60,7 +87,7 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 def planned(params: Any) -> tuple[str, ...]:
     """GiB per chip: all in HBM; with ``fz.offload``, in HBM and on the host. Activations come on top."""
-    params = jax.tree.map(lambda x: x.update(shape=x.sharding.shard_shape(x.shape)), fz.offload(params, FROZEN))
+    params = jax.tree.map(lambda x: x.update(shape=x.sharding.shard_shape(x.shape)), on_host(params))
     chip = fz.summary(params, FROZEN)
     trains = (2 + 2 + 2 * 4) * chip.trainable_elements  # bfloat16 weights and gradients, AdamW's moments in float32
     stays = sum(row.frozen_bytes for row in chip.rows if not row.host_bytes)
@@ -71,30 +98,12 @@ def by_tpu_compiler(params: Any) -> str:
     """Bytes of arguments in the host's memory, as XLA for TPU counts them; it needs no TPU."""
     os.environ.update({"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"} | TPU | os.environ)
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0])
-    params = fz.offload(jax.tree.map(lambda x: x.update(sharding=chip), params), FROZEN, min_bytes=0)
+    params = on_host(jax.tree.map(lambda x: x.update(sharding=chip), params), min_bytes=0)
     # JAX traces a shape as if its array were on the device.
     host = lambda p: {**p, "blocks": jax.device_put(p["blocks"], jax.memory.Space.Host)}  # noqa: E731
     grads = jax.jit(lambda p, tokens: fz.grad(loss, FROZEN)(host(p), tokens))
     memory: Any = grads.lower(params, jax.ShapeDtypeStruct((1, 33), "int32", sharding=chip)).compile().memory_analysis()
     return f"{memory.host_argument_size_in_bytes:,}"
-
-
-def train(params: Any) -> tuple[list[jax.Array], Any]:
-    """The losses of 40 steps, on sequences that count up, and the parameters after them."""
-    trainable, rest = fz.partition(params, FROZEN)
-    tx = optax.adamw(1e-3)
-
-    @jax.jit
-    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
-        updates, state = tx.update(grads, state, trainable)
-        return optax.apply_updates(trainable, updates), state, value
-
-    state, losses = tx.init(trainable), []
-    for start in np.random.default_rng(0).integers(0, 64, (40, 8, 1)):
-        trainable, state, value = step(trainable, state, rest, start + np.arange(33))
-        losses.append(value)
-    return losses, fz.combine(trainable, rest)
 
 
 def main() -> None:
@@ -103,15 +112,16 @@ def main() -> None:
         plan.add_row(name, str(chips), *planned(shapes(*LLAMA[name], chips=chips)))
     normal, small = np.random.default_rng(0).normal, shapes(6, 128, 256, kv=64, vocabulary=128)
     params = jax.tree.map(lambda x: jnp.array(normal(size=x.shape) / x.shape[-2] ** 0.5, x.dtype), small)
-    runs = [train(params), train(host := fz.offload(params, FROZEN, min_bytes=0))]
+    batches = np.random.default_rng(0).integers(0, 64, (40, 8, 1)) + np.arange(33)  # sequences that count up
+    runs = [train(loss, params, batches), train(loss, host := on_host(params, min_bytes=0), batches)]
     old, new = ([x.tobytes() for x in jax.tree.leaves(jax.device_get(run))] for run in runs)
-    fz.assert_frozen(host, runs[1][1], FROZEN)
+    fz.assert_frozen(host, runs[1][0], FROZEN)
     table = Table("a small decoder", "on the device", "from the host")
-    table.add_row("first and last loss", *(f"{losses[0]:.3f}, {losses[-1]:.3f}" for losses, _ in runs))
+    table.add_row("first and last loss", *(f"{losses[0]:.3f}, {losses[-1]:.3f}" for _, losses in runs))
     table.add_row("bytes on the host", *(f"{fz.summary(each, FROZEN).host_bytes:,}" for each in (params, host)))
     of_tpu = by_tpu_compiler(small) if importlib.util.find_spec("libtpu") else "left out: no libtpu"
     table.add_row("the same, by the TPU compiler", "", of_tpu)
-    table.add_row("frozen weights", *(f"{fz.fingerprint(after, FROZEN)[0]:08x}" for _, after in runs))
+    table.add_row("frozen weights", *(f"{fz.fingerprint(after, FROZEN)[0]:08x}" for after, _ in runs))
     table.add_row("losses and parameters", "", "the same bits" if old == new else "OTHER BITS")
     Console().print(plan, table)
 

@@ -1,26 +1,51 @@
-"""A convolutional backbone with batch norm, frozen in Flax NNX: parameters alone, or parameters and statistics.
+"""Freeze a convolutional backbone with batch normalization in Flax NNX: only its parameters, or its statistics as well.
 
-The backbone learns to tell the handwritten digits 0-4 apart. Then a new head learns all ten on top of it, in three
-ways: the backbone trains too; its parameters are frozen (``fnnx.freeze``), and its running statistics drift all the
-same; it is wrapped (``fnnx.Frozen``), and nothing of it moves.
+The backbone learns to tell the handwritten digits 0 to 4 apart. Then a new head learns all ten digits on it, in three
+ways: the backbone trains as well; ``fnnx.freeze`` freezes its parameters, but its running statistics still move;
+``fnnx.Frozen`` freezes both.
 
 Run with ``python examples/freeze_a_backbone_nnx.py``; ``--epochs 4`` for a quick look.
 """
 
-import argparse
 from typing import Any
+
+import optax
+from flax import nnx
+
+import optax_freeze.nnx as fnnx
+
+WAYS = {
+    "everything trains": lambda backbone: backbone,
+    "fnnx.freeze(backbone, True)": lambda backbone: fnnx.freeze(backbone, True),
+    "fnnx.Frozen(backbone)": fnnx.Frozen,
+}
+
+
+def optimizer_of(model: nnx.Module) -> nnx.Optimizer:
+    """AdamW of the trainable parameters: frozen ones have another type than ``nnx.Param``."""
+    return nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+
+
+@nnx.jit
+def step(model: Any, optimizer: nnx.Optimizer, images: Any, labels: Any) -> None:
+    """A training step; it is the same in all three ways."""
+
+    def loss(model: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+    optimizer.update(model, nnx.grad(loss)(model))
+
+
+# %%
+import argparse
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-
-import optax_freeze.nnx as fnnx
 
 BATCH = 64
 
@@ -50,21 +75,10 @@ class Classifier(nnx.Module):
         return self.head(self.backbone(images))
 
 
-@nnx.jit
-def step(model: Classifier, optimizer: nnx.Optimizer, images: Any, labels: Any) -> None:
-    """One step; it knows nothing of what is frozen."""
-
-    def loss(model: Classifier) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
-
-    optimizer.update(model, nnx.grad(loss)(model))
-
-
 def train(model: Classifier, images: np.ndarray, labels: np.ndarray, epochs: int) -> int:
     """Trains in place; returns the bytes of the optimizer state."""
-    optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     model.train()
-    rng = np.random.default_rng(0)
+    optimizer, rng = optimizer_of(model), np.random.default_rng(0)
     for _ in range(epochs):
         order = rng.permutation(len(labels))
         for start in range(0, len(order) - BATCH + 1, BATCH):
@@ -74,7 +88,7 @@ def train(model: Classifier, images: np.ndarray, labels: np.ndarray, epochs: int
 
 
 def accuracy(model: Classifier, images: np.ndarray, labels: np.ndarray) -> float:
-    """The share of images that are classified right."""
+    """The share of images that are classified correctly."""
     model.eval()
     return float((nnx.jit(lambda model, x: model(x))(model, images).argmax(-1) == labels).mean())
 
@@ -102,11 +116,7 @@ def main() -> None:
 
     table = Table("", "accuracy", "optimizer state", "parameter bits moved", "statistic bits moved")
     table.title = "a new head for all ten digits, on a backbone that knows five"
-    for title, wrap in {
-        "everything trains": lambda backbone: backbone,
-        "fnnx.freeze(backbone, True)": lambda backbone: fnnx.freeze(backbone, True),
-        "fnnx.Frozen(backbone)": fnnx.Frozen,
-    }.items():
+    for title, wrap in WAYS.items():
         after = nnx.clone(before)
         model = Classifier(wrap(after), nnx.Rngs(2))
         size = train(model, images, labels, epochs)

@@ -1,34 +1,24 @@
-"""One training routine, three models, each frozen where it is built: the routine knows nothing of any architecture.
+"""One training routine for three models, each of which declares what it freezes.
 
-A perceptron whose first layer is frozen, a stack of scanned layers whose embedding is frozen, and a convolutional net
-of which only the biases and the head train. The routine asks ``frozen_mask`` what a model freezes, and trains the rest
-on scikit-learn's digits.
+A perceptron with a frozen first layer, a stack of scanned layers with a frozen embedding, and a convolutional net in
+which only the biases and the head train. The routine knows none of these architectures: it asks ``frozen_mask`` which
+parameters a model freezes, and trains the others on scikit-learn's digits.
 
 Run with ``python examples/freeze_at_construction.py``.
 """
 
-import argparse
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import optax_freeze as fz
 from optax_freeze.linen import Frozen, frozen_mask
 
-BATCH = 64
-
 
 class Perceptron(nn.Module):
-    """A random first layer that stays as it is."""
+    """The first layer is random and frozen."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -36,8 +26,34 @@ class Perceptron(nn.Module):
         return nn.Dense(10, name="head")(nn.relu(nn.Dense(32, name="hidden")(x)))
 
 
+def training(model: nn.Module, loss: Any, images: jax.Array) -> tuple[Any, Any, Any]:
+    """The parameters that a model freezes, as a mask; the optimizer and the training step of the others."""
+    frozen = frozen_mask(model, images)
+    tx = fz.freeze(optax.adamw(3e-3), frozen)
+
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(fz.grad(loss, frozen)(params, *batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return frozen, tx, jax.jit(step)
+
+
+# %%
+import argparse
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+BATCH = 64
+
+
 class Layer(nn.Module):
-    """One of a stack."""
+    """A layer of the stack."""
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -45,7 +61,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four scanned layers on an embedding that stays as it is."""
+    """Four scanned layers on a frozen embedding."""
 
     def setup(self) -> None:
         self.embed = Frozen(nn.Dense(64))
@@ -57,7 +73,7 @@ class Stack(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """A convolutional body of which the biases train."""
+    """A convolutional body in which only the biases train."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -66,24 +82,16 @@ class Convolutions(nn.Module):
 
 
 def train(model: nn.Module, data: Any, epochs: int) -> tuple[Any, Any, Any, int]:
-    """What the model froze, its parameters before and after, and the bytes of the optimizer's state."""
+    """The mask of frozen parameters, the parameters before and after training, and the bytes of the optimizer state."""
     images, labels = data
     params = before = model.init(jax.random.key(0), images[:1])["params"]
-    frozen = frozen_mask(model, images[:1])
-    tx = fz.freeze(optax.adamw(3e-3), frozen)
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         logits = jnp.asarray(model.apply({"params": params}, images))
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    @jax.jit
-    def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> Any:
-        grads = fz.grad(loss, frozen)(params, images, labels)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    rng = np.random.default_rng(0)
+    frozen, tx, step = training(model, loss, images[:1])
+    state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), type(model).__name__):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
             params, state = step(params, state, images[chosen], labels[chosen])

@@ -1,30 +1,53 @@
-"""Train a generative adversarial network: two networks frozen in turn, in one compiled program.
+"""Train a generative adversarial network: two networks that freeze in turn, in one compiled program.
 
-A generator learns to place points where the data has them, on eight Gaussians around a circle, and a discriminator to
-tell the two apart. Each has a loss of its own. ``fz.freeze_when`` freezes one network while the other trains, with
-``fz.alternate``: its bits, the moments and the count of its Adam stand still, and no turn compiles anything.
+The data are eight Gaussians around a circle. A generator learns to place points where the data has them, and a
+discriminator to tell the two apart. Each has its own loss. ``fz.freeze_when`` with ``fz.alternate`` freezes one network
+while the other trains: its bits, and the moments and the count of its Adam, stay the same, and nothing is compiled
+again.
 
-Run with ``python examples/gan_alternating.py``.
+Run with ``python examples/gan_alternating.py``; it draws ``gan_alternating.png``.
 """
 
-import argparse
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+import optax_freeze as fz
+
+TURN = 5  # updates of one network before the other trains
+GROUPS = {"generator": fz.alternate(TURN), "discriminator": fz.alternate(TURN, offset=TURN)}
+
+
+def training(adam: Any, losses: Any) -> tuple[Any, Any]:
+    """An Adam for each network, and a step for the one that trains now; ``losses`` returns both losses."""
+    tx = fz.freeze_when(adam, GROUPS)
+
+    def step(params: Any, state: Any, key: jax.Array) -> tuple[Any, Any]:
+        def loss(params: Any) -> jax.Array:
+            of_generator, of_discriminator = losses(params, key)
+            return jnp.where(fz.currently_frozen(state)["generator"], of_discriminator, of_generator)
+
+        grads = fz.grad(loss, fz.spec_of(state))(params)  # the frozen network is not differentiated
+        return fz.update_params(tx, grads, state, params)
+
+    return tx, jax.jit(step)
+
+
+# %%
+import argparse
+
 import numpy as np
 import optax
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import optax_freeze as fz
-
-TURN, BATCH, WIDTH = 5, 256, 64
+BATCH, WIDTH = 256, 64
 ANGLES = np.arange(8) * np.pi / 4
 CENTRES = np.stack([np.cos(ANGLES), np.sin(ANGLES)], axis=1)
 OUTPUTS = {"generator": 2, "discriminator": 1}
-GROUPS = {"generator": fz.alternate(TURN), "discriminator": fz.alternate(TURN, offset=TURN)}
 
 
 def init(key: jax.Array, sizes: tuple[int, ...]) -> list[Any]:
@@ -54,7 +77,7 @@ def fake_points(params: Any, key: jax.Array, n: int) -> jax.Array:
 
 
 def losses(params: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the generator is to make small, and what the discriminator is."""
+    """The loss of the generator, and the loss of the discriminator."""
     real_key, fake_key = jax.random.split(key)
     on_real = perceptron(params["discriminator"], real_points(real_key, BATCH))
     on_fake = perceptron(params["discriminator"], fake_points(params, fake_key, BATCH))
@@ -62,7 +85,7 @@ def losses(params: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def quality(points: jax.Array) -> tuple[str, str]:
-    """The share of points near a centre, and how many centres have a third of their due."""
+    """The share of points near a centre, and the number of centres with at least a third of their share."""
     near = jnp.linalg.norm(points[:, None] - CENTRES, axis=-1) < 0.2
     return f"{near.any(axis=1).mean():.0%}", f"{(near.mean(axis=0) > 1 / 24).sum()} of 8"
 
@@ -74,21 +97,12 @@ def digest(tree: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=1200, help=f"turns of {TURN} updates, of both networks together")
+    parser.add_argument("--picture", default="gan_alternating.png")
     args = parser.parse_args()
     if args.turns < 1:
         parser.error(f"--turns: got {args.turns}, expected at least 1")
     rates = optax.cosine_decay_schedule(4e-3, args.turns * TURN // 2 + 1)
-    tx = fz.freeze_when(optax.adam(rates, b1=0.5, b2=0.9), GROUPS)
-
-    def step(params: Any, state: Any, key: jax.Array) -> tuple[Any, Any]:
-        def loss(params: Any) -> jax.Array:
-            """That of the network whose turn it is; the other one is frozen, and not differentiated."""
-            of_generator, of_discriminator = losses(params, key)
-            return jnp.where(fz.currently_frozen(state)["generator"], of_discriminator, of_generator)
-
-        return fz.update_params(tx, fz.grad(loss, fz.spec_of(state))(params), state, params)
-
-    compiled: Any = jax.jit(step)
+    tx, step = training(optax.adam(rates, b1=0.5, b2=0.9), losses)
     params = start = {name: init(jax.random.key(n), (2, WIDTH, WIDTH, n)) for name, n in OUTPUTS.items()}
     state: Any = tx.init(params)
     turns = Table("turn", "frozen", "generator", "its Adam", "discriminator", "its Adam", title="fingerprints by turn")
@@ -96,7 +110,7 @@ def main() -> None:
         [still] = [name for name, frozen in fz.currently_frozen(state).items() if frozen]
         before, before_state = params, state
         for key in jax.random.split(jax.random.fold_in(jax.random.key(2), turn), TURN):
-            params, state = compiled(params, state, key)
+            params, state = step(params, state, key)
         fz.assert_frozen(before, params, still)
         fz.assert_frozen(before_state.groups[still], state.groups[still], True)
         if turn < 4:
@@ -105,12 +119,17 @@ def main() -> None:
     console, key = Console(), jax.random.key(3)
     console.print(turns)
     console.print(f"In all {args.turns} turns, no bit of the frozen network and of its Adam moved (fz.assert_frozen).")
-    console.print(f"{args.turns * TURN} updates, {compiled._cache_size()} compilation")
+    console.print(f"{args.turns * TURN} updates, {step._cache_size()} compilation")
     table = Table("points", "near a centre", "centres reached")
-    table.add_row("before", *quality(fake_points(start, key, 5000)))
-    table.add_row("after", *quality(fake_points(params, key, 5000)))
-    table.add_row("data", *quality(real_points(key, 5000)))
+    points = {"before": fake_points(start, key, 5000), "after": fake_points(params, key, 5000)}
+    points["data"] = real_points(key, 5000)
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axes, (name, each) in zip(figure.subplots(1, 3, sharex=True, sharey=True), points.items(), strict=True):
+        table.add_row(name, *quality(each))
+        axes.scatter(*each[:1000].T, s=1)
+        axes.set(title=name, xlim=(-2, 2), ylim=(-2, 2), aspect="equal")
     console.print(table)
+    figure.savefig(args.picture, dpi=100)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,59 @@
-"""Gradual unfreezing of a classifier of handwritten digits: in one program, and in static phases.
+"""Unfreeze a classifier of handwritten digits layer by layer: in one program, and in static phases.
 
-A small net learns the digits 0 to 4, then all ten, unfrozen layer by layer from the output end. The same schedule runs
-twice: with ``fz.freeze_when``, compiled once, and in phases with ``fz.freeze`` and ``fz.migrate``, each compiled by
-itself. The step is the same: what is frozen has no gradient. They differ once a second layer thaws.
+A small net learns the digits 0 to 4, and then all ten, unfrozen layer by layer from the output end. The same schedule
+runs twice: with ``fz.freeze_when``, compiled once, and in phases with ``fz.freeze`` and ``fz.migrate``, each with a
+program of its own. Both use the same step, which computes no gradients of frozen layers. The runs differ once a second
+layer thaws.
 
-Run with ``python examples/gradual_unfreezing.py``.
+Run with ``python examples/gradual_unfreezing.py``; it draws ``gradual_unfreezing.png``.
 """
 
-import argparse
 from typing import Any
 
-import flax.linen as nn
 import jax
+import optax
+
+import optax_freeze as fz
+
+LAYERS, ADAM = ["head", "hidden_1", "hidden_0"], optax.adam(1e-3)  # from the output end
+
+
+def plans(steps: int) -> dict[str, list[Any]]:
+    """The optimizer of each phase, which has ``steps`` steps: the same one for all phases, or one for each."""
+    one_program = fz.freeze_when(ADAM, fz.gradual_unfreeze(LAYERS, steps))
+    specs = [*(fz.only(*LAYERS[:count]) for count in range(1, len(LAYERS))), False]
+    return {"one program": [one_program] * len(LAYERS), "static phases": [fz.freeze(ADAM, spec) for spec in specs]}
+
+
+def next_state(tx: Any, state: Any, params: Any) -> Any:
+    """The optimizer state at the start of a static phase: the moments of layers that trained before are kept."""
+    return tx.init(params) if state is None else fz.migrate(state, tx, params)
+
+
+def train_step(tx: Any, loss: Any) -> Any:
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
+        return fz.update_params(tx, fz.grad(loss, fz.spec_of(state))(params, *batch), state, params)
+
+    return jax.jit(step)
+
+
+# %%
+import argparse
+
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-import optax
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-import optax_freeze as fz
-
-LAYERS = ["head", "hidden_1", "hidden_0"]  # from the output end
-ADAM, BATCH = optax.adam(1e-3), 64
+BATCH = 64
 
 
 class Classifier(nn.Module):
-    """Images of shape (n, 64) to ten logits."""
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for name in reversed(LAYERS[1:]):
@@ -38,82 +62,78 @@ class Classifier(nn.Module):
 
 
 def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross entropy."""
     logits = jnp.asarray(Classifier().apply({"params": params}, images))
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def batches_of(images: np.ndarray, labels: np.ndarray, epochs: int) -> list[Any]:
-    """Shuffled batches of one size."""
+def batches_of(images: np.ndarray, labels: np.ndarray, epochs: int) -> list[list[Any]]:
+    """The shuffled batches of each epoch."""
     rng, used = np.random.default_rng(0), len(labels) // BATCH * BATCH
     orders = [rng.permutation(len(labels))[:used].reshape(-1, BATCH) for _ in range(epochs)]
-    return [(images[chosen], labels[chosen]) for chosen in np.concatenate(orders)]
+    return [[(images[chosen], labels[chosen]) for chosen in order] for order in orders]
 
 
-def compiled(tx: Any, *example: Any) -> Any:
-    """A training step as a finished program: it cannot compile again, whatever thaws."""
-
-    def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-        return fz.update_params(tx, fz.grad(loss, fz.spec_of(state))(params, images, labels), state, params)
-
-    return jax.jit(step).lower(*example).compile()
-
-
-def unfreeze(title: str, params: Any, batches: list[Any], plan: list[Any]) -> tuple[Any, list[Any], list[float]]:
-    """The parameters, the programs, and how far the layer that thaws moves in the first step of each phase."""
-    tx, state, programs, first_steps = None, None, [], []
+def unfreeze(title: str, params: Any, epochs: list[Any], plan: list[Any], accuracy_of: Any) -> tuple[Any, Any, Any]:
+    """The programs, how far the layer that thaws moves in the first step of each phase, and accuracies by epoch."""
+    tx, state, programs, first_steps, accuracies = None, None, [], [], [accuracy_of(params)]
     for next_tx, layer in zip(plan, LAYERS, strict=True):
         if next_tx is not tx:  # the first phase, or a static one
-            tx = next_tx
-            state = tx.init(params) if state is None else fz.migrate(state, tx, params)
-            programs.append(compiled(tx, params, state, *batches[0]))
-        before = params[layer]["kernel"]
-        for i, batch in enumerate(track(batches, f"{title}, {layer} thaws")):
-            params, state = programs[-1](params, state, *batch)
-            if i == 0:
-                first_steps.append(float(jnp.sqrt(((params[layer]["kernel"] - before) ** 2).mean())))
-    return params, programs, first_steps
+            tx, state = next_tx, next_state(next_tx, state, params)
+            # A compiled program, unlike a jitted function, cannot compile again, whatever thaws.
+            programs.append(train_step(tx, loss).lower(params, state, *epochs[0][0]).compile())
+        moved = programs[-1](params, state, *epochs[0][0])[0][layer]["kernel"] - params[layer]["kernel"]
+        first_steps.append(float(jnp.sqrt((moved**2).mean())))
+        for batches in track(epochs, f"{title}, {layer} thaws"):
+            for batch in batches:
+                params, state = programs[-1](params, state, *batch)
+            accuracies.append(accuracy_of(params))
+    return programs, first_steps, accuracies
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=16, help="epochs of each of the three phases")
+    parser.add_argument("--picture", default="gradual_unfreezing.png")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error(f"--epochs: got {args.epochs}, expected at least 1")
-
     pixels, digits = load_digits(return_X_y=True)
     images, test_images, labels, test_labels = map(np.asarray, train_test_split(pixels / 16.0, digits, random_state=0))
-    few, batches = batches_of(images[labels < 5], labels[labels < 5], 10), batches_of(images, labels, args.epochs)
+    few, epochs = batches_of(images[labels < 5], labels[labels < 5], 10), batches_of(images, labels, args.epochs)
     params = Classifier().init(jax.random.key(0), images[:1])["params"]
     tx = fz.freeze(ADAM, False)
-    state = tx.init(params)
-    step = compiled(tx, params, state, *few[0])
-    for batch in few:
-        params, state = step(params, state, *batch)
+    state, step = tx.init(params), train_step(tx, loss)
+    for batches in few:
+        for batch in batches:
+            params, state = step(params, state, *batch)
 
-    every, frozen = len(batches), [fz.only(*LAYERS[:1]), fz.only(*LAYERS[:2]), False]
-    plans = {
-        "one program": [fz.freeze_when(ADAM, fz.gradual_unfreeze(LAYERS, every))] * 3,
-        "static phases": [fz.freeze(ADAM, spec) for spec in frozen],
-    }
-    runs = [unfreeze(name, params, batches, plan) for name, plan in plans.items()]
-
-    table = Table("", *plans, title=f"{' -> '.join(LAYERS)}, one more every {every} steps")
-    table.add_row("compilations", *(str(len(programs)) for _, programs, _ in runs))
+    every, logits_of = args.epochs * len(epochs[0]), jax.jit(lambda p: Classifier().apply({"params": p}, test_images))
+    accuracy_of = lambda params: np.mean(logits_of(params).argmax(-1) == test_labels)  # noqa: E731
+    runs = {name: unfreeze(name, params, epochs, plan, accuracy_of) for name, plan in plans(every).items()}
+    table = Table("", *runs, title=f"{' -> '.join(LAYERS)}, one more every {every} steps")
+    table.add_row("compilations", *(str(len(programs)) for programs, _, _ in runs.values()))
+    costs = [[program.cost_analysis()["flops"] / 1e6 for program in programs] for programs, _, _ in runs.values()]
     for i, layer in enumerate(LAYERS):
-        costs = (programs[i % len(programs)].cost_analysis() for _, programs, _ in runs)
-        table.add_row(f"{layer} thaws: MFLOP of a step, at most", *(f"{cost['flops'] / 1e6:.1f}" for cost in costs))
-        table.add_row(f"{layer} thaws: its first step", *(f"{first_steps[i]:.6f}" for *_, first_steps in runs))
-    logits = (np.asarray(Classifier().apply({"params": params}, test_images)) for params, _, _ in runs)
-    table.add_row("held-out accuracy", *(f"{np.mean(rows.argmax(-1) == test_labels):.1%}" for rows in logits))
+        table.add_row(f"{layer} thaws: MFLOP of a step, at most", *(f"{cost[i % len(cost)]:.1f}" for cost in costs))
+        table.add_row(f"{layer} thaws: its first step", *(f"{steps[i]:.6f}" for _, steps, _ in runs.values()))
+    table.add_row("held-out accuracy", *(f"{accuracies[-1]:.1%}" for *_, accuracies in runs.values()))
     Console().print(table)
     print("The one program has a branch for each phase, of which the compiler counts the most expensive.")
-    ratio = runs[1][2][1] / runs[0][2][1]
-    print(f"In one program, {LAYERS[1]} thaws with an Adam of its own, which counts from 0. In static phases, fresh")
-    print(
-        f"moments meet the count {every}, by which Adam corrects no bias: the first step is {ratio:.2f} times as long."
-    )
+    ratio = runs["static phases"][1][1] / runs["one program"][1][1]
+    print(f"In one program, {LAYERS[1]} thaws with its own Adam, which counts from 0. In static phases, new moments")
+    print(f"meet the count {every}, at which Adam corrects no bias: the first step is {ratio:.2f} times as long.")
+
+    axes, bars = (figure := Figure(figsize=(9, 4), layout="constrained")).subplots(1, 2, width_ratios=(2, 1))
+    for (name, (*_, accuracies)), style in zip(runs.items(), ("-", "--"), strict=True):
+        axes.plot(accuracies, style, label=name)
+    for i, layer in enumerate(LAYERS):
+        axes.axvline(i * args.epochs, color="gray", linewidth=0.5)
+        axes.text(i * args.epochs, 1, f" {layer} thaws", va="top", transform=axes.get_xaxis_transform())
+    axes.set(xlabel="epochs", ylabel="held-out accuracy", ylim=(None, 1.07))
+    axes.legend(loc="lower right")
+    bars.bar_label(bars.bar(LAYERS, costs[1]), fmt="%.1f")
+    bars.set(title="static phases", xlabel="layer that thaws", ylabel="MFLOP of a step")
+    figure.savefig(args.picture, dpi=100)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,51 @@
-"""Train the last two layers of a scanned transformer: the model is not touched, and the frozen layers cost nothing.
+"""Train the last two layers of a scanned transformer: the model does not change, and the frozen layers cost nothing.
 
 A causal transformer over bytes scans its eight layers, whose parameters are stacked: ``layers/qkv`` is one array of
-shape (8, ...). It learns from NumPy's docstrings; then its last two layers, the norm and the head go on training, on
-Python's own documentation. JAX alone would differentiate the whole stack or nothing.
+shape (8, ...). It learns NumPy's docstrings. Then its last two layers, the norm and the head continue to train, on
+Python's own documentation. With JAX alone, the gradient would be that of the whole stack.
 
 Run with ``python examples/last_layers_of_a_scanned_transformer.py``.
 """
 
+from typing import Any
+
+import jax
+import optax
+
+import optax_freeze as fz
+
+LAYERS, TRAIN = 8, 2
+FROZEN = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": False, "head": False}
+
+
+def training(loss: Any, frozen: Any, rate: float) -> tuple[Any, Any]:
+    """An optimizer with state for the trainable layers only, and its training step."""
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    tx = fz.freeze(inner, frozen, full_updates=False)  # updates have the size of the trainable layers, too
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(fz.grad(loss, frozen)(params, batch), state, params)
+        return fz.apply_updates(params, updates), state
+
+    return tx, jax.jit(step, donate_argnums=1)
+
+
+# %%
 import argparse
 import builtins
 import inspect
 import time
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.console import Console
 from rich.table import Table
 
-import optax_freeze as fz
-
-LAYERS, TRAIN, WIDTH, HEADS, LENGTH, BATCH = 8, 2, 64, 4, 64, 16
-console = Console()
+WIDTH, HEADS, LENGTH, BATCH = 64, 4, 64, 16
 
 
 def init(key: jax.Array) -> Any:
-    """Parameters; those of the layers have an axis of layers in front."""
+    """The parameters; those of the layers have an axis of layers in front."""
     keys = iter(jax.random.split(key, 6))
 
     def normal(*shape: int) -> jax.Array:
@@ -43,16 +61,16 @@ def init(key: jax.Array) -> Any:
     return {"embed": normal(128, WIDTH), "layers": layers, "norm": jnp.ones(WIDTH), "head": normal(WIDTH, 128)}
 
 
-def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
+def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
 
 
 @jax.checkpoint
 def layer(x: jax.Array, p: Any) -> jax.Array:
     """Causal attention and an MLP, computed again in the backward pass."""
-    q, k, v = jnp.split((normalise(x, p["scale"][0]) @ p["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, -1)
+    q, k, v = jnp.split((normalize(x, p["scale"][0]) @ p["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, -1)
     x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
-    return x + jax.nn.gelu(normalise(x, p["scale"][1]) @ p["up"]) @ p["down"]
+    return x + jax.nn.gelu(normalize(x, p["scale"][1]) @ p["up"]) @ p["down"]
 
 
 def loss(params: Any, windows: jax.Array) -> jax.Array:
@@ -60,7 +78,7 @@ def loss(params: Any, windows: jax.Array) -> jax.Array:
     position = jnp.sin(jnp.arange(LENGTH)[:, None] / 8.0 ** jnp.linspace(0, 2, WIDTH))
     x = 8 * params["embed"][windows[:, :-1]] + position
     x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
-    logits = normalise(x, params["norm"]) @ params["head"]
+    logits = normalize(x, params["norm"]) @ params["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
@@ -83,15 +101,10 @@ def main() -> None:
     learned, held_out = python[: len(python) * 9 // 10], windows_of(python[len(python) * 9 // 10 :], 64, seed=1)
 
     def train(params: Any, frozen: Any, text: np.ndarray, rate: float) -> tuple[Any, float, float]:
-        """Trains what is not frozen; the parameters, milliseconds of a step, and kilobytes of optimizer state."""
-        tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate)), frozen, full_updates=False)
-
-        def step(params: Any, state: Any, windows: jax.Array) -> tuple[Any, Any]:
-            updates, state = tx.update(fz.grad(loss, frozen)(params, windows), state, params)
-            return fz.apply_updates(params, updates), state
-
+        """The parameters after training, milliseconds of a step, and kilobytes of optimizer state."""
+        tx, step = training(loss, frozen, rate)
         state, windows = tx.init(params), windows_of(text, args.steps * BATCH, seed=0).reshape(args.steps, BATCH, -1)
-        compiled, seconds = jax.jit(step, donate_argnums=1).lower(params, state, windows[0]).compile(), []
+        compiled, seconds = step.lower(params, state, windows[0]).compile(), []
         for batch in windows:
             start = time.perf_counter()
             params, state = jax.block_until_ready(compiled(params, state, batch))
@@ -100,9 +113,8 @@ def main() -> None:
         return params, 1e3 * float(np.median(seconds)), kept / 1e3
 
     base, *dense = train(init(jax.random.key(0)), False, english, 3e-3)
-    frozen = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": False, "head": False}
-    print(fz.explain(loss, base, frozen, held_out))
-    tuned, *in_parts = train(base, frozen, learned, 1e-3)
+    print(fz.explain(loss, base, FROZEN, held_out))
+    tuned, *in_parts = train(base, FROZEN, learned, 1e-3)
 
     table = Table("", "before, or all", "after, or the last two", title=f"the last {TRAIN} of {LAYERS} scanned layers")
     losses = (float(jax.jit(loss)(params, held_out)) for params in (base, tuned))
@@ -111,7 +123,7 @@ def main() -> None:
     table.add_row("optimizer state", f"{dense[1]:,.0f} kB", f"{in_parts[1]:,.0f} kB")
     old, new = (jax.tree.map(lambda a: np.asarray(a[: LAYERS - TRAIN]).tobytes(), p["layers"]) for p in (base, tuned))
     table.add_row("frozen layers", "", "the same bits" if old == new else "MOVED")
-    console.print(table)
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,54 @@
-"""Train low-rank adapters on a frozen base of 8-bit integers, held in the same tree of parameters.
+"""Train low-rank adapters on a frozen base of 8-bit integers, in one tree of parameters.
 
 A small net learns scikit-learn's digits. Its kernels are then rounded to int8, with a scale for each column, and the
-images are turned by a quarter: the base fails on them. Adapters of rank 4 learn the turned images beside the frozen
-base. The integers get neither a gradient nor optimizer state, and the loop is the one that trained the base.
+images are rotated by 90 degrees: the base fails on them. Adapters of rank 4 beside the frozen base learn the rotated
+images. The integers have neither gradients nor optimizer state, and the same training loop trained the base.
 
 Run with ``python examples/lora_and_frozen_base.py``.
 """
 
-import argparse
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+
+import optax_freeze as fz
+
+RANK, FROZEN = 4, fz.only("**/adapter_in", "**/adapter_out")
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=1e-3))
+
+
+def quantized(layer: Any, key: jax.Array) -> Any:
+    """A layer with an int8 kernel, a float scale for each column, and an adapter that adds zero at first."""
+    (n, m), scale = layer["kernel"].shape, jnp.abs(layer["kernel"]).max(axis=0) / 127
+    kernel, bias = jnp.round(layer["kernel"] / scale).astype(jnp.int8), layer["bias"].astype(jnp.bfloat16)
+    adapter = {"adapter_in": jax.random.normal(key, (n, RANK)) * n**-0.5, "adapter_out": jnp.zeros((RANK, m))}
+    return {"kernel": kernel, "scale": scale, "bias": bias, **adapter}
+
+
+def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
+    """An optimizer with state for the trainable parameters only, and its training step."""
+    tx = fz.freeze(TX, frozen, full_updates=False)
+
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(fz.grad(loss, frozen)(params, *batch), state, params)
+        return fz.apply_updates(params, updates), state
+
+    return tx, jax.jit(step)
+
+
+# %%
+import argparse
+
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-import optax_freeze as fz
-
-SIZES, RANK, BATCH = (64, 256, 256, 10), 4, 64
-FROZEN = fz.only("**/adapter_in", "**/adapter_out")
-TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=1e-3))
+SIZES, BATCH = (64, 256, 256, 10), 64
 
 
 def init(key: jax.Array) -> Any:
@@ -32,19 +56,6 @@ def init(key: jax.Array) -> Any:
     return {
         f"layer_{i}": {"kernel": jax.random.normal(k, (n, m)) * np.sqrt(2 / n), "bias": jnp.zeros(m)}
         for i, (k, n, m) in enumerate(zip(jax.random.split(key, 3), SIZES[:-1], SIZES[1:], strict=True))
-    }
-
-
-def quantised(layer: Any, key: jax.Array) -> Any:
-    """A layer whose kernel is int8 with a float scale for each column, and an adapter that does nothing yet."""
-    kernel, scale = layer["kernel"], jnp.abs(layer["kernel"]).max(axis=0) / 127
-    n, m = kernel.shape
-    return {
-        "kernel": jnp.round(kernel / scale).astype(jnp.int8),
-        "scale": scale,
-        "bias": layer["bias"].astype(jnp.bfloat16),
-        "adapter_in": jax.random.normal(key, (n, RANK)) * n**-0.5,
-        "adapter_out": jnp.zeros((RANK, m)),
     }
 
 
@@ -64,14 +75,8 @@ def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def train(title: str, params: Any, frozen: Any, images: Any, labels: Any, epochs: int) -> Any:
-    """The parameters after training what is not frozen."""
-    tx = fz.freeze(TX, frozen, full_updates=False)
-
-    @jax.jit
-    def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-        updates, state = tx.update(fz.grad(loss, frozen)(params, images, labels), state, params)
-        return fz.apply_updates(params, updates), state
-
+    """The parameters after training those that are not frozen."""
+    tx, step = training(loss, frozen)
     state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), title):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
@@ -90,22 +95,22 @@ def main() -> None:
     pixels, digits = load_digits(return_X_y=True)
     pixels = (pixels / 16.0).astype(np.float32)
     images, held_out, labels, held_out_labels = map(np.asarray, train_test_split(pixels, digits, random_state=0))
-    turned, held_out_turned = (np.rot90(x.reshape(-1, 8, 8), axes=(1, 2)).reshape(-1, 64) for x in (images, held_out))
+    rotated, held_out_rotated = (np.rot90(x.reshape(-1, 8, 8), axes=(1, 2)).reshape(-1, 64) for x in (images, held_out))
 
     dense = train("the base, upright", init(jax.random.key(0)), False, images, labels, args.epochs)
     keys = jax.random.split(jax.random.key(1), len(dense))
-    base = {name: quantised(dense[name], key) for name, key in zip(dense, keys, strict=True)}
+    base = {name: quantized(dense[name], key) for name, key in zip(dense, keys, strict=True)}
     console.print(fz.summary(base, FROZEN, TX))
     try:
-        jax.grad(loss)(base, turned, labels)
+        jax.grad(loss)(base, rotated, labels)
     except TypeError as error:
         console.print(f"jax.grad of all parameters refuses: {error}", style="red", highlight=False)
-    tuned = train("the adapters, turned", base, FROZEN, turned, labels, args.epochs)
+    tuned = train("the adapters, rotated", base, FROZEN, rotated, labels, args.epochs)
     fz.assert_frozen(base, tuned, FROZEN)
 
-    table = Table("held-out accuracy", "upright", "turned by a quarter")
+    table = Table("held-out accuracy", "upright", "rotated by 90 degrees")
     for name, params in {"float32": dense, "int8 alone": base, "int8 and adapters": tuned}.items():
-        right = (np.asarray(logits_of(params, x)).argmax(-1) == held_out_labels for x in (held_out, held_out_turned))
+        right = (np.asarray(logits_of(params, x)).argmax(-1) == held_out_labels for x in (held_out, held_out_rotated))
         table.add_row(name, *(f"{hits.mean():.1%}" for hits in right))
     console.print(table)
     digests = (np.asarray(fz.fingerprint(params, FROZEN)).tobytes().hex()[:12] for params in (base, tuned))

@@ -1,29 +1,52 @@
-"""Train a few single weights of a net and freeze the others at their first value.
+"""Train a few single weights of a net and freeze the others at their initial values.
 
-A net for scikit-learn's digits is trained densely. The weights that moved most are its winning ticket: the net starts
-again from the same first values, and only these weights train. The others are frozen where they began, not at zero; the
-optimizer holds state for the ticket alone. As many weights chosen at random are trained beside it.
+A net for scikit-learn's digits trains densely. The weights that moved most are its winning ticket: the net starts again
+from the same initial values, and only these weights train. The others are frozen at their initial values, not at zero,
+and the optimizer has state for the ticket only. For comparison, as many randomly chosen weights train.
 
-Run with ``python examples/lottery_ticket.py``.
+Run with ``python examples/lottery_ticket.py``; it draws ``lottery_ticket.png``.
 """
 
-import argparse
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+
+import optax_freeze as fz
+
+
+def all_but_largest(scores: Any, share: float) -> Any:
+    """A mask for each leaf, which freezes all elements but the share with the largest scores in the whole net."""
+    flat = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(scores)])
+    threshold = np.sort(flat)[-max(1, round(share * flat.size))]
+    return jax.tree.map(lambda leaf: fz.elements(np.asarray(leaf) < threshold, compact=True), scores)
+
+
+def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
+    """An optimizer with state for the trainable elements only, and its training step."""
+    tx = fz.freeze(optax.adam(3e-3), frozen, full_updates=False)
+
+    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
+        spec = fz.spec_of(state)  # the masks are arguments of the program, not constants in it
+        updates, state = tx.update(fz.grad(loss, spec)(params, *batch), state, params)
+        return fz.apply_updates(params, updates, spec), state
+
+    return tx, jax.jit(step)
+
+
+# %%
+import argparse
+
+import jax.numpy as jnp
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-import optax_freeze as fz
-
-SIZES, BATCH = (64, 128, 64, 10), 64
-TX = optax.adam(3e-3)
+SIZES, BATCH, SHARES = (64, 128, 64, 10), 64, (0.3, 0.1, 0.03, 0.01)
 
 
 def init(key: jax.Array) -> Any:
@@ -48,16 +71,9 @@ def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def train(params: Any, frozen: Any, data: Any, epochs: int) -> tuple[Any, float, str]:
-    """The parameters after training what is not frozen, the held-out accuracy, and the bytes of the state."""
+    """The parameters after training, the held-out accuracy, and the bytes of the moments and of the masks."""
     images, test_images, labels, test_labels = data
-    tx = fz.freeze(TX, frozen, full_updates=False)
-
-    @jax.jit
-    def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-        spec = fz.spec_of(state)  # the masks are arguments of the program, not constants in it
-        updates, state = tx.update(fz.grad(loss, spec)(params, images, labels), state, params)
-        return fz.apply_updates(params, updates, spec), state
-
+    tx, step = training(loss, frozen)
     state, rng = jax.jit(tx.init)(params), np.random.default_rng(0)
     sizes = [
         sum(leaf.nbytes for leaf in jax.tree.leaves(state) if (leaf.dtype == bool) == mask) for mask in (False, True)
@@ -69,16 +85,10 @@ def train(params: Any, frozen: Any, data: Any, epochs: int) -> tuple[Any, float,
     return params, accuracy, " + ".join(f"{size:,}" for size in sizes)
 
 
-def all_but_largest(scores: Any, share: float) -> Any:
-    """A mask for each leaf: frozen are all elements but the share with the largest scores over the whole net."""
-    flat = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(scores)])
-    threshold = np.sort(flat)[-max(1, round(share * flat.size))]
-    return jax.tree.map(lambda leaf: fz.elements(np.asarray(leaf) < threshold, compact=True), scores)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="epochs of each training")
+    parser.add_argument("--picture", default="lottery_ticket.png")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error(f"--epochs: got {args.epochs}, expected at least 1")
@@ -89,22 +99,32 @@ def main() -> None:
     params = init(jax.random.key(0))
     dense, accuracy, state = train(params, False, data, args.epochs)
     moved = jax.tree.map(lambda a, b: jnp.abs(a - b), dense, params)
-    noise = jax.tree.map(lambda leaf: np.random.default_rng(leaf.size).random(leaf.shape), params)
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda leaf: rng.random(leaf.shape), params)
 
-    table = Table("weights that train", "most moved", "at random", "moments + masks, bytes", title="held-out accuracy")
+    table = Table("trainable weights", "most moved", "at random", "moments + masks, bytes", title="held-out accuracy")
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     table.add_row(f"{total:,} (100 %)", f"{accuracy:.1%}", f"{accuracy:.1%}", state)
-    for share in track([0.3, 0.1, 0.03], "tickets"):
-        accuracies = []
-        for scores in (noise, moved):
+    curves = {"most moved": [accuracy], "at random": [accuracy]}
+    for share in track(SHARES, "tickets"):
+        for name, scores in {"at random": noise, "most moved": moved}.items():
             mask = all_but_largest(scores, share)
             trained, accuracy, state = train(params, mask, data, args.epochs)
             fz.assert_frozen(params, trained, mask)
-            accuracies.append(f"{accuracy:.1%}")
-        table.add_row(f"{round(share * total):,} ({share:.1%})", *reversed(accuracies), state)
+            curves[name].append(accuracy)
+        cells = (f"{curve[-1]:.1%}" for curve in curves.values())
+        table.add_row(f"{round(share * total):,} ({share:.1%})", *cells, state)
     console.print(fz.summary(params, all_but_largest(moved, 0.1)))
     console.print(table)
     console.print("no frozen weight moved (fz.assert_frozen, after each training)")
+
+    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
+    for name, curve in curves.items():
+        axes.plot([1, *SHARES], curve, ".-", label=name)
+    axes.set(xscale="log", xlabel="trainable share of the weights", ylabel="held-out accuracy")
+    axes.set_xticks([1, *SHARES], [f"{share:.0%}" for share in (1, *SHARES)])
+    axes.legend(title="weights chosen")
+    figure.savefig(args.picture, dpi=100)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,56 @@
-"""Add 16 tokens to a language model and train their rows alone.
+"""Add 16 tokens to a language model and train only their rows of the embedding.
 
 A small character model learns the docstrings of NumPy. Its vocabulary then grows by 16 frequent words of the text: 16
-more rows of the embedding, which is the head's matrix, too. Only these rows train. Every other parameter, the old rows
-among them, keeps its bits; gradient and optimizer state have the size of the new rows.
+more rows of the embedding, which is also the matrix of the head. Only these rows train. All other parameters, including
+the old rows, keep their bits, and the gradient and the optimizer state have the size of the new rows.
 
 Run with ``python examples/new_token_rows.py``.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import optax_freeze as fz
+
+
+def with_new_rows(params: Any, count: int) -> tuple[Any, Any]:
+    """The parameters with more rows in the embedding, the means of the old ones, and a spec that trains only these."""
+    old = params["embed"]["embedding"]
+    embedding = jnp.concatenate([old, jnp.tile(old.mean(0), (count, 1))])
+    frozen = fz.rules({"embed/embedding": ~fz.rows(slice(len(old), None))}, default=True)
+    return {**params, "embed": {"embedding": embedding}}, frozen
+
+
+def train(loss: Any, params: Any, frozen: Any, inner: Any, batches: Iterable[Any]) -> Any:
+    """The parameters after a step on each batch."""
+    tx = fz.freeze(inner, frozen, full_updates=False)  # updates have the size of the new rows, too
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(fz.grad(loss, frozen)(params, batch), state, params)
+        return fz.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for batch in batches:
+        params, state = step(params, state, batch)
+    return params
+
+
+# %%
 import argparse
 import collections
 import inspect
 import re
-from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-
-import optax_freeze as fz
 
 NEW, WIDTH, LENGTH, BATCH = 16, 64, 64, 16
 
@@ -43,7 +71,7 @@ class LanguageModel(nn.Module):
         return embed.attend(nn.LayerNorm(name="norm")(x))
 
 
-def tokenise(text: str, vocabulary: list[str]) -> np.ndarray:
+def tokenize(text: str, vocabulary: list[str]) -> np.ndarray:
     """Token numbers, longest tokens first."""
     number = {token: i for i, token in enumerate(vocabulary)}
     pattern = "|".join(re.escape(token) for token in sorted(vocabulary, key=len, reverse=True))
@@ -63,19 +91,9 @@ def loss(params: Any, windows: jax.Array, mean: bool = True) -> jax.Array:
     return entropies.mean() if mean else entropies
 
 
-def train(title: str, params: Any, frozen: Any, inner: Any, tokens: np.ndarray, steps: int) -> Any:
-    """The parameters after steps on random windows."""
-    tx = fz.freeze(inner, frozen, full_updates=False)
-
-    @jax.jit
-    def step(params: Any, state: Any, windows: jax.Array) -> tuple[Any, Any]:
-        updates, state = tx.update(fz.grad(loss, frozen)(params, windows), state, params)
-        return fz.apply_updates(params, updates), state
-
-    state = tx.init(params)
-    for windows in track(windows_of(tokens, steps * BATCH, seed=0).reshape(steps, BATCH, -1), title):
-        params, state = step(params, state, windows)
-    return params
+def batches_of(tokens: np.ndarray, steps: int, title: str) -> Iterable[np.ndarray]:
+    """Batches of random windows, with a progress bar."""
+    return track(windows_of(tokens, steps * BATCH, seed=0).reshape(steps, BATCH, -1), title)
 
 
 def main() -> None:
@@ -94,17 +112,17 @@ def main() -> None:
     console.print(f"{len(text):,} characters of text; {len(characters)} characters, and {NEW} new tokens: {words}")
 
     base = LanguageModel(len(characters)).init(jax.random.key(0), jnp.zeros((1, LENGTH), int))["params"]
-    base = train("train on characters", base, False, adam, tokenise(learned, characters), args.steps)
+    batches = batches_of(tokenize(learned, characters), args.steps, "train on characters")
+    base = train(loss, base, False, adam, batches)
 
-    vocabulary, old_rows = characters + words, base["embed"]["embedding"]
-    params = {**base, "embed": {"embedding": jnp.concatenate([old_rows, jnp.tile(old_rows.mean(0), (NEW, 1))])}}
-    frozen = fz.rules({"embed/embedding": ~fz.rows(slice(len(characters), None))}, default=True)
+    vocabulary, (params, frozen) = characters + words, with_new_rows(base, NEW)
+    new_text = tokenize(learned, vocabulary)
     console.print(fz.summary(params, frozen, adam, depth=1))
-    print(fz.explain(loss, params, frozen, windows_of(tokenise(learned, vocabulary), BATCH, seed=0)))
-    trained = train(f"train {NEW} rows", params, frozen, adam, tokenise(learned, vocabulary), args.steps // 2)
+    print(fz.explain(loss, params, frozen, windows_of(new_text, BATCH, seed=0)))
+    trained = train(loss, params, frozen, adam, batches_of(new_text, args.steps // 2, f"train {NEW} rows"))
     fz.assert_frozen(params, trained, frozen)
 
-    tokens = tokenise(held_out, vocabulary)
+    tokens = tokenize(held_out, vocabulary)
     windows, scale = windows_of(tokens, 128, seed=1), len(tokens) / len(held_out)
     new = windows[:, 1:] >= len(characters)
     nats = [np.asarray(jax.jit(loss, static_argnames="mean")(p, windows, mean=False)) for p in (params, trained)]

@@ -1,13 +1,17 @@
 """Every example runs, and its output has the expected content."""
 
+import ast
 import importlib.util
 import itertools
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from optax_freeze._memory.offload import _types_say_memory
 
@@ -27,6 +31,20 @@ def run(monkeypatch, capsys):
     return run_example
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that an example saves."""
+    figures, save = [], Figure.savefig
+
+    def savefig(figure, path, **options):
+        save(figure, path, **options)
+        assert pathlib.Path(path).stat().st_size > 5000
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
+
+
 def row(output, name):
     """The cells of a line of a printed table."""
     between = r"\s*│\s*|(?<=\S)\s{2,}(?=\S)"
@@ -34,18 +52,69 @@ def row(output, name):
     return [cell for cell in re.split(between, line) if cell][1:]
 
 
+def core_and_rest(example):
+    """The lines between the docstring and the first ``# %%``, and those below it."""
+    text = pathlib.Path(f"examples/{example}.py").read_text()
+    before, _, rest = text.partition("\n# %%\n")
+    return "\n".join(before.splitlines()[ast.parse(text).body[0].end_lineno :]).strip("\n"), rest
+
+
+def defined(code):
+    """The names of the functions, classes and constants of a module."""
+    for statement in ast.parse(code).body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            yield statement.name
+        elif isinstance(statement, ast.Assign):
+            names = [name for target in statement.targets for name in ast.walk(target)]
+            yield from (name.id for name in names if isinstance(name, ast.Name))
+
+
+def used(code):
+    return {
+        each.id for each in ast.walk(ast.parse(code)) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_begins_with_a_core_that_can_be_copied(example):
+    core, rest = core_and_rest(example)
+    assert len(core.splitlines()) <= 30
+    assert re.search(r"\bf(z|nnx)\.\w", core)
+    exec(compile(core, f"the core of {example}", "exec"), {})
+    names = set(defined(core))
+    assert names & used(rest)
+    assert names <= used(core) | used(rest)
+    assert not names & set(defined(rest))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F", "-"]  # undefined names, unused imports
+    checked = subprocess.run(ruff, input=core, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_is_short_has_a_test_and_is_in_the_index(example):
-    assert len(pathlib.Path(f"examples/{example}.py").read_text().splitlines()) <= 120
+    text, index = pathlib.Path(f"examples/{example}.py").read_text(), pathlib.Path("docs/examples.md").read_text()
+    assert len(text.splitlines()) <= 140
     assert f"test_{example}" in globals()
-    index = pathlib.Path("docs/examples.md").read_text()
     assert re.search(rf"^\| \[{example}\]\(#{example}\) \| .+ \|$", index, re.MULTILINE)
-    assert f"```{{literalinclude}} ../examples/{example}.py\n" in index
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_page_shows_the_core_of_an_example_and_then_the_rest(example):
+    index = pathlib.Path("docs/examples.md").read_text()
+    [section] = re.findall(rf"^## {example}\n\n([A-Z].*?)(?=^## |\Z)", index, re.MULTILINE | re.DOTALL)
+    include = f"```{{literalinclude}} ../examples/{example}.py\n:language: python\n"
+    text, core, rest = section.split(include)
+    assert text.endswith(".\n\n")
+    assert core.startswith(':start-at: import\n:end-before: "# %%"\n```\n')
+    assert core.endswith(f"````{{dropdown}} The rest of {example}.py\n")
+    assert rest.strip() == ':start-after: "# %%"\n```\n````'
+    lines = pathlib.Path(f"examples/{example}.py").read_text().splitlines()
+    assert next(line for line in lines if "import" in line) == core_and_rest(example)[0].splitlines()[0]
 
 
 def test_the_index_has_no_other_examples():
     index = pathlib.Path("docs/examples.md").read_text()
-    assert sorted(re.findall(r"\.\./examples/(\w+)\.py", index)) == EXAMPLES
+    assert sorted(set(re.findall(r"\.\./examples/(\w+)\.py", index))) == EXAMPLES
 
 
 def test_finetune_digits(run, tmp_path):
@@ -154,12 +223,18 @@ def test_finetune_beyond_memory(run):
     assert row(output, "losses and parameters") == ["the same bits"]
 
 
-def test_lottery_ticket(run):
-    output = run("lottery_ticket", "--epochs", 4)
+def test_lottery_ticket(run, drawn, tmp_path):
+    output = run("lottery_ticket", "--epochs", 4, "--picture", tmp_path / "accuracies.png")
     assert "no frozen weight moved" in output
     accuracy, _, state = row(output, "5,168 (30.0%)")
     assert float(accuracy.rstrip("%")) > 80
     assert state == f"{4 + 8 * 5168:,} + 17,226"
+    [axes] = drawn.pop().axes
+    most_moved, at_random = axes.lines
+    shares, cells = [1, 0.3, 0.1, 0.03, 0.01], ["(100 %)", "(30.0%)", "(10.0%)", "(3.0%)", "(1.0%)"]
+    assert list(most_moved.get_xdata()) == list(at_random.get_xdata()) == shares
+    plotted = zip(most_moved.get_ydata(), at_random.get_ydata(), strict=True)
+    assert [[f"{y:.1%}" for y in pair] for pair in plotted] == [row(output, cell)[:2] for cell in cells]
 
 
 def test_lottery_ticket_refuses_no_epochs(run):
@@ -177,9 +252,9 @@ def test_lora_and_frozen_base(run):
     assert "jax.grad of all parameters refuses: grad requires real- or complex-valued inputs" in output
     before, after = re.search(r"fingerprint of the base: (\w+) before, (\w+) after", output).groups()
     assert before == after
-    upright, turned = (float(cell.rstrip("%")) for cell in row(output, "int8 alone"))
-    assert upright > 90 > 40 > turned
-    assert float(row(output, "int8 and adapters")[1].rstrip("%")) > turned + 30
+    upright, rotated = (float(cell.rstrip("%")) for cell in row(output, "int8 alone"))
+    assert upright > 90 > 40 > rotated
+    assert float(row(output, "int8 and adapters")[1].rstrip("%")) > rotated + 30
 
 
 def test_freeze_a_backbone_linen(run):
@@ -224,8 +299,8 @@ def test_freeze_a_backbone_nnx_refuses_no_epochs(run):
         run("freeze_a_backbone_nnx", "--epochs", 0)
 
 
-def test_gradual_unfreezing(run):
-    output = run("gradual_unfreezing", "--epochs", 4)
+def test_gradual_unfreezing(run, drawn, tmp_path):
+    output = run("gradual_unfreezing", "--epochs", 4, "--picture", tmp_path / "accuracies.png")
     assert row(output, "compilations") == ["1", "3"]
     layers = ("head", "hidden_1", "hidden_0")
     flops = [[float(cell) for cell in row(output, f"{layer} thaws: MFLOP")] for layer in layers]
@@ -237,6 +312,12 @@ def test_gradual_unfreezing(run):
     assert steps[1][0] != steps[1][1]
     assert all(float(cell.rstrip("%")) > 90 for cell in row(output, "held-out accuracy"))
     assert "counts from 0" in output
+    axes, bars = drawn.pop().axes
+    curves = [line.get_ydata() for line in axes.lines if line.get_label() in ("one program", "static phases")]
+    assert [len(curve) for curve in curves] == [1 + 3 * 4] * 2
+    assert [f"{curve[-1]:.1%}" for curve in curves] == row(output, "held-out accuracy")
+    assert curves[0][0] == curves[1][0] < 0.6  # five of the ten digits
+    assert [float(f"{bar.get_height():.1f}") for bar in bars.patches] == [static for _, static in flops]
 
 
 def test_gradual_unfreezing_refuses_no_epochs(run):
@@ -244,8 +325,8 @@ def test_gradual_unfreezing_refuses_no_epochs(run):
         run("gradual_unfreezing", "--epochs", 0)
 
 
-def test_autofreeze(run):
-    output = run("autofreeze", "--epochs", 12)
+def test_autofreeze(run, drawn, tmp_path):
+    output = run("autofreeze", "--epochs", 12, "--picture", tmp_path / "costs.png")
     layers = ["stem", "block_0", "block_1", "block_2"]
     rows = [line.split("│")[1:-1] for line in output.splitlines() if re.match(r"│ \d", line)]
     frozen = [cells[1].strip().split(", ") for cells in rows]
@@ -261,6 +342,11 @@ def test_autofreeze(run):
     assert totals[2] < totals[1] < 0.8 * totals[0]
     accuracies = [float(cell.rstrip("%")) for cell in row(output, "held-out accuracy")]
     assert min(accuracies) > 95
+    steps, losses = drawn.pop().axes
+    plotted = [1347 // 64 * patch.get_data().values.sum() / 1e3 for patch in steps.patches]
+    assert [f"{total:.2f}" for total in plotted[:2]] == [f"{total:.2f}" for total in totals[:2]]
+    assert plotted[2] < totals[2]  # which includes running the frozen layers once
+    assert [len(line.get_ydata()) for line in losses.lines] == [12] * 3
 
 
 def test_autofreeze_refuses_no_epochs(run):
@@ -268,8 +354,8 @@ def test_autofreeze_refuses_no_epochs(run):
         run("autofreeze", "--epochs", 0)
 
 
-def test_gan_alternating(run):
-    output = run("gan_alternating", "--turns", 400)
+def test_gan_alternating(run, drawn, tmp_path):
+    output = run("gan_alternating", "--turns", 400, "--picture", tmp_path / "points.png")
     turns = [row(output, f"│ {turn}  ") for turn in range(4)]
     assert [frozen for frozen, *_ in turns] == ["generator", "discriminator"] * 2
     for (_, *before), (frozen, *after) in itertools.pairwise(turns):
@@ -280,11 +366,16 @@ def test_gan_alternating(run):
     assert "2000 updates, 1 compilation\n" in output
     before, after, data = (float(row(output, f"│ {name} ")[0].rstrip("%")) for name in ("before", "after", "data"))
     assert before + 30 < after < data
+    clouds = [axes.collections[0].get_offsets() for axes in drawn.pop().axes]
+    angles = np.arange(8) * np.pi / 4
+    centres = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    near = [(np.linalg.norm(points[:, None] - centres, axis=-1).min(axis=1) < 0.2).mean() for points in clouds]
+    assert near == pytest.approx([before / 100, after / 100, data / 100], abs=0.05)
 
 
 def test_audit_a_training_script(run):
     output = run("audit_a_training_script", "--epochs", 4)
-    as_found, mended = output.split("The optimizer mended")
+    as_found, fixed = output.split("The optimizer, fixed:")
     assert "audit: 4 leaks (4 of 6 leaves frozen, 3 steps a run)" in as_found
     for leak in (
         "moved: weight decay",
@@ -293,7 +384,7 @@ def test_audit_a_training_script(run):
         "state: state for frozen",
     ):
         assert leak in as_found
-    assert "audit: no leak" in mended
+    assert "audit: no leak" in fixed
     assert row(output, "audit") == ["leaks", "passes"]
     assert row(output, "bits of the encoder") == ["2 of 4 frozen leaves moved", "the same"]
     full, frozen = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
