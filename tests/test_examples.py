@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from optax_freeze._memory.offload import _types_say_memory
-
 EXAMPLES = sorted(path.stem for path in pathlib.Path("examples").glob("*.py"))
 
 
@@ -202,8 +200,6 @@ def test_lisa(run):
 
 @pytest.mark.usefixtures("optimized")
 def test_finetune_beyond_memory(run):
-    if not _types_say_memory():
-        pytest.skip("the types of this JAX do not say where an array is")
     output = run("finetune_beyond_memory")
     gib = {tuple(line.split()[1:4:2]): line.split()[5::2] for line in output.splitlines() if re.match(r"│ \d+B ", line)}
     assert gib["8B", "1"][:3] == ["21.9", "9.3", "13.0"]

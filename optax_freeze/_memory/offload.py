@@ -5,7 +5,6 @@ alone you call ``jax.device_put`` with a memory kind for each leaf. Here the spe
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -41,8 +40,8 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     Args:
       tree: any pytree of arrays. NumPy arrays are moved to pinned host memory directly, without using device memory.
         NumPy arrays whose dtype JAX would truncate (float64 without 64-bit mode) are not moved. Inside ``jit``, the
-        compiler moves the arrays. A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array, and nothing is
-        allocated.
+        compiler moves the arrays (since JAX 0.10). A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array,
+        and nothing is allocated.
       frozen: the frozen parameters, as a spec of any form. Omit it for an optimizer state.
       min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
@@ -156,14 +155,6 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
                 expected=f"a device that reads from {HOST!r}, as GPUs, TPUs and JAX's CPU backend do",
                 fix="keep the parameters on the device; on a mesh, more devices hold less each",
             )
-    if not _types_say_memory():
-        raise value_error(
-            "this release of JAX does not include the memory of an array in its type",
-            at="jax",
-            got=f"JAX {jax.__version__}",
-            expected="a release in which jax.typeof(array) is float32<host>[...] for an array on the host",
-            fix="pip install --upgrade jax jaxlib",
-        )
 
 
 def _devices(sharding: Sharding) -> set[Any]:
@@ -178,13 +169,3 @@ def _memory_kinds(device: Any) -> list[str] | None:
         return [memory.kind for memory in device.addressable_memories()] or None
     except Exception:
         return None
-
-
-@functools.cache
-def _types_say_memory() -> bool:
-    """Whether the type of an array includes its memory space, which it does in releases after JAX 0.7."""
-    devices = [device for device in jax.local_devices() if HOST in (_memory_kinds(device) or ())]
-    if not devices:
-        return True
-    array = jax.device_put(np.float32(0), SingleDeviceSharding(devices[0], memory_kind=HOST))
-    return jax.typeof(array).memory_space == jax.memory.Space.Host

@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None, reason="the libtpu wheel, which compiles for TPU, is not installed"
     ),
-    # JAX 0.7 keeps no program on disk that was compiled for devices that are not there, and says so.
-    pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache:UserWarning"),
 ]
 LEAVES_THE_CHIP = re.compile(r"callback\"|\b(?:infeed|outfeed|send|recv)\(")
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))

@@ -7,10 +7,6 @@ import pytest
 from conftest import bits
 
 import optax_freeze as fz
-from optax_freeze._memory import offload as _offload
-
-if not _offload._types_say_memory():
-    pytest.skip("the types of this JAX do not say where an array is", allow_module_level=True)
 
 X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

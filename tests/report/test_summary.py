@@ -21,7 +21,6 @@ import rich.console
 from flax import nnx
 
 import optax_freeze as fz
-from optax_freeze._memory.offload import _types_say_memory
 from optax_freeze._report import table as _table
 from optax_freeze._spec import tree as _tree
 
@@ -622,7 +621,6 @@ def test_a_spec_that_freezes_some_is_not():
         assert "the spec freezes" not in str(fz.summary(tree, spec))
 
 
-@pytest.mark.skipif(not _types_say_memory(), reason="the types of this JAX do not say where an array is")
 class TestOnHost:
     spec: ClassVar = {"layers": fz.rows([0, 1, 2]), "embed": True, "head": False}
 

@@ -8,12 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze._memory.offload import _types_say_memory
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._verify import bits as _bits
-
-if not _types_say_memory():
-    pytest.skip("the types of this JAX do not say where an array is", allow_module_level=True)
 
 SHAPE = (6, 16, 2)
 SPECS = {
