@@ -2,11 +2,15 @@
 
 Names in text become links: ``fz.freeze`` to its place in the API, ``optax.adamw`` and ``jax.grad`` to the pages of
 these projects. The addresses of the latter are in ``docs/inventories``, so that a build needs no network.
+
+Pages with code cells are executed once for each state of the package and the examples, which the cells import.
 """
 
 import ast
+import hashlib
 import importlib
 import inspect
+import os
 import pathlib
 import re
 import textwrap
@@ -22,7 +26,7 @@ project = "optax_freeze"
 author = "the optax_freeze authors"
 copyright = "2026, the optax_freeze authors"
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
@@ -30,7 +34,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-source_suffix = [".md"]
+source_suffix = {".md": "myst-nb"}
 exclude_patterns = ["_build"]
 html_theme = "sphinx_book_theme"
 html_title = "optax_freeze"
@@ -50,6 +54,15 @@ maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+nb_output_stderr = "remove"
+SOURCES = sorted([*HERE.parent.glob("examples/*.py"), *HERE.parent.glob("optax_freeze/**/*.py")])
+STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
+nb_execution_cache_path = str(HERE.parent / ".venv" / "notebooks" / STATE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent / "examples"), os.getenv("PYTHONPATH")]))
 intersphinx_mapping = {
     "jax": ("https://docs.jax.dev/en/latest", str(HERE / "inventories" / "jax.txt")),
     "optax": ("https://optax.readthedocs.io/en/latest", str(HERE / "inventories" / "optax.txt")),

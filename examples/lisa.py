@@ -3,36 +3,58 @@
 A causal transformer over bytes scans its eight layers. It has learned from NumPy's docstrings and goes on with Python's
 own documentation: by AdamW of everything, by LISA (Pan et al., 2024: two random layers, others every ten steps, with
 embedding, norm and head), and with its last two layers alone. LISA and the last two layers need the same memory.
-
-Run with ``python examples/lisa.py``.
 """
 
+from typing import Any
+
+import jax
+import optax
+
+import optax_freeze as fz
+
+LAYERS, TRAIN = 8, 2  # layers of the stack, and how many of them train at a time
+ANY_TWO = {"embed": False, "layers": ~fz.rows(jax.numpy.arange(TRAIN)), "norm": False, "head": False}
+
+
+def training(loss: Any, optimizer: Any, frozen: Any = ANY_TWO) -> Any:
+    """An optimizer with a step count of the layers' own, and a step that reads from its state which layers train."""
+    labels = {name: name == "layers" for name in ANY_TWO}
+    inner = optax.multi_transform({True: optimizer, False: optimizer}, labels)
+    tx = fz.freeze(inner, frozen, full_updates=False)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads = fz.grad(loss, fz.spec_of(state))(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates), state
+
+    return tx, jax.jit(step)
+
+
+def choose_layers(state: Any, key: Any) -> Any:
+    """The state in which other layers train."""
+    return fz.replace_masks(state, {"layers/**": ~fz.rows(jax.random.choice(key, LAYERS, (TRAIN,), replace=False))})
+
+
+# %%
 import argparse
 import builtins
 import inspect
 import time
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-import optax_freeze as fz
-
-LAYERS, TRAIN, EVERY, WIDTH, HEADS, LENGTH, BATCH = 8, 2, 10, 64, 4, 64, 8
+EVERY, WIDTH, HEADS, LENGTH, BATCH = 10, 64, 4, 64, 8
+LAST_TWO = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": False, "head": False}
 
 
 def init(key: jax.Array) -> Any:
-    """Parameters; those of the layers have an axis of layers in front."""
     keys = iter(jax.random.split(key, 6))
-
-    def normal(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
-
-    layers = {
+    normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5  # noqa: E731
+    layers = {  # the first axis is the layer
         "qkv": normal(LAYERS, WIDTH, 3 * WIDTH),
         "out": normal(LAYERS, WIDTH, WIDTH) / LAYERS,
         "up": normal(LAYERS, WIDTH, 4 * WIDTH),
@@ -52,68 +74,66 @@ def layer(x: jax.Array, p: Any) -> jax.Array:
     return x + jax.nn.gelu(normalise(x, p["scale"][1]) @ p["up"]) @ p["down"]
 
 
+@jax.jit
 def loss(params: Any, windows: jax.Array) -> jax.Array:
-    """Mean cross entropy of the next byte, in nats."""
-    position = jnp.sin(jnp.arange(LENGTH)[:, None] / 8.0 ** jnp.linspace(0, 2, WIDTH))
-    x = 8 * params["embed"][windows[:, :-1]] + position
+    x = 8 * params["embed"][windows[:, :-1]] + jnp.sin(jnp.arange(LENGTH)[:, None] / 8.0 ** jnp.linspace(0, 2, WIDTH))
     x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
     logits = normalise(x, params["norm"]) @ params["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
+def windows_of(text: np.ndarray, n: int, seed: int) -> np.ndarray:
+    return text[np.random.default_rng(seed).integers(0, len(text) - LENGTH - 1, (n, 1)) + np.arange(LENGTH + 1)]
+
+
 def documentation(names: list[Any]) -> np.ndarray:
-    """Docstrings as bytes below 128."""
     text = "\n\n".join(inspect.getdoc(member) or "" for thing in names for _, member in inspect.getmembers(thing))
     return np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)
 
 
-def windows_of(text: np.ndarray, n: int, seed: int) -> np.ndarray:
-    starts = np.random.default_rng(seed).integers(0, len(text) - LENGTH - 1, n)
-    return text[starts[:, None] + np.arange(LENGTH + 1)]
+def train(params: Any, method: Any, text: np.ndarray, steps: int, held_out: Any, turns: bool = False) -> Any:
+    """Held-out losses before every tenth step and at the end; seconds of each step; bytes of state; parameters."""
+    (tx, step), choose, keys = method, jax.jit(choose_layers), jax.random.split(jax.random.key(1), steps)
+    state, losses, seconds = jax.jit(tx.init)(params), [], []
+    for i, batch in enumerate(windows_of(text, steps * BATCH, seed=0).reshape(steps, BATCH, -1)):
+        if i % EVERY == 0:
+            losses.append(loss(params, held_out))
+            state = choose(state, keys[i]) if turns else state
+        start = time.perf_counter()
+        params, state = jax.block_until_ready(step(params, state, batch))
+        seconds.append(time.perf_counter() - start)
+    assert step._cache_size() == 1  # one program, whichever layers train
+    return [*losses, loss(params, held_out)], seconds, sum(x.nbytes for x in jax.tree.leaves(state)), params
+
+
+def compare(steps: int) -> dict[str, Any]:
+    english, python = documentation([np]), documentation([builtins, *vars(builtins).values()])
+    learned, held_out = python[: len(python) * 9 // 10], windows_of(python[len(python) * 9 // 10 :], 64, seed=1)
+    kinds = {"AdamW of everything": False, "LISA": ANY_TWO, "the last two layers": LAST_TWO}
+    methods = {name: training(loss, optax.adamw(2e-3), frozen) for name, frozen in kinds.items()}
+    *_, base = train(jax.jit(init)(jax.random.key(0)), methods["AdamW of everything"], english, steps, held_out)
+    return {name: train(base, methods[name], learned, steps, held_out, name == "LISA") for name in kinds}
+
+
+def report(runs: dict[str, Any]) -> Figure:
+    table = Table("", "held-out loss", "a step", "optimizer state", title="nats per byte of Python's documentation")
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    table.add_row("before", f"{next(iter(runs.values()))[0][0]:.3f}")
+    for name, (losses, seconds, held, _) in runs.items():
+        table.add_row(name, f"{losses[-1]:.3f}", f"{1e3 * np.median(seconds):.0f} ms", f"{held / 1e3:,.0f} kB")
+        axes.plot([*range(0, len(seconds), EVERY), len(seconds)], losses, label=name)
+    axes.set(xlabel="steps", ylabel="held-out loss, nats per byte")
+    axes.legend()
+    Console(force_jupyter=False).print(table)
+    return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of each training")
+    parser.add_argument("--picture", default="lisa.png")
     args = parser.parse_args()
-    english, python = documentation([np]), documentation([builtins, *vars(builtins).values()])
-    learned, held_out = python[: len(python) * 9 // 10], windows_of(python[len(python) * 9 // 10 :], 64, seed=1)
-
-    def train(params: Any, frozen: Any, text: np.ndarray, rate: float, turns: bool = False) -> tuple[Any, str, str]:
-        """Trains what is not frozen; the parameters, the time of a step, and the bytes of optimizer state."""
-        labels = lambda params: {name: name == "layers" for name in params}  # noqa: E731  (a count of their own)
-        inner = optax.multi_transform({True: optax.adamw(rate), False: optax.adamw(rate)}, labels)
-        tx = fz.freeze(inner, frozen, full_updates=False)
-
-        @jax.jit
-        def step(params: Any, state: Any, windows: jax.Array) -> tuple[Any, Any]:
-            grads = fz.grad(loss, fz.spec_of(state))(params, windows)
-            updates, state = tx.update(grads, state, params)
-            return fz.apply_updates(params, updates), state
-
-        state, seconds, keys = tx.init(params), [], jax.random.split(jax.random.key(1), args.steps)
-        windows = windows_of(text, args.steps * BATCH, seed=0).reshape(args.steps, BATCH, -1)
-        compiled = step.lower(params, state, windows[0]).compile()  # one program, whichever layers train
-        for i, batch in enumerate(windows):
-            if turns and i % EVERY == 0:
-                chosen = jax.random.choice(keys[i], LAYERS, (TRAIN,), replace=False)
-                state = fz.replace_masks(state, {"layers/**": ~fz.rows(chosen)})
-            start = time.perf_counter()
-            params, state = jax.block_until_ready(compiled(params, state, batch))
-            seconds.append(time.perf_counter() - start)
-        kept = sum(x.nbytes for x in jax.tree.leaves(state))
-        return params, f"{1e3 * np.median(seconds):.0f} ms", f"{kept / 1e3:,.0f} kB"
-
-    base, *_ = train(init(jax.random.key(0)), False, english, 3e-3)
-    any_two = {"embed": False, "layers": ~fz.rows(jnp.array([6, 7])), "norm": False, "head": False}
-    last_two = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": False, "head": False}
-    kinds = {"AdamW of everything": (False, False), "LISA": (any_two, True), "the last two layers": (last_two, False)}
-    table = Table("", "held-out loss", "a step", "optimizer state", title="nats per byte of Python's documentation")
-    table.add_row("before", f"{jax.jit(loss)(base, held_out):.3f}")
-    for name, (frozen, turns) in kinds.items():
-        params, *figures = train(base, frozen, learned, 1e-3, turns)
-        table.add_row(name, f"{jax.jit(loss)(params, held_out):.3f}", *figures)
-    Console().print(table)
+    report(compare(args.steps)).savefig(args.picture, dpi=150)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,12 @@ ROLE = re.compile(r"\{py:\w+\}`[^`]+`")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 MENTION = re.compile(r"`((?:docs|examples|tests)/[\w/]+\.\w+)`")
 NAME = re.compile(r"`(fz|fnnx|checkpoint)\.(?!py`)(\w+)(?:\(.*?\))?`")
+CELL = re.compile(r"^```\{code-cell\} python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOTEBOOKS = {
+    "docs/few_labels.md": "finetune_digits",
+    "docs/lisa.md": "lisa",
+    "docs/precompute.md": "train_on_features",
+}
 ROOMS = {"fz": fz, "fnnx": fz.nnx, "checkpoint": fz.checkpoint}
 
 
@@ -27,6 +33,22 @@ def anchors(page):
 
 def test_there_are_at_most_thirty_pages():
     assert len(PAGES) - 1 <= 30  # without the README
+
+
+def test_three_pages_are_notebooks():
+    assert {str(page) for page in PAGES if "{code-cell}" in page.read_text()} == {"docs/development.md", *NOTEBOOKS}
+
+
+@pytest.mark.parametrize("page", NOTEBOOKS)
+def test_a_notebook_shows_and_runs_its_example(page):
+    text, example = pathlib.Path(page).read_text(), NOTEBOOKS[page]
+    script, cells = pathlib.Path(f"examples/{example}.py").read_text(), "".join(CELL.findall(text))
+    assert text.startswith("---\nfile_format: mystnb\n")
+    assert f"```{{literalinclude}} ../examples/{example}.py\n" in text
+    [name] = re.findall(rf"^import {example}(?: as (\w+))?$", cells, re.MULTILINE)
+    used = set(re.findall(rf"\b{name or example}\.(\w+)", cells))
+    assert {"compare", "report"} <= used
+    assert all(re.search(rf"^(def )?{function}\b", script, re.MULTILINE) for function in used)
 
 
 def test_that_the_examples_are_executed_is_said_once():

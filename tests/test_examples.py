@@ -189,13 +189,14 @@ def test_last_layers_of_a_scanned_transformer(run):
     assert "merged by" not in output
 
 
-def test_lisa(run):
-    output = run("lisa", "--steps", 20)
+def test_lisa(run, tmp_path):
+    output = run("lisa", "--steps", 20, "--picture", tmp_path / "losses.png")
     (before,) = row(output, "before")
     figures = {name: row(output, name) for name in ("AdamW of everything", "LISA", "the last two layers")}
     assert all(float(loss) < float(before) for loss, *_ in figures.values())
     full, lisa, last = (float(size.removesuffix(" kB").replace(",", "")) for *_, size in figures.values())
     assert last < lisa < 0.3 * full
+    assert (tmp_path / "losses.png").stat().st_size > 5000
 
 
 @pytest.mark.usefixtures("optimized")

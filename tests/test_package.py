@@ -28,7 +28,7 @@ API = {  # the page under docs/api of each folder, and of the modules that users
     "_gradient": "gradient",
     "_optimizer": "optimizer",
     "_state": "optimizer",
-    "_memory": "memory",
+    "_memory": "precompute",
     "_report": "report",
     "_precompute": "precompute",
     "_verify": "report",
