@@ -5,7 +5,7 @@ import ctypes
 import os
 import tempfile
 
-FLAGS = os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # Compiled programs are on disk, for all processes of a run: the cache in memory is cleared after each file.
@@ -16,28 +16,36 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
-
-# Without the fusion emitters, programs compile twice as fast. JAX 0.12 has no such flag, nor has libtpu.
-if jax.__version_info__ < (0, 12):
-    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_cpu_use_fusion_emitters=false"
-    jax.devices("cpu")
-    os.environ["XLA_FLAGS"] = FLAGS
-
+import jax._src.compiler
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optax_freeze as fz
 
-OPTIMIZED = ("tests/gradient/", "tests/precompute/", "tests/test_properties.py", "tests/test_benchmarks.py")
-
+OPTIMIZED = ("tests/gradient/", "tests/precompute/", "tests/test_benchmarks.py", "tests/test_properties.py")
 LIBC = ctypes.CDLL(None)
+get_compile_options = jax._src.compiler.get_compile_options
+
+
+def without_emitters(*args, env_options_overrides=None, backend=None, **kwargs):
+    """The options of JAX; for the CPU without its fusion emitters, which take most of the time to compile."""
+    if backend is not None and backend.platform == "cpu":
+        env_options_overrides = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
+    return get_compile_options(*args, env_options_overrides=env_options_overrides, backend=backend, **kwargs)
+
+
+def compile_as(users=False, optimized=True):
+    """Compiles as users do, or fast: with LLVM's optimizations, or without these, too."""
+    jax.config.update("jax_disable_most_optimizations", not optimized)
+    if jax.__version_info__ < (0, 12):  # which has no other way than its fusion emitters
+        jax._src.compiler.get_compile_options = get_compile_options if users else without_emitters
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_module(request):
     """Limits the programs that a process maps to memory, and optimizes where programs are compared in bits or costs."""
-    jax.config.update("jax_disable_most_optimizations", not request.node.nodeid.startswith(OPTIMIZED))
+    compile_as(optimized=request.node.nodeid.startswith(OPTIMIZED))
     yield
     jax.clear_caches()
     if hasattr(LIBC, "malloc_trim"):
@@ -45,11 +53,11 @@ def _programs_of_one_module(request):
 
 
 @pytest.fixture
-def optimized():
-    """Optimizes the programs of a test that measures them or runs long."""
-    jax.config.update("jax_disable_most_optimizations", False)
+def as_users_compile(request):
+    """Compiles the programs of a test as users do: it measures them, runs long, or depends on single roundings."""
+    compile_as(users=True)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_as(optimized=request.node.nodeid.startswith(OPTIMIZED))
 
 
 def bits(tree):

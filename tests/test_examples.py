@@ -138,6 +138,7 @@ def test_finetune_digits_refuses_no_draws(run):
         run("finetune_digits", "--draws", 0)
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_train_on_features(run, tmp_path):
     output = run("train_on_features", "--epochs", 1, "--picture", tmp_path / "features.png")
     in_each_step, once = row(output, "last loss")
@@ -176,7 +177,7 @@ def test_new_token_rows_refuses_no_steps(run):
         run("new_token_rows", "--steps", 0)
 
 
-@pytest.mark.usefixtures("optimized")
+@pytest.mark.usefixtures("as_users_compile")
 def test_last_layers_of_a_scanned_transformer(run):
     output = run("last_layers_of_a_scanned_transformer", "--steps", 20)
     before, after = (float(cell) for cell in row(output, "held-out loss"))
@@ -199,7 +200,7 @@ def test_lisa(run, tmp_path):
     assert (tmp_path / "losses.png").stat().st_size > 5000
 
 
-@pytest.mark.usefixtures("optimized")
+@pytest.mark.usefixtures("as_users_compile")
 def test_finetune_beyond_memory(run):
     output = run("finetune_beyond_memory")
     gib = {tuple(line.split()[1:4:2]): line.split()[5::2] for line in output.splitlines() if re.match(r"│ \d+B ", line)}

@@ -269,6 +269,7 @@ def test_stopped_between_the_arrays_and_the_record(at, tmp_path, once, monkeypat
     assert bits(features.read(tmp_path)[:]) == bits(expected)
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_a_killed_process_leaves_complete_batches(tmp_path, computed):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     directory, until = tmp_path / "features", 10

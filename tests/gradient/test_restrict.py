@@ -89,12 +89,12 @@ class TestValueAndGrad:
     @pytest.mark.parametrize("argnums", [(0, 1), [0], True, 0.0, None])
     def test_one_int_of_argnums(self, loss, frozen, argnums):
         for make in (fz.value_and_grad, fz.grad):
-            with pytest.raises(ValueError, match=r"one argument(.|\n)*argnums"):
+            with pytest.raises(ValueError, match="`argnums` must be a single int"):
                 make(loss, frozen, argnums)
 
     @pytest.mark.parametrize("argnums", [2, -3])
     def test_no_such_argument(self, params, loss, batch, frozen, argnums):
-        with pytest.raises(ValueError, match=r"no such argument(.|\n)*2 positional"):
+        with pytest.raises(ValueError, match=r"`argnums` is out of range(.|\n)*2 positional"):
             fz.grad(loss, frozen, argnums)(params, batch)
 
     def test_params_by_keyword(self, params, loss, batch, frozen):

@@ -397,6 +397,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.usefixtures("as_users_compile")
 class TestEveryBitPattern:
     """Narrow floats are moved as integers: XLA computes them in float32 on a CPU, which changes NaN payloads."""
 
