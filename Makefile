@@ -20,7 +20,7 @@ else
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n auto --maxprocesses 4
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
 endif
 
@@ -32,7 +32,7 @@ test-oldest test-newest: .venv/test  ## test the wheel with the oldest or newest
 	$(PYTHON) -m venv .venv/of-$@/env
 	.venv/of-$@/env/bin/python -m pip install --quiet "$$(echo .venv/of-$@/*.whl)[test,examples,docs]" $(VERSIONS)
 	cd .venv/of-$@ && tar -xf *.tar.gz && rm -r optax_freeze-*/optax_freeze
-	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n 2 tests docs README.md --pyargs optax_freeze
+	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n auto --maxprocesses 4 tests docs README.md --pyargs optax_freeze
 
 docs: .venv/test  ## build the documentation, in .venv/html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
