@@ -121,7 +121,7 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
         if not below:
             tops = ", ".join(dict.fromkeys(path.split("/")[0] for path in shapes))
             raise value_error(
-                "no such place in the checkpoint",
+                "there is no such path in the checkpoint",
                 at=str(checkpoint),
                 got=f"--params {params}",
                 expected=f"a path that begins with one of {tops}",
@@ -166,9 +166,9 @@ def _optimizer(name: str) -> optax.GradientTransformation:
         tx = factory(1e-3)
     except Exception as error:
         got = f"{type(error).__name__}: {in_one_line(error)}"
-        raise _no_optimizer(name, got, "call fz.summary with one that you have made") from error
+        raise _no_optimizer(name, got, "create the optimizer yourself and call fz.summary") from error
     if not isinstance(tx, optax.GradientTransformation):
-        raise _no_optimizer(name, described(tx), "give the name of an optimizer, as adamw")
+        raise _no_optimizer(name, described(tx), "give the name of an optimizer, for example adamw")
     return tx
 
 
@@ -182,8 +182,8 @@ def _nearest(name: str, functions: Mapping[str, Any]) -> list[str]:
 
 
 def _no_optimizer(name: str, got: str, fix: str) -> ValueError:
-    expected = "a function of optax or optax.contrib that makes an optimizer of a learning rate"
-    return value_error("no optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
+    expected = "a function of optax or optax.contrib that creates an optimizer from a learning rate"
+    return value_error("not the name of an optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
 
 
 def run() -> int:

@@ -984,17 +984,17 @@ def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
         lambda: fz.freeze(optax.sgd(0.1), spec).init(params),
         lambda: fz.labels(spec)(params),
     ):
-        with pytest.raises(ValueError, match=r"(?s)an NNX filter goes by NNX variables.*fz\.path.*fz\.where"):
+        with pytest.raises(ValueError, match=r"(?s)an NNX filter needs NNX variables.*fz\.path.*fz\.where"):
             use()
 
 
 def test_a_filter_in_a_tree_is_refused(rngs):
-    with pytest.raises(ValueError, match=r"(?s)where a bool belongs.*neither labels nor patterns"):
+    with pytest.raises(ValueError, match=r"(?s)where a bool is expected.*neither labels nor patterns"):
         fz.resolve({"norm": jnp.ones(2)}, {"norm": nnx.OfType(nnx.Param)})
 
 
 def test_a_class_of_modules_is_no_filter(chain):
-    with pytest.raises(TypeError, match=r"(?s)a class says nothing.*nnx\.LoRAParam"):
+    with pytest.raises(TypeError, match=r"(?s)a class is not a spec.*nnx\.LoRAParam"):
         fnnx.freeze(chain, nnx.Linear)
 
 
@@ -1016,7 +1016,7 @@ class NoModule:
     ],
 )
 def test_what_is_no_module_is_refused(function, module, says):
-    with pytest.raises(TypeError, match=f"(?s)no NNX module.*{says}"):
+    with pytest.raises(TypeError, match=f"(?s)not an NNX module.*{says}"):
         function(module, True)
 
 

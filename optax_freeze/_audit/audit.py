@@ -14,7 +14,7 @@ import optax
 
 from optax_freeze._audit.diagnosis import Kind, Leak, diagnose
 from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
-from optax_freeze._errors import counted, described, is_int, message, type_error, value_error
+from optax_freeze._errors import counted, message, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
@@ -128,9 +128,7 @@ def audit(
       >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
     """
     tx = as_transformation(tx, "fz.audit(tx, params, frozen)")
-    if not is_int(steps) or steps < 1:
-        error = value_error if is_int(steps) else type_error
-        raise error("no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3")
+    steps = whole_number("steps", steps, least=1, fix="steps=3")
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
     _refuse_parts(values, plan)
@@ -157,11 +155,11 @@ def _refuse_parts(values: Sequence[Any], plan: Plan) -> None:
     for value, leaf in zip(values, plan.leaves, strict=True):
         if isinstance(value, Part):
             raise value_error(
-                "fz.audit takes the whole parameters",
+                "fz.audit needs the full parameters",
                 at=leaf.path,
                 got="a Part, from fz.partition",
                 expected="the full leaf",
-                fix="pass the parameters as they were before fz.partition",
+                fix="pass the parameters from before fz.partition",
             )
 
 

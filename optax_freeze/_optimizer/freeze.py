@@ -175,7 +175,7 @@ def freeze(
             if params is not None:
                 raise
             raise (type_error if isinstance(error, TypeError) else value_error)(
-                f"the optimizer inside fz.freeze failed, and was given no parameters: {in_one_line(error)}",
+                f"the optimizer inside fz.freeze failed without parameters: {in_one_line(error)}",
                 at="update",
                 got="params=None",
                 expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
@@ -237,13 +237,15 @@ def _refuse_no_spec(inner: Any) -> NoReturn:
     """A ``TypeError`` for a call with one argument."""
     if is_optimizer(inner):
         what, got, fix = (
-            "fz.freeze was not told what is frozen",
-            "an optimizer alone",
+            "fz.freeze needs a spec",
+            "only an optimizer",
             "fz.freeze(optimizer, 'encoder')",
         )
     else:
-        what, got = "fz.freeze goes around an optimizer", described(inner)
-        fix = f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which is what optax.freeze does"
+        what, got = "fz.freeze needs an optimizer", described(inner)
+        fix = (
+            f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which corresponds to optax.freeze"
+        )
     raise type_error(what, at="fz.freeze", got=got, expected=_CALL, fix=fix)
 
 

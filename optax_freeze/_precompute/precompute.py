@@ -279,9 +279,9 @@ class _After(OfParts):
             raise value_error(
                 "the features come after the parameters",
                 at=f"argument {place + 1}" if place else "the arguments",
-                got="the features there" if place else "no features",
+                got="the features at this position" if place else "no features",
                 expected="after(params, features, *args, **kwargs)",
-                fix="give the arguments of the function after the features",
+                fix="pass the features first, then the other arguments of the function",
             )
 
     def _plan(self, params: PyTree, features: PyTree) -> tuple[Plan, list[Any]]:
@@ -391,7 +391,7 @@ def precompute(
     """
     refuse_no_function(fun, frozen, "fz.precompute(fun, frozen)")
     if example_axis is not None:
-        whole_number("example_axis is the number of an axis", example_axis, at="example_axis", fix="example_axis=0")
+        whole_number("example_axis", example_axis, fix="example_axis=0")
     return Precomputed(fun, frozen, recurring, example_axis)
 
 

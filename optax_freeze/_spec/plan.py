@@ -118,8 +118,8 @@ class Plan:
             raise value_error(
                 f"{what}: every leaf is frozen",
                 at="frozen",
-                got=f"{described(frozen)}: all {len(self.leaves)} leaves, of which {could_train} could train",
-                expected="at least one floating-point or complex array that trains",
+                got=f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained",
+                expected="at least one trainable floating-point or complex array",
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )
 
@@ -139,11 +139,11 @@ class Plan:
     def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
         fix = "pass the tree that belongs to the parameters given to `init`"
         if self.variables:
-            fix += "; after freezing or thawing a module make the nnx.Optimizer anew (fz.migrate keeps its moments)"
+            fix += "; after freezing or thawing a module, create a new nnx.Optimizer (fz.migrate keeps its moments)"
         expected = [leaf.path for leaf in self.leaves]
         extra = [leaf for leaf in _tree.leaves(tree) if leaf.path not in expected]
         if "equinox" in sys.modules and extra and not any(leaf.inexact for leaf in extra):
-            fix += "; an Equinox module whole in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
+            fix += "; pass the full Equinox module in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
         _tree.refuse_other_paths(_tree.paths(tree), expected, name, fix)
         if self.treedef is not None and not self.variables:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
@@ -194,7 +194,7 @@ def refuse_on_host(path: str, selection: Selection, value: Any) -> None:
     """A ``ValueError`` if a value that trains lies in the host's memory."""
     if is_on_host(value) and not may_stay_on_host(selection):
         raise value_error(
-            "a parameter that trains lies in the host's memory",
+            "a trainable parameter is in host memory",
             at=path,
             got=f"{described(value)} in {HOST}, which {selection}",
             expected="an array in the device's memory; frozen leaves, or those with static rows that train, may stay",
@@ -210,7 +210,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     index = selection.part_index if selection.in_part else leaf.index
     what, got = f"{name}: not the trainable part of the leaf", ""
     if value is None or _tree.is_hole(value):
-        what, got = f"{name}: a leaf that trains is missing", "None" if value is None else "a hole (optax.MaskedNode)"
+        what, got = f"{name}: a trainable leaf is missing", "None" if value is None else "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:
             is_rows = isinstance(value.index, RowSelection)
@@ -219,7 +219,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     elif leaf.index is not None or (selection.in_part and not _fits(np.shape(value), leaf, selection, name)):
         got = f"an array of shape {np.shape(value)}"
     if got:
-        part = ", or the Part of it that trains" * (selection.in_part or leaf.index is not None)
+        part = ", or its trainable Part" * (selection.in_part or leaf.index is not None)
         if name == "params" and _tree.is_hole(value):
             fix = "pass the full parameters: fz.combine(trainable, rest)"
         if fix is None or not (isinstance(value, Part) or _tree.is_hole(value)):

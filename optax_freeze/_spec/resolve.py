@@ -139,8 +139,8 @@ def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int)
             f"the spec freezes {extent}",
             at="frozen",
             got=f"{described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen",
-            expected="some frozen leaves and some that train",
-            fix=f"correct the spec, or give {extent == 'everything'} if it is meant",
+            expected="some frozen and some trainable leaves",
+            fix=f"correct the spec, or pass {extent == 'everything'} if this is intended",
         )
         warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)
 
@@ -166,11 +166,11 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
         return as_selector(frozen, "frozen").select(leaves)
     if isinstance(frozen, type):
         raise type_error(
-            "a class says nothing about what is frozen",
+            "a class is not a spec",
             at="frozen",
             got=described(frozen),
             expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
-            fix="for NNX variables give their type (nnx.LoRAParam); for each leaf fz.where(lambda path, leaf: ...)",
+            fix="for NNX variables pass their type (nnx.LoRAParam); for each leaf use fz.where(lambda path, leaf: ...)",
         )
     if _is_function(frozen, params):
         answer = from_function(frozen, params, leaves)
@@ -192,11 +192,11 @@ def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequ
             if not _same(selections[i], selections[j]):
                 frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
                 raise value_error(
-                    "one array stands at two paths, and is not frozen alike at both",
+                    "tied leaves: the same array is frozen at one path and trained at another",
                     at=leaves[frozen].path,
-                    got=f"frozen there, trained at {leaves[trains].path}, in whole or in part",
+                    got=f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}",
                     expected="tied leaves frozen together or trained together",
-                    fix='give both the same answer, copy the array, or pass tied="ignore"',
+                    fix='freeze both or neither, copy the array, or pass tied="ignore"',
                 )
 
 

@@ -201,7 +201,7 @@ def restore(
       ...     checkpoint.restore(directory, {**params, "encoder": jnp.zeros(2)})
       Traceback (most recent call last):
           ...
-      ValueError: another base: its frozen bits differ from those of the checkpoint
+      ValueError: the base differs from the base of the checkpoint
         at: encoder
       ...
     """
@@ -276,14 +276,14 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
             at=where,
             got="a file",
             expected="a directory of checkpoints, or nothing there",
-            fix="name the directory: each checkpoint becomes a directory in it",
+            fix="pass the directory in which each checkpoint gets its own subdirectory",
         )
     return os.path.abspath(where)
 
 
 def _step_number(step: Any) -> int:
     fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
-    return whole_number("the step of a checkpoint is a whole number", step, at="step", fix=fix)
+    return whole_number("step", step, fix=fix)
 
 
 def _refuse_no_state(opt_state: PyTree) -> None:
@@ -292,7 +292,7 @@ def _refuse_no_state(opt_state: PyTree) -> None:
             "not an optimizer state",
             at="opt_state",
             got=described(opt_state),
-            expected="the state",
+            expected="an optimizer state",
             fix="opt_state=tx.init(params) to restore, and the result of tx.update to save",
         )
 

@@ -177,7 +177,7 @@ def read(
             at=where,
             got=f"{counted(len(record['batches']), 'batch', 'batches')}, {record['examples']} examples",
             expected="all batches: features.write was stopped",
-            fix="call features.write again: it goes on where it stopped",
+            fix="call features.write again; it continues where it stopped",
         )
     if once is not None and params is not None:
         refuse_other_params(record, of_params(params, once))
@@ -243,7 +243,7 @@ class FeatureSequence(Sequence[Features]):
             fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
             expected = "an int, a slice, or a list or an array of ints"
             raise type_error(
-                "the index is not a number of an example",
+                "the index does not select examples",
                 at="features[...]",
                 got=described(index),
                 expected=expected,
@@ -264,7 +264,7 @@ class FeatureSequence(Sequence[Features]):
 def _absolute(directory: str | os.PathLike[str]) -> str:
     if not isinstance(directory, (str, os.PathLike)):
         raise type_error(
-            "no directory",
+            "not a directory",
             at="the first argument",
             got=described(directory),
             expected="the path of a directory",
@@ -273,11 +273,11 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
     where = os.fspath(directory)
     if "://" in where or os.path.isfile(where):
         raise value_error(
-            "no directory",
+            "not a directory",
             at=where,
             got="a file" if os.path.isfile(where) else "an address",
             expected="a directory on a local disk, or nothing there",
-            fix="name a directory of its own for these features",
+            fix="use a separate directory for the features",
         )
     return os.path.abspath(where)
 
@@ -294,6 +294,6 @@ def _refuse_other_once(once: Any) -> None:
             "features of whole batches cannot be stored example by example",
             at="once",
             got=f"{once!r} with example_axis=None",
-            expected="the axis of the examples in the arguments that recur",
+            expected="the batch axis of the recurring arguments",
             fix=fix,
         )

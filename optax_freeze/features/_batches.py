@@ -60,7 +60,7 @@ def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[li
     if len(ordered) > 1 and (not isinstance(batch, (tuple, list)) or len(batch) != len(ordered)):
         which = ", ".join(names[place] if is_int(place) and place < len(names) else str(place) for place in ordered)
         raise value_error(
-            "a batch is not all the arguments that recur",
+            "a batch must contain all recurring arguments",
             at="batches",
             got=described(batch),
             expected=f"a tuple of {len(ordered)}: {which}",

@@ -461,7 +461,7 @@ def test_strict_promotion_of_dtypes(dtype):
     ids=[
         "factory",
         "swapped",
-        "no steps",
+        "`steps` must be a positive int",
         "a bool",
         "a float",
         "a string",

@@ -563,7 +563,8 @@ class TestConditionsOfOnesOwn:
     @pytest.mark.parametrize("condition", [lambda step, stats, bound: True, lambda: True, lambda *, step: True])
     def test_take_the_step_or_the_step_and_stats(self, condition):
         with pytest.raises(
-            TypeError, match=r"takes the step(.|\n)*expected: a function of \(step\) or \(step, stats\)"
+            TypeError,
+            match=r"must take \(step\) or \(step, stats\)(.|\n)*expected: a function of \(step\) or \(step, stats\)",
         ):
             fz.freeze_when(optax.sgd(0.1), {"a": condition})
 
@@ -571,8 +572,8 @@ class TestConditionsOfOnesOwn:
         ("condition", "error"),
         [
             (lambda step, stats: stats.norm, "no bool"),
-            (lambda step, stats: stats.norm < 1 and step > 3, "a value that is traced"),
-            (lambda step, stats: float(stats.norm) < 1, "a value that is traced"),
+            (lambda step, stats: stats.norm < 1 and step > 3, "the value of a traced array"),
+            (lambda step, stats: float(stats.norm) < 1, "the value of a traced array"),
         ],
         ids=["float", "and", "value"],
     )

@@ -141,7 +141,7 @@ class TestApplyUpdates:
         assert bits(fz.apply_updates(params, grads)["n"]) == bits(params["n"])
 
     def test_another_structure(self, params):
-        with pytest.raises(ValueError, match=r"updates: another structure(.|\n)*at: encoder/layer_0/bias"):
+        with pytest.raises(ValueError, match=r"updates: different tree structure(.|\n)*at: encoder/layer_0/bias"):
             fz.apply_updates(params, {"head": params["head"]})
 
     def test_donated_full_tree(self, params, frozen):
