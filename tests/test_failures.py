@@ -70,7 +70,7 @@ def test_05_a_boolean_array_as_a_mask():
     mask = {"w": np.array([True, False, True]), "v": np.array([True])}
     new, _ = step(fz.freeze(optax.sgd(0.5), mask), params, params)
     assert bits(new) == bits({"w": jnp.array([1.0, 0.5, 1.0]), "v": params["v"]})
-    with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
+    with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
         fz.freeze(optax.sgd(0.5), {"w": np.array([True]), "v": True}).init(params)
 
 

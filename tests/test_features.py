@@ -173,7 +173,7 @@ def test_rows_functions_and_variables_among_the_parameters(tmp_path):
     assert bits(found[:5]) == bits(expected)
     assert bits(once.after(params, found[:5], X[0])) == bits(once.after(params, expected, X[0]))
     other = {**params, "embed": params["embed"].at[0, 0].add(1)}
-    with pytest.raises(ValueError, match="another base") as caught:
+    with pytest.raises(ValueError, match="the base differs") as caught:
         features.read(tmp_path, once, other)
     assert "at: embed" in str(caught.value)
     features.read(tmp_path, once, {**params, "embed": params["embed"].at[8, 0].add(1)})  # trains
@@ -311,12 +311,17 @@ def cubed(params, x):
 TALLER = {**PARAMETERS, "head": normal(1, 8, 3)}
 LONGER = [jnp.pad(x, ((0, 0), (0, 1))) for x in X]
 OTHERS = {
-    "base": (precomputed(), changed((0, 0), 7.0), X, "another base.*at: encoder"),
-    "spec": (precomputed(["encoder", "head"]), PARAMETERS, X, "another spec.*at: head.*is frozen.*trains"),
-    "rows": (precomputed(fz.rules({"encoder": True, "head": fz.rows([0])})), PARAMETERS, X, "another spec.*at: head"),
+    "base": (precomputed(), changed((0, 0), 7.0), X, "the base differs.*at: encoder"),
+    "spec": (precomputed(["encoder", "head"]), PARAMETERS, X, "the spec differs.*at: head.*is frozen.*trains"),
+    "rows": (
+        precomputed(fz.rules({"encoder": True, "head": fz.rows([0])})),
+        PARAMETERS,
+        X,
+        "the spec differs.*at: head",
+    ),
     "program": (precomputed(loss=cubed), PARAMETERS, X, "another program.*at: batch 1"),
-    "parameters": (precomputed(), TALLER, X, r"another leaf.*at: head.*\[8, 3\].*\[8, 2\]"),
-    "names": (precomputed(), {**PARAMETERS, "tail": jnp.ones(1)}, X, "another structure.*tail"),
+    "parameters": (precomputed(), TALLER, X, r"a leaf differs.*at: head.*\[8, 3\].*\[8, 2\]"),
+    "names": (precomputed(), {**PARAMETERS, "tail": jnp.ones(1)}, X, "different tree structure.*tail"),
     "values": (precomputed(), PARAMETERS, [X[0], X[1].at[4, 5].add(1), X[2]], "a batch differs.*at: batch 2 of 3"),
     "order": (precomputed(), PARAMETERS, [X[1], X[0], X[2]], "a batch differs.*at: batch 1 of 3"),
     "dtype": (precomputed(), PARAMETERS, [X[0], X[1], X[2].astype(jnp.bfloat16)], "at: batch 3"),
@@ -419,7 +424,7 @@ def test_wrong_arguments(tmp_path, once, stored):
     assert not new.exists()
     (tmp_path / "file").write_text("")
     for call in (lambda path: features.write(path, once, PARAMETERS, X), features.read):
-        with pytest.raises(ValueError, match=r"(?s)no directory.*got: a file"):
+        with pytest.raises(ValueError, match=r"(?s)not a directory.*got: a file"):
             call(tmp_path / "file")
     new.mkdir()
     with pytest.raises(FileNotFoundError, match="an empty directory"):
@@ -433,7 +438,7 @@ def test_wrong_arguments(tmp_path, once, stored):
 def test_the_mask_of_a_spec_is_part_of_the_base(tmp_path):
     dense = np.arange(16).reshape(8, 2) % 3 == 0
     features.write(tmp_path, precomputed({"encoder": True, "head": dense}), PARAMETERS, X, progress=False)
-    with pytest.raises(ValueError, match=r"(?s)another base.*at: head"):
+    with pytest.raises(ValueError, match=r"(?s)the base differs.*at: head"):
         features.read(tmp_path, precomputed({"encoder": True, "head": ~dense}), PARAMETERS)
 
 
@@ -555,7 +560,7 @@ def test_threads_read_what_one_reads(stored):
 
 def test_an_array_of_several_processes_is_refused(tmp_path, once, monkeypatch):
     monkeypatch.setattr(type(X[0]), "is_fully_addressable", property(lambda array: array.shape != (5, 6)))
-    with pytest.raises(ValueError, match=r"(?s)several processes.*at: a batch.*directory of its own"):
+    with pytest.raises(ValueError, match=r"(?s)several processes.*at: a batch.*its own directory"):
         features.write(tmp_path, once, PARAMETERS, X, progress=False)
     monkeypatch.setattr(type(X[0]), "is_fully_addressable", property(lambda array: array.shape != (5, 8)))
     with pytest.raises(ValueError, match=r"(?s)several processes.*at: the features"):

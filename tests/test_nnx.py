@@ -336,7 +336,7 @@ def test_after_freezing_an_optimizer_must_be_made_anew(chain, x):
 
     optimizer = make()
     fnnx.freeze(chain, "layers/2")
-    with pytest.raises(ValueError, match=r"(?s)layers/2/bias.*make the nnx.Optimizer anew \(fz.migrate"):
+    with pytest.raises(ValueError, match=r"(?s)layers/2/bias.*create a new nnx.Optimizer \(fz.migrate"):
         step(chain, optimizer, x)
     step(chain, make(), x)
     fnnx.thaw(chain)
@@ -989,7 +989,7 @@ def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
 
 
 def test_a_filter_in_a_tree_is_refused(rngs):
-    with pytest.raises(ValueError, match=r"(?s)where a bool is expected.*neither labels nor patterns"):
+    with pytest.raises(ValueError, match=r"(?s)where a bool is expected.*cannot contain labels or patterns"):
         fz.resolve({"norm": jnp.ones(2)}, {"norm": nnx.OfType(nnx.Param)})
 
 
@@ -1103,7 +1103,7 @@ def test_the_nearest_paths_of_a_shared_variable(rngs):
 @pytest.mark.parametrize("mask", [fz.rows(0), jnp.array([True, False, True, False])], ids=["rows", "elements"])
 @pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
 def test_element_masks_are_refused(rngs, function, mask):
-    with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: bias.*fz\.freeze\(tx, frozen\)"):
+    with pytest.raises(ValueError, match=r"(?s)cannot be frozen in part.*at: bias.*fz\.freeze\(tx, frozen\)"):
         function(nnx.Linear(4, 4, rngs=rngs), fz.rules({"bias": mask}))
 
 
@@ -1112,7 +1112,7 @@ def test_a_part_of_the_tree_in_a_parameter_is_refused():
         def __init__(self):
             self.tree = nnx.Param({"a": jnp.ones(1), "b": jnp.ones(2)})
 
-    with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: tree/b"):
+    with pytest.raises(ValueError, match=r"(?s)cannot be frozen in part.*at: tree/b"):
         fnnx.freeze(Module(), "tree/a")
 
 
@@ -1126,7 +1126,7 @@ def test_an_unknown_choice_for_the_statistics_is_refused(rngs, stats):
 
 @pytest.mark.parametrize("spec", [True, "layers", fz.where(lambda path, leaf: True)], ids=repr)
 def test_a_filter_by_which_nothing_trains_is_refused(chain, spec):
-    with pytest.raises(ValueError, match="nothing trains"):
+    with pytest.raises(ValueError, match="no parameter is trainable"):
         fnnx.trainable(chain, spec)
 
 

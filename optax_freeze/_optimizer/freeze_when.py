@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import type_error, value_error
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._gradient.groups_now import zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
@@ -267,7 +267,9 @@ def _refuse_other_condition(group: Group, condition: Condition | None) -> None:
         raise value_error(
             "the state was created with a different schedule",
             at=group.name,
-            got=f"a group with the condition {condition!r}" if condition else "a group controlled by fz.set_frozen",
-            expected=f"the condition {mine!r}" if mine else "a group controlled by fz.set_frozen",
+            got=f"a group with the condition {described(condition)}"
+            if condition
+            else "a group controlled by fz.set_frozen",
+            expected=f"the condition {described(mine)}" if mine else "a group controlled by fz.set_frozen",
             fix="convert the state: state = fz.migrate(state, tx, params), which keeps the step and the moments",
         )

@@ -455,7 +455,7 @@ def test_strict_promotion_of_dtypes(dtype):
         (
             (SGD, fz.partition(PARAMS, SPECS["rows"])[0], False),
             ValueError,
-            r"the whole parameters\n  at: encoder/kernel",
+            r"the full parameters\n  at: encoder/kernel",
         ),
     ],
     ids=[

@@ -312,7 +312,7 @@ class TestElementMasks:
             ((fz.rows([0]), DENSE), "incompatible element masks"),
             ((DENSE, fz.elements(DENSE, compact=True)), "incompatible element masks"),
             ((fz.rows([0, 1]), fz.rows([1])), "is empty"),
-            ((DENSE[:2], DENSE), "another shape"),
+            ((DENSE[:2], DENSE), "shape of an element mask differs"),
             ((fz.rows([9]), DENSE), "out of range"),
         ],
         ids=["axes", "kinds", "compact", "shadowed", "shape", "range"],
@@ -510,10 +510,10 @@ class TestSetFrozen:
         state = optax.chain(fz.freeze_when(optax.sgd(0.1), {"encoder": True, "head": fz.unfreeze_at(3)})).init(params)
         with pytest.raises(KeyError, match=r"(?s)no group of this name.*\['encoder', 'head'\]"):
             fz.set_frozen(state, {"encodr": True})
-        with pytest.raises(ValueError, match=r"a schedule says when(.|\n)*fz.unfreeze_at\(3\)"):
+        with pytest.raises(ValueError, match=r"frozen by a schedule(.|\n)*fz.unfreeze_at\(3\)"):
             fz.set_frozen(state, {"head": True})
         for value in (1, 0.5, None, jnp.ones(2, bool)):
-            with pytest.raises((TypeError, ValueError), match="no bool"):
+            with pytest.raises((TypeError, ValueError), match="expected a bool for the group"):
                 fz.set_frozen(state, {"encoder": value})
         with pytest.raises(TypeError, match="takes a mapping"):
             fz.set_frozen(state, "encoder")
@@ -584,7 +584,7 @@ class TestCompany:
 
     def test_a_mask_for_a_leaf_that_is_a_part_already(self):
         tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
-        with pytest.raises(ValueError, match=r"only a part is here\n  at: w"):
+        with pytest.raises(ValueError, match=r"cannot select elements of a Part\n  at: w"):
             tx.init({"w": jnp.ones((3, 2))})
 
     def test_extra_arguments(self, params, loss, batch):

@@ -334,7 +334,7 @@ class TestRefuses:
 
     def test_no_parameters(self, params):
         tx = optax.sgd(0.1)
-        with pytest.raises(TypeError, match="no parameters"):
+        with pytest.raises(TypeError, match="needs the parameters"):
             fz.update_params(tx, params, tx.init(params), None)
 
     def test_no_optimizer(self, params):

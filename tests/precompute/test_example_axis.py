@@ -186,8 +186,8 @@ def test_mixed_examples_are_refused_and_the_operation_named(name):
     ("axis", "batch", "message"),
     [
         (1, {"x": np.ones((4, 3)), "y": np.ones((5, 3))}, None),
-        (0, {"x": np.ones((4, 3)), "y": np.ones((5, 3))}, "no axis of examples in common"),
-        (2, {"x": np.ones((4, 3)), "y": np.ones((4, 3))}, "no axis of examples in common"),
+        (0, {"x": np.ones((4, 3)), "y": np.ones((5, 3))}, "no common axis of examples"),
+        (2, {"x": np.ones((4, 3)), "y": np.ones((4, 3))}, "no common axis of examples"),
     ],
 )
 def test_all_arrays_of_the_batch_have_one_number_of_examples(axis, batch, message):

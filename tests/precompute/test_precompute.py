@@ -614,7 +614,7 @@ class TestErrors:
     def test_a_gradient_of_more_than_the_spec_says(self):
         params, once = three_layers(), fz.precompute(mlp, FROZEN)
         features = once.before(params, X)
-        with pytest.raises(ValueError, match=r"another spec\n  at: middle"):
+        with pytest.raises(ValueError, match=r"a different spec\n  at: middle"):
             fz.grad(once.after, "encoder")(params, features, X)
         assert fz.grad(once.after, [*FROZEN])(params, features, X)["head"].any()
 

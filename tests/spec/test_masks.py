@@ -319,7 +319,7 @@ class TestElements:
 
     @pytest.mark.parametrize("shape", [(2,), (1,), (), (2, 3), (2, 2, 1)])
     def test_another_shape(self, shape):
-        with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
+        with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
             fz.resolve({"w": jnp.ones((2, 2))}, {"w": fz.elements(np.zeros(shape, bool))})
 
     @pytest.mark.parametrize("array", [np.ones((2, 2)), jnp.ones((2, 2), int), [[True, False]], "w", None], ids=str)
@@ -725,7 +725,7 @@ class TestReplaceMasks:
         for path, mask, error in [
             ("x", DIAGONAL, r"the state has no replaceable mask for this path\n  at: x"),
             ("r", DIAGONAL, r"the state has no replaceable mask for this path\n  at: r"),
-            ("w", np.zeros(2, bool), "another shape"),
+            ("w", np.zeros(2, bool), "shape of an element mask differs"),
             ("c", np.zeros((2, 2), bool), r"compact mask is fixed\n  at: c\n  got: 4"),
         ]:
             with pytest.raises(ValueError, match=error):
@@ -748,7 +748,7 @@ class TestReplaceMasks:
         state = fz.freeze(optax.sgd(0.1), frozen).init(params)
         spec = fz.spec_of(state)
         assert fz.resolve(params, spec) == fz.resolve(params, frozen)
-        with pytest.raises(ValueError, match="another structure"):
+        with pytest.raises(ValueError, match="different tree structure"):
             fz.resolve({"head": params["head"]}, spec)
 
 

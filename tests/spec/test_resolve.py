@@ -212,7 +212,7 @@ class TestTrees:
             lambda: fz.grad(lambda p: p["b"].sum(), "a")(params),
             lambda: fz.stop_gradient(params, "b"),
         ):
-            with pytest.raises(TypeError, match=r"an object that holds one\n  at: a\n  got: a Variable of float32"):
+            with pytest.raises(TypeError, match=r"an object that contains one\n  at: a\n  got: a Variable of float32"):
                 use()
 
     def test_none_is_no_leaf(self):
@@ -330,9 +330,9 @@ class TestRefusals:
             (lambda path: bool(re.match("encoder", path)), "expected string"),
             (lambda path: fnmatch.fnmatch(path, "encoder*"), "expected str"),
             (lambda leaf: leaf.ndim == 1, "'ndim'"),
-            (lambda path, leaf: True, "other arguments"),
-            (lambda path, leaf, more=1: leaf.ndim == 1, "other arguments"),
-            (lambda: True, "other arguments"),
+            (lambda path, leaf: True, "different arguments"),
+            (lambda path, leaf, more=1: leaf.ndim == 1, "different arguments"),
+            (lambda: True, "different arguments"),
             (functools.partial(lambda prefix, path: path.startswith(prefix), "encoder"), "'startswith'"),
         ],
     )
@@ -507,7 +507,7 @@ class TestTied:
 
     def test_numpy_arrays(self):
         shared = np.ones(2, np.float32)
-        with pytest.raises(ValueError, match="two paths"):
+        with pytest.raises(ValueError, match="at one path and trained at another"):
             fz.partition({"a": shared, "b": shared}, "a")
 
     def test_integers_are_frozen_at_both(self):

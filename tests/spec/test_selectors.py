@@ -185,7 +185,7 @@ class TestPath:
                 wrong()
         with pytest.raises(TypeError, match=r"wrap a function in ~fz\.where"):
             fz.only(is_bias)  # pyright: ignore
-        with pytest.raises(ValueError, match="no pattern"):
+        with pytest.raises(ValueError, match=r"fz\.path needs a pattern"):
             fz.path()
 
     def test_a_lone_leaf_has_the_empty_path(self):

@@ -293,7 +293,7 @@ class TestFingerprint:
         params = {"w": jnp.ones((4, 2))}
         frozen = {"w": fz.rows(0)}
         trainable, _ = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match=r"in place of the full leaf(.|\n)*at: w"):
+        with pytest.raises(ValueError, match=r"instead of the full leaf(.|\n)*at: w"):
             fz.fingerprint(trainable, frozen)
 
 
