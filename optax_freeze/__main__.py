@@ -1,4 +1,4 @@
-"""``optax-freeze CHECKPOINT``: what a pattern freezes of a checkpoint, before anything is loaded or trained.
+"""``optax-freeze CHECKPOINT``: shows what patterns freeze in a checkpoint, without loading it.
 
 A summary needs paths, shapes and dtypes and nothing else, so patterns for a model of hundreds of gigabytes can be tried
 on a laptop, in a second. ``python -m optax_freeze`` is the same program.
@@ -80,18 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optax-freeze",
         usage="%(prog)s CHECKPOINT [--freeze PATTERN ... | --only PATTERN ...] [options]",
-        description="Says what patterns freeze of a checkpoint. Reads shapes, and no arrays.",
+        description="Shows what patterns freeze in a checkpoint. Reads only shapes, no arrays.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "PATTERN"}
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that Orbax wrote, or a file")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--freeze", **several, help="freeze what one of them matches")
-    which.add_argument("--only", **several, help="freeze everything that none of them matches")
+    which.add_argument("--freeze", **several, help="freeze leaves that any of them matches")
+    which.add_argument("--only", **several, help="freeze all leaves that none of them matches")
     parser.add_argument("--params", default="", metavar="PATH", help="path of the parameters in the checkpoint")
     parser.add_argument("--optimizer", metavar="NAME", help="count its state: adamw, contrib.muon, ...")
-    parser.add_argument("--depth", type=int, metavar="N", help="sum up what is below N segments of a path")
+    parser.add_argument("--depth", type=int, metavar="N", help="one row for each path of N segments")
     parser.add_argument("--json", action="store_true", help="print JSON: a row for each leaf, and the totals")
     parser.add_argument("--version", action="version", version=f"optax-freeze {fz.__version__}")
     return parser

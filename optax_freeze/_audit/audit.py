@@ -1,4 +1,4 @@
-"""Where an optimizer does not freeze what it should: :func:`audit` finds out by running it.
+"""Finds leaks in an optimizer, where it does not freeze what it should: :func:`audit` runs it.
 
 A freeze can leak in many places of a chain, each of which looks right when read: a mask, a label, the order of two
 transformations. So the whole chain runs with made-up gradients, and the audit says how it updates frozen elements, and
@@ -94,9 +94,9 @@ def audit(
 
     Args:
       tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters.
-      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in the
-        host's memory are read into the device's: the runs have gradients and updates of the same size.
-      frozen: what should be frozen, in any form.
+      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in
+        host memory are copied to the device: the runs have gradients and updates of the same size.
+      frozen: the spec of the parameters that should be frozen, in any form.
       steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The
         ``value``, ``grad``, ``value_fn``, ``obj_fn`` or ``grad_fn`` of a made-up loss are given if ``tx`` takes them.

@@ -42,7 +42,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
         NumPy arrays whose dtype JAX would truncate (float64 without 64-bit mode) are not moved. Inside ``jit``, the
         compiler moves the arrays (since JAX 0.10). A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array,
         and nothing is allocated.
-      frozen: the frozen parameters, as a spec of any form. Omit it for an optimizer state.
+      frozen: the spec of the frozen parameters, in any form. Omit it for an optimizer state.
       min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
     Returns:

@@ -75,7 +75,7 @@ def freeze_when(
         changes between steps. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
-      tied: ``"error"`` refuses, in ``init``, one array object at two paths that are not in the same group.
+      tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.
 
     Returns:
       A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has no elements of its own. Its
@@ -250,7 +250,7 @@ def _accepted_plans(groups: Sequence[Group], init: Callable[[PyTree], PyTree]) -
 
 
 def _owned(selection: Selection) -> str:
-    """How much of a leaf trains, in the words of an error."""
+    """How much of a leaf trains, for an error."""
     if isinstance(selection, DenseMask):
         return "some elements of the leaf"
     if not selection.in_part:

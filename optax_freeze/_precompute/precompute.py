@@ -361,7 +361,7 @@ def precompute(
 
     Args:
       fun: the function, called as ``fun(params, *args, **kwargs)``; it may return anything.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
       recurring: the position (the parameters are 0) or name of the argument that has the same values whenever the
         features are used, such as the batch; or several positions or names. Any other argument, such as a random key,
         may differ each time.

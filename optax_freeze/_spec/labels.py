@@ -25,7 +25,7 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
     need other labels.
 
     Args:
-      frozen: the parameters to freeze, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at frozen leaves and at

@@ -63,7 +63,7 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
     Args:
       params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; only paths, shapes and dtypes are used.
-      frozen: the parameters to freeze, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       A tree with the structure of ``params``, and with True (frozen), False or an element mask at every leaf. Leaves
@@ -110,8 +110,8 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
     Args:
       params: the parameters.
       frozen: the spec.
-      tied: ``"error"`` refuses one array that is frozen at one path and trains at another.
-      leaves: the leaves of ``params``, where more is known of them than the tree tells.
+      tied: ``"error"`` raises an error if the same array is frozen at one path and trained at another.
+      leaves: the leaves of ``params``, if the caller knows more about them than the tree contains.
     """
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
@@ -125,12 +125,12 @@ def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice
     selections = [fit_mask(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
     if tied == "error":
         _refuse_tied(walk.values, leaves, selections)
-    # An optimizer state holds the plan: of a `VariableLeaf` only what is static.
+    # An optimizer state contains the plan, so only the static fields of a `VariableLeaf` are kept.
     return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, bool(walk.variables))
 
 
 def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
-    """Warns if patterns, a selector or a function come to nothing or everything; bools and trees say what they mean."""
+    """Warns if patterns, a selector or a function freeze nothing or everything; bools and trees are explicit."""
     decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, ResolvedSpec)
     extent = plan.extent(params) if decides else None
     if extent is not None:
@@ -159,7 +159,7 @@ def register_with_flax(static: type = Plan) -> None:
 
 
 def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
-    """One choice per leaf, before what cannot train anyway is added."""
+    """One choice per leaf, before leaves that cannot train are frozen."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
     if is_selector(frozen):

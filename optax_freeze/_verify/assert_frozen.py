@@ -32,7 +32,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
       before: the parameters before training; any pytree of JAX or NumPy arrays. If they are donated, keep a copy
         (``jax.tree.map(jnp.copy, params)``), or compare a :func:`optax_freeze.fingerprint` instead.
       after: the parameters now, with the same structure.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       None.

@@ -97,12 +97,13 @@ def save(
     Args:
       directory: the directory for the checkpoints of a run, created if necessary; any path that Orbax accepts.
       params: the full parameters. Frozen parameters are not written.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
       step: the number of the checkpoint, greater than all earlier ones.
       opt_state: the optimizer state, or None.
       wait: if True, return when the checkpoint is complete. If False, return when the arrays have been copied from the
         devices, so that you may donate them, and write in the background.
-      tied: ``"error"`` refuses an array at two paths of which only one is frozen; ``"ignore"`` allows it.
+      tied: ``"error"`` raises an error if an array is at two paths and only one of them is frozen; ``"ignore"`` allows
+        it.
 
     Returns:
       A :class:`Saving`, whose ``wait()`` returns when the checkpoint is complete.

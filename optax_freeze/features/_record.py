@@ -1,6 +1,6 @@
-"""The record of stored features: of which program, parameters and batches they are, and how many are complete.
+"""The record of stored features: their program, parameters and batches, and how many batches are complete.
 
-It is JSON, and is replaced as a whole after each batch. It may be damaged, so :func:`read_record` checks every field.
+It is JSON and is replaced as a whole after each batch. :func:`read_record` checks every field for damage.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def _struct(of: Mapping[str, Any]) -> Any:
 
 
 def begin(where: str, shapes: Features, params_record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of no batches yet, in a new directory."""
+    """Writes a record without batches into a new directory."""
     os.makedirs(where, exist_ok=True)
     record = {"format": FORMAT, "complete": False, "cut": shapes.cut, **params_record}
     record |= {"features": _of_one(shapes), "batches": [], "examples": 0}
@@ -135,7 +135,7 @@ def only_writer(where: str) -> Iterator[None]:
 
 
 def save(where: str, record: Mapping[str, Any]) -> None:
-    """Replaces the record: after a crash it is the one before or this one."""
+    """Replaces the record atomically: after a crash the file contains the old or the new record."""
     file = os.path.join(where, _FILE)
     with open(f"{file}.new", "w", encoding="utf-8") as out:
         json.dump(record, out)
