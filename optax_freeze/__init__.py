@@ -41,7 +41,7 @@ from optax_freeze._optimizer.conditions import gradual_unfreeze as gradual_unfre
 from optax_freeze._optimizer.conditions import unfreeze_at as unfreeze_at
 from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 
-# What reads and changes their states.
+# Reading and changing optimizer states.
 from optax_freeze._state.replace_masks import replace_masks as replace_masks
 from optax_freeze._state.spec_of import spec_of as spec_of
 from optax_freeze._state.train_step import train_step as train_step
@@ -50,27 +50,27 @@ from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen
 from optax_freeze._state.migrate import migrate as migrate
 
-# Where frozen parameters lie.
+# Frozen parameters in host memory.
 from optax_freeze._memory.offload import offload as offload
 
-# What is frozen, and what that saves.
+# Reports: what is frozen, and how much it saves.
 from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary
 from optax_freeze._report.print_trainable import print_trainable as print_trainable
 
-# What is computed once for each batch.
+# Computing frozen layers once per batch.
 from optax_freeze._precompute.cut_explanation import CutExplanation as CutExplanation
 from optax_freeze._precompute.precompute import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._precompute.precompute import precompute as precompute
 
-# Whether frozen bits moved.
+# Bitwise checks of frozen parameters.
 from optax_freeze._verify.assert_frozen import assert_frozen as assert_frozen
 from optax_freeze._verify.fingerprint import fingerprint as fingerprint
 
-# Where an optimizer does not freeze what it should.
+# Finding leaks in an optimizer.
 from optax_freeze._audit.audit import Audit as Audit
 from optax_freeze._audit.audit import audit as audit
 
-# The types in their signatures.
+# The types in the signatures.
 from optax_freeze import typing as typing

@@ -1,4 +1,4 @@
-"""``optax-freeze CHECKPOINT``: what a pattern freezes of a checkpoint, before anything is loaded or trained.
+"""``optax-freeze CHECKPOINT``: shows what patterns freeze in a checkpoint, without loading it.
 
 A summary needs paths, shapes and dtypes and nothing else, so patterns for a model of hundreds of gigabytes can be tried
 on a laptop, in a second. ``python -m optax_freeze`` is the same program.
@@ -80,18 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optax-freeze",
         usage="%(prog)s CHECKPOINT [--freeze PATTERN ... | --only PATTERN ...] [options]",
-        description="Says what patterns freeze of a checkpoint. Reads shapes, and no arrays.",
+        description="Shows what patterns freeze in a checkpoint. Reads only shapes, no arrays.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "PATTERN"}
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that Orbax wrote, or a file")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--freeze", **several, help="freeze what one of them matches")
-    which.add_argument("--only", **several, help="freeze everything that none of them matches")
+    which.add_argument("--freeze", **several, help="freeze leaves that any of them matches")
+    which.add_argument("--only", **several, help="freeze all leaves that none of them matches")
     parser.add_argument("--params", default="", metavar="PATH", help="path of the parameters in the checkpoint")
     parser.add_argument("--optimizer", metavar="NAME", help="count its state: adamw, contrib.muon, ...")
-    parser.add_argument("--depth", type=int, metavar="N", help="sum up what is below N segments of a path")
+    parser.add_argument("--depth", type=int, metavar="N", help="one row for each path of N segments")
     parser.add_argument("--json", action="store_true", help="print JSON: a row for each leaf, and the totals")
     parser.add_argument("--version", action="version", version=f"optax-freeze {fz.__version__}")
     return parser
@@ -121,7 +121,7 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
         if not below:
             tops = ", ".join(dict.fromkeys(path.split("/")[0] for path in shapes))
             raise value_error(
-                "no such place in the checkpoint",
+                "there is no such path in the checkpoint",
                 at=str(checkpoint),
                 got=f"--params {params}",
                 expected=f"a path that begins with one of {tops}",
@@ -166,9 +166,9 @@ def _optimizer(name: str) -> optax.GradientTransformation:
         tx = factory(1e-3)
     except Exception as error:
         got = f"{type(error).__name__}: {in_one_line(error)}"
-        raise _no_optimizer(name, got, "call fz.summary with one that you have made") from error
+        raise _no_optimizer(name, got, "create the optimizer yourself and call fz.summary") from error
     if not isinstance(tx, optax.GradientTransformation):
-        raise _no_optimizer(name, described(tx), "give the name of an optimizer, as adamw")
+        raise _no_optimizer(name, described(tx), "give the name of an optimizer, for example adamw")
     return tx
 
 
@@ -182,8 +182,8 @@ def _nearest(name: str, functions: Mapping[str, Any]) -> list[str]:
 
 
 def _no_optimizer(name: str, got: str, fix: str) -> ValueError:
-    expected = "a function of optax or optax.contrib that makes an optimizer of a learning rate"
-    return value_error("no optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
+    expected = "a function of optax or optax.contrib that creates an optimizer from a learning rate"
+    return value_error("not the name of an optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
 
 
 def run() -> int:

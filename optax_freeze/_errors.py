@@ -26,7 +26,7 @@ def _is_of_jax(dtype: Any) -> bool:
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is an int of Python or NumPy, and no bool."""
+    """Whether ``value`` is an int of Python or NumPy, but not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -103,16 +103,18 @@ def message(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str
     return f"{what}\n  at: {places or '(the root)'}\n  got: {got}\n  expected: {expected}\n  fix: {fix}"
 
 
-def whole_number(what: str, value: Any, *, at: str, least: int = 0, fix: str) -> int:
-    """``value`` as an int: a ``ValueError`` if it is less than ``least``, a ``TypeError`` if it is not an int.
+def whole_number(name: str, value: Any, *, least: int = 0, fix: str) -> int:
+    """The argument ``name`` as an int: a ``ValueError`` if it is less than ``least``, a ``TypeError`` if not an int.
 
-    >>> whole_number("a depth counts segments of a path", np.int32(2), at="depth", fix="give depth=1")
+    >>> whole_number("depth", np.int32(2), fix="depth=1")
     2
     """
     if is_int(value) and value >= least:
         return int(value)
     error = value_error if is_int(value) else type_error
-    raise error(what, at=at, got=described(value), expected=f"an int of at least {least}", fix=fix)
+    kind = "positive" if least else "non-negative"
+    what, expected = f"`{name}` must be a {kind} int", f"an int of at least {least}"
+    raise error(what, at=name, got=described(value), expected=expected, fix=fix)
 
 
 def refuse_no_mapping(function: str, value: Any, expected: str, *, at: str = "its second argument", fix: str) -> None:

@@ -165,10 +165,10 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
     paths = [path for p in params if not p.frozen and not isinstance(p.variable, FrozenParam) for path in p.paths]
     if not paths:
         raise value_error(
-            "nothing trains",
+            "no parameter is trainable",
             at=f"trainable(..., {frozen!r})",
             got=f"{len(params)} parameters, all frozen",
-            expected="at least one parameter that trains",
+            expected="at least one trainable parameter",
             fix="freeze less: fz.only('head'); or thaw(module) first",
         )
     return _Trainable(frozenset(paths))
@@ -340,7 +340,7 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         param = _Param(variable, list(names[id(variable)]), selection is FROZEN, leaf.inexact)
         if selection.in_part or params.setdefault(id(variable), param).frozen is not param.frozen:
             raise value_error(
-                "a part of a parameter: an NNX variable has one type",
+                "an NNX variable cannot be frozen in part",
                 at=leaf.path,
                 got="an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it",
                 expected="True (frozen) or False for the whole parameter",
@@ -392,8 +392,8 @@ def _refuse_linen_params(module: nnx.Pytree, params: Sequence[_Param]) -> None:
             raise value_error(
                 "a parameter of a Linen module cannot become a FrozenParam",
                 at=paths[id(variable)],
-                got="an nnx.bridge.ToNNX, which gives Linen nothing but nnx.Params as its `params`",
-                expected="a module of NNX, or parameters that stay nnx.Params",
+                got="an nnx.bridge.ToNNX, which passes only nnx.Params to Linen as `params`",
+                expected="an NNX module, or parameters that remain nnx.Params",
                 fix="nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(model, frozen)",
             )
 
@@ -429,4 +429,4 @@ def _check_module(module: Any, name: str, frozen: Any) -> None:
         got, fix = "an nnx.State", "pass the module; for a tree of parameters use fz.partition or fz.freeze"
     elif type(module).__module__.startswith("flax.linen") or hasattr(module, "apply"):
         fix = "for a Linen module use optax_freeze.linen"
-    raise type_error(f"{name}: no NNX module", at=name, got=got, expected="an nnx.Module", fix=fix)
+    raise type_error(f"{name}: not an NNX module", at=name, got=got, expected="an nnx.Module", fix=fix)

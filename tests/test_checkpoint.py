@@ -324,7 +324,7 @@ class TestWrongInput:
 
     def test_another_base(self, base, saved):
         for path, leaf in (("encoder", base["encoder"].at[0].set(0.0)), ("embed", base["embed"].at[5, 3].add(1e-6))):
-            with pytest.raises(ValueError, match=rf"(?s)another base.*at: {path}\n.*1 leaf of 5"):
+            with pytest.raises(ValueError, match=rf"(?s)the base differs.*at: {path}\n.*1 of 5 frozen leaves"):
                 checkpoint.restore(saved, {**base, path: leaf})
         checkpoint.restore(saved, {**base, "embed": base["embed"].at[6].add(1.0)})  # a row that trains
 
@@ -333,7 +333,7 @@ class TestWrongInput:
             checkpoint.restore(saved, {**base, "embed": base["embed"][:4]})
         with pytest.raises(ValueError, match=r"(?s)at: embed\n  got: bfloat16"):
             checkpoint.restore(saved, {**base, "embed": base["embed"].astype(jnp.bfloat16)})
-        with pytest.raises(ValueError, match=r"(?s)another structure\n  at: more"):
+        with pytest.raises(ValueError, match=r"(?s)different tree structure\n  at: more"):
             checkpoint.restore(saved, {**base, "more": jnp.ones(1)})
 
     @pytest.mark.parametrize("name", ["leaves", "several runs", "dense", "nothing"])
@@ -353,7 +353,7 @@ class TestWrongInput:
             with pytest.raises(ValueError, match=r"(?s)opt_state.*fz\.migrate"):
                 checkpoint.restore(saved, base, opt_state=state)
         rows = fz.rules({"encoder": True, "embed": fz.rows([0, 1, 2, 3, 4, 7])})
-        with pytest.raises(ValueError, match=r"(?s)opt_state: another array.*at: .*mu/embed.*rows.*fz\.migrate"):
+        with pytest.raises(ValueError, match=r"(?s)opt_state: an array differs.*at: .*mu/embed.*rows.*fz\.migrate"):
             checkpoint.restore(saved, base, opt_state=fz.freeze(optax.adamw(0.1), rows).init(base))
 
     def test_a_state_that_was_not_saved(self, base, tmp_path):
@@ -375,7 +375,7 @@ class TestWrongInput:
         record = json.loads(file.read_text())
         number = record["format"] + 1
         file.write_text(json.dumps({**record, "format": number}))
-        newer = rf"by a newer optax_freeze\n  at: {saved / '2'}\n  got: format {number}(.|\n)*fix: install a newer"
+        newer = rf"by a newer optax_freeze\n  at: {saved / '2'}\n  got: format {number}(.|\n)*fix: install the newest"
         with pytest.raises(ValueError, match=newer):
             checkpoint.restore(saved, base)
         assert main([str(saved)]) == 2

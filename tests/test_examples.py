@@ -384,7 +384,7 @@ def test_audit_a_training_script(run):
         assert leak in as_found
     assert "audit: no leak" in fixed
     assert row(output, "audit") == ["leaks", "passes"]
-    assert row(output, "bits of the encoder") == ["2 of 4 frozen leaves moved", "the same"]
+    assert row(output, "bits of the encoder") == ["2 of 4 frozen leaves changed", "the same"]
     full, frozen = (int(cell.split()[0].replace(",", "")) for cell in row(output, "optimizer state"))
     assert frozen == 4 + 2 * 4 * 650
     assert full == 4 + 2 * 4 * (650 + 16_576)

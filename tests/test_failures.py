@@ -70,7 +70,7 @@ def test_05_a_boolean_array_as_a_mask():
     mask = {"w": np.array([True, False, True]), "v": np.array([True])}
     new, _ = step(fz.freeze(optax.sgd(0.5), mask), params, params)
     assert bits(new) == bits({"w": jnp.array([1.0, 0.5, 1.0]), "v": params["v"]})
-    with pytest.raises(ValueError, match=r"another shape than its leaf\n  at: w"):
+    with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
         fz.freeze(optax.sgd(0.5), {"w": np.array([True]), "v": True}).init(params)
 
 
@@ -254,9 +254,9 @@ def test_17_a_pattern_matches_nothing(params, loss, batch, spec):
 
 def test_18_labels_of_mixed_types(params):
     """Labels of mixed types: the error path itself raises `'<' not supported`."""
-    with pytest.raises(ValueError, match=r"a str where a bool belongs\n  at: head"):
+    with pytest.raises(ValueError, match=r"a str where a bool is expected\n  at: head"):
         fz.freeze(optax.sgd(1.0), {"encoder": 1 == 1, "head": "trainable"}).init(params)
-    with pytest.raises(ValueError, match=r"an int where a bool belongs\n  at: encoder"):
+    with pytest.raises(ValueError, match=r"an int where a bool is expected\n  at: encoder"):
         fz.freeze(optax.sgd(1.0), {"encoder": 1, "head": "trainable"}).init(params)
 
 
@@ -454,7 +454,10 @@ def test_31_one_end_of_a_tied_weight_is_frozen():
     """Tied weights, one end frozen: the other end moves it."""
     shared = jnp.ones((2, 2))
     params = {"embed": shared, "head": shared}
-    with pytest.raises(ValueError, match=r"two paths(.|\n)*at: embed\n  got: frozen there, trained at head"):
+    with pytest.raises(
+        ValueError,
+        match=r"at one path(.|\n)*at: embed\n  got: frozen at this path, but trained \(in whole or in part\) at head",
+    ):
         fz.freeze(optax.sgd(0.1), "embed").init(params)
     chex.assert_trees_all_equal(step(fz.freeze(optax.sgd(0.1), True), params, params)[0], params)
     assert np.array_equal(step(fz.freeze(optax.sgd(0.1), "embed", tied="ignore"), params, params)[0]["embed"], shared)
@@ -519,7 +522,7 @@ class TestErrorsOfOthers:
     def test_updates_of_the_trainable_part_added_by_others(self, spec):
         tx = fz.freeze(optax.adam(0.1), spec, full_updates=False)
         updates, _ = tx.update(TWO_LAYERS, tx.init(TWO_LAYERS), TWO_LAYERS)
-        says = r"unsupported operand type\(s\) for \+: 'ArrayImpl' and 'MaskedNode'|part of a leaf does not add"
+        says = r"unsupported operand type\(s\) for \+: 'ArrayImpl' and 'MaskedNode'|a Part cannot be added"
         says = says.replace("'ArrayImpl'", r"'[\w.]*ArrayImpl'")
         with pytest.raises(TypeError, match=says):
             optax.apply_updates(TWO_LAYERS, updates)

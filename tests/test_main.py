@@ -428,7 +428,7 @@ class TestWrongInput:
         assert "usage: optax-freeze CHECKPOINT [--freeze PATTERN" in capsys.readouterr().err
 
     def test_a_depth_below_zero(self, base, capsys):
-        assert "a depth counts segments of a path" in refused(capsys, base, "--depth", "-1")
+        assert "`depth` must be a non-negative int" in refused(capsys, base, "--depth", "-1")
 
 
 def test_the_page_shows_what_it_prints(tmp_path, capsys, monkeypatch):

@@ -371,7 +371,7 @@ def test_none_where_an_array_trains_is_refused():
     layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
     tx = fz.freeze(optax.sgd(0.5), "w")
     grads = eqx.tree_at(lambda layer: layer.b, eqx.filter(layer, eqx.is_inexact_array), None)
-    with pytest.raises(ValueError, match=r"a leaf that trains is missing\n  at: b\n  got: None"):
+    with pytest.raises(ValueError, match=r"a trainable leaf is missing\n  at: b\n  got: None"):
         tx.update(grads, tx.init(layer), layer)
 
 
@@ -394,5 +394,5 @@ def test_a_filtered_module_in_init_and_the_whole_one_in_update(keep):
     layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
     grads = eqx.filter_grad(lambda layer: jnp.sum(layer.w) + jnp.sum(layer.b))(layer)
     for tx in (fz.freeze(optax.adam(0.5), "w"), fz.freeze_when(optax.adam(0.5), {"w": True})):
-        with pytest.raises(ValueError, match=r"an Equinox module whole in both places(.|\n)*is_inexact_array"):
+        with pytest.raises(ValueError, match=r"pass the full Equinox module in both places(.|\n)*is_inexact_array"):
             tx.update(grads, tx.init(eqx.filter(layer, keep)), layer)

@@ -336,7 +336,7 @@ def test_after_freezing_an_optimizer_must_be_made_anew(chain, x):
 
     optimizer = make()
     fnnx.freeze(chain, "layers/2")
-    with pytest.raises(ValueError, match=r"(?s)layers/2/bias.*make the nnx.Optimizer anew \(fz.migrate"):
+    with pytest.raises(ValueError, match=r"(?s)layers/2/bias.*create a new nnx.Optimizer \(fz.migrate"):
         step(chain, optimizer, x)
     step(chain, make(), x)
     fnnx.thaw(chain)
@@ -984,17 +984,17 @@ def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
         lambda: fz.freeze(optax.sgd(0.1), spec).init(params),
         lambda: fz.labels(spec)(params),
     ):
-        with pytest.raises(ValueError, match=r"(?s)an NNX filter goes by NNX variables.*fz\.path.*fz\.where"):
+        with pytest.raises(ValueError, match=r"(?s)an NNX filter needs NNX variables.*fz\.path.*fz\.where"):
             use()
 
 
 def test_a_filter_in_a_tree_is_refused(rngs):
-    with pytest.raises(ValueError, match=r"(?s)where a bool belongs.*neither labels nor patterns"):
+    with pytest.raises(ValueError, match=r"(?s)where a bool is expected.*cannot contain labels or patterns"):
         fz.resolve({"norm": jnp.ones(2)}, {"norm": nnx.OfType(nnx.Param)})
 
 
 def test_a_class_of_modules_is_no_filter(chain):
-    with pytest.raises(TypeError, match=r"(?s)a class says nothing.*nnx\.LoRAParam"):
+    with pytest.raises(TypeError, match=r"(?s)a class is not a spec.*nnx\.LoRAParam"):
         fnnx.freeze(chain, nnx.Linear)
 
 
@@ -1016,7 +1016,7 @@ class NoModule:
     ],
 )
 def test_what_is_no_module_is_refused(function, module, says):
-    with pytest.raises(TypeError, match=f"(?s)no NNX module.*{says}"):
+    with pytest.raises(TypeError, match=f"(?s)not an NNX module.*{says}"):
         function(module, True)
 
 
@@ -1103,7 +1103,7 @@ def test_the_nearest_paths_of_a_shared_variable(rngs):
 @pytest.mark.parametrize("mask", [fz.rows(0), jnp.array([True, False, True, False])], ids=["rows", "elements"])
 @pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
 def test_element_masks_are_refused(rngs, function, mask):
-    with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: bias.*fz\.freeze\(tx, frozen\)"):
+    with pytest.raises(ValueError, match=r"(?s)cannot be frozen in part.*at: bias.*fz\.freeze\(tx, frozen\)"):
         function(nnx.Linear(4, 4, rngs=rngs), fz.rules({"bias": mask}))
 
 
@@ -1112,7 +1112,7 @@ def test_a_part_of_the_tree_in_a_parameter_is_refused():
         def __init__(self):
             self.tree = nnx.Param({"a": jnp.ones(1), "b": jnp.ones(2)})
 
-    with pytest.raises(ValueError, match=r"(?s)part of a parameter.*at: tree/b"):
+    with pytest.raises(ValueError, match=r"(?s)cannot be frozen in part.*at: tree/b"):
         fnnx.freeze(Module(), "tree/a")
 
 
@@ -1126,7 +1126,7 @@ def test_an_unknown_choice_for_the_statistics_is_refused(rngs, stats):
 
 @pytest.mark.parametrize("spec", [True, "layers", fz.where(lambda path, leaf: True)], ids=repr)
 def test_a_filter_by_which_nothing_trains_is_refused(chain, spec):
-    with pytest.raises(ValueError, match="nothing trains"):
+    with pytest.raises(ValueError, match="no parameter is trainable"):
         fnnx.trainable(chain, spec)
 
 

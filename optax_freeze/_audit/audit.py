@@ -1,4 +1,4 @@
-"""Where an optimizer does not freeze what it should: :func:`audit` finds out by running it.
+"""Finds leaks in an optimizer, where it does not freeze what it should: :func:`audit` runs it.
 
 A freeze can leak in many places of a chain, each of which looks right when read: a mask, a label, the order of two
 transformations. So the whole chain runs with made-up gradients, and the audit says how it updates frozen elements, and
@@ -14,7 +14,7 @@ import optax
 
 from optax_freeze._audit.diagnosis import Kind, Leak, diagnose
 from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
-from optax_freeze._errors import counted, described, is_int, message, type_error, value_error
+from optax_freeze._errors import counted, message, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
@@ -94,9 +94,9 @@ def audit(
 
     Args:
       tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters.
-      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in the
-        host's memory are read into the device's: the runs have gradients and updates of the same size.
-      frozen: what should be frozen, in any form.
+      params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in
+        host memory are copied to the device: the runs have gradients and updates of the same size.
+      frozen: the spec of the parameters that should be frozen, in any form.
       steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The
         ``value``, ``grad``, ``value_fn``, ``obj_fn`` or ``grad_fn`` of a made-up loss are given if ``tx`` takes them.
@@ -128,9 +128,7 @@ def audit(
       >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
     """
     tx = as_transformation(tx, "fz.audit(tx, params, frozen)")
-    if not is_int(steps) or steps < 1:
-        error = value_error if is_int(steps) else type_error
-        raise error("no steps to take", at="steps", got=described(steps), expected="an int, at least 1", fix="steps=3")
+    steps = whole_number("steps", steps, least=1, fix="steps=3")
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
     _refuse_parts(values, plan)
@@ -157,11 +155,11 @@ def _refuse_parts(values: Sequence[Any], plan: Plan) -> None:
     for value, leaf in zip(values, plan.leaves, strict=True):
         if isinstance(value, Part):
             raise value_error(
-                "fz.audit takes the whole parameters",
+                "fz.audit needs the full parameters",
                 at=leaf.path,
                 got="a Part, from fz.partition",
                 expected="the full leaf",
-                fix="pass the parameters as they were before fz.partition",
+                fix="pass the parameters from before fz.partition",
             )
 
 

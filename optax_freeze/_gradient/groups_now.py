@@ -55,7 +55,7 @@ class GroupsNow(Selector):
                 at="frozen",
                 got=repr(self),
                 expected="a spec that is known when the program is traced",
-                fix="inside jit, pass it only to fz.value_and_grad and fz.grad; freeze_when updates no frozen group",
+                fix="inside jit, pass it only to fz.value_and_grad and fz.grad; frozen groups are not updated",
             )
         return self.spec_of_set(tuple(map(bool, self.frozen))).select(leaves)
 

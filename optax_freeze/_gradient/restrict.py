@@ -138,7 +138,7 @@ def value_and_grad(
             fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
         )
 
-    most = whole_number("`branches` must be a positive int", branches, at="branches", least=1, fix="give branches=16")
+    most = whole_number("branches", branches, least=1, fix="branches=16")
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:

@@ -32,7 +32,7 @@ def with_idle_groups(
         frozen = currently_frozen(node)
         if any(isinstance(idle, Tracer) for idle in frozen.values()):
             raise value_error(
-                "which groups are frozen now is not known inside of jit",
+                "the currently frozen groups are not known inside jit",
                 at="fz.offload(state)",
                 got="a traced state",
                 expected="a state with values, since the memory of its arrays is part of the compiled program",

@@ -42,7 +42,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
         NumPy arrays whose dtype JAX would truncate (float64 without 64-bit mode) are not moved. Inside ``jit``, the
         compiler moves the arrays (since JAX 0.10). A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array,
         and nothing is allocated.
-      frozen: the frozen parameters, as a spec of any form. Omit it for an optimizer state.
+      frozen: the spec of the frozen parameters, in any form. Omit it for an optimizer state.
       min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
     Returns:
@@ -64,14 +64,14 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
       True
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
-    min_bytes = whole_number("min_bytes is a number of bytes", min_bytes, at="min_bytes", fix=fix)
+    min_bytes = whole_number("min_bytes", min_bytes, fix=fix)
     if frozen is None and has_groups(tree):
         return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(
-            "fz.offload was not told what is frozen",
+            "fz.offload needs a spec",
             at="fz.offload",
-            got="only a tree",
+            got="a tree without a spec",
             expected="fz.offload(params, frozen), or fz.offload(state) with the state of fz.freeze_when",
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
         )
@@ -153,7 +153,7 @@ def _refuse_no_host_memory(sharding: Sharding) -> None:
                 at=str(device),
                 got=f"memory of the kinds {', '.join(kinds)}",
                 expected=f"a device that reads from {HOST!r}, as GPUs, TPUs and JAX's CPU backend do",
-                fix="keep the parameters on the device; on a mesh, more devices hold less each",
+                fix="keep the parameters on the device; on a mesh with more devices, each device stores less",
             )
 
 

@@ -70,7 +70,7 @@ def unfreeze_at(step: int) -> Condition:
       >>> [fz.unfreeze_at(2)(step) for step in range(4)]
       [True, True, False, False]
     """
-    return _UnfreezeAt(_whole("fz.unfreeze_at", "step", step))
+    return _UnfreezeAt(_whole("step", step))
 
 
 def freeze_at(step: int) -> Condition:
@@ -90,7 +90,7 @@ def freeze_at(step: int) -> Condition:
       >>> [fz.freeze_at(2)(step) for step in range(4)]
       [False, False, True, True]
     """
-    return _FreezeAt(_whole("fz.freeze_at", "step", step))
+    return _FreezeAt(_whole("step", step))
 
 
 def alternate(period: int, offset: int = 0) -> Condition:
@@ -112,7 +112,7 @@ def alternate(period: int, offset: int = 0) -> Condition:
       >>> [fz.alternate(2)(step) for step in range(6)]
       [True, True, False, False, True, True]
     """
-    return _Alternate(_whole("fz.alternate", "period", period, 1), _whole("fz.alternate", "offset", offset))
+    return _Alternate(_whole("period", period, 1), _whole("offset", offset))
 
 
 def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition]:
@@ -133,7 +133,7 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition
       >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
       {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
     """
-    every = _whole("fz.gradual_unfreeze", "every", every, 1)
+    every = _whole("every", every, 1)
     return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
 
 
@@ -194,33 +194,34 @@ def ask(name: str, condition: Condition, step: jax.Array, stats: Any) -> Any:
         answer = condition(step) if kind is None else condition(step, kind(*jax.tree.leaves(stats)))
     except jax.errors.JAXTypeError as error:
         raise type_error(
-            "a condition looks at a value that is traced",
+            "a condition needs the value of a traced array",
             at=name,
             got=described(condition),
-            expected="a function step -> bool, or (step, stats) -> bool, of arithmetic and comparisons",
+            expected="a function step -> bool or (step, stats) -> bool that jax.jit can trace",
             fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
         ) from error
     refuse_no_bool(name, answer, described(condition))
     return answer
 
 
-def refuse_no_bool(name: str, value: Any, where: str, also: str = "") -> None:
+_COMPARE = "compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)"
+
+
+def refuse_no_bool(name: str, value: Any, where: str, also: str = "", fix: str = _COMPARE) -> None:
     """A ``TypeError`` for a value that is not a bool, a ``ValueError`` for an array of bools."""
     array: Any = value if is_array(value) else None
     is_bool = isinstance(value, bool) or (array is not None and array.dtype == np.bool_)
     if is_bool and np.shape(value) == ():
         return
     raise (value_error if is_bool else type_error)(
-        f"{where}: no bool for a group",
+        f"{where}: expected a bool for the group",
         at=name,
         got=described(value),
         expected=f"{also}True (frozen) or False, one for the whole group",
-        fix="compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)",
+        fix=fix,
     )
 
 
-def _whole(function: str, name: str, value: Any, least: int = 0) -> int:
-    number = whole_number(
-        f"{function} counts updates", value, at=name, least=least, fix="give a number of updates, such as 100"
-    )
-    return min(number, np.iinfo(np.int32).max)  # where the step stays, too
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    number = whole_number(name, value, least=least, fix="give a number of updates, such as 100")
+    return min(number, np.iinfo(np.int32).max)  # the step does not count further

@@ -130,23 +130,21 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
     listed = tuple(distinct(name, patterns, "from the input to the output layers"))
     if len(listed) < 2:
         raise value_error(
-            f"{name} compares groups with each other, and the last never freezes",
+            f"{name} needs at least two groups",
             at=name,
             got=described(patterns),
             expected="at least two patterns, from the input to the output layers",
-            fix="name the layer after it, too; for a single group: {pattern: lambda step, stats: stats.norm < 0.01}",
+            fix="add the next layer (the last never freezes); or use {pattern: lambda step, stats: stats.norm < 0.01}",
         )
-    interval = whole_number(
-        f"{name} counts updates", interval, at="interval", least=1, fix="give a number of updates, such as 100"
-    )
+    interval = whole_number("interval", interval, least=1, fix="give a number of updates, such as 100")
     is_number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
     if not is_number or not 0 <= percentile <= 100:
         raise (value_error if is_number else type_error)(
-            f"{name} compares changes with a percentile of them",
+            "`percentile` must be a number from 0 to 100",
             at="percentile",
             got=described(percentile),
             expected="a number from 0 to 100",
-            fix="percentile=50 is the median; with a larger one, more freezes sooner",
+            fix="percentile=50 is the median; larger values freeze groups sooner",
         )
     interval = min(interval, np.iinfo(np.int32).max)
     return {pattern: Converged(listed, interval, float(percentile), place) for place, pattern in enumerate(listed)}
@@ -168,7 +166,7 @@ def stats_of(condition: Any) -> type[GroupStats] | type[Interval] | None:
     required = [p for p in positional if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     if not positional or len(required) > 2:
         raise type_error(
-            "a condition takes the step, or the step and the statistics of its group's gradients",
+            "a condition must take (step) or (step, stats)",
             at=described(condition),
             got=f"a function of ({', '.join(p.name for p in parameters)})",
             expected="a function of (step) or (step, stats)",

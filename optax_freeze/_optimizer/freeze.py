@@ -41,8 +41,9 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
     that.
 
     Args:
-      frozen: the parameters to freeze, as a spec of any form.
-      tied: ``"error"`` refuses, in ``init``, an array at two paths of which only one is frozen; ``"ignore"`` allows it.
+      frozen: the spec of the frozen parameters, in any form.
+      tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
+        ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` resolves the spec and raises ``ValueError`` if it does not fit; its ``update``
@@ -112,11 +113,12 @@ def freeze(
 
     Args:
       inner: the optimizer, or an ``optax.MultiSteps``.
-      frozen: the parameters to freeze, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
       full_updates: if True, updates have the structure of the parameters, with -0.0 for frozen ones, for
-        ``optax.apply_updates`` (for a parameter in the host's memory, one number or the ``Part`` of its rows). If
+        ``optax.apply_updates`` (for a parameter in host memory, one number or the ``Part`` of its rows). If
         False, they have ``optax.MaskedNode()`` for frozen parameters, for :func:`optax_freeze.apply_updates`.
-      tied: ``"error"`` refuses, in ``init``, an array at two paths of which only one is frozen; ``"ignore"`` allows it.
+      tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
+        ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` takes all parameters or only the trainable ones, resolves the spec, and raises
@@ -175,7 +177,7 @@ def freeze(
             if params is not None:
                 raise
             raise (type_error if isinstance(error, TypeError) else value_error)(
-                f"the optimizer inside fz.freeze failed, and was given no parameters: {in_one_line(error)}",
+                f"the optimizer inside fz.freeze failed without parameters: {in_one_line(error)}",
                 at="update",
                 got="params=None",
                 expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
@@ -225,7 +227,7 @@ def _full_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param:
 
 
 def _zeroed(selection: Selection, leaf: Leaf, update: Any, param: Any = None) -> Any:
-    """A full update with zeros at frozen elements; of rows of a parameter in the host's memory their ``Part``."""
+    """A full update with zeros at frozen elements; for rows of a parameter in host memory their ``Part``."""
     if selection is TRAINABLE:
         return update
     if is_on_host(param):
@@ -237,13 +239,15 @@ def _refuse_no_spec(inner: Any) -> NoReturn:
     """A ``TypeError`` for a call with one argument."""
     if is_optimizer(inner):
         what, got, fix = (
-            "fz.freeze was not told what is frozen",
-            "an optimizer alone",
+            "fz.freeze needs a spec",
+            "only an optimizer",
             "fz.freeze(optimizer, 'encoder')",
         )
     else:
-        what, got = "fz.freeze goes around an optimizer", described(inner)
-        fix = f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which is what optax.freeze does"
+        what, got = "fz.freeze needs an optimizer", described(inner)
+        fix = (
+            f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which corresponds to optax.freeze"
+        )
     raise type_error(what, at="fz.freeze", got=got, expected=_CALL, fix=fix)
 
 

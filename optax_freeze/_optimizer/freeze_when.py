@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import type_error, value_error
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._gradient.groups_now import zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
@@ -75,7 +75,7 @@ def freeze_when(
         changes between steps. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
-      tied: ``"error"`` refuses, in ``init``, one array object at two paths that are not in the same group.
+      tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.
 
     Returns:
       A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has no elements of its own. Its
@@ -217,11 +217,11 @@ def _with_plans(
     names = tuple(group.name for group in groups)
     if not isinstance(state, FreezeWhenState) or state.spec.names != names:
         raise type_error(
-            "the state of another transformation",
+            "the state was created by a different transformation",
             at="the second argument of update",
             got=f"groups {list(state.spec.names)}" if isinstance(state, FreezeWhenState) else type(state).__name__,
-            expected=f"FreezeWhenState of the groups {list(names)}",
-            fix="state = tx.init(params), or fz.migrate(state, tx, params) for other groups than before",
+            expected=f"a FreezeWhenState with the groups {list(names)}",
+            fix="state = tx.init(params); or, if the groups have changed, state = fz.migrate(state, tx, params)",
         )
     for group, condition in zip(groups, state.spec.conditions, strict=True):
         _refuse_other_condition(group, condition)
@@ -239,23 +239,23 @@ def _accepted_plans(groups: Sequence[Group], init: Callable[[PyTree], PyTree]) -
             for leaf, in_state, here in zip(plans.leaves, its.selections, mine.selections, strict=True):
                 if in_state != here:
                     raise value_error(
-                        "the state of other groups",
+                        "the state was created with different groups",
                         at=leaf.path,
-                        got=f"a state in which the group {name!r} has {_owned(in_state)}",
-                        expected=f"the state of this transformation, in which it has {_owned(here)}",
-                        fix="state = fz.migrate(state, tx, params), whenever the groups change",
+                        got=f"the group {name!r} trains {_owned(in_state)} in the state",
+                        expected=f"{_owned(here)}, as in this transformation",
+                        fix="convert the state: state = fz.migrate(state, tx, params)",
                     )
 
     return AcceptedPlans(make, refuse_other)
 
 
 def _owned(selection: Selection) -> str:
-    """How much of a leaf trains, in the words of an error."""
+    """How much of a leaf trains, for an error."""
     if isinstance(selection, DenseMask):
-        return "some of its elements"
+        return "some elements of the leaf"
     if not selection.in_part:
-        return "nothing of it" if selection is FROZEN else "all of it"
-    return f"{~selection.as_spec()!r} of it"
+        return "nothing" if selection is FROZEN else "the whole leaf"
+    return f"{~selection.as_spec()!r} of the leaf"
 
 
 def _refuse_other_condition(group: Group, condition: Condition | None) -> None:
@@ -265,9 +265,11 @@ def _refuse_other_condition(group: Group, condition: Condition | None) -> None:
     alike = (mine is None) == (condition is None) and stats_of(mine) == stats_of(condition)
     if not alike or (comparable and mine != condition):
         raise value_error(
-            "the state of another schedule",
+            "the state was created with a different schedule",
             at=group.name,
-            got=f"a state in which {condition!r} decides" if condition else "a state in which fz.set_frozen decides",
-            expected=repr(mine) if mine else "a switch for fz.set_frozen",
-            fix="state = fz.migrate(state, tx, params), which keeps the step and the moments",
+            got=f"a group with the condition {described(condition)}"
+            if condition
+            else "a group controlled by fz.set_frozen",
+            expected=f"the condition {described(mine)}" if mine else "a group controlled by fz.set_frozen",
+            fix="convert the state: state = fz.migrate(state, tx, params), which keeps the step and the moments",
         )

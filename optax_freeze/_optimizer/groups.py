@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import refuse_no_mapping, value_error
+from optax_freeze._errors import counted, refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
 from optax_freeze._optimizer.convergence import stats_of
 from optax_freeze._optimizer.initial_rows import with_initial_rows
@@ -60,9 +60,11 @@ def parse_groups(groups: Any) -> list[Group]:
             mask, condition = as_choice(value[0], name), value[1]
         if name in parsed or isinstance(mask, bool):
             raise value_error(
-                "a bool where an element mask belongs" if isinstance(mask, bool) else "two groups of one name",
+                "a bool where an element mask is expected"
+                if isinstance(mask, bool)
+                else "two groups have the same name",
                 at=name,
-                got=repr(value) if isinstance(mask, bool) else f"{key!r}, and an equal one before",
+                got=repr(value) if isinstance(mask, bool) else f"{key!r} twice",
                 expected="(element mask, condition), and each group once",
                 fix="for whole leaves give the condition alone: {pattern: condition}",
             )
@@ -139,7 +141,7 @@ def make_group_plans(groups: Sequence[Group], params: PyTree, tied: Tied) -> Gro
     """Divides the parameters; in the plans are the arrays of dense masks.
 
     Raises:
-      ValueError: if a group has nothing of its own, masks at one leaf do not go together, or leaves are tied across
+      ValueError: if a group is empty, masks for one leaf are incompatible, or leaves are tied across
         groups.
     """
     walk = _tree.walk(params)
@@ -168,10 +170,10 @@ def _divide(
     for i, (leaf, hit) in enumerate(zip(leaves, group.selector.select(leaves), strict=True)):
         if not isinstance(hit, bool):
             raise value_error(
-                "a group is named by a pattern or a selector of whole leaves",
+                "the pattern or selector of a group must select whole leaves",
                 at=leaf.path,
-                got=f"{group.name!r}, which selects a part of the leaf",
-                expected="the element mask beside the condition",
+                got=f"{group.name!r}, which selects part of the leaf",
+                expected="the element mask next to the condition",
                 fix="fz.freeze_when(inner, {pattern: (mask, condition)})",
             )
         if not hit:
@@ -184,7 +186,7 @@ def _divide(
             continue
         if isinstance(values[i], Part):
             raise value_error(
-                "an element mask for a leaf of which only a part is here",
+                "an element mask cannot select elements of a Part",
                 at=leaf.path,
                 got=f"{group.mask!r} in the group {group.name!r}, and a Part from fz.freeze or fz.partition",
                 expected="a full leaf",
@@ -206,11 +208,11 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
         both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
         return both, new
     raise value_error(
-        "groups with element masks that do not go together",
+        "groups have incompatible element masks",
         at=leaf.path,
         got=f"{before!r} and {mask!r}",
-        expected="rows along one axis, or elements that are all compact or all not",
-        fix="give the masks at one leaf as the same kind",
+        expected="rows along one axis, or elements that are all compact or all dense",
+        fix="use the same kind of mask for every group of the leaf",
     )
 
 
@@ -228,14 +230,14 @@ def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
 
 def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int]) -> ValueError:
     if not selected:
-        got, fix = "no leaf that it selects", "correct the pattern, or leave the group out"
+        got, fix = "a selector that selects nothing", "correct the pattern, or remove the group"
     else:
-        got = f"{len(selected)} leaves, of which earlier groups have everything"
-        fix = "put the narrower group first, or leave this one out"
+        got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
+        fix = "put the narrower group first, or remove this group"
     return value_error(
-        f"the group {group.name!r} has nothing of its own",
+        f"the group {group.name!r} is empty",
         at=leaves[selected[0]].path if selected else group.name,
         got=got,
-        expected="at least one element that no earlier group has",
+        expected="at least one element that is not in an earlier group",
         fix=fix,
     )

@@ -106,7 +106,7 @@ def _opened(node: Any) -> tuple[list[Any], Any]:
 def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
-    For a leaf in the host's memory a number of NumPy, which adds to an array in any memory, and has no bytes to move.
+    For a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has no bytes to move.
 
     A hole for an array without such a zero (PRNG keys), None for an object that is not an array: what
     ``equinox.apply_updates`` skips.

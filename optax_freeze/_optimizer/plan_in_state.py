@@ -43,11 +43,11 @@ def with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan
     """The state with its plan, made again after ``optax.tree_map_params``, which drops static data."""
     if not isinstance(state, kind):
         raise type_error(
-            "the state of another transformation",
+            "the state was created by a different transformation",
             at="the second argument of update",
             got=type(state).__name__,
-            expected=f"{kind.__name__}, from the init of this transformation",
-            fix="state = tx.init(params), anew after wrapping an optimizer; tx.update(grads, state, params)",
+            expected=f"a {kind.__name__}, from `init` of this transformation",
+            fix="call state = tx.init(params) again after wrapping the optimizer, then tx.update(grads, state, params)",
         )
     return state._replace(spec=accepted.accept(state.spec, tree))
 
@@ -65,20 +65,20 @@ def plans_of_spec(frozen: Spec, init: Init | None = None) -> AcceptedPlans[Plan]
             if plan.treedef is None:
                 return  # unpickled, and the tree at hand may have other containers
             raise value_error(
-                "the state of another spec, or of other parameters",
+                "the state was created with a different spec or for different parameters",
                 at="the second argument of update",
                 got=f"the state for {[leaf.path for leaf in plan.leaves[:3]]}: {str(error).splitlines()[0]}",
-                expected="the state of this transformation",
+                expected="a state from `init` of this transformation",
                 fix="state = tx.init(params)",
             ) from error
         for leaf, mine, its in zip(plan.leaves, own.selections, plan.selections, strict=True):
             if mine != its:
                 raise value_error(
-                    "the state of another spec",
+                    "the state was created with a different spec",
                     at=leaf.path,
-                    got=f"a state in which it {its}",
-                    expected=f"the state of this transformation, in which it {mine}",
-                    fix="state = fz.migrate(state, tx, params), whenever what is frozen changes",
+                    got=f"a leaf that {its}",
+                    expected=f"a leaf that {mine}, as in this transformation",
+                    fix="convert the state: state = fz.migrate(state, tx, params)",
                 )
 
     return AcceptedPlans(make, refuse_other)

@@ -78,7 +78,7 @@ class UpdateCall(NamedTuple):
 
 
 def _in_place(update: Any) -> Any:
-    """An update whose new state lies where the old one does: in the host's memory, or on the device."""
+    """An update whose new state stays in the memory of the old one: host or device memory."""
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, PyTree]:
         if not any(map(is_on_host, jax.tree.leaves(state))):

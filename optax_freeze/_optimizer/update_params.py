@@ -70,15 +70,15 @@ def update_where_frozen(
     transformation, extra_args = as_transformation(tx, _CALL, other=grads), extra_args or {}
     if params is None:
         raise type_error(
-            "fz.update_params was given no parameters",
+            "fz.update_params needs the parameters",
             at="params",
             got=described(params),
             expected=_CALL,
-            fix="give the parameters, which it returns updated; tx.update alone can do without them",
+            fix="pass the parameters; only tx.update works without them",
         )
     treedef = _tree.flatten(params)[1]
     if _tree.flatten_beside(treedef, grads)[1] != treedef:
-        _tree.refuse_other_structure(grads, params, "grads", f"the arguments in this order: {_CALL}")
+        _tree.refuse_other_structure(grads, params, "grads", f"pass the arguments in this order: {_CALL}")
     update: Any = getattr(transformation.update, "update_params", None)
     if update is not None:
         return update(grads, state, params, extra_args, frozen)

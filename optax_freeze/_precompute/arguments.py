@@ -63,7 +63,7 @@ class Arguments:
         given = [*map(self._name, range(1, len(args) + 1)), *kwargs]
         if missing := self.recurring.difference(given):
             raise value_error(
-                "there is no such argument",
+                "`recurring` names an argument that is not in the call",
                 at=f"recurring={missing.pop()!r}",
                 got=f"a call with the arguments {given}",
                 expected="the position or the name of an argument of this call",

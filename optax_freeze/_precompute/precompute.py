@@ -279,9 +279,9 @@ class _After(OfParts):
             raise value_error(
                 "the features come after the parameters",
                 at=f"argument {place + 1}" if place else "the arguments",
-                got="the features there" if place else "no features",
+                got="the features at this position" if place else "no features",
                 expected="after(params, features, *args, **kwargs)",
-                fix="give the arguments of the function after the features",
+                fix="pass the features first, then the other arguments of the function",
             )
 
     def _plan(self, params: PyTree, features: PyTree) -> tuple[Plan, list[Any]]:
@@ -361,7 +361,7 @@ def precompute(
 
     Args:
       fun: the function, called as ``fun(params, *args, **kwargs)``; it may return anything.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
       recurring: the position (the parameters are 0) or name of the argument that has the same values whenever the
         features are used, such as the batch; or several positions or names. Any other argument, such as a random key,
         may differ each time.
@@ -391,7 +391,7 @@ def precompute(
     """
     refuse_no_function(fun, frozen, "fz.precompute(fun, frozen)")
     if example_axis is not None:
-        whole_number("example_axis is the number of an axis", example_axis, at="example_axis", fix="example_axis=0")
+        whole_number("example_axis", example_axis, fix="example_axis=0")
     return Precomputed(fun, frozen, recurring, example_axis)
 
 

@@ -83,7 +83,7 @@ def _new_axes(at: str) -> Any:
                 "matplotlib is missing",
                 at=at,
                 got=str(error),
-                expected="matplotlib, which only this picture needs",
+                expected="matplotlib, which only Summary.plot needs",
                 fix="pip install matplotlib",
             )
         ) from error

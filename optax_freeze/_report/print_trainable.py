@@ -13,8 +13,9 @@ def print_trainable(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> No
 
     Args:
       params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; no values are read, except those of dense masks.
-      frozen: the parameters to freeze, as a spec of any form.
-      tied: ``"error"`` refuses one array object at two paths of which only one is frozen; ``"ignore"`` allows it.
+      frozen: the spec of the frozen parameters, in any form.
+      tied: ``"error"`` raises an error if the same array object is at two paths and only one of them is frozen;
+        ``"ignore"`` allows it.
 
     Returns:
       None. For the numbers themselves use :func:`optax_freeze.summary`.

@@ -124,7 +124,7 @@ class Summary:
           ImportError: if matplotlib is not installed.
           ValueError: if there are no elements, or if ``depth`` is negative.
         """
-        depth = whole_number("a depth counts segments of a path", depth, at="depth", fix="depth=1")
+        depth = whole_number("depth", depth, fix="depth=1")
         if not self.elements:
             raise value_error(
                 "there is nothing to draw",
@@ -217,7 +217,7 @@ def summary(
     """
     if depth is not None:
         fix = "depth=1 gives a row for each top-level name, and None one for each leaf"
-        depth = whole_number("a depth counts segments of a path", depth, at="depth", fix=fix)
+        depth = whole_number("depth", depth, fix=fix)
     plan = make_plan(params, frozen, tied=tied)
     rows = tuple(_table.summed(map(_row, plan.leaves, plan.selections, _tree.flatten(params)[0]), depth))
     extent = plan.extent(params)

@@ -36,18 +36,18 @@ def fit_mask(choice: bool | ElementMask, leaf: Leaf) -> Selection:
     if tuple(choice.array.shape) != leaf.shape:
         traced = choice.array.shape == () and not is_concrete(choice.array)
         raise value_error(
-            "a bool that is traced" if traced else "an element mask of another shape than its leaf",
+            "a bool in the spec is traced" if traced else "the shape of an element mask differs from its leaf",
             at=leaf.path,
-            got="a boolean without a value" if traced else f"a mask of shape {tuple(choice.array.shape)}",
+            got="a traced boolean" if traced else f"a mask of shape {tuple(choice.array.shape)}",
             expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
-            fix=f"{'give the bool outside jit, or' if traced else 'broadcast it:'} "
+            fix=f"{'create the bool outside jit, or use' if traced else 'broadcast it:'} "
             "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
         )
     if choice.compact and choice.count is None:
         raise value_error(
             "the elements of a compact mask cannot be counted",
             at=leaf.path,
-            got="an array that is traced, or a shape alone",
+            got="a traced array, or only a shape",
             expected="an array with values: the number of trainable elements is static",
             fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
         )
@@ -64,7 +64,7 @@ def _axis_of(rows: Rows | DynamicRows, leaf: Leaf) -> tuple[int, int]:
             at=leaf.path,
             got=f"axis={rows.axis} for shape {leaf.shape}",
             expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
-            fix="give the axis along which rows are counted, or narrow the pattern",
+            fix="correct the axis, or select fewer leaves with the pattern",
         )
     return rows.axis % ndim, leaf.shape[rows.axis]
 
@@ -74,11 +74,11 @@ def _fit_dynamic_rows(rows: DynamicRows, leaf: Leaf) -> Selection:
     [named] = rows.array.shape
     if named > size:
         raise value_error(
-            f"{rows!r}: more numbers than the leaf has rows",
+            f"{rows!r}: more row numbers than rows in the leaf",
             at=leaf.path,
             got=f"{named}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
             expected=f"at most {size} numbers",
-            fix="give each row once, or another axis",
+            fix="give each row once, or correct the axis",
         )
     count = named if rows.inverted else size - named
     if count == 0:
@@ -122,11 +122,11 @@ def _refuse_outside(rows: Rows | DynamicRows, numbers: Sequence[int], leaf: Leaf
     outside = [n for n in numbers if not -size <= n <= last]
     if outside:
         raise value_error(
-            f"{rows!r}: a row out of range",
+            f"{rows!r}: a row is out of range",
             at=leaf.path,
             got=f"{outside[0]}, for {size} rows along axis {rows.axis} of shape {leaf.shape}",
-            expected=f"numbers from {-size} to {size - 1}",
-            fix="leave an end of a slice open (None) to go to the last row",
+            expected=f"numbers from {-size} to {last}",
+            fix="correct the number; a slice with an open end (None) goes to the last row",
         )
 
 

@@ -1,4 +1,4 @@
-"""Rows of an array in the host's memory: read into the device's memory, and written where the array is.
+"""Rows of an array in host memory: read into device memory, and written in place.
 
 No other part of the array is moved, and nothing is computed on the host.
 """

@@ -25,7 +25,7 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
     need other labels.
 
     Args:
-      frozen: the parameters to freeze, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       A function of ``params`` that returns a tree of the same structure with ``"frozen"`` at frozen leaves and at
@@ -78,10 +78,10 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
     for word in words if default is None else [*words, default]:
         if not jax.tree_util.all_leaves([word]):
             raise type_error(
-                "fz.labels_by_path: no label",
+                "fz.labels_by_path: not a label",
                 at="its first argument" if word in words else "default",
                 got=described(word),
-                expected="a string, or another value that is no container",
+                expected="a string, or another value that is not a container",
                 fix="give a key of the transformations of optax.multi_transform",
             )
 
@@ -128,11 +128,11 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
     is_number = isinstance(factor, (int, float, np.floating))
     if isinstance(factor, bool) or not is_number or not factor > 0:
         raise (value_error if is_number else type_error)(
-            "fz.layerwise_decay multiplies learning rates",
+            "`factor` must be a positive number",
             at="factor",
             got=described(factor),
             expected="a positive number, less than 1 for slower input layers",
-            fix="1 / 2.6 divides by 2.6",
+            fix="factor=1 / 2.6, as in ULMFiT",
         )
 
     def scaled(by: float) -> Any:

@@ -125,7 +125,7 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     hashable = _hashable(index)
     if hashable is None or not is_int(axis):
         raise type_error(
-            "fz.rows takes the numbers of rows",
+            "fz.rows takes row numbers",
             at="fz.rows",
             got=f"index={described(index)}, axis={described(axis)}",
             expected="a slice, an int or a list of ints, and an int for the axis",
@@ -192,7 +192,7 @@ def _refuse_no_numbers(array: Any) -> None:
     if jnp.issubdtype(array.dtype, jnp.integer) and len(array.shape) == 1:
         return
     raise type_error(
-        "fz.rows takes the numbers of rows",
+        "fz.rows takes row numbers",
         at="fz.rows",
         got=f"a JAX array of {array.dtype}, of shape {tuple(array.shape)}",
         expected="an array of integers, of shape (k,)",

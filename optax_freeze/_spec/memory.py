@@ -1,4 +1,4 @@
-"""In which memory is an array: the device's, or the host's, from where programs read it over the link?
+"""Which memory is an array in: device memory, or host memory, from which programs read it over the link?
 
 JAX says so in the type of an array, and of a tracer (``float32<host>[8,2]``), and in the sharding of a
 ``jax.ShapeDtypeStruct``.
@@ -10,26 +10,26 @@ import jax
 from jax.core import Tracer
 
 HOST = "pinned_host"
-"""What JAX calls memory of the host from which a device reads by itself."""
+"""JAX's name for host memory that a device can read directly."""
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether an array, a tracer or a shape lies in the host's memory."""
+    """Whether an array, a tracer or a shape is in host memory."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).memory_space == jax.memory.Space.Host
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and getattr(leaf.sharding, "memory_kind", None) == HOST
 
 
 def to_device(leaf: Any) -> Any:
-    """``leaf`` in the device's memory: itself, if it is there."""
+    """``leaf`` in device memory; ``leaf`` itself if it is already there."""
     return jax.device_put(leaf, jax.memory.Space.Device) if is_on_host(leaf) else leaf
 
 
 def on_device(sharding: Any) -> Any:
-    """A sharding with the same layout in the device's memory."""
+    """A sharding with the same layout in device memory."""
     return sharding.with_memory_kind("device") if sharding.memory_kind == HOST else sharding
 
 
 def to_memory_of(like: Any, leaf: Any) -> Any:
-    """``leaf`` in the memory in which ``like`` is."""
+    """``leaf`` in the same memory as ``like``."""
     return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(like) and not is_on_host(leaf) else leaf

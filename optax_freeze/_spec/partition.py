@@ -118,7 +118,9 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
             whole.append(a)
         else:
             raise value_error(
-                "the trainable part of a leaf is missing" if isinstance(b, Rest) else "both parts have a leaf",
+                "the trainable part of a leaf is missing"
+                if isinstance(b, Rest)
+                else "`trainable` and `rest` have a leaf at the same path",
                 at=paths()[i],
                 got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
                 expected="a hole (optax.MaskedNode) in one of them, or both parts of a partially frozen leaf",

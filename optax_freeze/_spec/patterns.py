@@ -16,7 +16,7 @@ _NUMBERS = re.compile(r"\[(!?)(\d+(?:-\d+)?(?:, *\d+(?:-\d+)?)*)\]")
 def regex(pattern: str) -> re.Pattern[str]:
     """A regular expression, to be matched against a whole path."""
     expected, fix = "an expression that `re.compile` takes", "for globs such as 'encoder/*', use fz.path(...)"
-    return _compile(pattern, "no regular expression", f"fz.regex({pattern!r})", expected, fix)
+    return _compile(pattern, "not a regular expression", f"fz.regex({pattern!r})", expected, fix)
 
 
 def glob(pattern: str) -> re.Pattern[str]:
@@ -28,7 +28,7 @@ def glob(pattern: str) -> re.Pattern[str]:
     _refuse_numbers(pattern)
     translated = _TOKEN.sub(_translate, re.sub(r"(/\*\*)+\Z", "", pattern))
     fix = "write ranges in ascending order: [0-7]"
-    return _compile(f"{translated}(?:/.*)?", "no pattern", f"fz.path({pattern!r})", "a glob", fix)
+    return _compile(f"{translated}(?:/.*)?", "not a valid pattern", f"fz.path({pattern!r})", "a glob", fix)
 
 
 def _translate(token: re.Match[str]) -> str:
@@ -79,10 +79,10 @@ def _refuse_numbers(pattern: str) -> None:
         loops += f" for {name} in {every}"
         found.append(brackets)
     if found:
-        fix = f"for these numbers fz.path(*[f{text!r}{loops}]), or fz.regex(...)"
+        fix = f"for these numbers use fz.path(*[f{text!r}{loops}]), or fz.regex(...)"
         excluded = any(brackets[1] for brackets in found)
         raise value_error(
-            "brackets stand for one character, and not for a number",
+            "brackets match one character, not a number",
             at=f"fz.path({pattern!r})",
             got=f"{found[0][0]}, a class of characters",
             expected="a class of single digits, such as [0-7]",
@@ -94,10 +94,10 @@ def no_match(pattern: str, paths: Sequence[str], *, is_regex: bool) -> ValueErro
     """The error for a pattern that matches none of ``paths``: it names the nearest."""
     got, expected = f"0 of {len(paths)} leaves", "at least one"
     if paths == [""]:
-        got, expected = "one leaf without a path, and no tree", "a tree of parameters"
-        fix = "look at the order of the arguments; where the parameters are not the first of a loss, give argnums"
+        got, expected = "a single leaf, not a tree", "a tree of parameters"
+        fix = "check the order of the arguments; if the parameters are not the first argument of the loss, pass argnums"
     elif is_regex:
-        fix = f"nearest paths: {_nearest(pattern, paths)}; a regex has to match the whole path: '.*/kernel'"
+        fix = f"nearest paths: {_nearest(pattern, paths)}; a regex must match the whole path: '.*/kernel'"
     else:
         fix = _meant(pattern, paths) or f"nearest paths: {_nearest(pattern, paths)}"
     return value_error(
@@ -115,7 +115,7 @@ def _meant(pattern: str, paths: Sequence[str]) -> str | None:
     """What to write for a glob that was meant literally or as a regular expression, if that matches a leaf."""
     literal = pattern.replace("[", "[[]")
     if literal != pattern and any(map(glob(literal).fullmatch, paths)):
-        return f"brackets stand for one of the characters in them; for a bracket itself write {literal!r}"
+        return f"brackets match one of the characters in them; for a literal bracket write {literal!r}"
     if re.search(r"\.[*+?]|[\\|()^$+{]", pattern):
         for expression in (pattern, f"{pattern}/.*"):
             with contextlib.suppress(re.error):

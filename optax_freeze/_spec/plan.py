@@ -1,4 +1,4 @@
-"""What a spec comes to for given parameters: one selection per leaf, and what identifies the leaves later.
+"""A spec resolved for given parameters: one selection per leaf, and the paths, shapes and dtypes of the leaves.
 
 A plan is made once, in ``init``. Optax calls its own label functions again on the updates, whose leaves may be missing
 and may have other dtypes or paths.
@@ -22,9 +22,9 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
 class InitialRows(NamedTuple):
-    """Of an array in an optimizer's state: along which axis it has rows of its parameter, and what these begin with.
+    """For an array in an optimizer state: the axis with the rows of its parameter, and their initial value.
 
-    ``axis`` is None for an array that has none, ``number`` where it is not one number, whatever the parameters are.
+    ``axis`` is None without such an axis; ``number`` is None unless all rows start at one constant.
     """
 
     axis: int | None
@@ -48,7 +48,7 @@ class Plan:
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
     initial: tuple[tuple[str, InitialRows], ...] = ()
-    """What the optimizer's state has of rows that may change, by the paths of its arrays."""
+    """The initial rows of the arrays in the optimizer state, by path, for rows that may change."""
 
     @property
     def all_frozen(self) -> bool:
@@ -100,7 +100,7 @@ class Plan:
         return jax.tree.unflatten(self.treedef, shapes)
 
     def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
-        """What is frozen of these parameters if it is nothing or everything; None where leaves are missing."""
+        """Whether nothing or everything is frozen; None otherwise, or if leaves are missing."""
         found = {s for leaf, s in zip(self.leaves, self.selections, strict=True) if leaf.inexact}
         if len(found) != 1 or any(map(_tree.is_leaf, _tree.flatten(params)[0])):
             return None
@@ -118,15 +118,15 @@ class Plan:
             raise value_error(
                 f"{what}: every leaf is frozen",
                 at="frozen",
-                got=f"{described(frozen)}: all {len(self.leaves)} leaves, of which {could_train} could train",
-                expected="at least one floating-point or complex array that trains",
+                got=f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained",
+                expected="at least one trainable floating-point or complex array",
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )
 
     def align(self, tree: PyTree, name: str, fix: str | None = None) -> tuple[list[Any], Any]:
         """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes.
 
-        ``fix`` is that of the error for a trainable leaf that is missing, in whole or in part.
+        ``fix`` is used in the error for a trainable leaf that is missing, completely or in part.
         """
         values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
@@ -139,11 +139,11 @@ class Plan:
     def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
         fix = "pass the tree that belongs to the parameters given to `init`"
         if self.variables:
-            fix += "; after freezing or thawing a module make the nnx.Optimizer anew (fz.migrate keeps its moments)"
+            fix += "; after freezing or thawing a module, create a new nnx.Optimizer (fz.migrate keeps its moments)"
         expected = [leaf.path for leaf in self.leaves]
         extra = [leaf for leaf in _tree.leaves(tree) if leaf.path not in expected]
         if "equinox" in sys.modules and extra and not any(leaf.inexact for leaf in extra):
-            fix += "; an Equinox module whole in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
+            fix += "; pass the full Equinox module in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
         _tree.refuse_other_paths(_tree.paths(tree), expected, name, fix)
         if self.treedef is not None and not self.variables:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
@@ -186,31 +186,31 @@ def _values_alone(part: Part) -> Part:
 
 
 def may_stay_on_host(selection: Selection) -> bool:
-    """Whether a leaf may lie in the host's memory: if it is frozen, or all of it but rows known when traced."""
+    """Whether a leaf may be in host memory: if it is frozen, at least in part, with trainable rows that are static."""
     return selection is FROZEN or isinstance(selection, RowIndex)
 
 
 def refuse_on_host(path: str, selection: Selection, value: Any) -> None:
-    """A ``ValueError`` if a value that trains lies in the host's memory."""
+    """A ``ValueError`` if a trainable value is in host memory."""
     if is_on_host(value) and not may_stay_on_host(selection):
         raise value_error(
-            "a parameter that trains lies in the host's memory",
+            "a trainable parameter is in host memory",
             at=path,
             got=f"{described(value)} in {HOST}, which {selection}",
-            expected="an array in the device's memory; frozen leaves, or those with static rows that train, may stay",
-            fix="params = fz.offload(params, frozen) with this spec brings it back",
+            expected="an array in device memory; frozen leaves and leaves with static rows may be in host memory",
+            fix="bring it back with this spec: params = fz.offload(params, frozen)",
         )
 
 
 def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:
-    """Refuses a value that cannot stand for a leaf that trains, in whole or in part.
+    """Refuses a value that cannot take the place of a leaf that trains, completely or in part.
 
-    A full array can, and a ``Part`` of the trainable elements; only the latter where ``leaf`` is itself a part.
+    A full array or a ``Part`` of the trainable elements can; if ``leaf`` is itself a part, only the ``Part``.
     """
     index = selection.part_index if selection.in_part else leaf.index
     what, got = f"{name}: not the trainable part of the leaf", ""
     if value is None or _tree.is_hole(value):
-        what, got = f"{name}: a leaf that trains is missing", "None" if value is None else "a hole (optax.MaskedNode)"
+        what, got = f"{name}: a trainable leaf is missing", "None" if value is None else "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:
             is_rows = isinstance(value.index, RowSelection)
@@ -219,7 +219,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     elif leaf.index is not None or (selection.in_part and not _fits(np.shape(value), leaf, selection, name)):
         got = f"an array of shape {np.shape(value)}"
     if got:
-        part = ", or the Part of it that trains" * (selection.in_part or leaf.index is not None)
+        part = ", or its trainable Part" * (selection.in_part or leaf.index is not None)
         if name == "params" and _tree.is_hole(value):
             fix = "pass the full parameters: fz.combine(trainable, rest)"
         if fix is None or not (isinstance(value, Part) or _tree.is_hole(value)):

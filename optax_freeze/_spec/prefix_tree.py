@@ -51,7 +51,7 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
     shapes = jax.tree.unflatten(treedef, structs)
     name = described(function)
     if not _takes_one(function):
-        raise _of_each_leaf(name, "a function of other arguments")
+        raise _of_each_leaf(name, "a function of different arguments")
     try:
         answer = ask_without_values(lambda: function(shapes), name, "frozen")
     except TypeError as error:
@@ -124,20 +124,20 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
     loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
     missing = f"no entry for {bare[:3]}" if bare else ""
-    unknown = f"an entry for {loose[:3]}, where the parameters have nothing" if loose else ""
+    unknown = f"an entry for {loose[:3]}, which the parameters do not have" if loose else ""
     got = "; ".join(filter(None, [missing, unknown])) or f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
     fix = "build it from the parameters: jax.tree.map(lambda leaf: ..., params)"
     if isinstance(params, (str, Selector)):
         got = f"{params!r}, which is not a tree of parameters"
         fix = f"swap the arguments: {params!r} is a spec, and was passed as the parameters"
     elif isinstance(prefix, optax.GradientTransformation):
-        fix = "an optimizer says nothing about what is frozen: fz.freeze(optimizer, frozen)"
+        fix = "an optimizer is not a spec; to wrap it, use fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
-        fix = "combine patterns and selectors by |: fz.path('a') | fz.where(fn)"
+        fix = "combine patterns and selectors with |: fz.path('a') | fz.where(fn)"
     elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
-        fix = "to name some paths alone, with patterns too: fz.rules({'encoder/**': True}), or just 'encoder/**'"
+        fix = "to give only some of the paths, use patterns: fz.rules({'encoder/**': True}), or just 'encoder/**'"
     elif not covers:
-        fix = "nothing is named: for nothing frozen give False"
+        fix = "to freeze nothing, pass False"
     return value_error(
         "`frozen` does not fit the parameters",
         at=[*bare, *loose, ""][0],

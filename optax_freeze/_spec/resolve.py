@@ -63,7 +63,7 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
     Args:
       params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; only paths, shapes and dtypes are used.
-      frozen: the parameters to freeze, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       A tree with the structure of ``params``, and with True (frozen), False or an element mask at every leaf. Leaves
@@ -110,8 +110,8 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
     Args:
       params: the parameters.
       frozen: the spec.
-      tied: ``"error"`` refuses one array that is frozen at one path and trains at another.
-      leaves: the leaves of ``params``, where more is known of them than the tree tells.
+      tied: ``"error"`` raises an error if the same array is frozen at one path and trained at another.
+      leaves: the leaves of ``params``, if the caller knows more about them than the tree contains.
     """
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
@@ -125,12 +125,12 @@ def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice
     selections = [fit_mask(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
     if tied == "error":
         _refuse_tied(walk.values, leaves, selections)
-    # An optimizer state holds the plan: of a `VariableLeaf` only what is static.
+    # An optimizer state contains the plan, so only the static fields of a `VariableLeaf` are kept.
     return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, bool(walk.variables))
 
 
 def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
-    """Warns if patterns, a selector or a function come to nothing or everything; bools and trees say what they mean."""
+    """Warns if patterns, a selector or a function freeze nothing or everything; bools and trees are explicit."""
     decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, ResolvedSpec)
     extent = plan.extent(params) if decides else None
     if extent is not None:
@@ -139,8 +139,8 @@ def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int)
             f"the spec freezes {extent}",
             at="frozen",
             got=f"{described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen",
-            expected="some frozen leaves and some that train",
-            fix=f"correct the spec, or give {extent == 'everything'} if it is meant",
+            expected="some frozen and some trainable leaves",
+            fix=f"correct the spec, or pass {extent == 'everything'} if this is intended",
         )
         warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)
 
@@ -159,18 +159,18 @@ def register_with_flax(static: type = Plan) -> None:
 
 
 def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
-    """One choice per leaf, before what cannot train anyway is added."""
+    """One choice per leaf, before leaves that cannot train are frozen."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
     if is_selector(frozen):
         return as_selector(frozen, "frozen").select(leaves)
     if isinstance(frozen, type):
         raise type_error(
-            "a class says nothing about what is frozen",
+            "a class is not a spec",
             at="frozen",
             got=described(frozen),
             expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
-            fix="for NNX variables give their type (nnx.LoRAParam); for each leaf fz.where(lambda path, leaf: ...)",
+            fix="for NNX variables pass their type (nnx.LoRAParam); for each leaf use fz.where(lambda path, leaf: ...)",
         )
     if _is_function(frozen, params):
         answer = from_function(frozen, params, leaves)
@@ -192,11 +192,11 @@ def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequ
             if not _same(selections[i], selections[j]):
                 frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
                 raise value_error(
-                    "one array stands at two paths, and is not frozen alike at both",
+                    "tied leaves: the same array is frozen at one path and trained at another",
                     at=leaves[frozen].path,
-                    got=f"frozen there, trained at {leaves[trains].path}, in whole or in part",
+                    got=f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}",
                     expected="tied leaves frozen together or trained together",
-                    fix='give both the same answer, copy the array, or pass tied="ignore"',
+                    fix='freeze both or neither, copy the array, or pass tied="ignore"',
                 )
 
 

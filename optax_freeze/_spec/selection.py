@@ -24,7 +24,7 @@ from optax_freeze._spec.memory import is_on_host, to_memory_of
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
 _FEW = 16
-"""The numbers of up to so many runs of rows are iotas; those of more are a constant."""
+"""Up to this many runs of rows, the row numbers are computed as iotas; beyond it they are a constant."""
 
 
 class Selection:
@@ -37,7 +37,7 @@ class Selection:
     """The ``index`` of the ``Part`` that :meth:`take` gives, if it gives one."""
 
     array: Any = HOLE
-    """The array that says which elements are frozen, where it is data: a state carries it, and it may be replaced."""
+    """The array of frozen elements or row numbers, if it is data; the state contains it, and it can be replaced."""
 
     def with_array(self, array: Any) -> "Selection":
         """The selection with another array, or with a hole in its place: as static data."""
@@ -77,7 +77,7 @@ class Selection:
         """The value in a spec that means this selection."""
 
     def __str__(self) -> str:
-        """What holds for the leaf, in the words of an error."""
+        """Describes the selection in an error, and in the record of stored features."""
         return f"trains in part ({self.as_spec()!r})"
 
 
@@ -143,7 +143,7 @@ class RowSelection(Selection):
         return math.prod(self.shape_of_part(shape))
 
     def indices(self, *array: Any) -> jax.Array:
-        """The numbers of the trainable rows, int32, ascending; ``array`` is that of the selection, if it has one."""
+        """The numbers of the trainable rows, int32, ascending; ``array``: that of the selection, if it has one."""
         raise NotImplementedError
 
     def frozen_rows(self) -> jax.Array:
@@ -188,7 +188,7 @@ class RowSelection(Selection):
         return laid_out(sharding, spread, part.values, *jax.tree.leaves(self))
 
     def _numbers(self, *array: Any) -> jax.Array | None:
-        """:meth:`indices`; None where :attr:`run` says it all."""
+        """:meth:`indices`; None if the rows are one :attr:`run`."""
         return self.indices(*array) if self.run is None else None
 
     def add(self, full: Any, update: Any) -> jax.Array:

@@ -54,7 +54,7 @@ class Selector:
 
     def __bool__(self) -> bool:
         raise type_error(
-            "a selector is neither true nor false",
+            "a selector has no truth value",
             at=repr(self),
             got="`not`, `and`, `or` or `if` on a selector",
             expected="~a, a & b, a | b",
@@ -116,7 +116,7 @@ class Where(Selector):
         answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
         if not isinstance(answer, (bool, np.bool_)):
             raise type_error(
-                f"{self!r} returned no bool",
+                f"{self!r} did not return a bool",
                 at=path,
                 got=described(answer),
                 expected="True (frozen) or False",
@@ -138,11 +138,11 @@ class NnxFilter(Selector):
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         if leaves and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
             raise value_error(
-                "an NNX filter goes by NNX variables",
+                "an NNX filter needs NNX variables",
                 at=leaves[0].path,
                 got=f"{self!r} for {counted(len(leaves), 'leaf', 'leaves')} without a variable",
                 expected="an NNX module, or an nnx.State of one",
-                fix="for other trees fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
+                fix="for other trees use fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
             )
         return [isinstance(leaf, VariableLeaf) and self._ask(leaf) for leaf in leaves]
 
@@ -173,11 +173,11 @@ class _Binary(Selector):
         if b is self.winner or a is (not self.winner):
             return b
         raise value_error(
-            f"{self!r}: two element masks at one leaf",
+            f"{self!r}: two element masks for one leaf",
             at=leaf.path,
             got=f"{a!r} and {b!r}",
             expected="at most one element mask for a leaf",
-            fix="combine the masks themselves: one fz.rows with all numbers, one fz.elements(a | b)",
+            fix="combine the masks: one fz.rows with all row numbers, or one fz.elements(a | b)",
         )
 
     def __repr__(self) -> str:
@@ -304,9 +304,9 @@ def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[i
             raise value_error(
                 f"rule {selector!r} never applies: earlier rules match all its leaves",
                 at=leaves[selected[0]].path,
-                got=f"{len(selected)} leaves, each matched before",
+                got=f"{counted(len(selected), 'leaf', 'leaves')}, already matched",
                 expected="at least one leaf that no earlier rule matches",
-                fix="put the narrower rule first, or delete this one",
+                fix="put the narrower rule first, or delete this rule",
             )
         for i in free:
             first[i] = n
@@ -322,9 +322,9 @@ def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
         raise type_error(
             f"{name} failed on shapes: {in_one_line(error)}",
             at=at,
-            got="a function of other arguments" if misfit else "a function that looks at values",
+            got="a function of different arguments" if misfit else "a function that looks at values",
             expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
-            fix="fz.where(lambda path, leaf: ...) for each leaf, or a function of the whole tree by itself"
+            fix="fz.where(lambda path, leaf: ...) for each leaf, or pass a function of the whole tree directly"
             if misfit
             else "decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
         ) from error

@@ -163,7 +163,7 @@ def distinct(name: str, patterns: Any, order: str = "from the output to the inpu
             at=name,
             got=described(patterns),
             expected=f"patterns or selectors, {order}",
-            fix="[pattern, ...]",
+            fix="pass a list: [pattern, ...]",
         )
     for i, pattern in enumerate(patterns):
         as_selector(pattern, name)
@@ -187,16 +187,16 @@ def as_choice(value: Any, at: str) -> Choice:
     if is_array(value) and value.dtype == np.bool_:
         return elements(value)
     kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
-    fix = "True is frozen, False trains; fz.rows and fz.elements freeze a part of a leaf"
+    fix = "True freezes a leaf, False trains it; fz.rows and fz.elements freeze part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
         kind = "a selector" if isinstance(value, Selector) else kind
-        fix = "a tree holds neither labels nor patterns: fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
+        fix = "a tree cannot contain labels or patterns; use fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
     elif isinstance(value, (set, frozenset)):
         fix = "unpack it: fz.path(*patterns)"
     elif callable(value):
         fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
     raise value_error(
-        f"{kind} where a bool belongs",
+        f"{kind} where a bool is expected",
         at=at,
         got=described(value),
         expected="True (frozen), False, an element mask or a boolean array",
@@ -207,17 +207,17 @@ def as_choice(value: Any, at: str) -> Choice:
 def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
     if not patterns:
         raise value_error(
-            f"fz.{name} was given no pattern",
+            f"fz.{name} needs a pattern",
             at=f"fz.{name}()",
             got="nothing",
             expected="at least one pattern",
-            fix="for everything use True, for nothing False",
+            fix="to freeze everything use True, to freeze nothing False",
         )
     for pattern in patterns:
         if not isinstance(pattern, str):
             fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"
             if isinstance(pattern, Selector):
-                fix = f"a selector stands by itself: {~pattern if name == 'only' else pattern!r}"
+                fix = f"pass the selector itself: {~pattern if name == 'only' else pattern!r}"
             raise type_error(
                 f"fz.{name} takes strings",
                 at=f"fz.{name}",

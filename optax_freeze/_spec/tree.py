@@ -72,11 +72,11 @@ class Part:
 
     def __radd__(self, full: Any) -> Any:
         raise type_error(
-            "part of a leaf does not add to all of it",
+            "a Part cannot be added to the full leaf",
             at=f"a leaf of shape {self.shape}",
-            got="optax.apply_updates, or a sum, with updates of the trainable parameters alone",
+            got="optax.apply_updates, or a sum, with updates of only the trainable parameters",
             expected="fz.apply_updates(params, updates)",
-            fix="use fz.apply_updates, or fz.freeze(optimizer, frozen) with full updates",
+            fix="use fz.apply_updates, or fz.freeze(optimizer, frozen) with full_updates=True",
         )
 
 
@@ -243,7 +243,7 @@ class Walk(NamedTuple):
                 "two leaves have the same path",
                 at=twice,
                 got=" and ".join(key for key, path in zip(keys, self.paths, strict=True) if path == twice),
-                expected="a path of its own for each leaf: str(key) of each key, joined by '/'",
+                expected="a unique path for each leaf: str(key) of each key, joined by '/'",
                 fix="rename one of the keys",
             )
         if not self.variables:
@@ -310,7 +310,7 @@ def _describe(path: str, value: Any) -> Leaf:
         return Leaf(path)
     if isinstance(value.dtype, str):  # jit and grad do not accept such an object either
         raise type_error(
-            "no array, but an object that holds one",
+            "not an array, but an object that contains one",
             at=path,
             got=f"a {type(value).__name__} of {value.dtype}",
             expected="a JAX or NumPy array",
@@ -328,7 +328,7 @@ def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> N
     refuse_other_paths(got.paths, expected.paths, name, fix)
     if not got.variables and not expected.variables:
         raise value_error(
-            f"{name}: the same paths in other containers",
+            f"{name}: the same paths in different containers",
             at=got.paths[0] if got.paths else "",
             got=str(got.treedef)[:200],
             expected=str(expected.treedef)[:200],
@@ -343,12 +343,12 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
     in_got, in_expected = set(got), set(expected)
     missing = [path for path in expected if path not in in_got]
     unknown = [path for path in got if path not in in_expected]
-    also = f", among them {missing[:3]}" if missing else f": {list(expected[:3])}"
+    also = f", including {missing[:3]}" if missing else f": {list(expected[:3])}"
     raise value_error(
-        f"{name}: another structure" if missing or unknown else f"{name}: the same paths in another order",
+        f"{name}: different tree structure" if missing or unknown else f"{name}: the same paths in a different order",
         at=[*missing, *unknown, *got][0],
         got=counted(len(got), "leaf", "leaves")
-        + (f", among them {unknown[:3]}, which do not belong" if unknown else ""),
+        + (f", including {unknown[:3]}, which should not be there" if unknown else ""),
         expected=f"{counted(len(expected), 'leaf', 'leaves')}{also}",
         fix=fix,
     )

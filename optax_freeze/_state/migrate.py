@@ -227,7 +227,7 @@ def _alike(new: Entry, old: Entry) -> bool:
     )
     if any(isinstance(e.value, Part) and e.rows is None and e.frozen is None for e in (new, old)):
         raise value_error(
-            "fz.migrate: a state does not say which elements of a leaf it holds",
+            "fz.migrate: the state does not contain the mask of a leaf",
             at=old.name,
             got="compact elements or dynamic rows, without their mask",
             expected="the state of fz.freeze around the optimizer, which has the mask",

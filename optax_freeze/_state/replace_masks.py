@@ -97,11 +97,11 @@ def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collec
     for key in keys:
         if key not in found.values():
             raise value_error(
-                "no dense mask in the state",
+                "the state has no replaceable mask for this path",
                 at=str(key),
                 got=f"a mask for {key!r}",
                 expected=f"the path or a pattern of one of {sorted(with_mask)}" if with_mask else "a state with masks",
-                fix="freeze the leaf by fz.elements(...), a boolean array or fz.rows(jnp.array([...])) from the start",
+                fix="correct the path; fz.elements(...), boolean arrays and fz.rows(jnp.array([...])) are replaceable",
             )
     return found
 

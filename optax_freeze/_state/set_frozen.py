@@ -52,7 +52,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
             raise KeyError(
                 _Text(
                     message(
-                        "no such group",
+                        "there is no group of this name",
                         at=name,
                         got=described(key),
                         expected=f"one of {sorted(known)}",
@@ -62,13 +62,13 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
             )
         if known[name] is not None:
             raise value_error(
-                "a schedule says when this group is frozen",
+                "this group is frozen by a schedule",
                 at=name,
                 got=f"{value!r}, for a group with the condition {known[name]!r}",
                 expected="a group that was given a bool in fz.freeze_when",
-                fix="give the group True or False there, and change it only with fz.set_frozen",
+                fix="in fz.freeze_when, give this group True or False instead of a condition",
             )
-        refuse_no_bool(name, value, "fz.set_frozen")
+        refuse_no_bool(name, value, "fz.set_frozen", fix=f"fz.set_frozen(state, {{{key!r}: True}})")
         new[name] = value
 
     def visit(node: Any) -> Any:
@@ -109,10 +109,10 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
                 frozen = bool(frozen)
                 if answers.get(name, frozen) is not frozen:
                     raise value_error(
-                        "two groups of one name, of which one is frozen",
+                        "two groups have the same name, but only one is frozen",
                         at=name,
                         got="a state that contains two states of fz.freeze_when",
-                        expected="one, or groups with different names",
+                        expected="one state of fz.freeze_when, or groups with different names",
                         fix="call fz.currently_frozen on each of the two states",
                     )
             answers[name] = frozen
@@ -126,7 +126,7 @@ def _refuse_no_values(step: Any) -> None:
             at="step",
             got=described(step),
             expected="the state of one optimizer, with values",
-            fix="not one of jax.eval_shape; under vmap, select one state: jax.tree.map(lambda x: x[0], state)",
+            fix="pass a state with values; after vmap, select one state: jax.tree.map(lambda x: x[0], state)",
         )
 
 
@@ -164,10 +164,10 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
     map_states(lambda node: found.append(node) or node, tree)
     if not found:
         raise value_error(
-            "no state of fz.freeze_when found",
+            "the state contains no state of fz.freeze_when",
             at="state",
             got=type(tree).__name__,
-            expected="the state of an optimizer with fz.freeze_when in it",
+            expected="the state of an optimizer that contains fz.freeze_when",
             fix="pass the state of an optimizer created by fz.freeze_when(inner, {pattern: condition})",
         )
     return found

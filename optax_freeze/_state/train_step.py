@@ -65,7 +65,7 @@ def train_step(
     """
     refuse_no_function(loss, tx, _CALL)
     as_transformation(tx, _CALL, other=loss)
-    most = whole_number("`branches` must be a positive int", branches, at="branches", least=1, fix="give branches=16")
+    most = whole_number("branches", branches, least=1, fix="branches=16")
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         now = spec_of(state)

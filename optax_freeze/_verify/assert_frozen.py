@@ -32,7 +32,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
       before: the parameters before training; any pytree of JAX or NumPy arrays. If they are donated, keep a copy
         (``jax.tree.map(jnp.copy, params)``), or compare a :func:`optax_freeze.fingerprint` instead.
       after: the parameters now, with the same structure.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       None.
@@ -51,7 +51,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
       >>> fz.assert_frozen(params, {**params, "encoder": jnp.array([1.0, 0.5])}, "encoder")
       Traceback (most recent call last):
           ...
-      AssertionError: 1 of 1 frozen leaves moved
+      AssertionError: 1 of 1 frozen leaves changed
         at: encoder: 1 of 2 elements, by up to 0.5
       ...
     """
@@ -81,11 +81,11 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         told = [f"{path}: {_tell(*pair, difference, far=i < 100)}" for i, (path, pair, difference) in enumerate(moved)]
         raise AssertionError(
             message(
-                f"{len(moved)} of {len(olds)} frozen leaves moved",
+                f"{len(moved)} of {len(olds)} frozen leaves changed",
                 at=told,
-                got="other bits than before",
-                expected="the same bits wherever `frozen` says so",
-                fix="put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) says what moves them",
+                got="bits that differ between `before` and `after`",
+                expected="the same bits in all frozen leaves and elements",
+                fix="put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) finds the cause",
             )
         )
 
@@ -99,11 +99,11 @@ def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
 
     if variable and not variables(before).keys().isdisjoint(variables(after)):
         raise value_error(
-            "`before` and `after` hold the same NNX variables, so that nothing can differ",
+            "`before` and `after` contain the same NNX variables, so nothing can differ",
             at="fz.assert_frozen",
-            got="the same module, or an nnx.state of it, which holds the same variables; they change in place",
-            expected="values from before the training, and values from after it",
-            fix="keep the values beforehand: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
+            got="the same module, or an nnx.state of it, whose variables change in place",
+            expected="values from before and after the training",
+            fix="copy the values before training: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
         )
 
 

@@ -40,7 +40,7 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     Args:
       params: any pytree of JAX or NumPy arrays, which may be traced. If arrays span processes, every process must call
         this function with the same spec.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
 
     Returns:
       A ``uint32`` array of shape ``(4,)``; zeros if nothing is frozen. Compare all four values: ``(a == b).all()``.

@@ -44,7 +44,7 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
 def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
     if isinstance(value, Part):
         raise value_error(
-            f"{name}: the trainable part of a leaf in place of the full leaf",
+            f"{name}: the trainable part of a leaf instead of the full leaf",
             at=path,
             got=f"a Part of a leaf of shape {value.shape}",
             expected="the full leaf",
@@ -58,13 +58,13 @@ def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
             expected="an array with values",
             fix="call it outside jit; inside, return fz.fingerprint(params, frozen) and compare that outside"
             if isinstance(value, Tracer)
-            else "initialise the parameters: model.init, not jax.eval_shape of it",
+            else "initialize the parameters: model.init, not jax.eval_shape of it",
         )
     if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
         raise value_error(
             f"{name}: the array has been deleted",
             at=path,
-            got="an array that was donated to a jitted function, which wrote over it",
+            got="an array that was donated to a jitted function",
             expected="an array that still has its values",
-            fix="keep a copy beforehand, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)",
+            fix="before training, keep a copy, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)",
         )

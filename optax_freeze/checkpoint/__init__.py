@@ -97,12 +97,13 @@ def save(
     Args:
       directory: the directory for the checkpoints of a run, created if necessary; any path that Orbax accepts.
       params: the full parameters. Frozen parameters are not written.
-      frozen: the frozen parameters, as a spec of any form.
+      frozen: the spec of the frozen parameters, in any form.
       step: the number of the checkpoint, greater than all earlier ones.
       opt_state: the optimizer state, or None.
       wait: if True, return when the checkpoint is complete. If False, return when the arrays have been copied from the
         devices, so that you may donate them, and write in the background.
-      tied: ``"error"`` refuses an array at two paths of which only one is frozen; ``"ignore"`` allows it.
+      tied: ``"error"`` raises an error if an array is at two paths and only one of them is frozen; ``"ignore"`` allows
+        it.
 
     Returns:
       A :class:`Saving`, whose ``wait()`` returns when the checkpoint is complete.
@@ -201,7 +202,7 @@ def restore(
       ...     checkpoint.restore(directory, {**params, "encoder": jnp.zeros(2)})
       Traceback (most recent call last):
           ...
-      ValueError: another base: its frozen bits differ from those of the checkpoint
+      ValueError: the base differs from the base of the checkpoint
         at: encoder
       ...
     """
@@ -276,14 +277,14 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
             at=where,
             got="a file",
             expected="a directory of checkpoints, or nothing there",
-            fix="name the directory: each checkpoint becomes a directory in it",
+            fix="pass the directory in which each checkpoint gets its own subdirectory",
         )
     return os.path.abspath(where)
 
 
 def _step_number(step: Any) -> int:
     fix = "step=int(step)" if hasattr(step, "dtype") else "step=0"
-    return whole_number("the step of a checkpoint is a whole number", step, at="step", fix=fix)
+    return whole_number("step", step, fix=fix)
 
 
 def _refuse_no_state(opt_state: PyTree) -> None:
@@ -292,7 +293,7 @@ def _refuse_no_state(opt_state: PyTree) -> None:
             "not an optimizer state",
             at="opt_state",
             got=described(opt_state),
-            expected="the state",
+            expected="an optimizer state",
             fix="opt_state=tx.init(params) to restore, and the result of tx.update to save",
         )
 

@@ -118,7 +118,7 @@ def read_record(step: str) -> Mapping[str, Any]:
                 at=step,
                 got=f"format {record['format']}",
                 expected=f"format {FORMAT} or older",
-                fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
+                fix="install the newest release: pip install --upgrade optax-freeze",
             )
         _check("", record, _RECORD)
         _check_paths(record)
@@ -129,7 +129,7 @@ def read_record(step: str) -> Mapping[str, Any]:
             at=f"{step}/spec: {field or 'the whole file'}",
             got=got,
             expected=expected,
-            fix="restore another step, or this file from a copy",
+            fix="restore another step, or restore this file from a copy",
         ) from None
     return record
 
@@ -272,7 +272,7 @@ _RECORD = {
 def refuse_other_leaves(saved: Sequence[Mapping[str, Any]], params: PyTree) -> None:
     """Raises a ``ValueError`` if the parameters have other leaves than the saved ones."""
     got = [_array_record(leaf.path, leaf.shape, leaf.dtype) for leaf in _tree.leaves(params)]
-    _refuse_other_arrays(saved, got, "params", "leaf", "give the full parameters of the model that was saved")
+    _refuse_other_arrays(saved, got, "params", "a leaf", "give the full parameters of the model that was saved")
 
 
 def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTree, at: str) -> None:
@@ -286,7 +286,7 @@ def refuse_other_state(saved: Sequence[Mapping[str, Any]] | None, template: PyTr
             fix="create a new state: tx.init(params)",
         )
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
-    _refuse_other_arrays(saved, state_record(template), "opt_state", "array", fix)
+    _refuse_other_arrays(saved, state_record(template), "opt_state", "an array", fix)
 
 
 def _refuse_other_arrays(
@@ -299,7 +299,7 @@ def _refuse_other_arrays(
     _tree.refuse_other_paths([new["path"] for new in got], [old["path"] for old in saved], name, fix)
     for new, old in zip(got, saved, strict=True):
         if any(new[field] != old[field] for field in new):
-            what = f"{name}: another {kind} than in the checkpoint"
+            what = f"{name}: {kind} differs from the checkpoint"
             raise value_error(what, at=new["path"], got=described(new), expected=described(old), fix=fix)
 
 
@@ -321,9 +321,9 @@ def refuse_other_base(saved: Mapping[str, Any], got: Mapping[str, Any]) -> None:
     differ = [path for path, digest in got.items() if np.asarray(digest).tolist() != saved[path]]
     if differ:
         raise value_error(
-            "another base: its frozen bits differ from those of the checkpoint",
+            "the base differs from the base of the checkpoint",
             at=", ".join(path or "(the root)" for path in differ[:3]),
-            got=f"{counted(len(differ), 'leaf', 'leaves')} of {len(saved)} with another fingerprint",
-            expected="the parameters that the run began with",
-            fix="load the same base; if the frozen part moved in the run, fz.audit(tx, params, frozen) says why",
+            got=f"{len(differ)} of {counted(len(saved), 'frozen leaf', 'frozen leaves')} with a different fingerprint",
+            expected="the parameters at the start of the run",
+            fix="load the same base; if the run changed frozen leaves, fz.audit(tx, params, frozen) finds the cause",
         )

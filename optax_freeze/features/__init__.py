@@ -1,8 +1,8 @@
 """Features on disk, example by example: computed once, and read in any order by every epoch of every run.
 
 :func:`write` computes the features of each batch with ``before`` of :func:`optax_freeze.precompute` and stores them by
-TensorStore, which comes with Orbax. A record beside them says of which program and frozen parameters they are, and
-which batches are complete, so that a run that was killed goes on where it stopped.
+TensorStore, which comes with Orbax. A record next to them identifies the program and the frozen parameters and lists
+the complete batches, so that a killed run continues where it stopped.
 """
 
 import os
@@ -45,21 +45,21 @@ def write(
     If the process stops, call it again with the same arguments. Stored batches are checked and not computed again.
 
     Args:
-      directory: a directory of its own on a local disk, created if necessary. With several processes, each writes the
-        features of its own batches into a directory of its own.
+      directory: a separate directory on a local disk, created if necessary. With several processes, each writes the
+        features of its own batches into its own directory.
       once: from :func:`optax_freeze.precompute`, with ``example_axis``.
       params: the full parameters. Of trainable ones only the shapes are read.
-      batches: the batches, in the same order each time. A batch is the argument that recurs, or a tuple of them in the
-        order of the function if several do. Batches may differ in size.
+      batches: the batches, in the same order each time. A batch is the recurring argument, or a tuple of the
+        recurring arguments in the order of the function. Batches may differ in size.
       *others: the other arguments of the function, in order. Only their shapes are read, so they may be
         ``jax.ShapeDtypeStruct``.
       progress: whether to show a progress bar, on stderr.
       **kwargs: more of the other arguments.
 
     Raises:
-      ValueError: if ``once`` has no ``example_axis``; if the directory holds other files, or features of another base,
-        spec, program or of other batches, which stay as they are; if examples differ in shape; if an array spans
-        processes; if another process writes there; and as ``before`` does.
+      ValueError: if ``once`` has no ``example_axis``; if the directory contains other files, or features of a different
+        base, spec, program or list of batches, which are not changed; if examples differ in shape; if an array spans
+        processes; if another process is writing to the directory; and as ``before`` does.
       TypeError: if ``once`` is not from ``fz.precompute``, or ``batches`` is not an iterable of batches.
 
     Example:
@@ -144,8 +144,8 @@ def read(
 
     Raises:
       FileNotFoundError: if there are no features.
-      ValueError: if they are not complete, or damaged, or were written by a newer release; or if they are those of
-        another base or spec: the error names the leaves.
+      ValueError: if they are not complete, or damaged, or were written by a newer release; or if their base or spec
+        differs, in which case the error lists the leaves.
       TypeError: if ``once`` is not from ``fz.precompute``.
 
     Example:
@@ -177,7 +177,7 @@ def read(
             at=where,
             got=f"{counted(len(record['batches']), 'batch', 'batches')}, {record['examples']} examples",
             expected="all batches: features.write was stopped",
-            fix="call features.write again: it goes on where it stopped",
+            fix="call features.write again; it continues where it stopped",
         )
     if once is not None and params is not None:
         refuse_other_params(record, of_params(params, once))
@@ -189,7 +189,7 @@ def read(
 class FeatureSequence(Sequence[Features]):
     """Features on disk, of one example or of several; from :func:`read`.
 
-    ``features[3]`` is one example, without an axis of examples: NumPy arrays, and JAX arrays for random keys. A slice
+    ``features[3]`` is one example, without a batch axis: NumPy arrays, and JAX arrays for random keys. A slice
     or an array of numbers gives these examples along the first axis, in this order. It can be a random-access source
     for data loaders, can be pickled, and can be read from any thread. Start worker processes with ``spawn`` or
     ``forkserver``: TensorStore does not allow ``fork``.
@@ -243,7 +243,7 @@ class FeatureSequence(Sequence[Features]):
             fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
             expected = "an int, a slice, or a list or an array of ints"
             raise type_error(
-                "the index is not a number of an example",
+                "the index does not select examples",
                 at="features[...]",
                 got=described(index),
                 expected=expected,
@@ -264,7 +264,7 @@ class FeatureSequence(Sequence[Features]):
 def _absolute(directory: str | os.PathLike[str]) -> str:
     if not isinstance(directory, (str, os.PathLike)):
         raise type_error(
-            "no directory",
+            "not a directory",
             at="the first argument",
             got=described(directory),
             expected="the path of a directory",
@@ -273,11 +273,11 @@ def _absolute(directory: str | os.PathLike[str]) -> str:
     where = os.fspath(directory)
     if "://" in where or os.path.isfile(where):
         raise value_error(
-            "no directory",
+            "not a directory",
             at=where,
             got="a file" if os.path.isfile(where) else "an address",
             expected="a directory on a local disk, or nothing there",
-            fix="name a directory of its own for these features",
+            fix="use a separate directory for the features",
         )
     return os.path.abspath(where)
 
@@ -294,6 +294,6 @@ def _refuse_other_once(once: Any) -> None:
             "features of whole batches cannot be stored example by example",
             at="once",
             got=f"{once!r} with example_axis=None",
-            expected="the axis of the examples in the arguments that recur",
+            expected="the batch axis of the recurring arguments",
             fix=fix,
         )

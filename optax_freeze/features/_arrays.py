@@ -86,9 +86,9 @@ def on_host(array: Any, what: str) -> np.ndarray:
         raise value_error(
             "an array is spread over several processes",
             at=what,
-            got=f"{described(array)}, of which this process holds a part",
-            expected="arrays that this process holds whole",
-            fix="each process writes features of its own batches into a directory of its own",
+            got=f"{described(array)}, of which this process has only a part",
+            expected="arrays that are entirely in this process",
+            fix="each process must write the features of its own batches into its own directory",
         )
     if is_key(array.dtype):
         array = jax.random.key_data(array)

@@ -18,7 +18,7 @@ from optax_freeze.features._arrays import on_host
 
 
 def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
-    """A function of a batch: the digest of its values, the shapes of its features, and what computes them."""
+    """A function of a batch that returns its digest, the shapes of its features, and a function that computes them."""
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).selections
     structs = [*map(_tree.struct_of, values)]
@@ -52,7 +52,7 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
 
 
 def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments after the parameters: those that recur in their places, the others in between."""
+    """The arguments after the parameters: the recurring ones at their positions, the others in between."""
     names = once.arguments.names
     places = {names.index(which) if which in names else which for which in once.arguments.recurring}
     ordered = sorted(places, key=lambda place: (isinstance(place, str), place if is_int(place) else 0))
@@ -60,7 +60,7 @@ def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[li
     if len(ordered) > 1 and (not isinstance(batch, (tuple, list)) or len(batch) != len(ordered)):
         which = ", ".join(names[place] if is_int(place) and place < len(names) else str(place) for place in ordered)
         raise value_error(
-            "a batch is not all the arguments that recur",
+            "a batch must contain all recurring arguments",
             at="batches",
             got=described(batch),
             expected=f"a tuple of {len(ordered)}: {which}",

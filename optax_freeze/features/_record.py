@@ -1,6 +1,6 @@
-"""The record of stored features: of which program, parameters and batches they are, and how many are complete.
+"""The record of stored features: their program, parameters and batches, and how many batches are complete.
 
-It is JSON, and is replaced as a whole after each batch. It may be damaged, so :func:`read_record` checks every field.
+It is JSON and is replaced as a whole after each batch. :func:`read_record` checks every field for damage.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def of_params(params: PyTree, once: Precomputed) -> dict[str, Any]:
     """The part of a record about the parameters: their leaves, and the fingerprint of each frozen one."""
     plan = make_plan(params, once.frozen)
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
-    _tree.refuse_half_a_tree(params, "the features are those of the full parameters", "the leaf", fix)
+    _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
     leaves = [
         {
             "path": leaf.path,
@@ -97,7 +97,7 @@ def _struct(of: Mapping[str, Any]) -> Any:
 
 
 def begin(where: str, shapes: Features, params_record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of no batches yet, in a new directory."""
+    """Writes a record without batches into a new directory."""
     os.makedirs(where, exist_ok=True)
     record = {"format": FORMAT, "complete": False, "cut": shapes.cut, **params_record}
     record |= {"features": _of_one(shapes), "batches": [], "examples": 0}
@@ -122,11 +122,11 @@ def only_writer(where: str) -> Iterator[None]:
             is_lock = False
         if not is_lock:
             raise value_error(
-                "another process writes features there",
+                "another process is writing to this directory",
                 at=where,
                 got=f"the lock {file}",
                 expected="one writer",
-                fix="wait until it is done, or give a directory of its own to each process",
+                fix="wait until it is done, or use a separate directory for each process",
             )
         try:
             yield
@@ -135,7 +135,7 @@ def only_writer(where: str) -> Iterator[None]:
 
 
 def save(where: str, record: Mapping[str, Any]) -> None:
-    """Replaces the record: after a crash it is the one before or this one."""
+    """Replaces the record atomically: after a crash the file contains the old or the new record."""
     file = os.path.join(where, _FILE)
     with open(f"{file}.new", "w", encoding="utf-8") as out:
         json.dump(record, out)
@@ -154,8 +154,10 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
                 "the directory holds other files" if or_none else "there is no record of features",
                 at=where,
                 got=f"{counted(len(others), 'file', 'files')}: {described(others[:3])}",
-                expected=f"features that features.write stored, with their record {_FILE}",
-                fix="give a directory of its own" if or_none else "write the features again, into another directory",
+                expected=f"features written by features.write, with their record {_FILE}",
+                fix="use a separate directory for the features"
+                if or_none
+                else "write the features again, into another directory",
             )
         if or_none:
             return None
@@ -163,8 +165,8 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
             "there are no features",
             at=where,
             got="an empty directory" if os.path.isdir(where) else "no such directory",
-            expected="a directory that features.write made",
-            fix="features.write(directory, once, params, batches) first",
+            expected="a directory written by features.write",
+            fix="first call features.write(directory, once, params, batches)",
         )
         raise FileNotFoundError(str(message))
     try:
@@ -176,11 +178,11 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
         raise damaged(file, _told(error)) from error
     if record["format"] > FORMAT:
         raise value_error(
-            "the features are of a newer optax_freeze",
+            "the features were written by a newer optax_freeze",
             at=where,
             got=f"format {record['format']}",
             expected=f"format {FORMAT} or older",
-            fix="install a newer optax_freeze: pip install --upgrade optax_freeze",
+            fix="install the newest release: pip install --upgrade optax-freeze",
         )
     for field, kind in _FIELDS.items():
         if type(record.get(field)) is not kind:
@@ -197,7 +199,7 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {in_one_line(error)[:300]}"
 
 
-def damaged(at: str, got: str, expected: str = "all that features.write stored") -> ValueError:
+def damaged(at: str, got: str, expected: str = "everything that features.write wrote") -> ValueError:
     """The error for files that were changed since they were written."""
     fix = "write the features again, into another directory; or restore the files from a copy"
     return value_error("the features are damaged", at=at, got=got, expected=expected, fix=fix)
@@ -211,20 +213,21 @@ def refuse_other_params(record: Mapping[str, Any], now: Mapping[str, Any]) -> No
     for new, old in zip(now["leaves"], record["leaves"], strict=True):
         if (new["shape"], new["dtype"]) != (old["shape"], old["dtype"]):
             got, expected = (f"{each['dtype']} of shape {each['shape']}" for each in (new, old))
-            what = "params: another leaf than that of the stored features"
+            what = "params: a leaf differs from the stored features"
             raise value_error(what, at=new["path"], got=got, expected=expected, fix=fix)
         if new["frozen"] != old.get("frozen"):
             got, expected = (f"a leaf that {each.get('frozen')}" for each in (new, old))
-            what = "another spec than that of the stored features"
+            what = "the spec differs from the spec of the stored features"
             raise value_error(what, at=new["path"], got=got, expected=expected, fix=fix)
     differ = [path for path, digest in now["frozen"].items() if digest != record["frozen"].get(path)]
     if differ:
+        count = len(now["frozen"])
         raise value_error(
-            "another base: its frozen bits differ from those that computed the stored features",
+            "the base differs from the base of the stored features",
             at=", ".join(path or "(the root)" for path in differ[:3]),
-            got=f"{counted(len(differ), 'leaf', 'leaves')} of {len(now['frozen'])} with another fingerprint",
+            got=f"{len(differ)} of {counted(count, 'frozen leaf', 'frozen leaves')} with a different fingerprint",
             expected="the frozen parameters that the features were computed with",
-            fix="load the same base, or write the features of this one into another directory",
+            fix="load the same base, or write the features of this base into another directory",
         )
 
 
@@ -236,7 +239,7 @@ def refuse_other_features(record: Mapping[str, Any], shapes: Features, number: i
             at=f"batch {number}",
             got=f"the program {shapes.cut[:12]}",
             expected=f"the program {record['cut'][:12]}: the same function, and arguments of the same shapes",
-            fix="write them into another directory",
+            fix="write the features into another directory",
         )
 
 

@@ -77,10 +77,10 @@ class Frozen(nn.Module):
         is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
         if is_new and self.name is not None:
             raise value_error(
-                "a Frozen has no name of its own",
+                "Frozen does not take a name",
                 at="name",
                 got=described(self.name),
-                expected="a name on the module inside, since parameter paths are those of the bare module",
+                expected="the name on the wrapped module, since Frozen is not part of parameter paths",
                 fix=f"Frozen({type(self.module).__name__}(..., name={self.name!r}))",
             )
         super().__post_init__()
@@ -226,10 +226,10 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
         yield
     if not applied:
         raise value_error(
-            "no module was applied inside freeze_variables, and nothing is frozen",
+            "no module was applied inside freeze_variables, so nothing is frozen",
             at="freeze_variables",
             got="a context without a call of a Linen module; an already compiled function does not call one",
-            expected="at least one application",
+            expected="at least one call of a module",
             fix="open the context inside the function that is jitted or differentiated",
         )
 
@@ -367,10 +367,10 @@ def _check_collection(collection: Any, stats_collections: Any) -> None:
     is_usable = isinstance(collection, str) and collection not in ("", "params", *stats_collections)
     if (collection is not None and not is_usable) or "params" in stats_collections:
         raise value_error(
-            "a collection that cannot be used",
+            "this collection cannot be used",
             at="stats_collections" if collection is None else "collection",
             got=repr(stats_collections if collection is None else collection),
-            expected="a name of its own, neither that of the parameters nor that of the statistics",
+            expected="a name that is neither 'params' nor a collection of statistics",
             fix='collection="frozen"; for constants within params, collection=None',
         )
 
@@ -388,8 +388,8 @@ def _refuse_jitted(module: nn.Module) -> None:
         raise value_error(
             "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
             at=type(module).__name__,
-            got="a program that nn.jit keeps, and runs outside the context too",
-            expected="a module that nn.jit leaves alone, or that holds the transformed one",
+            got="a program that nn.jit caches and also runs outside the context",
+            expected="a module that is not transformed by nn.jit; it may contain transformed modules",
             fix="nn.Sequential([module]), or Frozen(module)",
         )
 

@@ -112,7 +112,7 @@ class VariableFreezer:
         parts = [path for path, answer in answers.items() if not isinstance(answer, bool)]
         if self.collection and parts:
             raise value_error(
-                "a part of a parameter cannot be moved to a collection",
+                "part of a parameter cannot be moved to a collection",
                 at="/".join(parts[0]),
                 got=repr(answers[parts[0]]),
                 expected="True or False, for whole parameters",

@@ -60,7 +60,7 @@ class Recording:
         differ = [other for other, _ in others if not _same_mask(first, other)]
         if inner != shape or differ:
             raise value_error(
-                "no one element mask says what is frozen",
+                "one element mask does not fit all uses of a parameter",
                 at="/".join(path),
                 got=f"{first!r} for a shape of {inner}" if inner != shape else f"{first!r} and {differ[0]!r}",
                 expected=f"one mask for all uses, of the parameter's shape {shape}",

@@ -455,13 +455,13 @@ def test_strict_promotion_of_dtypes(dtype):
         (
             (SGD, fz.partition(PARAMS, SPECS["rows"])[0], False),
             ValueError,
-            r"the whole parameters\n  at: encoder/kernel",
+            r"the full parameters\n  at: encoder/kernel",
         ),
     ],
     ids=[
         "factory",
         "swapped",
-        "no steps",
+        "`steps` must be a positive int",
         "a bool",
         "a float",
         "a string",

@@ -125,7 +125,7 @@ def test_sharding_is_kept():
 
 def test_inside_of_jit_is_refused():
     state = optimizer().init(params())
-    with pytest.raises(ValueError, match="which groups are frozen now is not known inside of jit"):
+    with pytest.raises(ValueError, match="the currently frozen groups are not known inside jit"):
         jax.jit(fz.offload)(state)
 
 

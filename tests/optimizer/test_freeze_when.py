@@ -212,7 +212,7 @@ class TestGroups:
     def test_one_array_in_two_groups(self, params):
         shared = jnp.ones(2)
         tied = {"a": shared, "b": shared}
-        with pytest.raises(ValueError, match="one array stands at two paths"):
+        with pytest.raises(ValueError, match="the same array is frozen at one path"):
             fz.freeze_when(optax.sgd(0.1), {"a": True}).init(tied)
         fz.freeze_when(optax.sgd(0.1), {"*": True}).init(tied)
         fz.freeze_when(optax.sgd(0.1), {"a": True}, tied="ignore").init(tied)
@@ -308,11 +308,11 @@ class TestElementMasks:
     @pytest.mark.parametrize(
         ("masks", "error"),
         [
-            ((fz.rows([0]), fz.rows([0], axis=1)), "do not go together"),
-            ((fz.rows([0]), DENSE), "do not go together"),
-            ((DENSE, fz.elements(DENSE, compact=True)), "do not go together"),
-            ((fz.rows([0, 1]), fz.rows([1])), "has nothing of its own"),
-            ((DENSE[:2], DENSE), "another shape"),
+            ((fz.rows([0]), fz.rows([0], axis=1)), "incompatible element masks"),
+            ((fz.rows([0]), DENSE), "incompatible element masks"),
+            ((DENSE, fz.elements(DENSE, compact=True)), "incompatible element masks"),
+            ((fz.rows([0, 1]), fz.rows([1])), "is empty"),
+            ((DENSE[:2], DENSE), "shape of an element mask differs"),
             ((fz.rows([9]), DENSE), "out of range"),
         ],
         ids=["axes", "kinds", "compact", "shadowed", "shape", "range"],
@@ -381,7 +381,7 @@ class TestConditions:
 
     @pytest.mark.parametrize("value", [0.5, 1, None, "encoder", jnp.ones(2, bool), (True,)], ids=repr)
     def test_a_value_that_is_neither_a_condition_nor_a_bool(self, value):
-        with pytest.raises((TypeError, ValueError), match=r"no bool for a group\n  at: encoder"):
+        with pytest.raises((TypeError, ValueError), match=r"expected a bool for the group\n  at: encoder"):
             fz.freeze_when(optax.sgd(0.1), {"encoder": value})
 
 
@@ -392,12 +392,12 @@ class TestBadGroups:
             ({"decoder": True}, "matches no leaf"),
             (
                 {"encoder": True, "encoder/layer_0": True},
-                r"'encoder/layer_0' has nothing of its own\n  at: encoder/layer_0",
+                r"'encoder/layer_0' is empty\n  at: encoder/layer_0",
             ),
-            ({fz.where(lambda path, leaf: False): True}, r"nothing of its own(.|\n)*no leaf that it selects"),
-            ({fz.rules({"head/kernel": fz.rows(0)}): True}, "a pattern or a selector of whole leaves"),
-            ({"head/kernel": (fz.rows([]), True)}, "nothing of its own"),
-            ({"**": (fz.rows(0), True), "head/kernel": (fz.rows([0]), True)}, "nothing of its own"),
+            ({fz.where(lambda path, leaf: False): True}, r"is empty(.|\n)*a selector that selects nothing"),
+            ({fz.rules({"head/kernel": fz.rows(0)}): True}, "must select whole leaves"),
+            ({"head/kernel": (fz.rows([]), True)}, "is empty"),
+            ({"**": (fz.rows(0), True), "head/kernel": (fz.rows([0]), True)}, "is empty"),
         ],
         ids=["nothing", "shadowed", "where", "rules", "no rows", "rows of another group"],
     )
@@ -420,22 +420,22 @@ class TestBadGroups:
             fz.freeze_when(*args)
 
     def test_a_bool_for_a_mask(self):
-        with pytest.raises(ValueError, match="a bool where an element mask belongs"):
+        with pytest.raises(ValueError, match="a bool where an element mask is expected"):
             fz.freeze_when(optax.sgd(0.1), {"encoder": (True, fz.unfreeze_at(3))})
 
     def test_one_group_spelled_twice(self):
-        with pytest.raises(ValueError, match="two groups of one name"):
+        with pytest.raises(ValueError, match="two groups have the same name"):
             fz.freeze_when(optax.sgd(0.1), {fz.path("a", "b"): True, ("a", "b"): False})
 
     def test_the_state_of_other_groups(self, params):
         tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
         for state in (optax.sgd(0.1).init(params), fz.freeze_when(optax.sgd(0.1), {"head": True}).init(params)):
-            with pytest.raises(TypeError, match="the state of another transformation"):
+            with pytest.raises(TypeError, match="the state was created by a different transformation"):
                 tx.update(params, state, params)
 
     def test_gradients_of_another_structure(self, params):
         tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
-        with pytest.raises(ValueError, match="updates: another structure"):
+        with pytest.raises(ValueError, match="updates: different tree structure"):
             tx.update({"head": params["head"]}, tx.init(params), params)
 
 
@@ -508,12 +508,12 @@ class TestSetFrozen:
 
     def test_bad_input(self, params):
         state = optax.chain(fz.freeze_when(optax.sgd(0.1), {"encoder": True, "head": fz.unfreeze_at(3)})).init(params)
-        with pytest.raises(KeyError, match=r"(?s)no such group.*\['encoder', 'head'\]"):
+        with pytest.raises(KeyError, match=r"(?s)no group of this name.*\['encoder', 'head'\]"):
             fz.set_frozen(state, {"encodr": True})
-        with pytest.raises(ValueError, match=r"a schedule says when(.|\n)*fz.unfreeze_at\(3\)"):
+        with pytest.raises(ValueError, match=r"frozen by a schedule(.|\n)*fz.unfreeze_at\(3\)"):
             fz.set_frozen(state, {"head": True})
         for value in (1, 0.5, None, jnp.ones(2, bool)):
-            with pytest.raises((TypeError, ValueError), match="no bool"):
+            with pytest.raises((TypeError, ValueError), match="expected a bool for the group"):
                 fz.set_frozen(state, {"encoder": value})
         with pytest.raises(TypeError, match="takes a mapping"):
             fz.set_frozen(state, "encoder")
@@ -584,7 +584,7 @@ class TestCompany:
 
     def test_a_mask_for_a_leaf_that_is_a_part_already(self):
         tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
-        with pytest.raises(ValueError, match=r"only a part is here\n  at: w"):
+        with pytest.raises(ValueError, match=r"cannot select elements of a Part\n  at: w"):
             tx.init({"w": jnp.ones((3, 2))})
 
     def test_extra_arguments(self, params, loss, batch):
@@ -873,7 +873,7 @@ class TestTheStateOfAnotherSchedule:
         _, state = run(fz.freeze_when(optax.adam(0.1), {"a": before}), params, 2)[-1]
         tx = fz.freeze_when(optax.adam(0.1), {"a": after})
         update = jax.jit(tx.update) if compiled else tx.update
-        with pytest.raises(ValueError, match=r"another schedule(.|\n)*at: a(.|\n)*fz.migrate"):
+        with pytest.raises(ValueError, match=r"a different schedule(.|\n)*at: a(.|\n)*fz.migrate"):
             update(params, state, params)
         migrated = fz.migrate(state, tx, params)
         assert migrated.step == 2
@@ -899,7 +899,7 @@ class TestTheStateOfAnotherSchedule:
         params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
         state = fz.freeze_when(optax.adam(0.1), {"a": before}).init(params)
         update = fz.freeze_when(optax.adam(0.1), {"a": after}).update
-        with pytest.raises(ValueError, match=r"the state of other groups\n  at: a(.|\n)*fz.migrate"):
+        with pytest.raises(ValueError, match=r"the state was created with different groups\n  at: a(.|\n)*fz.migrate"):
             (jax.jit(update) if compiled else update)(params, state, params if with_params else None)
 
     def test_the_state_of_equal_groups(self):
@@ -943,7 +943,7 @@ class TestCurrentlyFrozenRefuses:
         params = {"a": jnp.ones(2), "b": jnp.ones(2)}
         first, second = (fz.freeze_when(optax.sgd(0.1), {"a": frozen}) for frozen in (True, False))
         assert fz.currently_frozen(optax.chain(first, first).init(params)) == {"a": True}
-        with pytest.raises(ValueError, match="two groups of one name"):
+        with pytest.raises(ValueError, match="two groups have the same name"):
             fz.currently_frozen(optax.chain(first, second).init(params))
 
     @pytest.mark.parametrize("frozen", [True, fz.unfreeze_at(3)])

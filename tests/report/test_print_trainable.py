@@ -51,6 +51,6 @@ def test_nothing_to_count(capsys):
 
 def test_tied_leaves(capsys):
     w = jnp.ones(2)
-    with pytest.raises(ValueError, match="one array stands at two paths"):
+    with pytest.raises(ValueError, match="the same array is frozen at one path"):
         fz.print_trainable({"a": w, "b": w}, "a")
     assert line(capsys, {"a": w, "b": w}, "a", tied="ignore").startswith("trainable params: 2 || all params: 4 ")

@@ -80,15 +80,15 @@ class TestCombine:
 
     def test_both_have_a_leaf(self, params, frozen):
         trainable, _ = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match=r"both parts have a leaf\n  at: head/bias"):
+        with pytest.raises(ValueError, match=r"`trainable` and `rest` have a leaf at the same path\n  at: head/bias"):
             fz.combine(trainable, params)
 
     def test_another_structure(self, params, frozen):
         trainable, rest = fz.partition(params, frozen)
         del rest["head"]["bias"]
-        with pytest.raises(ValueError, match=r"another structure(.|\n)*at: head/bias"):
+        with pytest.raises(ValueError, match=r"different tree structure(.|\n)*at: head/bias"):
             fz.combine(trainable, rest)
-        with pytest.raises(ValueError, match="another structure"):
+        with pytest.raises(ValueError, match="different tree structure"):
             fz.combine({}, rest)
 
     def test_a_hole_in_both_stays(self):
@@ -141,7 +141,7 @@ class TestApplyUpdates:
         assert bits(fz.apply_updates(params, grads)["n"]) == bits(params["n"])
 
     def test_another_structure(self, params):
-        with pytest.raises(ValueError, match=r"updates: another structure(.|\n)*at: encoder/layer_0/bias"):
+        with pytest.raises(ValueError, match=r"updates: different tree structure(.|\n)*at: encoder/layer_0/bias"):
             fz.apply_updates(params, {"head": params["head"]})
 
     def test_donated_full_tree(self, params, frozen):

@@ -105,7 +105,7 @@ class TestPath:
 
     @pytest.mark.parametrize("pattern", ["layer_[7-0]", "[a--b]"])
     def test_a_range_the_wrong_way_round(self, pattern):
-        with pytest.raises(ValueError, match=r"no pattern\n  at: fz\.path"):
+        with pytest.raises(ValueError, match=r"not a valid pattern\n  at: fz\.path"):
             fz.path(pattern)
 
     @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ class TestPath:
         ],
     )
     def test_a_range_of_numbers_in_brackets(self, pattern, expression, count, last):
-        with pytest.raises(ValueError, match="not for a number") as error:
+        with pytest.raises(ValueError, match="not a number") as error:
             fz.path("encoder", pattern)
-        assert f"for these numbers fz.path(*[{expression}]), or fz.regex" in str(error.value)
+        assert f"for these numbers use fz.path(*[{expression}]), or fz.regex" in str(error.value)
         globs = eval(f"[{expression}]")
         assert len(set(globs)) == count
         assert globs[-1] == last
         fz.path(*globs)
 
     def test_numbers_to_exclude(self):
-        with pytest.raises(ValueError, match=r"not for a number(.|\n)*fz\.where"):
+        with pytest.raises(ValueError, match=r"not a number(.|\n)*fz\.where"):
             fz.path("layer_[!0-11]")
 
     @pytest.mark.parametrize(
@@ -145,9 +145,8 @@ class TestPath:
         for pattern, literal in [("a[0]", "a[[]0]"), ("b/c[1]/d", "b/c[[]1]/d"), ("**/c[1]", "**/c[[]1]")]:
             with pytest.raises(ValueError, match="matches no leaf") as error:
                 fz.resolve(params, pattern)
-            assert (
-                f"fix: brackets stand for one of the characters in them; for a bracket itself write {literal!r}"
-                in str(error.value)
+            assert f"fix: brackets match one of the characters in them; for a literal bracket write {literal!r}" in str(
+                error.value
             )
             assert chosen(literal, params)
 
@@ -182,11 +181,11 @@ class TestPath:
             (lambda: fz.path(fz.regex("a")), r"fz\.regex\('a'\)"),
             (lambda: fz.regex(fz.where(is_bias)), r"fz\.where\(is_bias\)"),
         ]:
-            with pytest.raises(TypeError, match=rf"takes strings(.|\n)*fix: a selector stands by itself: {fix}$"):
+            with pytest.raises(TypeError, match=rf"takes strings(.|\n)*fix: pass the selector itself: {fix}$"):
                 wrong()
         with pytest.raises(TypeError, match=r"wrap a function in ~fz\.where"):
             fz.only(is_bias)  # pyright: ignore
-        with pytest.raises(ValueError, match="no pattern"):
+        with pytest.raises(ValueError, match=r"fz\.path needs a pattern"):
             fz.path()
 
     def test_a_lone_leaf_has_the_empty_path(self):
@@ -223,7 +222,7 @@ class TestRegex:
         assert fz.resolve({"a": {"b\nc": jnp.ones(2)}}, make()) == {"a": {"b\nc": True}}
 
     def test_no_regular_expression(self):
-        with pytest.raises(ValueError, match="no regular expression"):
+        with pytest.raises(ValueError, match="not a regular expression"):
             fz.regex("*")
 
 
@@ -265,7 +264,7 @@ class TestWhere:
             fz.resolve(params, lambda shapes: jax.tree.map(lambda leaf: bool(look(leaf)), shapes))
 
     def test_returning_no_bool_is_refused(self, params):
-        with pytest.raises(TypeError, match="returned no bool"):
+        with pytest.raises(TypeError, match="did not return a bool"):
             fz.resolve(params, fz.where(lambda path, leaf: re.search("bias", path)))
 
     def test_takes_a_function(self):
@@ -294,7 +293,7 @@ class TestAlgebra:
             lambda: fz.path("head") and fz.path("encoder"),
             lambda: fz.path("head") or fz.path("encoder"),
         ):
-            with pytest.raises(TypeError, match=r"neither true nor false(.|\n)*use ~, & and \|"):
+            with pytest.raises(TypeError, match=r"has no truth value(.|\n)*use ~, & and \|"):
                 use()
 
     def test_an_empty_intersection_is_no_error(self, params):
@@ -336,9 +335,9 @@ class TestRules:
 
     @pytest.mark.parametrize("value", ["frozen", 1, None])
     def test_values_are_bools(self, value):
-        with pytest.raises(ValueError, match="where a bool belongs"):
+        with pytest.raises(ValueError, match="where a bool is expected"):
             fz.rules({"encoder": value})
-        with pytest.raises(ValueError, match=r"where a bool belongs(.|\n)*at: default"):
+        with pytest.raises(ValueError, match=r"where a bool is expected(.|\n)*at: default"):
             fz.rules({"encoder": True}, default=value)
 
     def test_takes_a_mapping(self):
