@@ -55,8 +55,10 @@ def _programs_of_one_module(request):
 @pytest.fixture
 def as_users_compile(request):
     """Compiles the programs of a test as users do: it measures them, runs long, or depends on single roundings."""
+    jax.clear_caches()  # what other tests compiled stays with them
     compile_as(users=True)
     yield
+    jax.clear_caches()
     compile_as(optimized=request.node.nodeid.startswith(OPTIMIZED))
 
 
