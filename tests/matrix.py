@@ -25,7 +25,7 @@ import optax_freeze as fz
 SPECS = ("whole leaves", "rows", "dense elements", "compact elements", "freeze_when")
 DTYPES = ("float32", "bfloat16")
 MODES = ("eager", "jit", "scan", "vmap", "MultiSteps", "apply_if_finite", "inject_hyperparams")
-OPTIMIZERS = {name: optimizer for name, optimizer in optimizers.found().items() if name not in optimizers.SKIPPED}
+OPTIMIZERS = optimizers.found()
 
 _SHAPES = {"bias": (6,), "frozen": (4, 6), "kernel": (4, 6)}
 _ROUNDING = {"float32": 3e-5, "bfloat16": 0.03}

@@ -18,9 +18,6 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-SKIPPED: dict[str, str] = {}
-"""Optimizers that the matrix leaves out, and the reasons."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Optimizer:

@@ -53,9 +53,9 @@ class TestThePage:
         limits = {
             Cell("adam", spec, "float32", "jit"): page.one_line("an `error`\n  | of two lines") for spec in SPECS[:2]
         }
-        record = page.Record("1.2", "3.4", {"adam": True, "sgd": False}, limits, {"lbfgs": "a reason"})
+        record = page.Record("1.2", "3.4", {"adam": True, "sgd": False}, limits)
         assert page.parse(page.render(record)) == record
-        assert page.parse(page.render(record._replace(limits={}, skipped={}))).limits == {}
+        assert page.parse(page.render(record._replace(limits={}))).limits == {}
 
     def test_is_what_its_script_writes(self):
         assert page.render(RECORD) == page.PAGE.read_text().partition(page.MODELS)[0]
@@ -64,7 +64,6 @@ class TestThePage:
         if numbers(optax.__version__) < numbers(RECORD.optax):
             pytest.skip(f"the page is of Optax {RECORD.optax}, newer than {optax.__version__}")
         assert set(RECORD.optimizers) == set(OPTIMIZERS), "stale: run `make compatibility`"
-        assert RECORD.skipped == optimizers.SKIPPED, "stale: run `make compatibility`"
 
     @pytest.mark.parametrize("name", ["adam", "adafactor", "contrib.muon", "lamb", "noisy_sgd", "sm3"])
     def test_says_which_optimizers_see_zeros(self, name):

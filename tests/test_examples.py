@@ -117,10 +117,10 @@ def test_the_index_has_no_other_examples():
 
 def test_finetune_digits(run, tmp_path):
     output = run("finetune_digits", "--draws", 10, "--picture", tmp_path / "curves.png")
-    line = r"^(unfrozen|frozen|features once) +([\d.]+)%, ([\d.]+) CPU s, ([\d,]+) B, ([\d.]+) MFLOP$"
+    line = r"^(unfrozen|frozen|precomputed) +([\d.]+)%, ([\d.]+) CPU s, ([\d,]+) B, ([\d.]+) MFLOP$"
     names, *columns = zip(*re.findall(line, output, re.MULTILINE), strict=True)
     accuracies, seconds, state_bytes, flops = ([float(cell.replace(",", "")) for cell in each] for each in columns)
-    assert names == ("unfrozen", "frozen", "features once")
+    assert names == ("unfrozen", "frozen", "precomputed")
     assert accuracies[1] == accuracies[2] >= accuracies[0] > 75
     assert min(seconds) > 0
     full, frozen, once = state_bytes

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 import optax
-import optimizers
 from matrix import DTYPES, MODES, OPTIMIZERS, SPECS, Cell, every_cell, programs_on_disk, run, sees_zeros
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compatibility.md"
@@ -30,14 +29,12 @@ class Record(NamedTuple):
       jax: the version of JAX.
       optimizers: the names of the optimizers, and whether the zeros of a dense mask affect each.
       limits: the cells whose optimizer fails without freezing, and its errors.
-      skipped: the optimizers that are left out, and the reasons.
     """
 
     optax: str
     jax: str
     optimizers: Mapping[str, bool]
     limits: Mapping[Cell, str]
-    skipped: Mapping[str, str]
 
 
 def main() -> None:
@@ -55,7 +52,7 @@ def main() -> None:
     if failures:
         sys.exit(f"{failures} cells failed")
     _, heading, models = PAGE.read_text().partition(MODELS)
-    record = Record(optax.__version__, jax.__version__, zeros, limits, optimizers.SKIPPED)
+    record = Record(optax.__version__, jax.__version__, zeros, limits)
     PAGE.write_text(render(record) + heading + models)
 
 
@@ -102,7 +99,6 @@ def render(record: Record) -> str:
     for (name, mode, dtype, error), items in by_error:
         specs = {cell.spec for cell, _ in items}
         limits.append((name, mode, dtype, ", ".join(spec for spec in SPECS if spec in specs), f"`{error}`"))
-    skipped = [(f"`{name}`", reason) for name, reason in record.skipped.items()]
     return _TEXT.format(
         optax=record.optax,
         jax=record.jax,
@@ -110,13 +106,12 @@ def render(record: Record) -> str:
         each=each,
         optimizers="\n".join(_table("optimizer", *SPECS, rows=rows)),
         limits="\n".join(_table("optimizer", "mode", "dtype", "frozen", "error", rows=limits)),
-        skipped="\n".join(_table("left out", "reason", rows=skipped)) if skipped else "No optimizer is left out.",
     )
 
 
 def parse(page: str) -> Record:
     """The record on a page."""
-    versions, matrix, limits, skipped = page.partition(MODELS)[0].split("\n## ")
+    versions, matrix, limits = page.partition(MODELS)[0].split("\n## ")
     found = re.search(r"Optax\s(\S+)\sand\sJAX\s(\S+)\.", versions)
     assert found, "the page has no versions"
     return Record(
@@ -128,7 +123,6 @@ def parse(page: str) -> Record:
             for name, mode, dtype, specs, error in _rows(limits)
             for spec in specs.split(", ")
         },
-        dict(_rows(skipped)),
     )
 
 
@@ -200,10 +194,6 @@ Four optimizers are run differently:
 These combinations raise the same error without freezing, with the same parameters and the same mode.
 
 {limits}
-
-## Left out
-
-{skipped}
 """
 
 if __name__ == "__main__":

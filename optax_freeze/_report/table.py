@@ -53,6 +53,8 @@ def prefix(path: str, depth: int | None) -> str:
 
 def summed(rows: Iterable[Row], depth: int | None) -> list[Row]:
     """One row for each prefix of ``depth`` segments."""
+    if depth is None:
+        return list(rows)
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(prefix(row.path, depth), []).append(row)
@@ -78,6 +80,8 @@ def fold(rows: Iterable[Row]) -> list[Line]:
 
 def _lines(node: dict[str | None, Any]) -> list[Line]:
     lines = [Line((), 1, node[None])] if None in node else []
+    if len(node) == len(lines):
+        return lines
     children = {name: tuple(_lines(child)) for name, child in node.items() if name is not None}
     for names in _alike(children):
         for path, times, row in children[names[0]]:
@@ -90,6 +94,8 @@ _NUMBER = re.compile(r"(?<![0-9])[0-9]{1,18}(?![0-9])")
 
 def _alike(contents: dict[str, Any]) -> list[list[str]]:
     """Names of siblings in groups of equal contents that differ in one number, by which each group is ordered."""
+    if not any(map(_NUMBER.search, contents)):
+        return [[name] for name in contents]
     patterns: dict[str, list[tuple[Any, ...]]] = {
         name: [(content, name[: m.start()], name[m.end() :]) for m in _NUMBER.finditer(name)] or [(name,)]
         for name, content in contents.items()

@@ -17,7 +17,7 @@ def is_on_host(leaf: Any) -> bool:
     """Whether an array, a tracer or a shape is in host memory."""
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf).memory_space == jax.memory.Space.Host
-    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) and getattr(leaf.sharding, "memory_kind", None) == HOST
+    return isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array)) and getattr(leaf.sharding, "memory_kind", None) == HOST
 
 
 def to_device(leaf: Any) -> Any:

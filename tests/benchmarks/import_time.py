@@ -2,7 +2,7 @@
 
 CPU times of several processes that import JAX and Optax, then this library, all byte-compiled as in an installed wheel.
 In the first row, garbage is collected between the two imports. Otherwise a collection of all objects of JAX and Optax
-happens during the second import, whatever is imported; it takes two thirds of the time in the second row.
+happens during the second import, whatever is imported; it takes almost half of the time in the second row.
 
 Run with ``python tests/benchmarks/import_time.py``.
 """
