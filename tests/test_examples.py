@@ -115,8 +115,9 @@ def test_the_index_has_no_other_examples():
     assert sorted(set(re.findall(r"\.\./examples/(\w+)\.py", index))) == EXAMPLES
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_finetune_digits(run, tmp_path):
-    output = run("finetune_digits", "--draws", 10, "--picture", tmp_path / "curves.png")
+    output = run("finetune_digits", "--draws", 4, "--picture", tmp_path / "curves.png")
     line = r"^(unfrozen|frozen|precomputed) +([\d.]+)%, ([\d.]+) CPU s, ([\d,]+) B, ([\d.]+) MFLOP$"
     names, *columns = zip(*re.findall(line, output, re.MULTILINE), strict=True)
     accuracies, seconds, state_bytes, flops = ([float(cell.replace(",", "")) for cell in each] for each in columns)
@@ -190,6 +191,7 @@ def test_last_layers_of_a_scanned_transformer(run):
     assert "merged by" not in output
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_lisa(run, tmp_path):
     output = run("lisa", "--steps", 20, "--picture", tmp_path / "losses.png")
     (before,) = row(output, "before")
