@@ -392,4 +392,9 @@ class DenseMask(Selection):
         return laid_out(explicit_sharding(trainable), select, self.array, frozen, trainable)
 
     def _indices(self, mask: Any) -> jax.Array:
-        return jnp.nonzero(~jnp.asarray(mask).ravel(), size=self.count, fill_value=mask.size)[0]
+        """The numbers of the elements that train.
+
+        The barrier keeps XLA from evaluating ``nonzero`` of a constant mask at compile time, which takes minutes.
+        """
+        mask = jax.lax.optimization_barrier(jnp.asarray(mask).ravel())
+        return jnp.nonzero(~mask, size=self.count, fill_value=mask.size)[0]

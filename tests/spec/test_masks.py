@@ -1,5 +1,7 @@
 """Single elements: rows and dense masks through every function, and the contract as a property."""
 
+import re
+
 import chex
 import flax.linen as nn
 import jax
@@ -780,6 +782,20 @@ class TestPrograms:
             tx = fz.freeze(optax.adamw(0.1), {"w": rows}, full_updates=full_updates)
             sizes.append(len(self.lowered(tx, params)))
         assert sizes[1] < 1.1 * sizes[0]
+
+    @pytest.mark.usefixtures("as_users_compile")
+    def test_the_compiler_does_not_search_a_mask_for_what_trains(self):
+        """It would take minutes for a million elements, and would leave their numbers in the program."""
+        params = {"w": jnp.ones((64, 64))}
+        frozen = {"w": fz.elements(np.arange(64**2).reshape(64, 64) % 3 == 0, compact=True)}
+        step = jax.jit(lambda params: fz.apply_updates(params, fz.grad(sum_of_squares, frozen)(params), frozen))
+        program = step.lower(params).compile().as_text()
+        numbers = re.findall(r" = [su]\d+\[([\d,]+)\]\S* constant\(", program)
+        assert all(np.prod([int(size) for size in shape.split(",")]) < 64 for shape in numbers)
+
+
+def sum_of_squares(params):
+    return jnp.sum(params["w"] ** 2)
 
 
 COMPLEX = [
