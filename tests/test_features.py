@@ -153,7 +153,9 @@ def test_an_epoch_from_disk_is_an_epoch(stored, once):
     for chosen in np.random.default_rng(2).permutation(12).reshape(3, 4):
         expected, grads = whole(params, examples[chosen])
         value, gradients = after(parameters, found[chosen], examples[chosen])
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), (value, gradients), (expected, grads))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), (value, gradients), (expected, grads)
+        )
         params = {**params, "head": params["head"] - 0.1 * grads["head"]}
         parameters = {**parameters, "head": parameters["head"] - 0.1 * gradients["head"]}
     assert bits(parameters["head"]) != bits(PARAMETERS["head"])
@@ -602,7 +604,18 @@ def test_parameters_without_axes_and_without_elements(tmp_path):
     for _ in range(2):
         features.write(tmp_path, once, params, [x], progress=False)
     stored = features.read(tmp_path, once, params)[:]
-    assert once.after(once.needed(params, x), stored, x) == loss(params, x)
+    np.testing.assert_allclose(once.after(once.needed(params, x), stored, x), loss(params, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_numpy_arrays_of_64_bits(tmp_path, dtype):
+    params, x = jax.tree.map(lambda array: np.asarray(array, dtype), (PARAMETERS, X[0]))
+    once = fz.precompute(squared, "encoder", example_axis=0)
+    features.write(tmp_path, once, params, [x], progress=False)
+    found = features.read(tmp_path, once, params)[:]
+    assert bits(found) == bits(jax.jit(once.before)(PARAMETERS, X[0]))
+    grads = jax.jit(fz.grad(once.after, "encoder"))(params, once.before(params, x), x)
+    np.testing.assert_allclose(grads["head"], jax.grad(squared)(PARAMETERS, X[0])["head"], rtol=1e-5)
 
 
 def test_one_writer_at_a_time(tmp_path):

@@ -61,7 +61,7 @@ class Traced:
     def program(self, inputs: Sequence[Input]) -> Program:
         """Traces the function with these inputs."""
         try:
-            closed = jax.make_jaxpr(self._call)(*(_as_on_device(given.value) for given in inputs))
+            closed = jax.make_jaxpr(self._call)(*(_as_argument(given.value) for given in inputs))
         except ASKED_FOR_A_VALUE as error:
             fun = self._given[0]
             raise value_error(
@@ -78,8 +78,13 @@ class Traced:
         return Traced(*self._given).program(inputs)
 
 
-def _as_on_device(value: Any) -> Any:
-    """An array on the device unchanged, and the shape of one on the host: the trace must not depend on the memory."""
+def _as_argument(value: Any) -> Any:
+    """An array on the device unchanged, and the shape of one on the host: the trace must not depend on the memory.
+
+    Shapes get a dtype that JAX has: without 64-bit types it warns of float64, which a NumPy array may have.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        value = value.update(dtype=jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
     if not is_on_host(value):
         return value
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
