@@ -303,6 +303,10 @@ def test_on_a_mesh():
     assert bits(step(base, X)) == bits(step(tree, X))
 
 
+def varying(x, axis):
+    return jax.lax.pcast(x, axis, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axis)
+
+
 @pytest.mark.parametrize("frozen", ["up", {"up": fz.rows([0, 1, 2]), "head": False}], ids=["whole", "rows"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_in_shard_map(inside, frozen):
@@ -316,7 +320,7 @@ def test_in_shard_map(inside, frozen):
         def body(x, w):
             return jax.lax.all_gather(jnp.tanh(x @ w), "model", axis=1, tiled=True), None
 
-        x, _ = jax.lax.scan(body, jax.lax.pcast(x, "model", to="varying"), p["up"])
+        x, _ = jax.lax.scan(body, varying(x, "model"), p["up"])
         return jax.lax.pmean(jnp.sum(x * p["head"]), "model")
 
     specs = {"up": spec, "head": PartitionSpec()}

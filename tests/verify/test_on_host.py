@@ -61,6 +61,7 @@ def test_of_any_dtype(dtype):
     assert (fz.fingerprint(host, True) == fz.fingerprint({"w": leaf(dtype)}, True)).all()
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="XLA could not partition it")
 def test_on_a_mesh_with_explicit_axes():
     for name in ("a mesh", "its first axis"):
         host = {"w": jax.device_put(leaf("float32"), sharding_of(name, AxisType.Explicit))}
