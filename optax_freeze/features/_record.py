@@ -4,12 +4,12 @@ It is JSON and is replaced as a whole after each batch. :func:`read_record` chec
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,27 +111,29 @@ def _of_one(shapes: Features) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def only_writer(where: str) -> Iterator[None]:
-    """Holds a lock beside a directory: a second writer would mix its features with those of the first."""
+    """Holds a lock beside a directory: a second writer would mix its features with those of the first.
+
+    The system releases the lock of a process that ends, so a run that was stopped never blocks the next one.
+    """
     file = f"{where}.lock"
     os.makedirs(os.path.dirname(where), exist_ok=True)
-    with open(file, "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_lock = os.path.exists(file) and os.path.samestat(os.fstat(lock.fileno()), os.stat(file))
-        except OSError:
-            is_lock = False
-        if not is_lock:
-            raise value_error(
-                "another process is writing to this directory",
-                at=where,
-                got=f"the lock {file}",
-                expected="one writer",
-                fix="wait until it is done, or use a separate directory for each process",
-            )
-        try:
-            yield
-        finally:
+    lock = filelock.FileLock(file, blocking=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise value_error(
+            "another process is writing to this directory",
+            at=where,
+            got=f"the lock {file}",
+            expected="one writer",
+            fix="wait until it is done, or use a separate directory for each process",
+        ) from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # on Windows, where `release` removes the file
             os.unlink(file)
+        lock.release()
 
 
 def save(where: str, record: Mapping[str, Any]) -> None:
