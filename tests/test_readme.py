@@ -42,9 +42,11 @@ def test_the_table_is_found():
 
 @pytest.mark.parametrize("code", WRITTEN)
 def test_what_you_write(code, names, tmp_path):
-    model = nnx.Dict(encoder=nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    linen = nn.Sequential([optax_freeze.linen.Frozen(nn.Dense(8)), nn.Dense(1)])
+    model = linen if "linen" in code else nnx.Dict(encoder=nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
     mask = jnp.zeros((4, 8), bool)
     here = {**names, "nn": nn, "optax_freeze": optax_freeze, "model": model, "mask": mask, "directory": tmp_path}
+    here["x"] = jnp.ones((2, 4))
     result = eval(code, here)
     if "fz.elements" in code or "fz.rows" in code or code.startswith(('"', "[", "fz.where", "fz.only")):
         names["fz"].resolve(names["params"], result)
