@@ -5,7 +5,9 @@ import ctypes
 import os
 import tempfile
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+FLAGS = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in FLAGS:
+    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # Compiled programs are on disk, for all processes of a run: the cache in memory is cleared after each file.
@@ -42,6 +44,16 @@ def compile_as(users=False, optimized=True):
         jax._src.compiler.get_compile_options = get_compile_options if users else without_emitters
 
 
+def skip_float16(error):
+    """XLA cannot compile float16, nor the float8 that it converts to float16, for a CPU without F16C instructions."""
+    is_float16 = "Failed to materialize symbols" in str(error)
+    return pytest.skip.Exception("XLA cannot compile float16 for this CPU") if is_float16 else None
+
+
+if "xla_cpu_max_isa=SSE4_2" in FLAGS:
+    jax._src.compiler.register_xla_runtime_error_handler(skip_float16)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_module(request):
     """Limits the programs that a process maps to memory, and optimizes where programs are compared in bits or costs."""
@@ -75,6 +87,25 @@ def bits(tree):
         else:
             rows.append((jax.tree_util.keystr(path), leaf))
     return rows
+
+
+def assert_equal_up_to_rounding(got, expected, dtype=None, roundings=16):
+    """Compares the results of two programs, which a compiler may round differently, and differently on each CPU.
+
+    Floats may differ by ``roundings`` times the precision of their dtype, or of the coarser ``dtype`` that the programs
+    compute in, relative to the largest element of their array. Everything else has the same bits.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    leaves = zip(*map(jax.tree.leaves, (got, expected)), *map(bits, (got, expected)), strict=True)
+    for a, b, row, expected_row in leaves:
+        if hasattr(b, "dtype") and jnp.issubdtype(b.dtype, jnp.inexact):
+            assert row[:3] == expected_row[:3]  # the path, the dtype and the shape
+            eps = float(jnp.finfo(dtype or b.dtype).eps)
+            a, b = (np.asarray(x).astype(complex if jnp.iscomplexobj(x) else float) for x in (a, b))
+            largest = np.abs(b[np.isfinite(b)]).max(initial=0)
+            np.testing.assert_allclose(a, b, rtol=0, atol=roundings * eps * largest, err_msg=row[0])
+        else:
+            assert row == expected_row
 
 
 def state_bytes(state):

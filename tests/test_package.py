@@ -50,6 +50,21 @@ def test_importing_it_loads_neither_flax_nor_orbax_nor_what_draws():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_what_is_imported_is_declared():
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.split(".")[0] for name in names} - {"optax_freeze"}
+    of_other_systems = {"curses", "fcntl", "grp", "msvcrt", "posix", "pwd", "resource", "syslog", "termios", "winreg"}
+    assert not imported & of_other_systems
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    extras = (project["optional-dependencies"][name] for name in ("plot", "safetensors"))
+    declared = [re.match(r"[\w-]+", line)[0] for line in sum(extras, project["dependencies"])]
+    assert {"orbax-checkpoint" if name == "orbax" else name for name in imported - sys.stdlib_module_names} == {
+        *declared
+    } - {"jaxlib"}  # which JAX imports
+
+
 def test_the_map_is_re_exports_and_nothing_else():
     body = ast.parse(MAP).body
     assert isinstance(body[0], ast.Expr)
@@ -189,6 +204,10 @@ def test_workflows_and_hooks_call_commands_that_exist():
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     assert commands == ["make test PYTHON=python", "make ${{ matrix.target }} PYTHON=python"]
     assert {entry["target"] for entry in wheel} == {"test-oldest", "test-newest"}
+    [flags] = [
+        entry["flags"] for entry in workflow["jobs"]["test"]["strategy"]["matrix"]["include"] if "flags" in entry
+    ]
+    assert f"XLA_FLAGS={flags} make test" in PAGE
     assert "\ntest: " in makefile
     assert "\ntest-oldest test-newest: " in makefile
     for template in pathlib.Path(".github/ISSUE_TEMPLATE").glob("*.yml"):
