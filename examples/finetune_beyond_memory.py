@@ -2,8 +2,8 @@
 
 The last block, the norm and the head of a decoder of Llama 3's shape train. First comes a plan, made from shapes alone:
 the memory per chip with and without ``fz.offload``, for 8B, 70B and 405B. Then a small decoder trains twice, with its
-blocks on the device and in the host's memory: losses and parameters are equal bit for bit. If the ``libtpu`` package is
-installed, the TPU compiler confirms the size of these blocks on the host.
+blocks on the device and in the host's memory: losses and parameters are equal up to rounding. If the ``libtpu`` package
+is installed, the TPU compiler confirms the size of these blocks on the host.
 
 Run with ``python examples/finetune_beyond_memory.py``.
 """
@@ -114,7 +114,8 @@ def main() -> None:
     params = jax.tree.map(lambda x: jnp.array(normal(size=x.shape) / x.shape[-2] ** 0.5, x.dtype), small)
     batches = np.random.default_rng(0).integers(0, 64, (40, 8, 1)) + np.arange(33)  # sequences that count up
     runs = [train(loss, params, batches), train(loss, host := on_host(params, min_bytes=0), batches)]
-    old, new = ([x.tobytes() for x in jax.tree.leaves(jax.device_get(run))] for run in runs)
+    old, new = jax.device_get(runs)
+    differ = max(jax.tree.leaves(jax.tree.map(lambda a, b: abs(a - b).max(), old, new)))
     fz.assert_frozen(host, runs[1][0], FROZEN)
     table = Table("a small decoder", "on the device", "from the host")
     table.add_row("first and last loss", *(f"{losses[0]:.3f}, {losses[-1]:.3f}" for _, losses in runs))
@@ -122,7 +123,7 @@ def main() -> None:
     of_tpu = by_tpu_compiler(small) if importlib.util.find_spec("libtpu") else "left out: no libtpu"
     table.add_row("the same, by the TPU compiler", "", of_tpu)
     table.add_row("frozen weights", *(f"{fz.fingerprint(after, FROZEN)[0]:08x}" for after, _ in runs))
-    table.add_row("losses and parameters", "", "the same bits" if old == new else "OTHER BITS")
+    table.add_row("losses and parameters differ by", "", f"at most {differ:.0e}")
     Console().print(plan, table)
 
 

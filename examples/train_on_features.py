@@ -115,7 +115,7 @@ def report(runs: Any, features: Any, took: float, explanation: Any) -> Figure:
     table.add_row("compiled step", *(f"{cost / 1e6:.0f} MFLOP" for cost in flops))
     table.add_row("parameters in the step", *(f"{size / 2**20:.2f} MiB" for size in sizes))
     Console(force_jupyter=False).print(table)
-    print(f"{np.sum(losses[0] == losses[1])} of {len(losses[0])} losses are equal bit for bit")
+    print(f"the {len(losses[0])} losses differ by at most {abs(losses[0] - losses[1]).max():.0e}")
     print(f"features of {len(features)} images: {features.nbytes / 2**20:.1f} MiB, computed in {took:.1f} s")
     axes, bars = Figure(figsize=(9, 4), layout="constrained").subplots(1, 2)
     for name, before, seconds, values in zip(("in each step", "once"), (0, took), times, losses, strict=True):

@@ -43,6 +43,11 @@ def drawn(monkeypatch):
     return figures
 
 
+def differ_by(what, output):
+    """By how much an example says that two trainings differ: by rounding."""
+    return float(re.search(f"{what} differ by at most ([^ \\n]+)", output)[1])
+
+
 def row(output, name):
     """The cells of a line of a printed table."""
     between = r"\s*│\s*|(?<=\S)\s{2,}(?=\S)"
@@ -122,14 +127,15 @@ def test_finetune_digits(run, tmp_path):
     names, *columns = zip(*re.findall(line, output, re.MULTILINE), strict=True)
     accuracies, seconds, state_bytes, flops = ([float(cell.replace(",", "")) for cell in each] for each in columns)
     assert names == ("unfrozen", "frozen", "precomputed")
-    assert accuracies[1] == accuracies[2] >= accuracies[0] > 75
+    assert accuracies[1] == pytest.approx(accuracies[2], abs=0.1)
+    assert min(accuracies[1:]) >= accuracies[0] > 75
     assert min(seconds) > 0
     full, frozen, once = state_bytes
     assert frozen == once == 4 + 2 * 4 * 512 * 10
     assert full == frozen + 2 * 4 * (64 * 512 + 512 * 512)
     full, frozen, once = flops
     assert once < 0.1 * frozen < 0.05 * full
-    assert "the same parameters, bit for bit" in output
+    assert differ_by("the parameters", output) < 1e-5
     assert "; its encoder kept its bits" in output
     assert (tmp_path / "curves.png").stat().st_size > 5000
 
@@ -143,8 +149,8 @@ def test_finetune_digits_refuses_no_draws(run):
 def test_train_on_features(run, tmp_path):
     output = run("train_on_features", "--epochs", 1, "--picture", tmp_path / "features.png")
     in_each_step, once = row(output, "last loss")
-    assert in_each_step == once
-    assert "28 of 28 losses are equal bit for bit" in output
+    assert float(in_each_step) == pytest.approx(float(once), abs=1e-4)
+    assert differ_by("the 28 losses", output) < 1e-5
     in_each_step, once = (float(cell.split()[0]) for cell in row(output, "compiled step"))
     assert once < 0.4 * in_each_step
     in_each_step, once = (float(cell.split()[0]) for cell in row(output, "parameters in the step"))
@@ -217,10 +223,10 @@ def test_finetune_beyond_memory(run):
     ]
     on_device, from_host = row(output, "first and last loss")
     before, after = map(float, from_host.split(", "))
-    assert on_device == from_host
+    assert list(map(float, on_device.split(", "))) == pytest.approx([before, after], abs=1e-3)
     assert after < before - 1
     assert len(set(row(output, "frozen weights"))) == 1
-    assert row(output, "losses and parameters") == ["the same bits"]
+    assert float(row(output, "losses and parameters differ by")[0].removeprefix("at most ")) < 1e-5
 
 
 def test_lottery_ticket(run, drawn, tmp_path):

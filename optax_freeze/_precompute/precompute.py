@@ -94,7 +94,7 @@ class Precomputed:
       >>> needed["encoder"]
       MaskedNode()
       >>> value, grads = fz.value_and_grad(once.after, "encoder")(needed, features, batch)
-      >>> bool(value == loss(params, batch))
+      >>> bool(jnp.allclose(value, loss(params, batch)))
       True
     """
 
@@ -354,10 +354,11 @@ def precompute(
     """Divides a function into a part that is computed once for each batch, and a part that is computed in each step.
 
     In every epoch, a frozen encoder computes the same activations for the same batch. ``before`` computes them once.
-    ``after`` continues from there, with the same value and the same gradient of the trainable parameters. The function
-    is traced, so you need not change it. Every operation that depends only on frozen parameters and recurring arguments
-    can be computed in ``before``. The features are chosen so that they have the fewest bytes (a minimum cut), where
-    elementwise operations, reductions and changes of layout are repeated in ``after`` rather than stored.
+    ``after`` continues from there, with the same value and the same gradient of the trainable parameters, up to
+    rounding. The function is traced, so you need not change it. Every operation that depends only on frozen parameters
+    and recurring arguments can be computed in ``before``. The features are chosen so that they have the fewest bytes (a
+    minimum cut), where elementwise operations, reductions and changes of layout are repeated in ``after`` rather than
+    stored.
 
     Args:
       fun: the function, called as ``fun(params, *args, **kwargs)``; it may return anything.
