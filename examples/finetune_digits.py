@@ -121,10 +121,9 @@ def report(runs: dict[str, Any]) -> Figure:
     axes.set(xlabel="CPU seconds", ylabel="held-out accuracy", ylim=(0.7, 0.9), title=f"{LABELS} labels per digit")
     axes.legend(loc="lower right")
     trees, curves, *_ = zip(*runs.values(), strict=True)
-    wins = (curves[1] > curves[0])[:, -1]
-    differences = jax.tree.map(lambda a, b: float(abs(a - b).max()), trees[1], trees[2])
+    wins, differ = (curves[1] > curves[0])[:, -1], jax.tree.map(lambda a, b: abs(a - b).max(), trees[1], trees[2])
     print(f"frozen is better in {wins.sum()} of {len(wins)} draws; its encoder kept its bits")
-    print(f"precomputed: the parameters differ by at most {max(jax.tree.leaves(differences)):.0e}")
+    print(f"precomputed: the parameters differ by at most {max(jax.tree.leaves(differ)):.0e}")
     return figure
 
 
