@@ -19,7 +19,7 @@ from optax_freeze._gradient.groups_now import zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
-from optax_freeze._optimizer.convergence import initial_stats, next_stats, stats_of
+from optax_freeze._optimizer.convergence import in_order, initial_stats, next_stats, stats_of
 from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
 from optax_freeze._optimizer.inner_update import parts_outside
 from optax_freeze._optimizer.update_call import UpdateCall
@@ -183,13 +183,14 @@ def freeze_when(
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
     """Whether each group is frozen in the next update, by its name."""
     [step] = jax.tree.leaves(state.step)
-    named = zip(state.spec.names, state.spec.conditions, strict=True)
-    return {
-        name: jax.tree.leaves(state.groups[name].frozen)[0]
+    names, conditions = state.spec.names, state.spec.conditions
+    frozen = [
+        jax.tree.leaves(state.groups[name].frozen)[0]
         if condition is None
-        else ask(name, condition, step, state.groups[name].frozen)
-        for name, condition in named
-    }
+        else ask(name, condition, jnp.maximum(step, 0), state.groups[name].frozen)
+        for name, condition in zip(names, conditions, strict=True)
+    ]
+    return dict(zip(names, in_order(conditions, frozen), strict=True))
 
 
 def plans_of(state: FreezeWhenState) -> GroupPlans:

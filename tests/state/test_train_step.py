@@ -1,6 +1,7 @@
 """A whole training step, with a program for each set of frozen groups."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -84,6 +85,49 @@ def test_toggles_compile_nothing_and_choose_what_runs(params):
             assert {name: bits(new[name]) == bits(before[name]) for name in now} == now
             assert bits(new["head"]) != bits(before["head"])
         assert step._cache_size() == 1
+
+
+def with_flags(state, converged):
+    """The state of ``freeze_converged`` with these flags, as a migration or an edit may leave them."""
+    flags = zip(state.groups.items(), converged, strict=True)
+    groups = {
+        name: group._replace(frozen=group.frozen._replace(converged=jnp.array(flag))) for (name, group), flag in flags
+    }
+    return state._replace(groups=groups)
+
+
+class TestAnyState:
+    """Programs are compiled for the sets that can occur: what a state freezes is always one of them."""
+
+    def check(self, groups, states, params):
+        tx = fz.freeze_when(optax.adam(0.1), groups)
+        step = jax.jit(fz.train_step(loss, tx))
+        grad = jax.jit(lambda state: fz.grad(loss, fz.spec_of(state))(params, X))
+        seen = []
+        for state in states(tx.init(params)):
+            frozen = fz.currently_frozen(state)
+            grads, (new, after, _) = grad(state), step(params, state, X)
+            assert {name: bits(new[name]) == bits(params[name]) for name in frozen} == frozen
+            assert {name: not grads[name].any() for name in frozen} == frozen
+            assert {name: not after.groups[name].inner_state[0].count for name in frozen} == frozen
+            seen.append(tuple(frozen.values()))
+        assert step._cache_size() == 1
+        return seen
+
+    def test_any_flags_of_groups_that_converge(self, params):
+        """They freeze from the input end, and the last never."""
+        flags = list(itertools.product([False, True], repeat=4))
+        groups = fz.freeze_converged(NAMES, interval=2)
+        seen = self.check(groups, lambda state: [with_flags(state, each) for each in flags], params)
+        first = [[*each[:3], False].index(False) for each in flags]
+        assert seen == [tuple(i < n for i in range(4)) for n in first]
+
+    def test_any_step(self, params):
+        groups = {"a": fz.alternate(3), "b": fz.alternate(3, 3), "c": fz.unfreeze_at(0)}
+        steps = (-1, -4, 0, 3, 2**31 - 2, 2**31 - 1)
+        seen = self.check(groups, lambda state: [state._replace(step=jnp.int32(step)) for step in steps], params)
+        a = [True, True, True, False, *(step // 3 % 2 == 0 for step in steps[-2:])]
+        assert seen == [(frozen, not frozen, False) for frozen in a]
 
 
 def loops(step, *args):
