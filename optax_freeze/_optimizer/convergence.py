@@ -92,7 +92,8 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
     change, ``|previous - now| / previous``, and the threshold is a percentile of these changes. The first trainable
     group is frozen if its change is below the threshold, then the next one, and so on, up to the first group whose
     change is not. So the frozen groups are always the first ones, and stay frozen. The group with the largest change
-    keeps training, so the last group never freezes.
+    keeps training, so the last group never freezes. If :func:`optax_freeze.migrate` adds a group before a frozen one,
+    or removes all groups after it, the frozen group trains again, until it converges anew.
 
     Nothing freezes before the end of the second interval. A group whose gradient was infinite or NaN, or zero
     throughout, in one of two intervals has no change. It is not frozen, nor are the groups after it.
@@ -241,7 +242,7 @@ def next_stats(
         else:
             counts = trained & jnp.isfinite(norm)
             total = jnp.where(counts, old.total + norm, old.total)
-            new[i] = GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts)
+            new[i] = GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts.astype(jnp.int32))
     for groups in calls_of(conditions):
         _, interval, percentile = conditions[groups[0]].call
         decided = _decided([new[i] for i in groups], interval, percentile, (step + 1) % interval == 0)

@@ -66,13 +66,14 @@ def freeze_when(
 
     Args:
       inner: the optimizer of each group, or an ``optax.MultiSteps``. Anything that it computes over a whole tree, such
-        as a global norm, covers one group.
+        as a global norm, covers one group. Its learning rate schedule counts the updates of the group; for one
+        schedule of all groups, use ``optax.scale_by_schedule`` after ``freeze_when`` in an ``optax.chain``.
       groups: a mapping from patterns or selectors to conditions, or to pairs of an element mask
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements`) and a condition: the group is then those elements of
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
-        the updates of this transformation from 0), or ``(step, stats) -> bool`` with the
-        :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which :func:`optax_freeze.set_frozen`
-        changes between steps. Elements that two groups select belong to the first.
+        the calls of ``update`` from 0, so batches if ``inner`` is an ``optax.MultiSteps``), or
+        ``(step, stats) -> bool`` with the :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which
+        :func:`optax_freeze.set_frozen` changes between steps. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
       tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
+from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 from optax_freeze._precompute.flops import flops
@@ -197,6 +198,44 @@ def test_a_scan_over_steps(params):
         expected, state, value = in_two(tx, expected, state, X)
         assert value == pytest.approx(float(values[i]), 1e-4)
     close(new, expected)
+
+
+class TestInsideOfShardMap:
+    """What is equal on all devices before a step may vary after it."""
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = fz.freeze_when(optax.adam(0.1), {"a": True, "b": False})
+
+    def test_each_device_with_groups_of_its_own(self, params):
+        frozen = [i % 2 == 0 for i in range(8)]
+        models = [(params, fz.set_frozen(self.tx.init(params), {"a": now})) for now in frozen]
+
+        @functools.partial(jax.shard_map, mesh=self.mesh, in_specs=P("data"), out_specs=P("data"))
+        def step(models):
+            params, state = jax.tree.map(lambda x: x[0], models)
+            updates, _ = self.tx.update(params, state, params)
+            params, *_ = fz.train_step(loss, self.tx)(params, state, X)
+            return jax.tree.map(lambda x: x[None], (params, updates))
+
+        new, updates = jax.jit(step)(jax.tree.map(lambda *x: jnp.stack(x), *models))
+        assert [bits(new["a"][i]) == bits(params["a"]) for i in range(8)] == frozen
+        assert [not updates["a"][i].any() for i in range(8)] == frozen
+        assert updates["b"].all()
+
+    def test_parameters_of_which_each_device_has_rows(self, params):
+        def gathered(params, x):
+            return loss(jax.tree.map(lambda p: jax.lax.all_gather(p, "data", tiled=True), params), x)
+
+        def step(params, state):
+            params, state, value = fz.train_step(gathered, self.tx)(params, state, X)
+            return params, state, value[None]
+
+        state = self.tx.init(params)
+        specs = P("data"), jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
+        step = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=(*specs, P("data")))
+        new, _, values = jax.jit(step)(params, state)
+        assert {name: bits(new[name]) == bits(params[name]) for name in "ab"} == fz.currently_frozen(state)
+        np.testing.assert_allclose(values, loss(params, X), rtol=1e-5)
 
 
 def test_refuses(params):
