@@ -208,16 +208,15 @@ class TestInsideOfShardMap:
 
     def test_each_device_with_groups_of_its_own(self, params):
         frozen = [i % 2 == 0 for i in range(8)]
-        models = [(params, fz.set_frozen(self.tx.init(params), {"a": now})) for now in frozen]
 
-        @functools.partial(jax.shard_map, mesh=self.mesh, in_specs=P("data"), out_specs=P("data"))
-        def step(models):
-            params, state = jax.tree.map(lambda x: x[0], models)
+        @functools.partial(jax.shard_map, mesh=self.mesh, in_specs=(P(), P(), P("data")), out_specs=P("data"))
+        def step(params, state, frozen):
+            state = fz.set_frozen(state, {"a": frozen[0]})
             updates, _ = self.tx.update(params, state, params)
             params, *_ = fz.train_step(loss, self.tx)(params, state, X)
             return jax.tree.map(lambda x: x[None], (params, updates))
 
-        new, updates = jax.jit(step)(jax.tree.map(lambda *x: jnp.stack(x), *models))
+        new, updates = jax.jit(step)(params, self.tx.init(params), jnp.array(frozen))
         assert [bits(new["a"][i]) == bits(params["a"]) for i in range(8)] == frozen
         assert [not updates["a"][i].any() for i in range(8)] == frozen
         assert updates["b"].all()
