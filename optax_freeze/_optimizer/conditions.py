@@ -48,7 +48,7 @@ class _Alternate:
 
     def __call__(self, step: Any) -> Any:
         turns, rest = divmod(self.offset, self.period)
-        # Of the sum `step + offset`, which may overflow, only whole periods are left out.
+        # Not `step + offset`, which may overflow.
         return (step + (rest - self.period)) // self.period % 2 == (turns + 1) % 2
 
     def __repr__(self) -> str:

@@ -57,9 +57,8 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     """
     axes = tuple(sorted((varies(new) | varies(frozen)) - varies(old)))
     if axes:
-        # `pcast` is newer than the oldest supported JAX.
-        has_pcast = hasattr(jax.lax, "pcast")
-        old = jax.lax.pcast(old, axes, to="varying") if has_pcast else jax.lax.pvary(old, axes)
+        lax: Any = jax.lax  # `pcast` is newer than the oldest supported JAX
+        old = lax.pcast(old, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(old, axes)
     return old if old.dtype == new.dtype else old.astype(new.dtype)
 
 
