@@ -86,7 +86,7 @@ class GroupsNow(Selector):
         # Ranks instead of sizes: only the order matters, and sizes would be rounded in float32.
         saved = [sum(size for size, here in zip(sizes, each, strict=True) if here) for each in branches]
         rank = np.argsort(np.argsort(saved, kind="stable"), kind="stable").astype(np.int32)
-        fits = jnp.all(now | ~jnp.array(branches, bool).reshape(len(branches), len(sizes)), axis=1)
+        fits = jnp.all(now[None] | ~jnp.array(branches, bool).reshape(len(branches), len(sizes)), axis=1)
         return jnp.argmax(jnp.where(fits, rank, -1))
 
     def _elements(self, own: Sequence[Selection]) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error, value_error, whole_number
-from optax_freeze._optimizer.convergence import Converged, initial_stats, stats_of
+from optax_freeze._optimizer.convergence import Converged, calls_of, initial_stats, stats_of
 from optax_freeze._spec.selectors import distinct
 
 Condition: TypeAlias = Callable[..., Any]
@@ -47,7 +47,9 @@ class _Alternate:
     offset: int
 
     def __call__(self, step: Any) -> Any:
-        return (step + self.offset) // self.period % 2 == 0
+        turns, rest = divmod(self.offset, self.period)
+        # Not `step + offset`, which may overflow.
+        return (step + (rest - self.period)) // self.period % 2 == (turns + 1) % 2
 
     def __repr__(self) -> str:
         return f"fz.alternate({self.period}{f', offset={self.offset}' if self.offset else ''})"
@@ -143,22 +145,18 @@ def occurring(conditions: Sequence[Any]) -> list[tuple[bool, ...]] | None:
     Conditions of the step change at known steps, and a call of ``freeze_converged`` freezes its groups in their order,
     but for the last. What a function says is not known.
     """
-    by_step: list[int] = []
-    by_call: dict[Any, list[int]] = {}
+    by_step, by_call = [], calls_of(conditions)
     for i, condition in enumerate(conditions):
-        if isinstance(condition, Converged):
-            by_call.setdefault(condition.call, []).append(i)
-        elif isinstance(condition, (_UnfreezeAt, _FreezeAt, _Alternate)):
+        if isinstance(condition, (_UnfreezeAt, _FreezeAt, _Alternate)):
             by_step.append(i)
-        else:
+        elif not isinstance(condition, Converged):
             return None
     of_steps = _occurring_in_steps([conditions[i] for i in by_step])
-    if of_steps is None or len(of_steps) * math.prod(map(len, by_call.values())) > _MOST_STEPS:
+    if of_steps is None or len(of_steps) * math.prod(map(len, by_call)) > _MOST_STEPS:
         return None
     choices = [[dict(zip(by_step, says, strict=True)) for says in of_steps]]
-    for groups in by_call.values():
-        ordered = sorted(groups, key=lambda i: conditions[i].place)
-        choices.append([{i: place < number for place, i in enumerate(ordered)} for number in range(len(ordered))])
+    for groups in by_call:
+        choices.append([{i: place < number for place, i in enumerate(groups)} for number in range(len(groups))])
     together = (collections.ChainMap(*each) for each in itertools.product(*choices))
     return [tuple(says[i] for i in range(len(conditions))) for says in together]
 

@@ -6,6 +6,7 @@ only for groups whose condition asks for them. What is frozen in an update follo
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,7 +92,8 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
     change, ``|previous - now| / previous``, and the threshold is a percentile of these changes. The first trainable
     group is frozen if its change is below the threshold, then the next one, and so on, up to the first group whose
     change is not. So the frozen groups are always the first ones, and stay frozen. The group with the largest change
-    keeps training, so the last group never freezes.
+    keeps training, so the last group never freezes. If :func:`optax_freeze.migrate` adds a group before a frozen one,
+    or removes all groups after it, the frozen group trains again, until it converges anew.
 
     Nothing freezes before the end of the second interval. A group whose gradient was infinite or NaN, or zero
     throughout, in one of two intervals has no change. It is not frozen, nor are the groups after it.
@@ -187,6 +189,29 @@ def initial_stats(condition: Any) -> Any:
     )
 
 
+def calls_of(conditions: Sequence[Any]) -> list[list[int]]:
+    """The numbers of the groups of each call of :func:`freeze_converged`, from the input end."""
+    calls: dict[Any, list[int]] = {}
+    for i, condition in enumerate(conditions):
+        if isinstance(condition, Converged):
+            calls.setdefault(condition.call, []).append(i)
+    return [sorted(groups, key=lambda i: conditions[i].place) for groups in calls.values()]
+
+
+def in_order(conditions: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
+    """Which groups are frozen: groups of a call of :func:`freeze_converged` only after all before them, its last never.
+
+    The flags in a state may say otherwise if it was migrated to other groups, restored or edited.
+    """
+    new = list(frozen)
+    for groups in calls_of(conditions):
+        *first, last = groups
+        for i, so_far in zip(first, itertools.accumulate((frozen[i] for i in first), jnp.logical_and), strict=True):
+            new[i] = so_far
+        new[last] = False
+    return new
+
+
 def next_stats(
     conditions: Sequence[Any],
     stats: Sequence[Any],
@@ -204,7 +229,6 @@ def next_stats(
       gradient: called with the number of a group, gives its gradient.
     """
     new = list(stats)
-    calls: dict[Any, list[int]] = {}
     for i, condition in enumerate(conditions):
         kind = stats_of(condition)
         if kind is None:
@@ -212,15 +236,15 @@ def next_stats(
         old, norm = kind(*jax.tree.leaves(stats[i])), _norm(gradient(i))
         trained = ~jnp.asarray(frozen[i])
         if isinstance(old, Interval):
+            old = old._replace(converged=~trained)
             of_interval = old._replace(sum=old.sum + norm, seen=old.seen + 1)
             new[i] = jax.tree.map(lambda a, b, t=trained: jnp.where(t, a, b), of_interval, old)
-            calls.setdefault(condition.call, []).append(i)
         else:
             counts = trained & jnp.isfinite(norm)
             total = jnp.where(counts, old.total + norm, old.total)
-            new[i] = GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts)
-    for (_, interval, percentile), groups in calls.items():
-        groups = sorted(groups, key=lambda i: conditions[i].place)
+            new[i] = GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts.astype(jnp.int32))
+    for groups in calls_of(conditions):
+        _, interval, percentile = conditions[groups[0]].call
         decided = _decided([new[i] for i in groups], interval, percentile, (step + 1) % interval == 0)
         for i, its in zip(groups, decided, strict=True):
             new[i] = its

@@ -19,7 +19,7 @@ from optax_freeze._gradient.groups_now import zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
-from optax_freeze._optimizer.convergence import initial_stats, next_stats, stats_of
+from optax_freeze._optimizer.convergence import in_order, initial_stats, next_stats, stats_of
 from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
 from optax_freeze._optimizer.inner_update import parts_outside
 from optax_freeze._optimizer.update_call import UpdateCall
@@ -66,13 +66,14 @@ def freeze_when(
 
     Args:
       inner: the optimizer of each group, or an ``optax.MultiSteps``. Anything that it computes over a whole tree, such
-        as a global norm, covers one group.
+        as a global norm, covers one group. Its learning rate schedule counts the updates of the group; for one
+        schedule of all groups, use ``optax.scale_by_schedule`` after ``freeze_when`` in an ``optax.chain``.
       groups: a mapping from patterns or selectors to conditions, or to pairs of an element mask
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements`) and a condition: the group is then those elements of
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
-        the updates of this transformation from 0), or ``(step, stats) -> bool`` with the
-        :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which :func:`optax_freeze.set_frozen`
-        changes between steps. Elements that two groups select belong to the first.
+        the calls of ``update`` from 0, so batches if ``inner`` is an ``optax.MultiSteps``), or
+        ``(step, stats) -> bool`` with the :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which
+        :func:`optax_freeze.set_frozen` changes between steps. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
       tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.
@@ -183,13 +184,14 @@ def freeze_when(
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
     """Whether each group is frozen in the next update, by its name."""
     [step] = jax.tree.leaves(state.step)
-    named = zip(state.spec.names, state.spec.conditions, strict=True)
-    return {
-        name: jax.tree.leaves(state.groups[name].frozen)[0]
+    names, conditions = state.spec.names, state.spec.conditions
+    frozen = [
+        jax.tree.leaves(state.groups[name].frozen)[0]
         if condition is None
-        else ask(name, condition, step, state.groups[name].frozen)
-        for name, condition in named
-    }
+        else ask(name, condition, jnp.maximum(step, 0), state.groups[name].frozen)
+        for name, condition in zip(names, conditions, strict=True)
+    ]
+    return dict(zip(names, in_order(conditions, frozen), strict=True))
 
 
 def plans_of(state: FreezeWhenState) -> GroupPlans:

@@ -39,7 +39,8 @@ def update_params(
 
     Returns:
       ``(params, state)``: the new parameters, of the structure, shapes and dtypes of ``params``, and the new state.
-      Parameters that are frozen by ``fz.freeze`` or in a group of ``fz.freeze_when`` keep every bit.
+      Parameters that are frozen by ``fz.freeze`` or in a group of ``fz.freeze_when`` keep every bit, unless another
+      transformation around it changes their updates of -0.0.
 
     Raises:
       TypeError: if ``tx`` is not an optimizer, or ``params`` is None.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from optax_freeze._gradient.split_array import varies
 from optax_freeze._optimizer.inner_update import negative_zero, zero
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.tree import Leaf, PyTree
@@ -43,13 +44,22 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
     if not isinstance(frozen, Tracer):
         return carry if frozen else step(carry)
     step = jax.jit(step)  # traced once, though called for its shapes and in the loop
-    # Moments of bfloat16 parameters become float32 in the first update, if the gradients are.
-    carry = jax.tree.map(_with_dtype, carry, jax.eval_shape(step, carry))
+    carry = jax.tree.map(lambda old, new: _of_type(old, new, frozen), carry, jax.eval_shape(step, carry))
     start: Any = (frozen, carry)
-    return jax.lax.while_loop(lambda carry: ~carry[0], lambda carry: (True, step(carry[1])), start)[1]
+    # The constant True, which may vary over devices as `frozen` does; XLA copies the carry of a loop without it.
+    return jax.lax.while_loop(lambda carry: ~carry[0], lambda carry: (jnp.ones_like(carry[0]), step(carry[1])), start)[1]
 
 
-def _with_dtype(old: Any, new: Any) -> Any:
+def _of_type(old: Any, new: Any, frozen: Any) -> Any:
+    """A value of the carry with the type that it has after the step.
+
+    Moments of bfloat16 parameters become float32 in the first update, if the gradients are. Inside ``jax.shard_map``,
+    what is equal on all devices before the step may vary after it.
+    """
+    axes = tuple(sorted((varies(new) | varies(frozen)) - varies(old)))
+    if axes:
+        lax: Any = jax.lax  # `pcast` is newer than the oldest supported JAX
+        old = lax.pcast(old, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(old, axes)
     return old if old.dtype == new.dtype else old.astype(new.dtype)
 
 

@@ -241,6 +241,27 @@ def test_inside_of_shard_map():
     close(jax.jit(sharded)(state, params, X), masked(params, "a"))
 
 
+@pytest.mark.parametrize("kind", ["switches", "elements", "converged"])
+def test_under_strict_promotion(kind):
+    """Of dtypes and of ranks, in every function that takes the state of groups."""
+    groups = {
+        "switches": {"a": True, "b": fz.alternate(1), "c": lambda step, stats: stats.norm < 0.1},
+        "elements": {"a": (fz.rows([0, 3]), True), "b": (fz.elements(np.eye(8, dtype=bool)), fz.unfreeze_at(3))},
+        "converged": {**fz.freeze_converged(["a", "b"], 2), "c": (fz.rows(jnp.array([0, 3])), fz.freeze_at(3))},
+    }
+    tx = fz.freeze_when(optax.sgd(0.1, momentum=0.9), groups[kind], optax.clip(1.0))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        params = init()
+        state = tx.init(params)
+        jax.eval_shape(grad_of, state, params)
+        jax.eval_shape(tx.update, params, state, params)
+        jax.eval_shape(fz.train_step(loss, tx, branches=2), params, state, X)
+        new, _ = fz.update_params(tx, grad_of(state, params), state, params)
+        assert str(fz.summary(params, fz.spec_of(state)))
+        assert fz.currently_frozen(fz.migrate(state, tx, params)) == fz.currently_frozen(state)
+        fz.assert_frozen(params, new, fz.spec_of(state))
+
+
 class TestErrors:
     def test_elsewhere_inside_of_jit(self):
         state, params = state_of({"a": True}), init()

@@ -444,6 +444,32 @@ class TestResume:
         assert "groups/a/frozen/converged" in report.carried
         assert "groups/head/frozen/converged" in report.dropped
 
+    @pytest.mark.parametrize(
+        ("before", "after", "frozen"),
+        [
+            ("bcd", "abcd", ""),  # a new group at the input trains, and so do the groups after it
+            ("abd", "abcd", "ab"),
+            ("acd", "abcd", "a"),
+            ("abc", "bc", "b"),
+            ("abcd", "ab", "a"),  # the last group never freezes
+        ],
+    )
+    def test_migrated_to_other_groups_they_freeze_from_the_input_end(self, before, after, frozen):
+        """Groups that train again converge anew."""
+        old, new = (fz.freeze_when(optax.sgd(0.1), settle(names)) for names in (before, after))
+        state = old.init(PARAMS)
+        for name in before[:-1]:
+            stats = state.groups[name].frozen._replace(converged=jnp.array(True))
+            state.groups[name] = state.groups[name]._replace(frozen=stats)
+        assert fz.currently_frozen(state) == {name: name != before[-1] for name in before}
+        state = fz.migrate(state, new, PARAMS)
+        says = {name: name in frozen for name in after}
+        for _ in range(2):
+            assert fz.currently_frozen(state) == says
+            updates, state = new.update(PARAMS, state, PARAMS)
+            assert {name: not updates[name].any() for name in after} == says
+            assert {name: bool(state.groups[name].frozen.converged) for name in after} == says
+
     def test_migrated_in_mid_interval_a_new_group_waits_for_a_whole_one(self):
         grads, names = recorded(2), NAMES[1:]
         tx = fz.freeze_when(optax.sgd(0.1), fz.gradual_unfreeze(NAMES, 1))

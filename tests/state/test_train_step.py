@@ -1,6 +1,7 @@
 """A whole training step, with a program for each set of frozen groups."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
+from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 from optax_freeze._precompute.flops import flops
@@ -86,6 +88,49 @@ def test_toggles_compile_nothing_and_choose_what_runs(params):
         assert step._cache_size() == 1
 
 
+def with_flags(state, converged):
+    """The state of ``freeze_converged`` with these flags, as a migration or an edit may leave them."""
+    flags = zip(state.groups.items(), converged, strict=True)
+    groups = {
+        name: group._replace(frozen=group.frozen._replace(converged=jnp.array(flag))) for (name, group), flag in flags
+    }
+    return state._replace(groups=groups)
+
+
+class TestAnyState:
+    """Programs are compiled for the sets that can occur: what a state freezes is always one of them."""
+
+    def check(self, groups, states, params):
+        tx = fz.freeze_when(optax.adam(0.1), groups)
+        step = jax.jit(fz.train_step(loss, tx))
+        grad = jax.jit(lambda state: fz.grad(loss, fz.spec_of(state))(params, X))
+        seen = []
+        for state in states(tx.init(params)):
+            frozen = fz.currently_frozen(state)
+            grads, (new, after, _) = grad(state), step(params, state, X)
+            assert {name: bits(new[name]) == bits(params[name]) for name in frozen} == frozen
+            assert {name: not grads[name].any() for name in frozen} == frozen
+            assert {name: not after.groups[name].inner_state[0].count for name in frozen} == frozen
+            seen.append(tuple(frozen.values()))
+        assert step._cache_size() == 1
+        return seen
+
+    def test_any_flags_of_groups_that_converge(self, params):
+        """They freeze from the input end, and the last never."""
+        flags = list(itertools.product([False, True], repeat=4))
+        groups = fz.freeze_converged(NAMES, interval=2)
+        seen = self.check(groups, lambda state: [with_flags(state, each) for each in flags], params)
+        first = [[*each[:3], False].index(False) for each in flags]
+        assert seen == [tuple(i < n for i in range(4)) for n in first]
+
+    def test_any_step(self, params):
+        groups = {"a": fz.alternate(3), "b": fz.alternate(3, 3), "c": fz.unfreeze_at(0)}
+        steps = (-1, -4, 0, 3, 2**31 - 2, 2**31 - 1)
+        seen = self.check(groups, lambda state: [state._replace(step=jnp.int32(step)) for step in steps], params)
+        a = [True, True, True, False, *(step // 3 % 2 == 0 for step in steps[-2:])]
+        assert seen == [(frozen, not frozen, False) for frozen in a]
+
+
 def loops(step, *args):
     """The bodies of the loops of a step, outside of other loops."""
     eqns = jax.make_jaxpr(step)(*args).eqns
@@ -153,6 +198,43 @@ def test_a_scan_over_steps(params):
         expected, state, value = in_two(tx, expected, state, X)
         assert value == pytest.approx(float(values[i]), 1e-4)
     close(new, expected)
+
+
+class TestInsideOfShardMap:
+    """What is equal on all devices before a step may vary after it."""
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = fz.freeze_when(optax.adam(0.1), {"a": True, "b": False})
+
+    def test_each_device_with_groups_of_its_own(self, params):
+        frozen = [i % 2 == 0 for i in range(8)]
+
+        @functools.partial(jax.shard_map, mesh=self.mesh, in_specs=(P(), P(), P("data")), out_specs=P("data"))
+        def step(params, state, frozen):
+            state = fz.set_frozen(state, {"a": frozen[0]})
+            updates, _ = self.tx.update(params, state, params)
+            params, *_ = fz.train_step(loss, self.tx)(params, state, X)
+            return jax.tree.map(lambda x: x[None], (params, updates))
+
+        new, updates = jax.jit(step)(params, self.tx.init(params), jnp.array(frozen))
+        assert [bits(new["a"][i]) == bits(params["a"]) for i in range(8)] == frozen
+        assert [not updates["a"][i].any() for i in range(8)] == frozen
+        assert updates["b"].all()
+
+    def test_parameters_of_which_each_device_has_rows(self, params):
+        def gathered(params, x):
+            return loss(jax.tree.map(lambda p: jax.lax.all_gather(p, "data", tiled=True), params), x)
+
+        def step(params, state):
+            params, state, value = fz.train_step(gathered, self.tx)(params, state, X)
+            return params, state, value[None]
+
+        state = self.tx.init(params)
+        specs = P("data"), jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
+        step = jax.shard_map(step, mesh=self.mesh, in_specs=specs, out_specs=(*specs, P("data")))
+        new, _, values = jax.jit(step)(params, state)
+        assert {name: bits(new[name]) == bits(params[name]) for name in "ab"} == fz.currently_frozen(state)
+        np.testing.assert_allclose(values, loss(params, X), rtol=1e-5)
 
 
 def test_refuses(params):
