@@ -141,7 +141,8 @@ def goes_by_shape(optimizer: str) -> bool:
         def loss(params: Any, curvature: Any = curvature, target: Any = target) -> jax.Array:
             return jnp.sum(curvature * (params - target) ** 2)
 
-        tx, params = OPTIMIZERS[optimizer].make(), start
+        params: Any = start
+        tx = OPTIMIZERS[optimizer].make()
         state = tx.init(params)
         for _ in range(2):
             grads = 2 * curvature * (params - target)

@@ -29,10 +29,7 @@ def with_initial_rows(plan: Plan, init: Init | None) -> Plan:
         return plan
     zeros, ones = {}, {}
     try:
-        shapes = _arrays(jax.eval_shape(init, _of_rows(plan, 0)))
-        if not dynamic:
-            shapes = {path: node for path, node in shapes.items() if isinstance(node, Part) and not _is_like_rows(node)}
-        longer = _arrays(jax.eval_shape(init, _of_rows(plan, 1))) if shapes else {}
+        shapes, longer = (_arrays(jax.eval_shape(init, _of_rows(plan, more))) for more in (0, 1))
         if dynamic:
             with jax.ensure_compile_time_eval():
                 zeros, ones = (_arrays(init(_of_one_element(plan, fill))) for fill in (0, 1))
@@ -46,12 +43,6 @@ def with_initial_rows(plan: Plan, init: Init | None) -> Plan:
             number = 0 if 0 in shape else _number(zeros.get(path), ones.get(path))
             found.append((path, InitialRows(axes[0] if axes else None, number)))
     return plan.with_initial(tuple(sorted(found)))
-
-
-def _is_like_rows(part: Part) -> bool:
-    """Whether an array has one element for each element of the rows of its parameter, as a moment of Adam has."""
-    index = part.index
-    return isinstance(index, RowSelection) and np.shape(_tree.bare(part)) == index.shape_of_part(part.shape or ())
 
 
 def _of_rows(plan: Plan, more: int) -> PyTree:

@@ -60,8 +60,10 @@ def migrate(
     """Converts an optimizer state to a different spec during training, and keeps all state that still applies.
 
     Moments of parameters that stay trainable, counts and schedule steps are carried over; rows of a leaf are matched by
-    row number. Newly trainable parameters get the initial state, and the state of newly frozen ones is dropped. The
-    optimizer itself must be the same; different transformations raise an error. A group of
+    row number. An array that the rows of a leaf share (a column factor of Adafactor, a norm of NovoGrad, a projection
+    of GaLore) is carried over to other rows of the leaf if its shape stays the same, as in
+    :func:`optax_freeze.replace_masks`. Newly trainable parameters get the initial state, and the state of newly frozen
+    ones is dropped. The optimizer itself must be the same; different transformations raise an error. A group of
     :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform`` takes the counts of the groups that its
     leaves come from. If all of its leaves are newly trainable, it counts from 0. Where a leaf with new moments shares
     an old count, Adam's bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual
@@ -173,6 +175,14 @@ class _Carry:
             if entry.leaf is not None and _is_merged(entry, old):
                 taken = entry.held & old.held
                 value = _merge(entry, value, old, taken)
+            elif entry.leaf is None and _contains_other_rows(entry, old):
+                raise value_error(
+                    "fz.migrate: an array of the state contains the rows of several leaves",
+                    at=old.name,
+                    got="a spec with other rows",
+                    expected="the same rows, or an optimizer with an array for each leaf",
+                    fix="create a new state: tx.init(params)",
+                )
             elif entry.leaf is not None and _is_shared_by_rows(entry, old):
                 value, taken = dataclasses.replace(entry.value, values=old.value.values), entry.held | old.held
             elif _alike(entry, old):
@@ -255,6 +265,26 @@ def _is_shared_by_rows(new: Entry, old: Entry) -> bool:
     """Whether both entries are an array without rows, such as a column factor, for the same or other rows."""
     of_rows = [e for e in (new, old) if e.initial is not None and e.rows is not None and e.axis_of_rows is None]
     return len(of_rows) == 2 and _shape(new.value.values) == _shape(old.value.values) and _same_axes(new, old)
+
+
+def _contains_other_rows(new: Entry, old: Entry) -> bool:
+    """Whether two entries contain the rows of several leaves, as in ``optax.flatten``, and not of the same rows."""
+    if all(entry.initial is None or entry.initial.axis is None for entry in (new, old)):
+        return False
+    rows = [
+        {leaf: np.asarray(selection.frozen_rows()).tobytes() for leaf, selection in _rows_around(entry)}
+        for entry in (new, old)
+    ]
+    return rows[0] != rows[1]
+
+
+def _rows_around(entry: Entry) -> list[tuple[str, RowSelection]]:
+    return [
+        (leaf, selection)
+        for parts in entry.parts
+        for leaf, selection in parts.items()
+        if isinstance(selection, RowSelection)
+    ]
 
 
 def _same_axes(new: Entry, old: Entry) -> bool:

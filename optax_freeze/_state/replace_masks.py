@@ -29,9 +29,14 @@ def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptS
     """Replaces the dense masks or dynamic rows in an optimizer state, without recompiling.
 
     Call it between steps or inside a jitted function. Elements that stay trainable keep their moments, and newly
-    trainable ones start as in ``init``. If an optimizer trains nothing but rows that are all replaced (a label of
-    ``optax.multi_transform``, a group of :func:`optax_freeze.freeze_when`), the counts beside its moments restart, too.
-    Otherwise Adam's first step on a new row is up to 3.2 times the usual one. Schedule steps always continue.
+    trainable ones start as in ``init``. What the rows share continues: counts, and arrays without rows, such as the
+    column factors of Adafactor, the norms of NovoGrad and some projections of GaLore. So Adam's first step on a new row
+    is up to 3.2 times the usual one. :func:`optax_freeze.migrate` gives the same moments and counts.
+
+    If an optimizer trains nothing but rows that are all replaced (a label of ``optax.multi_transform``, a group of
+    :func:`optax_freeze.freeze_when`), everything beside its moments starts as in ``init``, too, and its next step is
+    that of a new optimizer. Only here ``fz.migrate`` differs, which keeps the counts. Steps of schedules and wrappers
+    (``optax.MultiSteps``) and random keys always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
@@ -45,8 +50,9 @@ def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptS
 
     Raises:
       ValueError: if a key matches no leaf with such a mask; if an array has the wrong shape; if the number of trainable
-        rows, or of trainable elements of a compact mask, changes; if the optimizer state starts from the values of the
-        parameters, which are not given here. The given state is not changed.
+        rows, or of trainable elements of a compact mask, changes; if the initial state of a row is unknown: it depends
+        on the values of the parameters, which are not given here, or it is not found where the rows are, as in a
+        history or in ``optax.flatten``. The given state is not changed.
       TypeError: if a mask has another type.
 
     Example:
@@ -234,7 +240,9 @@ def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
                 values = _moved_part(entry.value, *changed[entry.leaf], start, anew.get(_place(entry)), path)
                 nodes[i] = jax.tree.unflatten(jax.tree.structure(nodes[i]), [values])
         elif start is not None and start.axis is not None:
-            raise _refused(path, "an array that contains the rows of several leaves")
+            raise _refused(
+                path, "an array that contains the rows of several leaves", "create a new state: tx.init(params)"
+            )
         elif "grad" in beside and path.endswith("value") and not changed.keys().isdisjoint(*beside.values()):
             nodes[i] = jnp.full_like(entry.value, jnp.inf)  # a line search: the gradient is that of other elements
         elif _place(entry) in anew and _is_number(entry):
@@ -267,6 +275,8 @@ def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, ane
     shape = [-1 if d == initial.axis else 1 for d in range(values.ndim)]
     return select(stays.reshape(shape), rows, jnp.full_like(rows, initial.number))
 
+
+_NEW_STATE = "create a new state: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows"
 
 _Place: TypeAlias = tuple[Group, str]
 """The group and the address of the state of one transformation."""
@@ -332,11 +342,11 @@ def _refuse_unclear_numbers(state: PyTree, entries: Sequence[Entry], anew: Colle
             raise _refused(path, "a number that may count the steps of moments in another container")
 
 
-def _refused(path: str, got: str) -> ValueError:
+def _refused(path: str, got: str, fix: str = _NEW_STATE) -> ValueError:
     return value_error(
         "the optimizer state of a single row cannot be reset",
         at=path,
         got=got,
         expected="a state with a constant initial value for each element, as in Adam",
-        fix="create a new state: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
+        fix=fix,
     )

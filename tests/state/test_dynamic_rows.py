@@ -343,6 +343,16 @@ class TestEveryOptimizer:
         back = fz.migrate(static, self.tx(optimizer, "some"), params)
         assert bits(back) == bits(self.replaced(state, "some"))
 
+    def test_an_array_of_several_leaves_migrates_only_to_the_same_rows(self):
+        optimizer = optimizers.found()["flatten"]
+        params, state = self.trained(optimizer)
+        for static in (False, True):
+            assert bits(fz.migrate(state, self.tx(optimizer, "first", static), params).inner_state) == bits(
+                state.inner_state
+            )
+            with pytest.raises(ValueError, match=r"contains the rows of several leaves(.|\n)*at: 0/mu"):
+                fz.migrate(state, self.tx(optimizer, "some", static), params)
+
     def test_several_arrays_for_a_leaf_migrate(self):
         optimizer = optimizers.found()["sm3"]
         params, state = self.trained(optimizer)
