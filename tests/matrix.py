@@ -130,6 +130,34 @@ def sees_zeros(optimizer: str) -> bool:
     return not all(np.allclose(dense[name], alone[name], rtol=1e-5, atol=1e-6) for name in dense)
 
 
+def goes_by_shape(optimizer: str) -> bool:
+    """Whether a matrix is updated in another way than a vector of its elements."""
+    results = []
+    for shape in (_SHAPES["kernel"], (-1,)):
+        start, curvature, target = (
+            jnp.asarray(_uniform(seed, "float32")["kernel"]).reshape(shape) for seed in (0, 2, 3)
+        )
+
+        def loss(params: Any, curvature: Any = curvature, target: Any = target) -> jax.Array:
+            return jnp.sum(curvature * (params - target) ** 2)
+
+        params: Any = start
+        tx = OPTIMIZERS[optimizer].make()
+        state = tx.init(params)
+        for _ in range(2):
+            grads = 2 * curvature * (params - target)
+            extra_args = OPTIMIZERS[optimizer].extra(loss(params), grads, loss)
+            examples = jnp.stack([grads, 0.5 * grads]) if OPTIMIZERS[optimizer].per_example else grads
+            updates, state = tx.update(examples, state, params, **extra_args)
+            params = optax.apply_updates(params, updates)
+        results.append(np.ravel(params))
+    return not np.allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+MARKS = {"zeros": ("dense elements", sees_zeros), "shape": ("compact elements", goes_by_shape)}
+"""Marks beside the ticks: at which form of spec they are, and whether an optimizer has them."""
+
+
 class Run(NamedTuple):
     """The result of training: the last parameters, all updates, the optimizer state."""
 

@@ -7,11 +7,15 @@ import itertools
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import optimizers
 import pytest
 import write_compatibility as page
-from matrix import DTYPES, MODES, OPTIMIZERS, SPECS, Cell, pairwise_cells, run, sees_zeros
+from matrix import DTYPES, MARKS, MODES, OPTIMIZERS, SPECS, Cell, pairwise_cells, run
+
+import optax_freeze as fz
 
 FACTORS = dict(zip(Cell._fields, (OPTIMIZERS, SPECS, DTYPES, MODES), strict=True))
 RECORD = page.parse(page.PAGE.read_text())
@@ -53,7 +57,7 @@ class TestThePage:
         limits = {
             Cell("adam", spec, "float32", "jit"): page.one_line("an `error`\n  | of two lines") for spec in SPECS[:2]
         }
-        record = page.Record("1.2", "3.4", {"adam": True, "sgd": False}, limits)
+        record = page.Record("1.2", "3.4", {"adam": ("zeros", "shape"), "sgd": ()}, limits)
         assert page.parse(page.render(record)) == record
         assert page.parse(page.render(record._replace(limits={}))).limits == {}
 
@@ -65,9 +69,32 @@ class TestThePage:
             pytest.skip(f"the page is of Optax {RECORD.optax}, newer than {optax.__version__}")
         assert set(RECORD.optimizers) == set(OPTIMIZERS), "stale: run `make compatibility`"
 
-    @pytest.mark.parametrize("name", ["adam", "adafactor", "contrib.muon", "lamb", "noisy_sgd", "sm3"])
-    def test_says_which_optimizers_see_zeros(self, name):
-        assert sees_zeros(name) == RECORD.optimizers[name]
+    @pytest.mark.parametrize(
+        "name", ["adam", "adafactor", "contrib.galore", "contrib.muon", "lamb", "noisy_sgd", "sm3"]
+    )
+    @pytest.mark.parametrize("mark", MARKS)
+    def test_says_which_optimizers_see_zeros_and_which_go_by_shape(self, name, mark):
+        assert MARKS[mark][1](name) == (mark in RECORD.optimizers[name])
+
+    def test_says_how_rows_of_a_matrix_are_treated(self):
+        params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
+        for k in (1, 3):
+            tx = fz.freeze(optax.contrib.muon(1.0), {"w": ~fz.rows(slice(0, k))})
+            row, *others = tx.update(params, tx.init(params), params)[0]["w"][:k]
+            assert (
+                abs(jnp.vdot(row, params["w"][0])) > 0.99 * jnp.linalg.norm(row) * jnp.linalg.norm(params["w"][0])
+                or others
+            )
+            singular = np.linalg.svd([row, *others])[1]
+            assert singular[0] < 2 * singular[-1]
+            factors = optax.adafactor(min_dim_size_to_factor=3)
+            state = fz.freeze(factors, {"w": ~fz.rows(slice(0, k))}).init(params)
+            assert (optax.tree.get(state, "v_col")["w"].values.shape == (1,)) == (k == 1)
+        tx = optax.contrib.muon(1.0, muon_weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers()})
+        fz.freeze(tx, {"w": fz.rows(0)}).init(params)
+        vector = fz.freeze(tx, {"w": fz.elements(np.arange(24).reshape(6, 4) < 9, compact=True)})
+        with pytest.raises(ValueError, match="rank >= 2"):
+            vector.update(params, vector.init(params), params)
 
 
 class TestTheListing:

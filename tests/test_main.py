@@ -339,6 +339,14 @@ class TestFiles:
         (tmp_path / "a.msgpack").write_bytes(msgpack.packb({"w": array}))
         assert "it is damaged" in refused(capsys, tmp_path / "a.msgpack")
 
+    @pytest.mark.parametrize("arguments", [[], ["--depth", "1", "--optimizer", "adam"], ["--json"]])
+    def test_a_file_without_leaves(self, tmp_path, capsys, arguments):
+        np.savez(tmp_path / "a.npz")
+        (tmp_path / "a.msgpack").write_bytes(msgpack.packb({}))
+        texts = [lines(capsys, tmp_path / name, *arguments) for name in ("a.npz", "a.msgpack")]
+        assert texts[0] == texts[1]
+        assert "--json" in arguments or "all 0 elements, 0 B" in texts[0]
+
     def test_a_zip_file_without_arrays(self, tmp_path, capsys):
         with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
             archive.writestr("data.pkl", "")

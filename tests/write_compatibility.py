@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import optax
-from matrix import DTYPES, MODES, OPTIMIZERS, SPECS, Cell, every_cell, programs_on_disk, run, sees_zeros
+from matrix import DTYPES, MARKS, MODES, OPTIMIZERS, SPECS, Cell, every_cell, programs_on_disk, run
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compatibility.md"
 MODELS = "\n## Models\n"
@@ -27,19 +27,19 @@ class Record(NamedTuple):
     Attributes:
       optax: the version of Optax.
       jax: the version of JAX.
-      optimizers: the names of the optimizers, and whether the zeros of a dense mask affect each.
+      optimizers: the names of the optimizers, and the marks of each.
       limits: the cells whose optimizer fails without freezing, and its errors.
     """
 
     optax: str
     jax: str
-    optimizers: Mapping[str, bool]
+    optimizers: Mapping[str, tuple[str, ...]]
     limits: Mapping[Cell, str]
 
 
 def main() -> None:
     """Writes the page; if a cell fails, reports it and does not change the page."""
-    limits, zeros, failures = {}, {}, 0
+    limits, marks, failures = {}, {}, 0
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=spawn, max_tasks_per_child=1) as processes:
         for name, found in zip(OPTIMIZERS, processes.map(cells_of, OPTIMIZERS), strict=True):
@@ -48,20 +48,20 @@ def main() -> None:
                 print(f"FAILED: {failure}", file=sys.stderr, flush=True)
             failures += len(found.failures)
             limits |= found.limits
-            zeros[name] = found.sees_zeros
+            marks[name] = found.marks
     if failures:
         sys.exit(f"{failures} cells failed")
     _, heading, models = PAGE.read_text().partition(MODELS)
-    record = Record(optax.__version__, jax.__version__, zeros, limits)
+    record = Record(optax.__version__, jax.__version__, marks, limits)
     PAGE.write_text(render(record) + heading + models)
 
 
 class Found(NamedTuple):
-    """Results of the cells of one optimizer: its own errors, our failures, whether zeros of a mask affect it."""
+    """Results of the cells of one optimizer: its own errors, our failures, its marks."""
 
     limits: dict[Cell, str]
     failures: list[str]
-    sees_zeros: bool
+    marks: tuple[str, ...]
 
 
 def cells_of(optimizer: str) -> Found:
@@ -78,19 +78,20 @@ def cells_of(optimizer: str) -> Found:
                 else:
                     limits |= {cell: one_line(error)} if error else {}
             jax.clear_caches()  # the system limits how many programs a process holds
-        zeros = sees_zeros(optimizer)
-    return Found(limits, failures, zeros)
+        marks = tuple(mark for mark, (_, has) in MARKS.items() if has(optimizer))
+    return Found(limits, failures, marks)
 
 
 def render(record: Record) -> str:
     """The page."""
     each = len(DTYPES) * len(MODES)
     rows = []
-    for name, zeros in record.optimizers.items():
+    for name, marks in record.optimizers.items():
         limited = [sum(limit[:2] == (name, spec) for limit in record.limits) for spec in SPECS]
-        marks = ["✓" if not count else f"{each - count} of {each}" for count in limited]
-        marks[2] += " (zeros)" if zeros else ""
-        rows.append((f"`{name}`", *marks))
+        cells = ["✓" if not count else f"{each - count} of {each}" for count in limited]
+        for mark in marks:
+            cells[SPECS.index(MARKS[mark][0])] += f" ({mark})"
+        rows.append((f"`{name}`", *cells))
     by_error = itertools.groupby(
         sorted(record.limits.items(), key=lambda item: (item[0].optimizer, item[0].mode, item[0].dtype, item[1])),
         key=lambda item: (f"`{item[0].optimizer}`", item[0].mode, item[0].dtype, item[1]),
@@ -117,7 +118,7 @@ def parse(page: str) -> Record:
     return Record(
         found[1],
         found[2],
-        {name: "zeros" in marks[2] for name, *marks in _rows(matrix)},
+        {name: tuple(mark for mark in MARKS if f"({mark})" in "".join(cells)) for name, *cells in _rows(matrix)},
         {
             Cell(name, spec, dtype, mode): error
             for name, mode, dtype, specs, error in _rows(limits)
@@ -176,6 +177,17 @@ JAX {jax}.
 in gradients and parameters. Sums and norms are not affected by zeros. If the update of an element depends on the rest
 of the leaf in another way (a mean, a factored moment, the shape, random numbers), it differs from an update of the
 trainable elements alone. With `compact=True` the optimizer receives only the trainable elements.
+
+**shape**: the optimizer treats a matrix differently from a vector of the same elements. With `compact=True` it receives
+a vector, in any shape of the leaf, and so runs as it does for a bias: Muon is Adam and orthogonalizes nothing, GaLore
+does not project, Adafactor does not factor its second moment, and SM3 has one accumulator for each element. The tick
+says that the result is that of the optimizer on this vector. Use `fz.rows`, or a dense mask, to keep the matrix.
+
+With `fz.rows`, the k trainable rows of an m × n matrix are a k × n matrix, which these optimizers treat as such, but
+alone: Muon orthogonalizes the k rows without the frozen ones, and a single row is only normalized; GaLore projects to
+at most k dimensions; Adafactor factors if k and n are at least `min_dim_size_to_factor` (128 by default). The rows of a
+stack, as of scanned layers, keep all axes of the stack. Give dimension numbers of Muon and GaLore as for the full leaf,
+and none for a leaf with `compact=True`.
 
 {optimizers}
 

@@ -164,7 +164,9 @@ class Summary:
             full = _table.size(self.full_state_bytes)
             totals.append(f"optimizer state {_table.size(self.state_bytes)} instead of {full}")
         if self.extent is not None:
-            totals.append(f"the spec freezes {self.extent}")
+            of_others = self.extent == "nothing" and self.frozen_elements
+            always = "; leaves that are not floating-point or complex arrays are always frozen" if of_others else ""
+            totals.append(f"the spec freezes {self.extent}{always}")
         return _table.table(self.rows, totals)
 
 

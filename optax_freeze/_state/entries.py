@@ -19,12 +19,22 @@ from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
 from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan import InitialRows, Plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
 _WRAPPERS = (FreezeState, FreezeWhenState, MaskedZeroUpdatesState, optax.transforms.PartitionState, optax.MaskedState)
+
+_COUNTING_WRAPPERS = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+"""States around that of an optimizer, with numbers of their own."""
 
 
 class Group(NamedTuple):
@@ -42,6 +52,8 @@ class _Region(NamedTuple):
     group: Group = Group()
     parts: tuple[Mapping[str, Selection], ...] = ()  # the partially frozen leaves of the plans around it
     optional: bool = False
+    of_wrapper: bool = False
+    initial: tuple[str, Mapping[str, InitialRows]] = ("", {})  # by path below the first path
 
     def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Region":
         """The subtree at ``name``, with the same address."""
@@ -52,11 +64,14 @@ class _Region(NamedTuple):
             trains = frozenset(path for path, selection in selections.items() if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections.items() if selection.in_part})
         names = names if group is None else (*names, group)
-        return self._replace(path=join(self.path, name), group=Group(names, trains), parts=parts)
+        path = join(self.path, name)
+        initial = (path, dict(plan.initial)) if plan is not None and plan.initial else self.initial
+        return self._replace(path=path, group=Group(names, trains), parts=parts, initial=initial)
 
-    def below(self, name: str, *, optional: bool = False) -> "_Region":
+    def below(self, name: str, *, optional: bool = False, of_wrapper: bool = False) -> "_Region":
         """The subtree at ``name``, which is appended to the address."""
-        return self._replace(path=join(self.path, name), address=join(self.address, name), optional=optional)
+        path, address = join(self.path, name), join(self.address, name)
+        return self._replace(path=path, address=address, optional=optional, of_wrapper=of_wrapper)
 
 
 def _regions(node: Any, at: _Region) -> Iterator[_Region]:
@@ -70,8 +85,8 @@ def _regions(node: Any, at: _Region) -> Iterator[_Region]:
             yield from _regions(inner, at.inside(f"inner_states/{name}", group=name))
     elif isinstance(node, FreezeState):
         partition: Any = node.inner_state
-        inside = at.inside("inner_state/inner_states/trainable", plan_of(node))
-        yield from _regions(partition.inner_states["trainable"], inside)
+        inside = at.inside("inner_state/inner_states/trainable/inner_state", plan_of(node))
+        yield from _regions(partition.inner_states["trainable"].inner_state, inside)
     elif isinstance(node, FreezeWhenState):
         yield at.below("step", optional=True)
         *plans, plan_of_rest = plans_of(node).plans
@@ -80,10 +95,14 @@ def _regions(node: Any, at: _Region) -> Iterator[_Region]:
             yield from _regions(node.groups[name].inner_state, at.inside(f"groups/{name}/inner_state", plan, name))
         yield from _regions(node.rest_state, at.inside("rest_state", plan_of_rest, ""))
         yield from _regions(node.coupled_state, at.below("coupled_state"))
+    elif isinstance(node, _COUNTING_WRAPPERS):
+        for name, inner in node._asdict().items():
+            yield from _regions(inner, at.below(name, of_wrapper=getattr(inner, "shape", None) == ()))
     elif not isinstance(node, MaskedZeroUpdatesState):
         yield at
-        for key, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: isinstance(x, _WRAPPERS))[0]:
-            if isinstance(inner, _WRAPPERS):
+        wrappers = (*_WRAPPERS, *_COUNTING_WRAPPERS)
+        for key, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: isinstance(x, wrappers))[0]:
+            if isinstance(inner, wrappers):
                 yield from _regions(inner, at.below(_tree.keystr(key)))
 
 
@@ -104,6 +123,8 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = ()  # the shape of this parameter
     frozen: Any = None  # a dense mask of this parameter, True for elements that the array does not hold
     dynamic_rows: DynamicRowIndex | None = None  # the rows of this parameter that the array holds, if they may change
+    of_wrapper: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
+    initial: InitialRows | None = None  # where its rows are, and what they begin with
 
     @property
     def is_array(self) -> bool:
@@ -126,11 +147,11 @@ class Entry(NamedTuple):
         """Whether it has one element per element of its parameter, unlike factored moments and gradient histories."""
         if self.leaf is None or not isinstance(self.value, Part):
             return self.leaf is not None and jnp.shape(self.value) == self.shape
-        index = self.rows
+        index, shape = self.rows, getattr(self.value.values, "shape", None)
         if index is not None:
-            return self.value.values.shape == index.shape_of_part(self.shape)
-        index = self.value.index
-        return self.frozen is not None and self.value.values.shape == (index,)
+            has_rows = self.initial is None or self.initial.axis == index.axis
+            return has_rows and shape == index.shape_of_part(self.shape)
+        return self.frozen is not None and shape == (self.value.index,)
 
     @property
     def held(self) -> np.ndarray:
@@ -143,6 +164,12 @@ class Entry(NamedTuple):
     def selection(self) -> Selection:
         """The selection of its ``Part``."""
         return DenseMask(self.frozen, True, self.value.index) if self.rows is None else self.rows
+
+    @property
+    def axis_of_rows(self) -> int | None:
+        """The axis with the rows of its parameter, if its shape differs from theirs."""
+        is_known = self.initial is not None and self.rows is not None and not self.elementwise
+        return self.initial.axis if self.initial is not None and is_known else None
 
     @property
     def rows(self) -> RowSelection | None:
@@ -158,13 +185,25 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     regions = sorted(_regions(state, _Region("", "")), key=lambda region: -len(region.path))
     entries: list[Entry] = []
     for path, node in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
-        value = dataclasses.replace(node, values=_tree.bare(node)) if isinstance(node, Part) else node
+        is_one_array = isinstance(node, Part) and len(jax.tree.leaves(node)) == 1
+        value = dataclasses.replace(node, values=_tree.bare(node)) if is_one_array else node
         region = next(r for r in regions if not r.path or path == r.path or path.startswith(r.path + "/"))
         if region.address is None:
             entries.append(Entry(None, value, optional=True))
         else:
             address = join(region.address, path[len(region.path) :].lstrip("/"))
-            entries.append(Entry(address, value, region.group, region.optional, region.parts))
+            around, initial = region.initial
+            entries.append(
+                Entry(
+                    address,
+                    value,
+                    region.group,
+                    region.optional,
+                    region.parts,
+                    of_wrapper=region.of_wrapper,
+                    initial=initial.get(path[len(around) :].lstrip("/")),
+                )
+            )
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes)
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 

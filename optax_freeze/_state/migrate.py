@@ -60,8 +60,10 @@ def migrate(
     """Converts an optimizer state to a different spec during training, and keeps all state that still applies.
 
     Moments of parameters that stay trainable, counts and schedule steps are carried over; rows of a leaf are matched by
-    row number. Newly trainable parameters get the initial state, and the state of newly frozen ones is dropped. The
-    optimizer itself must be the same; different transformations raise an error. A group of
+    row number. An array that the rows of a leaf share (a column factor of Adafactor, a norm of NovoGrad, a projection
+    of GaLore) is carried over to other rows of the leaf if its shape stays the same, as in
+    :func:`optax_freeze.replace_masks`. Newly trainable parameters get the initial state, and the state of newly frozen
+    ones is dropped. The optimizer itself must be the same; different transformations raise an error. A group of
     :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform`` takes the counts of the groups that its
     leaves come from. If all of its leaves are newly trainable, it counts from 0. Where a leaf with new moments shares
     an old count, Adam's bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual
@@ -170,13 +172,23 @@ class _Carry:
             return entry.value
         value, covered = entry.value, np.zeros((), bool)
         for old in self._sources(entry):
-            if entry.leaf is None or not (entry.elementwise and old.elementwise):
-                if not _alike(entry, old):
-                    continue
-                value, taken = old.value, entry.held
-            else:
+            if entry.leaf is not None and _is_merged(entry, old):
                 taken = entry.held & old.held
                 value = _merge(entry, value, old, taken)
+            elif entry.leaf is None and _contains_other_rows(entry, old):
+                raise value_error(
+                    "fz.migrate: an array of the state contains the rows of several leaves",
+                    at=old.name,
+                    got="a spec with other rows",
+                    expected="the same rows, or an optimizer with an array for each leaf",
+                    fix="create a new state: tx.init(params)",
+                )
+            elif entry.leaf is not None and _is_shared_by_rows(entry, old):
+                value, taken = dataclasses.replace(entry.value, values=old.value.values), entry.held | old.held
+            elif _alike(entry, old):
+                value, taken = old.value, entry.held
+            else:
+                continue
             if taken.any():
                 covered = covered | taken
                 self._taken[id(old)] = self._taken.get(id(old), np.zeros((), bool)) | taken
@@ -239,6 +251,46 @@ def _alike(new: Entry, old: Entry) -> bool:
     return same_shape and np.array_equal(new.held, old.held)
 
 
+def _is_merged(new: Entry, old: Entry) -> bool:
+    """Whether both entries have one element per element of their parameter, or its rows along one axis."""
+    if new.elementwise and old.elementwise:
+        return True
+    shapes = [
+        np.delete(_shape(e.value.values), e.axis_of_rows).tolist() for e in (new, old) if e.axis_of_rows is not None
+    ]
+    return len(shapes) == 2 and shapes[0] == shapes[1] and _same_axes(new, old)
+
+
+def _is_shared_by_rows(new: Entry, old: Entry) -> bool:
+    """Whether both entries are an array without rows, such as a column factor, for the same or other rows."""
+    of_rows = [e for e in (new, old) if e.initial is not None and e.rows is not None and e.axis_of_rows is None]
+    return len(of_rows) == 2 and _shape(new.value.values) == _shape(old.value.values) and _same_axes(new, old)
+
+
+def _contains_other_rows(new: Entry, old: Entry) -> bool:
+    """Whether two entries contain the rows of several leaves, as in ``optax.flatten``, and not of the same rows."""
+    if all(entry.initial is None or entry.initial.axis is None for entry in (new, old)):
+        return False
+    rows = [
+        {leaf: np.asarray(selection.frozen_rows()).tobytes() for leaf, selection in _rows_around(entry)}
+        for entry in (new, old)
+    ]
+    return rows[0] != rows[1]
+
+
+def _rows_around(entry: Entry) -> list[tuple[str, RowSelection]]:
+    return [
+        (leaf, selection)
+        for parts in entry.parts
+        for leaf, selection in parts.items()
+        if isinstance(selection, RowSelection)
+    ]
+
+
+def _same_axes(new: Entry, old: Entry) -> bool:
+    return new.axis_of_rows == old.axis_of_rows and getattr(new.rows, "axis", None) == getattr(old.rows, "axis", None)
+
+
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
 
@@ -248,10 +300,11 @@ def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
     a, b = old.rows, entry.rows
     if a is not None and b is not None and a.axis == b.axis:
         _, source, target = np.intersect1d(a.indices(), b.indices(), return_indices=True)
+        axis = a.axis if entry.axis_of_rows is None else entry.axis_of_rows
 
         def moved(new: Any, old: Any) -> jax.Array:
-            rows = jnp.take(old, source, axis=a.axis)
-            here = (slice(None),) * a.axis + (target,)
+            rows = jnp.take(old, source, axis=axis)
+            here = (slice(None),) * axis + (target,)
             return rows if len(source) == b.count else new.astype(rows.dtype).at[here].set(rows)
 
         values = laid_out(explicit_sharding(value.values), moved, value.values, old.value.values)

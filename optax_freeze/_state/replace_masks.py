@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,21 @@ from optax_freeze._spec.plan import InitialRows, Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-from optax_freeze._state.entries import entries_of
-from optax_freeze._state.parameter_of import parameter_of
+from optax_freeze._state.entries import Entry, Group, entries_of
 
 
 def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptState:
     """Replaces the dense masks or dynamic rows in an optimizer state, without recompiling.
 
     Call it between steps or inside a jitted function. Elements that stay trainable keep their moments, and newly
-    trainable ones start as in ``init``. If an optimizer trains nothing but rows that are all replaced (a label of
-    ``optax.multi_transform``, a group of :func:`optax_freeze.freeze_when`), the counts beside its moments restart, too.
-    Otherwise Adam's first step on a new row is up to 3.2 times the usual one. Schedule steps always continue.
+    trainable ones start as in ``init``. What the rows share continues: counts, and arrays without rows, such as the
+    column factors of Adafactor, the norms of NovoGrad and some projections of GaLore. So Adam's first step on a new row
+    is up to 3.2 times the usual one. :func:`optax_freeze.migrate` gives the same moments and counts.
+
+    If an optimizer trains nothing but rows that are all replaced (a label of ``optax.multi_transform``, a group of
+    :func:`optax_freeze.freeze_when`), everything beside its moments starts as in ``init``, too, and its next step is
+    that of a new optimizer. Only here ``fz.migrate`` differs, which keeps the counts. Steps of schedules and wrappers
+    (``optax.MultiSteps``) and random keys always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
@@ -46,8 +50,9 @@ def replace_masks(state: optax.OptState, masks: Mapping[Any, Any]) -> optax.OptS
 
     Raises:
       ValueError: if a key matches no leaf with such a mask; if an array has the wrong shape; if the number of trainable
-        rows, or of trainable elements of a compact mask, changes; if the optimizer state starts from the values of the
-        parameters, which are not given here. The given state is not changed.
+        rows, or of trainable elements of a compact mask, changes; if the initial state of a row is unknown: it depends
+        on the values of the parameters, which are not given here, or it is not found where the rows are, as in a
+        history or in ``optax.flatten``. The given state is not changed.
       TypeError: if a mask has another type.
 
     Example:
@@ -129,7 +134,7 @@ def _replaced(node: Any, new: Mapping[str, Any]) -> Any:
     of_trainable = partition.inner_states["trainable"]
     moved = of_trainable._replace(inner_state=_moved(of_trainable.inner_state, old, plan))
     states = {**partition.inner_states, "trainable": moved}
-    return _begun_anew(node._replace(inner_state=partition._replace(inner_states=states)), {None: (old, plan)})
+    return node._replace(inner_state=partition._replace(inner_states=states))
 
 
 def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> FreezeWhenState:
@@ -150,10 +155,7 @@ def _with_rows_of_groups(node: FreezeWhenState, new: Mapping[str, Any]) -> Freez
     *states, rest_state = [_moved(*each) for each in zip(states, olds.plans, plans.plans, strict=True)]
     for name, state in zip(olds.names, states, strict=True):
         groups[name] = groups[name]._replace(inner_state=state)
-    of_groups: dict[str | None, Any] = dict(
-        zip([*olds.names, ""], zip(olds.plans, plans.plans, strict=True), strict=True)
-    )
-    return _begun_anew(replaced._replace(rest_state=rest_state), of_groups)
+    return replaced._replace(rest_state=rest_state)
 
 
 def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
@@ -217,44 +219,56 @@ def _another_kind(mask: Any, leaf: Leaf, expected: str) -> ValueError:
 
 
 def _moved(state: PyTree, old: Plan, new: Plan) -> PyTree:
-    """The optimizer state, with the part of each leaf rearranged for its new mask."""
-    replaced = {
+    """The state of an optimizer, with its arrays rearranged for the new masks of its leaves."""
+    changed = {
         leaf.path: (before, after)
         for leaf, before, after in zip(old.leaves, old.selections, new.selections, strict=True)
-        if before.part_index is not None and before.array is not after.array
+        if before.array is not after.array
     }
-    if not replaced:
+    if not changed:
         return state
     nodes, treedef = _tree.flatten(state)
-    paths, initial = _tree.paths(state), dict(old.initial)
-    owner_of = parameter_of(paths, [leaf.path for leaf in old.leaves])
-    for i, (path, part) in enumerate(zip(paths, nodes, strict=True)):
-        owner = owner_of(path)
-        if owner in replaced and isinstance(part, Part) and jax.tree.leaves(part):
-            moved = _moved_part(part, *replaced[owner], initial.get(path), path)
-            nodes[i] = jax.tree.unflatten(jax.tree.structure(part), [moved])
+    initial = dict(old.initial)
+    entries = entries_of(state, {leaf.path: leaf.shape for leaf in old.leaves})
+    trees = _trees(entries)
+    anew = _begins_anew(trees, changed)
+    _refuse_unclear_numbers(state, entries, anew)
+    for i, (path, entry) in enumerate(zip(_tree.paths(state), entries, strict=True)):
+        beside, start = trees.get(_place(entry), {}), initial.get(path)
+        if entry.leaf is not None:
+            if entry.leaf in changed and isinstance(entry.value, Part) and jax.tree.leaves(entry.value):
+                values = _moved_part(entry.value, *changed[entry.leaf], start, anew.get(_place(entry)), path)
+                nodes[i] = jax.tree.unflatten(jax.tree.structure(nodes[i]), [values])
+        elif start is not None and start.axis is not None:
+            raise _refused(
+                path, "an array that contains the rows of several leaves", "create a new state: tx.init(params)"
+            )
+        elif "grad" in beside and path.endswith("value") and not changed.keys().isdisjoint(*beside.values()):
+            nodes[i] = jnp.full_like(entry.value, jnp.inf)  # a line search: the gradient is that of other elements
+        elif _place(entry) in anew and _is_number(entry):
+            if start is None or start.number is None:
+                raise _refused(path, "a number that depends on the parameters")
+            nodes[i] = jnp.where(anew[_place(entry)], jnp.full_like(entry.value, start.number), entry.value)
     return jax.tree.unflatten(treedef, nodes)
 
 
-def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, path: str) -> Any:
-    """The values of a part for its new mask. Values in both masks are moved, and the others get initial values."""
+def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, anew: Any, path: str) -> Any:
+    """The values of a part for its new mask. Values in both masks are moved, and the others get initial values.
+
+    An array without rows (a column factor, a norm) stays as it is, unless ``anew``.
+    """
+    values = jnp.asarray(_tree.bare(part))
     if isinstance(old, DenseMask):
-        values = jnp.asarray(_tree.bare(part))
         if part.index != old.count or values.shape != (old.count,):
             return values
         full = old.put(jnp.zeros(part.shape, values.dtype), Part(values))
         return new.take(full).values
-    if initial is None or (initial.axis is not None and (initial.number is None or initial.axis > old.axis)):
-        raise value_error(
-            "the optimizer state of a single row cannot be reset",
-            at=path,
-            got="an array initialized from the parameters, a history of them, or several arrays for one leaf",
-            expected="a state with a constant initial value for each element, as in Adam",
-            fix="create a new state: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows",
+    if initial is None or initial.number is None or (initial.axis is not None and initial.axis > old.axis):
+        raise _refused(
+            path, "an array initialized from the parameters, a history of them, or several arrays for one leaf"
         )
-    values = jnp.asarray(_tree.bare(part))
     if initial.axis is None:
-        return values
+        return values if anew is None else jnp.where(anew, jnp.full_like(values, initial.number), values)
     position = jnp.searchsorted(old.array, new.array)
     stays = jnp.take(old.array, position, mode="clip") == new.array
     rows = at(values, initial.axis, position).get(mode="clip")
@@ -262,38 +276,77 @@ def _moved_part(part: Part, old: Any, new: Any, initial: InitialRows | None, pat
     return select(stays.reshape(shape), rows, jnp.full_like(rows, initial.number))
 
 
-def _begun_anew(after: Any, plans: Mapping[str | None, tuple[Plan, Plan]]) -> Any:
-    """Restarts the counts beside moments whose rows were all replaced, and line searches with any new mask.
+_NEW_STATE = "create a new state: tx.init(params), or fz.migrate(state, tx, params) for a `tx` with the new rows"
 
-    Args:
-      after: the state, with its moments rearranged for the new masks.
-      plans: the old and the new plan of each group of ``freeze_when`` by name, or of the whole state.
-    """
-    replaced: dict[tuple[str | None, str], Any] = {}  # by group and leaf: whether all rows of the leaf were replaced
-    for name, (old, new) in plans.items():
-        for leaf, a, b in zip(old.leaves, old.selections, new.selections, strict=True):
-            if a.array is not b.array:
-                is_rows = isinstance(a, DynamicRowIndex)
-                replaced[name, leaf.path] = ~jnp.isin(b.array, a.array).any() if is_rows else False
-    if not replaced:
-        return after
-    entries = entries_of(after, {leaf.path: leaf.shape for old, _ in plans.values() for leaf in old.leaves})
-    beside: dict[Any, dict[str, set[str]]] = {}  # by group and address: the trees like the parameters, and their leaves
+_Place: TypeAlias = tuple[Group, str]
+"""The group and the address of the state of one transformation."""
+
+
+def _place(entry: Entry) -> _Place:
+    return entry.group, (str(entry.address) if entry.leaf is None else entry.tree).rpartition("/")[0]
+
+
+def _is_number(entry: Entry) -> bool:
+    """Whether an entry is a number that belongs to moments, and not a random key or a number of a wrapper."""
+    value = entry.value
+    is_scalar = entry.leaf is None and not entry.optional and getattr(value, "shape", None) == ()
+    return is_scalar and not entry.of_wrapper and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _trees(entries: Sequence[Entry]) -> dict[_Place, dict[str, set[str]]]:
+    """The trees like the parameters in the state of each transformation, by field, and their leaves."""
+    trees: dict[_Place, dict[str, set[str]]] = {}
     for entry in entries:
         if entry.leaf is not None and entry.is_array:
-            parent, _, tree = entry.tree.rpartition("/")
-            beside.setdefault((entry.group, parent), {}).setdefault(tree, set()).add(entry.leaf)
-    values, treedef = _tree.flatten(after)
-    for i, entry in enumerate(entries):
-        parent, _, field = str(entry.address).rpartition("/")
-        trees = beside.get((entry.group, parent), {})
-        if entry.leaf is not None or entry.optional or not trees or getattr(entry.value, "shape", None) != ():
-            continue
-        group = entry.group.names[0] if None not in plans else None
-        owned = {(group, leaf) for leaf in set().union(*trees.values())}
-        if field == "count" and owned <= replaced.keys():
-            anew = functools.reduce(jnp.logical_and, [replaced[each] for each in sorted(owned, key=str)])
-            values[i] = jnp.where(anew, jnp.zeros_like(entry.value), entry.value)
-        elif field == "value" and "grad" in trees and owned & replaced.keys():
-            values[i] = jnp.full_like(entry.value, jnp.inf)  # the stored gradient belongs to other elements
-    return jax.tree.unflatten(treedef, values)
+            field = entry.tree.rpartition("/")[2]
+            trees.setdefault(_place(entry), {}).setdefault(field, set()).add(entry.leaf)
+    return trees
+
+
+def _begins_anew(
+    trees: Mapping[_Place, Mapping[str, set[str]]], changed: Mapping[str, tuple[Selection, Selection]]
+) -> dict[_Place, jax.Array]:
+    """Whether all rows of a transformation are replaced, for those whose leaves all get new rows."""
+    replaced = {
+        path: ~jnp.isin(new.array, old.array).any()
+        for path, (old, new) in changed.items()
+        if isinstance(old, DynamicRowIndex)
+    }
+    owned_by = {place: set().union(*by_field.values()) for place, by_field in trees.items()}
+    return {
+        place: functools.reduce(jnp.logical_and, [replaced[leaf] for leaf in sorted(owned)])
+        for place, owned in owned_by.items()
+        if owned <= replaced.keys()
+    }
+
+
+def _refuse_unclear_numbers(state: PyTree, entries: Sequence[Entry], anew: Collection[_Place]) -> None:
+    """Refuses a number beside a tuple, list or dict of moments: it may count their steps, or those of a schedule."""
+    keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(state, is_leaf=_tree.is_leaf)[0]]
+    trees = [
+        key[
+            : next(
+                n
+                for n in range(len(key) + 1)
+                if _tree.keystr(key[:n]) == path.removesuffix(str(entry.leaf)).rstrip("/")
+            )
+        ]
+        for key, path, entry in zip(keys, _tree.paths(state), entries, strict=True)
+        if entry.leaf is not None and entry.is_array and _place(entry) in anew
+    ]
+    for key, path, entry in zip(keys, _tree.paths(state), entries, strict=True):
+        n = len(key) - 1
+        inside = [tree[n + 1 :] for tree in trees if tree[:n] == key[:n]]
+        named = [any(isinstance(each, jax.tree_util.GetAttrKey) for each in tree) for tree in inside]
+        if _is_number(entry) and all(inside) and not all(named):
+            raise _refused(path, "a number that may count the steps of moments in another container")
+
+
+def _refused(path: str, got: str, fix: str = _NEW_STATE) -> ValueError:
+    return value_error(
+        "the optimizer state of a single row cannot be reset",
+        at=path,
+        got=got,
+        expected="a state with a constant initial value for each element, as in Adam",
+        fix=fix,
+    )

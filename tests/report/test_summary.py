@@ -607,11 +607,16 @@ def test_a_spec_that_freezes_nothing_or_everything_is_said(spec, extent):
     params = {"a": jnp.ones(2), "steps": jnp.int32(0)}
     for summary in (fz.summary(params, spec), fz.summary(params, spec, optax.adam(1.0), depth=0)):
         assert summary.extent == extent
-        assert str(summary).splitlines()[-1] == f"the spec freezes {extent}"
+        always = "; leaves that are not floating-point or complex arrays are always frozen"
+        assert str(summary).splitlines()[-1] == f"the spec freezes {extent}" + always * (extent == "nothing")
         assert f"the spec freezes {extent}" in summary._repr_html_()
         console = rich.console.Console(file=io.StringIO(), width=100)
         console.print(summary)
         assert f"the spec freezes {extent}" in console.file.getvalue()
+
+
+def test_only_leaves_that_never_train_are_said_to_be_always_frozen():
+    assert str(fz.summary({"a": jnp.ones(2)}, False)).splitlines()[-1] == "the spec freezes nothing"
 
 
 def test_a_spec_that_freezes_some_is_not():

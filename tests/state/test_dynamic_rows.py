@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizers
 import pytest
 from conftest import bits, state_bytes
 from jax.sharding import NamedSharding
@@ -172,7 +173,11 @@ def test_init_allocates_nothing_for_shapes():
     params = {"layers": jax.ShapeDtypeStruct((100, 10**6, 10**6), jnp.float32)}
     state = jax.eval_shape(fz.freeze(optax.adam(0.1), {"layers": ~fz.rows(jnp.array([3, 1]))}).init, params)
     assert optax.tree.get(state, "mu")["layers"].values.shape == (2, 10**6, 10**6)
-    assert dict(state.spec.initial) == {"0/mu/layers": (0, 0.0), "0/nu/layers": (0, 0.0)}
+    assert dict(state.spec.initial) == {
+        "0/count": (None, 0),
+        "0/mu/layers": (0, 0.0),
+        "0/nu/layers": (0, 0.0),
+    }
 
 
 def test_frozen_rows_keep_every_bit():
@@ -256,6 +261,119 @@ def test_masked_zero_updates():
         updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
         moved = np.flatnonzero(np.asarray(updates["layers"]["bias"])[:, 0])
         assert moved.tolist() == sorted(index)
+
+
+ROWS = {
+    "first": [0, 1, 4],
+    "other": [2, 3, 5],
+    "some": [1, 4, 5],
+}
+REFUSED = [
+    *("cocob", "dog", "dowg", "madgrad", "mechanize", "prodigy", "sam"),
+    *("schedule_free", "schedule_free_adamw", "schedule_free_sgd"),
+]
+REFUSED = {*("flatten", "lbfgs", "lookahead", "sm3"), *(f"contrib.{name}" for name in REFUSED)}
+"""Optimizers with state that starts from the parameters, a history, or arrays for several leaves."""
+
+GO_ON = (
+    optax.AddNoiseState,
+    optax.contrib.DifferentiallyPrivateAggregateState,
+    optax.contrib.HutchinsonState,
+    optax.contrib.ReduceLROnPlateauState,
+)
+"""Random keys and schedules."""
+
+
+class TestEveryOptimizer:
+    """``replace_masks`` with every optimizer of Optax."""
+
+    def tx(self, optimizer, rows, static=False):
+        mask = ~fz.rows(ROWS[rows] if static else jnp.array(ROWS[rows]))
+        return fz.freeze(optimizer.make(), {"w": mask, "b": mask})
+
+    def step(self, optimizer, tx, params, state):
+        def loss(params):
+            return jnp.sum((params["w"] - 0.5) ** 2) + jnp.sum((params["b"] + 0.3) ** 2)
+
+        grads = jax.grad(loss)(params)
+        extra_args = optimizer.extra(loss(params), grads, loss)
+        if optimizer.per_example:
+            grads = fz.partition(grads, fz.spec_of(state))[0]
+            grads = jax.tree.map(lambda g: jnp.stack([g, g / 2]), grads)
+        return tx.update(grads, state, params, **extra_args)
+
+    def trained(self, optimizer):
+        tx = self.tx(optimizer, "first")
+        params = {"w": jnp.linspace(-1.0, 1.0, 24).reshape(6, 4), "b": jnp.linspace(1.0, 2.0, 6)}
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = self.step(optimizer, tx, params, state)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    def replaced(self, state, rows):
+        return fz.replace_masks(state, {"*": ~fz.rows(jnp.array(ROWS[rows]))})
+
+    @pytest.mark.parametrize("name", optimizers.found())
+    def test_the_first_step_on_new_rows_and_the_state_of_some(self, name):
+        optimizer = optimizers.found()[name]
+        params, state = self.trained(optimizer)
+        if name in REFUSED:
+            with pytest.raises(ValueError, match="of a single row cannot be reset"):
+                self.replaced(state, "other")
+            return
+        new, tx = self.replaced(state, "other"), self.tx(optimizer, "other")
+        expected = jax.tree.map(
+            lambda fresh, kept: kept if isinstance(kept, GO_ON) else fresh,
+            tx.init(params),
+            new,
+            is_leaf=lambda node: isinstance(node, GO_ON),
+        )
+        assert bits(new) == bits(expected)
+        assert bits(self.step(optimizer, tx, params, new)) == bits(self.step(optimizer, tx, params, expected))
+        some = self.replaced(state, "some")
+        assert bits(some) == bits(fz.migrate(state, self.tx(optimizer, "some"), params))
+
+    @pytest.mark.parametrize("name", ["adafactor", "adam", "contrib.galore", "novograd"])
+    def test_static_rows_migrate_as_dynamic_rows_are_replaced(self, name):
+        optimizer = optimizers.found()[name]
+        params, state = self.trained(optimizer)
+        static = fz.migrate(state, self.tx(optimizer, "first", static=True), params)
+        static = fz.migrate(static, self.tx(optimizer, "some", static=True), params)
+        back = fz.migrate(static, self.tx(optimizer, "some"), params)
+        assert bits(back) == bits(self.replaced(state, "some"))
+
+    def test_an_array_of_several_leaves_migrates_only_to_the_same_rows(self):
+        optimizer = optimizers.found()["flatten"]
+        params, state = self.trained(optimizer)
+        for static in (False, True):
+            assert bits(fz.migrate(state, self.tx(optimizer, "first", static), params).inner_state) == bits(
+                state.inner_state
+            )
+            with pytest.raises(ValueError, match=r"contains the rows of several leaves(.|\n)*at: 0/mu"):
+                fz.migrate(state, self.tx(optimizer, "some", static), params)
+
+    def test_several_arrays_for_a_leaf_migrate(self):
+        optimizer = optimizers.found()["sm3"]
+        params, state = self.trained(optimizer)
+        for rows in ("first", "some"):
+            new = fz.migrate(state, self.tx(optimizer, rows), params)
+            assert (bits(optax.tree.get(new, "mu")) == bits(optax.tree.get(state, "mu"))) == (rows == "first")
+
+
+def momentum(init, numbers):
+    """Momentum that is divided by a number of steps; ``numbers`` are the names, or the fields, of its state."""
+
+    def update(updates, state, params=None):
+        del params
+        count, trace = numbers(state)
+        trace = jax.tree.map(lambda u, t: u + t, updates, trace)
+        return jax.tree.map(lambda t: t / (count + 1), trace), init(count + 1, trace)
+
+    def start(params):
+        return init(jnp.zeros([], int), jax.tree.map(jnp.zeros_like, params))
+
+    return optax.GradientTransformation(start, update)
 
 
 class TestReplaceMasks:
@@ -389,6 +507,58 @@ class TestReplaceMasks:
         inner = state.inner_state.inner_states["trainable"].inner_state
         assert (inner.gradient_step, inner.mini_step, inner.inner_opt_state[0].count) == (1, 1, 0)
 
+    @pytest.mark.parametrize(
+        ("init", "numbers"),
+        [
+            (lambda count, trace: (count, trace), lambda state: state),
+            (lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"])),
+        ],
+    )
+    def test_a_count_by_any_name(self, init, numbers):
+        tx = fz.freeze(momentum(init, numbers), only(3, 1, head=True), full_updates=False)
+        params, state = self.run(tx, [None])
+        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        fresh = fz.freeze(momentum(init, numbers), only(4, 0, head=True)).init(params)
+        assert bits(state) == bits(fresh)
+
+    def test_a_count_of_moments_in_another_container_is_refused(self):
+        """It may as well be that of a schedule."""
+        optimizer = momentum(lambda count, trace: (count, {"m": trace}), lambda state: (state[0], state[1]["m"]))
+        tx = fz.freeze(optimizer, only(3, 1, head=True), full_updates=False)
+        _, state = self.run(tx, [None])
+        with pytest.raises(ValueError, match=r"cannot be reset\n  at: 0\n  got: a number that may count"):
+            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        tx = fz.freeze(optimizer, only(3, 1), full_updates=False)  # the head trains in it, too
+        _, state = self.run(tx, [None])
+        fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+
+    def test_a_number_that_depends_on_the_parameters_is_refused(self):
+        optimizer = momentum(lambda count, trace: (count, trace), lambda state: state)
+        optimizer = optimizer._replace(init=lambda params: (optax.tree.norm(params), optax.tree.zeros_like(params)))
+        state = fz.freeze(optimizer, only(3, 1, head=True)).init(init())
+        with pytest.raises(ValueError, match=r"cannot be reset\n  at: 0\n  got: a number that depends"):
+            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda tx: optax.MultiSteps(tx, 3),
+            lambda tx: optax.apply_if_finite(tx, 3),
+            lambda tx: optax.inject_hyperparams(lambda learning_rate: tx)(learning_rate=0.1),
+            lambda tx: optax.conditionally_transform(tx, lambda step: step >= 0),
+        ],
+    )
+    def test_numbers_of_wrappers_go_on(self, wrap):
+        """Those of the optimizer inside, whose state is a dict of moments, begin anew."""
+        inner = momentum(lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"]))
+        tx = fz.freeze(wrap(inner), only(3, 1, head=True), full_updates=False)
+        _, state = self.run(tx, [None], steps=4)
+        new = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        fields = [s.inner_state.inner_states["trainable"].inner_state._asdict() for s in (state, new)]
+        numbers = [[bits(x) for x in each.values() if getattr(x, "shape", None) == ()] for each in fields]
+        assert numbers[0] == numbers[1]
+        assert optax.tree.get(new, "t") == 0
+
     def test_a_factored_moment_without_rows_stays(self):
         params = {"w": jax.random.normal(jax.random.key(0), (32, 16))}
         tx = fz.freeze(optax.adafactor(0.1, min_dim_size_to_factor=4), {"w": ~fz.rows(jnp.arange(16))})
@@ -502,6 +672,14 @@ class TestGroups:
         state = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 1]))})
         state = fz.set_frozen(state, {"**": False})
         assert moved(params, step_of(tx)(params, state)[0]) == [2, 3, 4]
+
+    def test_what_is_coupled_goes_on(self):
+        groups = {"layers/**": (fz.rows(jnp.array([3, 1])), False)}
+        tx, params = fz.freeze_when(optax.adan(0.1), groups, coupled=optax.trace(0.9)), init()
+        _, state = step_of(tx)(params, tx.init(params))
+        new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 2]))})
+        assert bits(new.coupled_state) == bits(state.coupled_state)
+        assert [new.groups["layers/**"].inner_state[0].t, new.rest_state[0].t] == [0, 1]
 
     def test_two_groups_of_one_leaf_are_refused(self):
         groups = {"layers/**": (fz.rows(jnp.array([1])), True), "**": (fz.rows(jnp.array([2])), True)}
