@@ -18,7 +18,7 @@ from optax_freeze._precompute import example_axis_rules as example_axis_rules
 from optax_freeze._precompute.arguments import Argument
 from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut
 from optax_freeze._precompute.digest import digest, text_of, without_count
-from optax_freeze._precompute.example_axis import Layout, Mixed, layouts, of_batch
+from optax_freeze._precompute.example_axis import Layout, Mixed, layouts
 from optax_freeze._precompute.leaf_parts import LeafParts
 from optax_freeze._precompute.program import Node, Program
 from optax_freeze._precompute.trace import TRACED, Input, Traced, inputs_of
@@ -162,21 +162,22 @@ def _with_twice_the_examples(given: Input, axis: int, count: int) -> Input:
 
 def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: int) -> list[Layout | Mixed | None]:
     """The axis of the examples in each value that is known beforehand."""
-    sizes: dict[int, str] = {}
+    sizes: dict[int | None, str] = {}
     given = []
     for i, (each, aval) in enumerate(zip(inputs, program.avals, strict=False)):
         shape = tuple(aval.shape)
-        is_batch = i >= of_params and not each.why and bool(shape)
-        given.append(of_batch(shape, axis) if is_batch else Layout())
+        is_batch = i >= of_params and not each.why
+        given.append(Layout(axis if is_batch else None))
         if is_batch:
-            sizes.setdefault(shape[axis] if axis < len(shape) else -1, f"{each.name} of shape {shape}")
-    if len(sizes) != 1 or -1 in sizes:
+            sizes.setdefault(shape[axis] if axis < len(shape) else None, f"{each.name} of shape {shape}")
+    if len(sizes) != 1 or None in sizes:
         raise value_error(
             "the recurring arguments have no common axis of examples",
             at=f"example_axis={axis}",
-            got="; ".join(sizes.values()) or "no array with axes",
+            got="; ".join(sizes.values()) or "no array",
             expected=f"arrays with the examples of the batch along axis {axis}",
-            fix="put arrays that all examples share into the parameters, and freeze them",
+            fix="put arrays that all examples share into the parameters, and freeze them; "
+            "give a number as a Python number, which jax.jit must not trace (static_argnames)",
         )
     return layouts(program, given)
 
