@@ -308,3 +308,62 @@ def test_a_shared_number_alone_gives_no_features():
     params = {"trunk": jnp.asarray(W), "head": jnp.ones((4, 2))}
     with pytest.raises(ValueError, match="nothing to compute once"):
         fz.precompute(loss, "trunk", example_axis=0).before(params, {"x": jnp.ones((4, 4)), "t": 2.0})
+
+
+def weighted(h, labels, weights):
+    return jnp.mean(h[jnp.arange(len(labels)), labels] * weights[labels])
+
+
+OF_A_TEACHER = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4), "out": {"kernel": jnp.ones((4, 4))}}
+BESIDE = {
+    "labels": lambda n: (lambda h, y: jnp.mean(h[jnp.arange(len(y)), y]), jnp.zeros(n, int)),
+    "a key of two numbers": lambda n: (
+        lambda h, y, key: jnp.mean(h * jax.random.normal(key, h.shape) * y[:, None]),
+        jnp.ones(n),
+        jax.random.PRNGKey(0),
+    ),
+    "weights of classes": lambda n: (weighted, jnp.zeros(n, int), jnp.ones(4)),
+    "weights of classes, multiplied": lambda n: (
+        lambda h, y, w: jnp.mean((h * w).sum(1) * y),
+        jnp.ones(n),
+        jnp.ones(4),
+    ),
+    "in one dict": lambda n: (
+        lambda h, of: jnp.mean(h * of["y"][:, None] * jax.random.normal(of["key"], (4,))),
+        {"key": jax.random.PRNGKey(0), "y": jnp.ones(n)},
+    ),
+    "a teacher": lambda n: (
+        lambda h, teacher, y: jnp.mean((y @ teacher["kernel"] + teacher["bias"]) @ teacher["out"]["kernel"] * h),
+        OF_A_TEACHER,
+        jnp.ones((n, 4)),
+    ),
+    "pairs": lambda n: (lambda h, pairs: jnp.mean((h @ h.T - pairs) ** 2), jnp.ones((n, n))),
+    "steps of time": lambda n: (lambda h, y: jnp.mean(h * y), jnp.ones((n, 4))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_does_not_recur_may_have_the_size_of_the_batch(name, axis):
+    """Features of six examples belong to any others, also where another argument has as many entries by chance."""
+    params = {"trunk": jnp.asarray(W), "head": jnp.float32(2)}
+
+    def loss(params, x, *others):
+        h = jnp.sort(jnp.swapaxes(x, 0, axis) @ params["trunk"]) * params["head"]
+        return BESIDE[name](0)[0](h, *others)
+
+    before = fz.precompute(loss, "trunk", example_axis=axis).before
+    batches = {n: jnp.swapaxes(jnp.ones((n, 4)), 0, axis) for n in (N, 2, 4)}
+    assert len({jax.eval_shape(before, params, x, *BESIDE[name](n)[1:]).cut for n, x in batches.items()}) == 1
+
+
+@pytest.mark.parametrize("trunk", [lambda h, n: h * n, lambda h, n: h**n], ids=["a factor", "a power"])
+def test_features_with_the_number_of_examples_in_their_values_are_refused(trunk):
+    def loss(params, x):
+        return jnp.sum(jnp.sort(trunk(x * params["trunk"], x.shape[0])) * params["head"])
+
+    params, once = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, fz.precompute(loss, "trunk", example_axis=0)
+    features = once.before(params, jnp.ones((4, 3)))
+    assert once.after(params, features, jnp.ones((4, 3))) == loss(params, jnp.ones((4, 3)))
+    with pytest.raises(ValueError, match="another program"):
+        once.after(params, jax.tree.map(lambda feature: feature[:2], features), jnp.ones((2, 3)))
