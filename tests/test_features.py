@@ -402,6 +402,53 @@ def test_examples_of_another_shape(tmp_path):
         features.write(tmp_path, once, PARAMETERS, batches[1:], progress=False)
 
 
+def labelled(params, x, labels, key, *, weights):
+    h = jnp.tanh(x @ params["encoder"]) @ params["head"] + jax.random.normal(key, (2,))
+    return jnp.mean(h[jnp.arange(len(labels)), labels] * weights[labels])
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 2), (2, 5), (2, 1, 3)])
+def test_labels_fit_batches_of_any_size(sizes, tmp_path, once):
+    """Of two examples, the key and the weights of two classes have as many entries, and keep them."""
+    batches = [normal(i, size, 6) for i, size in enumerate(sizes)]
+    labels, key, weights = jnp.zeros(sizes[0], int), jax.random.PRNGKey(0), jnp.ones(2)
+    of_labels = precomputed(loss=labelled)
+    features.write(tmp_path, of_labels, PARAMETERS, batches, labels, key, weights=weights, progress=False)
+    found = features.read(tmp_path, of_labels, PARAMETERS)[:]
+    assert bits(found) == bits(joined([jax.jit(once.before)(PARAMETERS, x) for x in batches]))
+    whole = jnp.concatenate(batches), jnp.zeros(len(found[0]), int), key
+    assert jax.eval_shape(of_labels.after, PARAMETERS, found, *whole, weights=weights).shape == ()
+
+
+def of_five(params, x, labels):
+    return jnp.mean(jnp.tanh(x @ params["encoder"]).reshape(5, 8) @ params["head"]) + jnp.mean(labels)
+
+
+def test_batches_that_do_not_fit(tmp_path):
+    """What is stored stays, and is continued by the batches that do."""
+    for directory, batches, message in (
+        ("empty", [X[0][:0]], "(?s)a batch has no examples.*at: batch 1"),
+        ("fit", [*X[:2], X[2][:0]], "(?s)a batch has no examples.*at: batch 3"),
+        ("fit", X, r"(?s)other arguments do not fit.*at: batch 3.*2 examples, and 5 in batch 1: .*reshape.*recurring"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            features.write(
+                tmp_path / directory, precomputed(loss=of_five), PARAMETERS, batches, jnp.ones(5), progress=False
+            )
+    assert not (tmp_path / "empty").exists()
+    features.write(tmp_path / "fit", precomputed(loss=of_five), PARAMETERS, X[:2], jnp.ones(5), progress=False)
+    assert len(features.read(tmp_path / "fit")) == 10
+    with pytest.raises(TypeError, match=r"(?s)not an iterable of batches.*a dict of 1 leaf"):
+        features.write(tmp_path / "new", precomputed(), PARAMETERS, {"x": X[0]})
+
+
+def test_batches_of_dicts(tmp_path, once):
+    of_dicts = precomputed(loss=lambda params, batch: squared(params, batch["x"]) * jnp.mean(batch["y"]))
+    batches = [{"y": x[:, 0], "x": x, "name": "digits"} for x in X]
+    features.write(tmp_path, of_dicts, PARAMETERS, batches, progress=False)
+    assert bits(features.read(tmp_path)[:]) == bits(joined([jax.jit(once.before)(PARAMETERS, x) for x in X]))
+
+
 def test_wrong_arguments(tmp_path, once, stored):
     new = tmp_path / "new"
     with pytest.raises(ValueError, match="of whole batches"):

@@ -139,7 +139,7 @@ def divide(
     cut = _divided(program, inputs, of_params, at)
     stored_at = [None if at is None else at[value] for value in cut.stored]
     text = text_of(program, names, cut)
-    if at is not None:
+    if example_axis is not None:
         count = _examples(program, inputs, at)
         more = 2 * count or 2
         for others in _inputs_for(more, inputs, of_params, example_axis, count):
