@@ -320,7 +320,7 @@ OTHERS = {
         precomputed(fz.rules({"encoder": True, "head": fz.rows([0])})),
         PARAMETERS,
         X,
-        "the spec differs.*at: head",
+        "the spec differs.*at: head.*trains in rows 1:8 of 8 along axis 0.*a leaf that trains\n",
     ),
     "program": (precomputed(loss=cubed), PARAMETERS, X, "another program.*at: batch 1"),
     "parameters": (precomputed(), TALLER, X, r"a leaf differs.*at: head.*\[8, 3\].*\[8, 2\]"),
@@ -358,6 +358,24 @@ def test_reading_says_whether_they_are_of_these_parameters(name, stored):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         features.read(stored, other, params)
     assert len(features.read(stored, other)) == 12
+
+
+SAME_ROWS = [fz.rows(slice(0, 2)), fz.rows([1, 0]), ~fz.rows(slice(2, None)), fz.rows([-8, -7], axis=-2)]
+
+
+@pytest.mark.parametrize("written", SAME_ROWS[:2])
+def test_the_same_rows_however_they_are_named(written, tmp_path):
+    def of(rows):
+        return precomputed({"encoder": True, "head": rows})
+
+    features.write(tmp_path, of(written), PARAMETERS, X, progress=False)
+    before = content(tmp_path)
+    for rows in SAME_ROWS:
+        assert len(features.read(tmp_path, of(rows), PARAMETERS)) == 12
+        features.write(tmp_path, of(rows), PARAMETERS, X, progress=False)
+    assert content(tmp_path) == before
+    with pytest.raises(ValueError, match=r"(?s)trains in rows 0:1, 3:8 of 8 .*trains in rows 2:8 of 8 along axis 0"):
+        features.read(tmp_path, of(fz.rows([1, 2])), PARAMETERS)
 
 
 def test_trainable_parameters_may_differ(stored, once):
@@ -536,6 +554,7 @@ DAMAGES = {
     },
     "a number for a text": (edited("cut", 3), "cut.*got: 3"),
     "a leaf without a path": (edited("leaves", [{}]), "leaves.*KeyError"),
+    "a frozen part as text": (edited("leaves", [{"path": "w", **SHAPE, "frozen": "trains"}]), "leaves.*part .trains"),
     "a shape that is none": (edited("features", [{**SHAPE, "shape": [-1]}]), "features.*-1"),
     "a dtype that is none": (edited("features", [{**SHAPE, "dtype": "float31"}]), "features.*float31"),
     "another shape": (edited("features", [SHAPE]), r"/0\n.*float32\[12, 8\].*float32\[12, 9\]"),
