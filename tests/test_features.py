@@ -422,7 +422,7 @@ def test_examples_of_another_shape(tmp_path):
 
 def labelled(params, x, labels, key, *, weights):
     h = jnp.tanh(x @ params["encoder"]) @ params["head"] + jax.random.normal(key, (2,))
-    return jnp.mean(h[jnp.arange(len(labels)), labels] * weights[labels])
+    return jnp.mean(h[jnp.arange(len(h)), labels] * weights[labels])
 
 
 @pytest.mark.parametrize("sizes", [(5, 5, 2), (2, 5), (2, 1, 3)])

@@ -311,12 +311,12 @@ def test_a_shared_number_alone_gives_no_features():
 
 
 def weighted(h, labels, weights):
-    return jnp.mean(h[jnp.arange(len(labels)), labels] * weights[labels])
+    return jnp.mean(h[jnp.arange(len(h)), labels] * weights[labels])
 
 
 OF_A_TEACHER = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4), "out": {"kernel": jnp.ones((4, 4))}}
 BESIDE = {
-    "labels": lambda n: (lambda h, y: jnp.mean(h[jnp.arange(len(y)), y]), jnp.zeros(n, int)),
+    "labels": lambda n: (lambda h, y: jnp.mean(h[jnp.arange(len(h)), y]), jnp.zeros(n, int)),
     "a key of two numbers": lambda n: (
         lambda h, y, key: jnp.mean(h * jax.random.normal(key, h.shape) * y[:, None]),
         jnp.ones(n),

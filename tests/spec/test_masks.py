@@ -816,7 +816,7 @@ class TestPrograms:
             sizes.append(len(self.lowered(tx, params)))
         assert sizes[1] < 1.1 * sizes[0]
 
-    @pytest.mark.parametrize("index", [slice(0, 100), slice(100, 400), slice(0, None, 2), [3, 5]], ids=str)
+    @pytest.mark.parametrize("index", [slice(0, 100), slice(100, 400), slice(0, None, 3), [3, 5]], ids=str)
     @pytest.mark.parametrize("full_updates", [True, False])
     @pytest.mark.parametrize("inverted", [True, False])
     def test_the_program_does_not_grow_with_the_rows(self, index, full_updates, inverted):
