@@ -341,6 +341,18 @@ class TestWrongInput:
         with pytest.raises(ValueError, match=r"(?s)the spec differs.*fz\.migrate"):
             checkpoint.restore(saved, base, frozen=SPECS[name])
 
+    def test_the_same_rows_however_they_are_named(self, tmp_path):
+        params = {"w": jnp.arange(80.0).reshape(40, 2)}
+        every_second = [fz.rows(slice(0, None, 2)), ~fz.rows(range(1, 40, 2))]
+        for step, (written, now) in enumerate((every_second, every_second[::-1])):
+            state = fz.freeze(optax.adam(0.1), {"w": written}).init(params)
+            checkpoint.save(tmp_path, params, {"w": written}, step=step, opt_state=state)
+            template = fz.freeze(optax.adam(0.1), {"w": now}).init(params)
+            _, restored = checkpoint.restore(tmp_path, params, opt_state=template, frozen={"w": now})
+            assert bits(restored) == bits(state)
+        with pytest.raises(ValueError, match=r"(?s)trains in rows 0:39:2 of 40 .*trains in rows 1:40:2 of 40 along"):
+            checkpoint.restore(tmp_path, params, frozen={"w": ~every_second[0]})
+
     def test_another_mask(self, base, tmp_path):
         checkpoint.save(tmp_path, base, SPECS["dense"], step=0)
         mask = {**SPECS["dense"], "head": {"a/b": False, "w": ~DENSE}}
@@ -430,7 +442,16 @@ def recorded(tmp_path_factory):
 
 ROWS = [
     *(None, [], {}, 3, [1, 2, 1], ["abc"], [[1, 2]], [[1, 2, 0]], [[1, 2, 1.0]], [[0, 1, math.nan]]),
-    *([[2, 1, 1]], [[-1, 1, 1]], [[1, 5, 1]], [[3, 4, 1], [1, 2, 1]], [[0, 2, 1], [1, 3, 1]]),
+    *(
+        [[0, 4, 1]],
+        [[0, 2, 1], [2, 3, 1]],
+        [[0, 3, 2]],
+        [[2, 1, 1]],
+        [[-1, 1, 1]],
+        [[1, 5, 1]],
+        [[3, 4, 1], [1, 2, 1]],
+        [[0, 2, 1], [1, 3, 1]],
+    ),
 ]
 FIELDS = {
     "format": ([0, -5, math.nan, math.inf, 1.0, True, "1", None, [1]], "a number, 1 or more"),

@@ -320,7 +320,7 @@ OTHERS = {
         precomputed(fz.rules({"encoder": True, "head": fz.rows([0])})),
         PARAMETERS,
         X,
-        "the spec differs.*at: head",
+        "the spec differs.*at: head.*trains in rows 1:8 of 8 along axis 0.*a leaf that trains\n",
     ),
     "program": (precomputed(loss=cubed), PARAMETERS, X, "another program.*at: batch 1"),
     "parameters": (precomputed(), TALLER, X, r"a leaf differs.*at: head.*\[8, 3\].*\[8, 2\]"),
@@ -358,6 +358,24 @@ def test_reading_says_whether_they_are_of_these_parameters(name, stored):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         features.read(stored, other, params)
     assert len(features.read(stored, other)) == 12
+
+
+SAME_ROWS = [fz.rows(slice(0, 2)), fz.rows([1, 0]), ~fz.rows(slice(2, None)), fz.rows([-8, -7], axis=-2)]
+
+
+@pytest.mark.parametrize("written", SAME_ROWS[:2])
+def test_the_same_rows_however_they_are_named(written, tmp_path):
+    def of(rows):
+        return precomputed({"encoder": True, "head": rows})
+
+    features.write(tmp_path, of(written), PARAMETERS, X, progress=False)
+    before = content(tmp_path)
+    for rows in SAME_ROWS:
+        assert len(features.read(tmp_path, of(rows), PARAMETERS)) == 12
+        features.write(tmp_path, of(rows), PARAMETERS, X, progress=False)
+    assert content(tmp_path) == before
+    with pytest.raises(ValueError, match=r"(?s)trains in rows 0:1, 3:8 of 8 .*trains in rows 2:8 of 8 along axis 0"):
+        features.read(tmp_path, of(fz.rows([1, 2])), PARAMETERS)
 
 
 def test_trainable_parameters_may_differ(stored, once):
@@ -400,6 +418,53 @@ def test_examples_of_another_shape(tmp_path):
         features.write(tmp_path, once, PARAMETERS, batches, progress=False)
     with pytest.raises(ValueError, match=r"(?s)another program.*batch 1"):
         features.write(tmp_path, once, PARAMETERS, batches[1:], progress=False)
+
+
+def labelled(params, x, labels, key, *, weights):
+    h = jnp.tanh(x @ params["encoder"]) @ params["head"] + jax.random.normal(key, (2,))
+    return jnp.mean(h[jnp.arange(len(h)), labels] * weights[labels])
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 2), (2, 5), (2, 1, 3)])
+def test_labels_fit_batches_of_any_size(sizes, tmp_path, once):
+    """Of two examples, the key and the weights of two classes have as many entries, and keep them."""
+    batches = [normal(i, size, 6) for i, size in enumerate(sizes)]
+    labels, key, weights = jnp.zeros(sizes[0], int), jax.random.PRNGKey(0), jnp.ones(2)
+    of_labels = precomputed(loss=labelled)
+    features.write(tmp_path, of_labels, PARAMETERS, batches, labels, key, weights=weights, progress=False)
+    found = features.read(tmp_path, of_labels, PARAMETERS)[:]
+    assert bits(found) == bits(joined([jax.jit(once.before)(PARAMETERS, x) for x in batches]))
+    whole = jnp.concatenate(batches), jnp.zeros(len(found[0]), int), key
+    assert jax.eval_shape(of_labels.after, PARAMETERS, found, *whole, weights=weights).shape == ()
+
+
+def of_five(params, x, labels):
+    return jnp.mean(jnp.tanh(x @ params["encoder"]).reshape(5, 8) @ params["head"]) + jnp.mean(labels)
+
+
+def test_batches_that_do_not_fit(tmp_path):
+    """What is stored stays, and is continued by the batches that do."""
+    for directory, batches, message in (
+        ("empty", [X[0][:0]], "(?s)a batch has no examples.*at: batch 1"),
+        ("fit", [*X[:2], X[2][:0]], "(?s)a batch has no examples.*at: batch 3"),
+        ("fit", X, r"(?s)other arguments do not fit.*at: batch 3.*2 examples, and 5 in batch 1: .*reshape.*recurring"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            features.write(
+                tmp_path / directory, precomputed(loss=of_five), PARAMETERS, batches, jnp.ones(5), progress=False
+            )
+    assert not (tmp_path / "empty").exists()
+    features.write(tmp_path / "fit", precomputed(loss=of_five), PARAMETERS, X[:2], jnp.ones(5), progress=False)
+    assert len(features.read(tmp_path / "fit")) == 10
+    with pytest.raises(TypeError, match=r"(?s)not an iterable of batches.*a dict of 1 leaf"):
+        features.write(tmp_path / "new", precomputed(), PARAMETERS, {"x": X[0]})
+
+
+def test_batches_of_dicts(tmp_path, once):
+    of_dicts = precomputed(loss=lambda params, batch: squared(params, batch["x"]) * jnp.mean(batch["y"]))
+    batches = [{"y": x[:, 0], "x": x, "name": "digits"} for x in X]
+    features.write(tmp_path, of_dicts, PARAMETERS, batches, progress=False)
+    assert bits(features.read(tmp_path)[:]) == bits(joined([jax.jit(once.before)(PARAMETERS, x) for x in X]))
 
 
 def test_wrong_arguments(tmp_path, once, stored):
@@ -489,6 +554,7 @@ DAMAGES = {
     },
     "a number for a text": (edited("cut", 3), "cut.*got: 3"),
     "a leaf without a path": (edited("leaves", [{}]), "leaves.*KeyError"),
+    "a frozen part as text": (edited("leaves", [{"path": "w", **SHAPE, "frozen": "trains"}]), "leaves.*part .trains"),
     "a shape that is none": (edited("features", [{**SHAPE, "shape": [-1]}]), "features.*-1"),
     "a dtype that is none": (edited("features", [{**SHAPE, "dtype": "float31"}]), "features.*float31"),
     "another shape": (edited("features", [SHAPE]), r"/0\n.*float32\[12, 8\].*float32\[12, 9\]"),

@@ -22,7 +22,7 @@ def of_numbers(index: RowIndex, trains: np.ndarray, size: int) -> RowIndex:
     """Returns an index along the same axis for ``size`` rows, with the numbers ``trains`` of the trainable ones."""
     breaks = np.flatnonzero(np.diff(trains) != 1) + 1
     runs = tuple((int(run[0]), int(run[-1]) + 1, 1) for run in np.split(trains, breaks))
-    return dataclasses.replace(index, size=size, picked=runs, picked_train=True)
+    return dataclasses.replace(index, size=size, picked=runs, picked_train=True).canonical()
 
 
 @functools.lru_cache(maxsize=256)

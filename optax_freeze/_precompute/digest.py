@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from optax_freeze._errors import is_int
 from optax_freeze._gradient.constants import known
 from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._precompute.cut import Cut
@@ -46,21 +47,22 @@ def text_of(program: Program, inputs: Sequence[str], cut: Cut) -> str:
     return "\n".join([*lines, " ".join(map(text, cut.stored))])
 
 
-def without_count(text: str, twice: str, count: int) -> str:
-    """Replaces the numbers in ``text`` that depend on the number of examples, so that any number gives the same text.
+def without_count(text: str, other: str, count: int, of_other: int) -> str:
+    """Replaces the sizes in ``text`` that depend on the number of examples, so that any number gives the same text.
 
-    ``text`` is the program for ``count`` examples, and ``twice`` the program for twice as many.
+    ``text`` is the program for ``count`` examples, and ``other`` the program for ``of_other`` examples. Only sizes are
+    written with digits: if a value depends on the number of examples, so do the features.
     """
-    numbers, others = (re.findall(r"\d+", each) for each in (text, twice))
-    if re.split(r"\d+", text) != re.split(r"\d+", twice):
+    numbers, others = (re.findall(r"\d+", each) for each in (text, other))
+    if re.split(r"\d+", text) != re.split(r"\d+", other):
         return text
 
     @functools.cache
     def number(a: str, b: str) -> str:
         if a == b:
             return a
-        slope = fractions.Fraction(int(b) - int(a), count)
-        return f"<{slope} examples + {2 * int(a) - int(b)}>"
+        slope = fractions.Fraction(int(b) - int(a), of_other - count)
+        return f"<{slope} examples + {int(a) - slope * count}>"
 
     found = map(number, numbers, others)
     return re.sub(r"\d+", lambda _: next(found), text)
@@ -71,7 +73,12 @@ def _type(aval: Any) -> str:
 
 
 def _of_literal(literal: Any) -> str:
-    return _of_constant(literal.val) if np.ndim(literal.val) else repr(np.asarray(literal.val).tolist())
+    return _of_constant(literal.val) if np.ndim(literal.val) else _of_value(np.asarray(literal.val).tolist())
+
+
+def _of_value(value: Any) -> str:
+    """A value as text without digits."""
+    return repr(value).translate(_WITHOUT_DIGITS)
 
 
 def _of_constant(const: Any) -> str:
@@ -83,9 +90,10 @@ def _of_constant(const: Any) -> str:
         return ""
     step = -(-const.nbytes // _MOST_BYTES) or 1
     found = hashlib.sha256(np.ascontiguousarray(const.ravel()[::step]).tobytes()).hexdigest()[:16]
-    return found.translate(str.maketrans("0123456789", "ghijklmnop"))
+    return found.translate(_WITHOUT_DIGITS)
 
 
+_WITHOUT_DIGITS = str.maketrans("0123456789", "ghijklmnop")
 _MOST_BYTES = 2**26
 
 _OF_TYPES = ("pvary", "pcast")
@@ -115,8 +123,10 @@ def _text(value: Any) -> str:
         kept = {k: v for k, v in value.items() if k != "name" and "sharding" not in k}
         return "[" + ",".join(f"{k}={_text(v)}" for k, v in sorted(kept.items())) + "]"
     if isinstance(value, (tuple, list)):
-        return "(" + ",".join(_text(item) for item in value) + ")"
-    if value is None or isinstance(value, (bool, int, float, str, np.dtype)):
+        return "(" + ",".join(str(item) if is_int(item) else _text(item) for item in value) + ")"
+    if isinstance(value, (int, float)):
+        return _of_value(value)
+    if value is None or isinstance(value, (str, np.dtype)):
         return repr(value)
     text = str(value)
     return type(value).__name__ if " at 0x" in text or len(text) > 500 else text

@@ -5,7 +5,7 @@ inputs. So the steps of a ``scan`` over frozen rows can be computed beforehand.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +16,10 @@ from optax_freeze._errors import value_error
 from optax_freeze._gradient.frozen_array import FrozenArray
 from optax_freeze._precompute import example_axis_rules as example_axis_rules
 from optax_freeze._precompute.arguments import Argument
+from optax_freeze._precompute.batch_size import resized, shapes_for
 from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut
 from optax_freeze._precompute.digest import digest, text_of, without_count
-from optax_freeze._precompute.example_axis import Layout, Mixed, layouts, of_batch
+from optax_freeze._precompute.example_axis import Layout, Mixed, layouts
 from optax_freeze._precompute.leaf_parts import LeafParts
 from optax_freeze._precompute.program import Node, Program
 from optax_freeze._precompute.trace import TRACED, Input, Traced, inputs_of
@@ -140,43 +141,58 @@ def divide(
     text = text_of(program, names, cut)
     if example_axis is not None:
         count = _examples(program, inputs, at)
-        more = [_with_twice_the_examples(given, example_axis, count) for given in inputs[of_params:]]
-        with contextlib.suppress(Exception):  # some functions accept only one number of examples
-            twice = traced.again([*inputs[:of_params], *more])
-            if len(twice.nodes) == len(program.nodes):
-                places = {id(node): i for i, node in enumerate(program.nodes)}
-                other = cut._replace(before=[twice.nodes[places[id(node)]] for node in cut.before])
-            else:  # inside `jax.shard_map`, where shapes do not vary over the mesh
-                other = _divided(twice, inputs, of_params, _layouts(twice, inputs, of_params, example_axis))
-            text = without_count(text, text_of(twice, names, other), count)
+        more = 2 * count or 2
+        for others in _inputs_for(more, inputs, of_params, example_axis, count):
+            with contextlib.suppress(Exception):  # these shapes do not fit, or only one number of examples does
+                other = traced.again(others)
+                if len(other.nodes) == len(program.nodes):
+                    places = {id(node): i for i, node in enumerate(program.nodes)}
+                    its_cut = cut._replace(before=[other.nodes[places[id(node)]] for node in cut.before])
+                else:  # inside `jax.shard_map`, where shapes do not vary over the mesh
+                    its_cut = _divided(other, inputs, of_params, _layouts(other, inputs, of_params, example_axis))
+                text = without_count(text, text_of(other, names, its_cut), count, more)
+                break
     return Division(program, inputs, plan, cut, stored_at, digest(text), traced.treedef, traced.flat)
 
 
-def _with_twice_the_examples(given: Input, axis: int, count: int) -> Input:
-    shape = np.shape(given.value)
-    if len(shape) <= axis or shape[axis] != count:
-        return given
-    more = (*shape[:axis], 2 * count, *shape[axis + 1 :])
-    return given._replace(value=jax.ShapeDtypeStruct(more, given.value.dtype))
+def _inputs_for(count: int, inputs: Sequence[Input], of_params: int, axis: int, now: int) -> Iterator[list[Input]]:
+    """The inputs for a batch of ``count`` examples instead of ``now``, the likely ones first.
+
+    Only the shapes of what does not recur are not known, and the operations before the cut do not read it. So they are
+    the same with any of these inputs for which the function can be traced.
+    """
+    shapes = [np.shape(given.value) for given in inputs]
+    free = [i for i, given in enumerate(inputs) if i >= of_params and given.why]
+    arguments = [inputs[i].name.split("/")[0] for i in free]
+    for found in shapes_for(count, [shapes[i] for i in free], arguments, axis, now):
+        new = dict(zip(free, found, strict=True))
+        new |= {i: resized(shapes[i], [axis], count) for i in range(of_params, len(inputs)) if i not in new}
+        yield [
+            given
+            if new.get(i, shapes[i]) == shapes[i]
+            else given._replace(value=jax.ShapeDtypeStruct(new[i], given.value.dtype))
+            for i, given in enumerate(inputs)
+        ]
 
 
 def _layouts(program: Program, inputs: Sequence[Input], of_params: int, axis: int) -> list[Layout | Mixed | None]:
     """The axis of the examples in each value that is known beforehand."""
-    sizes: dict[int, str] = {}
+    sizes: dict[int | None, str] = {}
     given = []
     for i, (each, aval) in enumerate(zip(inputs, program.avals, strict=False)):
         shape = tuple(aval.shape)
-        is_batch = i >= of_params and not each.why and bool(shape)
-        given.append(of_batch(shape, axis) if is_batch else Layout())
+        is_batch = i >= of_params and not each.why
+        given.append(Layout(axis if is_batch else None))
         if is_batch:
-            sizes.setdefault(shape[axis] if axis < len(shape) else -1, f"{each.name} of shape {shape}")
-    if len(sizes) != 1 or -1 in sizes:
+            sizes.setdefault(shape[axis] if axis < len(shape) else None, f"{each.name} of shape {shape}")
+    if len(sizes) != 1 or None in sizes:
         raise value_error(
             "the recurring arguments have no common axis of examples",
             at=f"example_axis={axis}",
-            got="; ".join(sizes.values()) or "no array with axes",
+            got="; ".join(sizes.values()) or "no array",
             expected=f"arrays with the examples of the batch along axis {axis}",
-            fix="put arrays that all examples share into the parameters, and freeze them",
+            fix="put arrays that all examples share into the parameters, and freeze them; "
+            "give a number as a Python number, which jax.jit must not trace (static_argnames)",
         )
     return layouts(program, given)
 

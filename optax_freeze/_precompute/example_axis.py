@@ -73,11 +73,6 @@ def layouts(program: Program, inputs: Sequence[Layout]) -> list[Layout | Mixed |
     return [found.get(value) for value in range(len(program.avals))]
 
 
-def of_batch(shape: Sequence[int], axis: int) -> Layout:
-    """The layout of an argument with examples along ``axis``. A scalar is shared."""
-    return Layout(axis if shape else None)
-
-
 def _of_constant(const: Any) -> Layout:
     """The layout of a constant: shared, and uniform along each axis along which its bits are equal."""
     is_key = hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key)

@@ -366,9 +366,9 @@ def precompute(
       recurring: the position (the parameters are 0) or name of the argument that has the same values whenever the
         features are used, such as the batch; or several positions or names. Any other argument, such as a random key,
         may differ each time.
-      example_axis: the axis of the examples in the recurring arguments. The features then have the examples along
-        their first axis, so that they can be stored one by one and shuffled. With None, the features belong to the
-        batch as a whole.
+      example_axis: the axis of the examples, which every recurring array must have. The features then have the examples
+        along their first axis, so that they can be stored one by one and shuffled. Recurring Python numbers are part of
+        the program. With None, the features belong to the batch as a whole.
 
     Returns:
       A :class:`optax_freeze.Precomputed`, with ``before``, ``after``, ``needed`` and ``explain``.
@@ -377,7 +377,7 @@ def precompute(
       TypeError: if ``fun`` is not a function, or ``recurring`` is not a position or a name.
       ValueError: if ``recurring`` includes the parameters. When the result is called: if the spec does not fit, if
         there is nothing to compute once, if a parameter that is read is missing, if the features do not belong to the
-        program, or if, with ``example_axis``, an operation mixes examples.
+        program, or if, with ``example_axis``, an operation mixes examples or a recurring array has no such axis.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz

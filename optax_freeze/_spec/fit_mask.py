@@ -1,6 +1,5 @@
 """From an element mask and a leaf to a selection; a ``ValueError`` if the mask does not fit the leaf."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -109,11 +108,9 @@ def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:
             expected="at least one row",
             fix="grow the table first, or correct the number; if there may be none, allow_empty=True",
         )
-    if index.runs is not None:  # the same rows however they were named
-        index = dataclasses.replace(index, picked=tuple((*run, 1) for run in index.runs), picked_train=True)
     if index.count == 0:
         return FROZEN
-    return TRAINABLE if index.count == size else index
+    return TRAINABLE if index.count == size else index.canonical()
 
 
 def _refuse_outside(rows: Rows | DynamicRows, numbers: Sequence[int], leaf: Leaf) -> None:

@@ -26,6 +26,9 @@ from optax_freeze._spec.tree import HOLE, Part, Rest
 _FEW = 16
 """Up to this many runs of rows, the row numbers are computed as iotas; beyond it they are a constant."""
 
+_TOLD = 8
+"""At most this many runs of rows are named in an error."""
+
 
 class Selection:
     """Which elements of one leaf are frozen; a pytree, whose leaf is its array, if it has one."""
@@ -77,8 +80,8 @@ class Selection:
         """The value in a spec that means this selection."""
 
     def __str__(self) -> str:
-        """Describes the selection in an error, and in the record of stored features."""
-        return f"trains in part ({self.as_spec()!r})"
+        """Describes the selection in an error: which elements train, not how the user wrote it."""
+        raise NotImplementedError
 
 
 @jax.tree_util.register_static
@@ -259,6 +262,32 @@ class RowIndex(RowSelection):
     def as_spec(self) -> Rows:
         return self.source
 
+    def __str__(self) -> str:
+        picked = [f"{a}:{b}" + f":{step}" * (step > 1) for a, b, step in self.picked]
+        rows = ", ".join(picked[:_TOLD]) + f" and {len(picked) - _TOLD} more" * (len(picked) > _TOLD)
+        return f"trains {'in' if self.picked_train else 'except in'} rows {rows} of {self.size} along axis {self.axis}"
+
+    def canonical(self) -> "RowIndex":
+        """The same rows in the form that they have however the user named them, so that equal rows are equal.
+
+        These are the runs of trainable rows. If they are many, it is one progression instead, if there is one: of the
+        trainable rows or else of the frozen rows.
+        """
+        runs = self.runs
+        if runs is None or len(runs) > _FEW:
+            named = np.zeros(self.size, bool)
+            for progression in self.picked:
+                named[slice(*progression)] = True
+            trains = named == self.picked_train
+            runs = np.flatnonzero(np.diff(trains, prepend=False, append=False)).reshape(-1, 2).tolist()
+            for rows, train in (trains, True), (~trains, False):
+                first, *_, last = numbers = np.flatnonzero(rows)
+                step, *others = np.unique(np.diff(numbers)).tolist()
+                if len(runs) > _FEW and not others:
+                    progression = int(first), int(last) + 1, step
+                    return dataclasses.replace(self, picked=(progression,), picked_train=train)
+        return dataclasses.replace(self, picked=tuple((a, b, 1) for a, b in runs), picked_train=True)
+
     def indices(self, *array: Any) -> jax.Array:
         """From iotas where they are few runs."""
         if self.runs is not None and len(self.runs) <= _FEW:
@@ -315,6 +344,9 @@ class DynamicRowIndex(RowSelection):
         """The numbers of as many rows: those that are not in ``array``."""
         return self.of_rows(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
 
+    def __str__(self) -> str:
+        return f"trains in {self.count} of {self.size} rows along axis {self.axis}"
+
     def as_spec(self) -> DynamicRows:
         return DynamicRows(self.array, self.axis, inverted=True, ascending=True)
 
@@ -345,7 +377,7 @@ class DenseMask(Selection):
         return Elements(self.array, self.compact, self.count)
 
     def __str__(self) -> str:
-        return "trains in part"
+        return "trains in part" if self.count is None else f"trains in {self.count} elements"
 
     def with_array(self, array: Any) -> "DenseMask":
         return dataclasses.replace(self, array=array)

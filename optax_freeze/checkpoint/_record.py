@@ -6,7 +6,6 @@ checks every field against a schema, and other code can rely on it.
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from etils import epath
 
 from optax_freeze._errors import counted, described, in_one_line, is_array, is_int, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import DynamicRows, Rows, Slice, elements
+from optax_freeze._spec.masks import elements
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowIndex, Selection
+from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
+from optax_freeze._spec.selection_record import are_ascending, record_of, selection_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._verify.bits import LANES
@@ -31,7 +31,7 @@ FORMAT = 1
 
 def leaf_record(leaf: Leaf, selection: Selection) -> dict[str, Any]:
     """The record of a leaf of the parameters, with its frozen part."""
-    return {**_array_record(leaf.path, leaf.shape, leaf.dtype), "frozen": _selection_record(selection)}
+    return {**_array_record(leaf.path, leaf.shape, leaf.dtype), "frozen": record_of(selection)}
 
 
 def state_record(opt_state: PyTree) -> list[dict[str, Any]]:
@@ -40,9 +40,14 @@ def state_record(opt_state: PyTree) -> list[dict[str, Any]]:
     for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
         array = _tree.bare(node)
         if not _tree.is_hole(array):
-            part = _selection_record(node.index) if isinstance(node, Part) else None
+            part = _part_record(node.index) if isinstance(node, Part) else None
             records.append({**_array_record(path, np.shape(array), jax.numpy.result_type(array)), "part": part})
     return records
+
+
+def _part_record(index: Any) -> Any:
+    """The record of the rows of a leaf; of single elements their number."""
+    return record_of(index) if isinstance(index, Selection) else index
 
 
 def _array_record(path: str, shape: tuple[int, ...] | None, dtype: Any) -> dict[str, Any]:
@@ -51,43 +56,28 @@ def _array_record(path: str, shape: tuple[int, ...] | None, dtype: Any) -> dict[
     return {"path": path, "shape": list(shape), "dtype": str(dtype)}
 
 
-def _selection_record(selection: Any) -> Any:
-    if isinstance(selection, RowIndex):
-        picked = [list(progression) for progression in selection.picked]
-        return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
-    if isinstance(selection, DynamicRowIndex):
-        return {"axis": selection.axis, "count": selection.count, "dynamic": True}
-    if isinstance(selection, DenseMask):
-        return {"compact": selection.compact, "count": selection.count}
-    return selection.as_spec() if isinstance(selection, Selection) else selection
-
-
 def mask_struct(record: Mapping[str, Any]) -> Any:
     """The shape of the mask or row numbers of a leaf, which are stored with the arrays; a hole if it has none."""
-    frozen = record["frozen"]
-    if isinstance(frozen, dict) and "compact" in frozen:
+    selection = selection_of(record["frozen"], record["shape"])
+    if isinstance(selection, DenseMask):
         return jax.ShapeDtypeStruct(record["shape"], bool)
-    if isinstance(frozen, dict) and "dynamic" in frozen:
-        return jax.ShapeDtypeStruct((frozen["count"],), jax.numpy.int32)
+    if isinstance(selection, DynamicRowIndex):
+        return jax.ShapeDtypeStruct((selection.count,), jax.numpy.int32)
     return _tree.HOLE
 
 
 def spec_of_record(records: Sequence[Mapping[str, Any]], masks: Sequence[Any]) -> ResolvedSpec:
     """The spec that was saved. ``masks`` has the mask or row numbers of each leaf, or a hole."""
 
-    def choice(frozen: Any, mask: Any) -> Choice:
-        if isinstance(frozen, bool):
-            return frozen
-        if "compact" in frozen:
-            return elements(mask, frozen["compact"])
-        if "dynamic" in frozen:
-            return DynamicRows(mask, frozen["axis"], inverted=True, ascending=True)
-        if len(frozen["rows"]) == 1:
-            return Rows(Slice(*frozen["rows"][0]), frozen["axis"], frozen["train"])
-        numbers = [n for progression in frozen["rows"] for n in range(*progression)]
-        return Rows(tuple(numbers), frozen["axis"], frozen["train"])
+    def choice(record: Mapping[str, Any], mask: Any) -> Choice:
+        selection = selection_of(record["frozen"], record["shape"])
+        return (
+            elements(mask, selection.compact)
+            if isinstance(selection, DenseMask)
+            else selection.with_array(mask).as_spec()
+        )
 
-    choices = (choice(record["frozen"], mask) for record, mask in zip(records, masks, strict=True))
+    choices = (choice(record, mask) for record, mask in zip(records, masks, strict=True))
     return ResolvedSpec(tuple(record["path"] for record in records), Choices(choices))
 
 
@@ -211,21 +201,20 @@ def _axis(shape: Sequence[int] | None) -> _Value:
 
 
 def _rows_schema(shape: Sequence[int] | None) -> Any:
-    """The schema of static rows. They must fit ``shape``, if it is known."""
+    """The schema of static rows. They must be those of a selection of a leaf of this ``shape``, if it is known."""
 
     def rows(record: Mapping[str, Any]) -> _Value:
-        size = math.inf if shape is None else shape[record["axis"]]
-        return _Value("ascending [start, stop, step], within the leaf", lambda runs: _are_ascending(runs, size))
+        def are_valid(runs: Any) -> bool:
+            if shape is None:
+                return isinstance(runs, list) and bool(runs) and are_ascending(runs, math.inf)
+            try:
+                return bool(selection_of(record, shape))
+            except ValueError:
+                return False
+
+        return _Value("ascending [start, stop, step], within the leaf", are_valid)
 
     return {"axis": _axis(shape), "train": _BOOL, "rows": rows}
-
-
-def _are_ascending(runs: Any, size: float) -> bool:
-    if not isinstance(runs, list) or not runs:
-        return False
-    if not all(_are_ints(run, 0, size) and len(run) == 3 and run[0] < run[1] and run[2] > 0 for run in runs):
-        return False
-    return all(before[1] <= after[0] for before, after in itertools.pairwise(runs))
 
 
 def _are_ints(values: Any, least: int = 0, most: float = math.inf) -> bool:

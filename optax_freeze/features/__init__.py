@@ -6,7 +6,7 @@ the complete batches, so that a killed run continues where it stopped.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +51,16 @@ def write(
       params: the full parameters. Of trainable ones only the shapes are read.
       batches: the batches, in the same order each time. A batch is the recurring argument, or a tuple of the
         recurring arguments in the order of the function. Batches may differ in size.
-      *others: the other arguments of the function, in order. Only their shapes are read, so they may be
-        ``jax.ShapeDtypeStruct``.
+      *others: the other arguments of the function, in order, as for the first batch. Only their shapes are read, so
+        they may be ``jax.ShapeDtypeStruct``; for a batch of another size, axes with one entry per example change.
       progress: whether to show a progress bar, on stderr.
       **kwargs: more of the other arguments.
 
     Raises:
       ValueError: if ``once`` has no ``example_axis``; if the directory contains other files, or features of a different
-        base, spec, program or list of batches, which are not changed; if examples differ in shape; if an array spans
-        processes; if another process is writing to the directory; and as ``before`` does.
+        base, spec, program or list of batches, which are not changed; if examples differ in shape; if a batch has no
+        examples, or a size that the other arguments cannot fit; if an array spans processes; if another process is
+        writing to the directory; and as ``before`` does.
       TypeError: if ``once`` is not from ``fz.precompute``, or ``batches`` is not an iterable of batches.
 
     Example:
@@ -78,7 +79,7 @@ def write(
 
     where = _absolute(directory)
     _refuse_other_once(once)
-    if is_array(batches) or not isinstance(batches, Iterable):
+    if is_array(batches) or isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
         expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
         raise type_error(
             "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
@@ -103,7 +104,7 @@ def write(
                 bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
 
             for count, batch in enumerate(batches, 1):
-                digest, shapes, compute = features_of(batch)
+                digest, shapes, compute = features_of(batch, count)
                 record = record or begin(where, shapes, params_record)
                 refuse_other_features(record, shapes, count)
                 if count <= done or record["complete"]:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, is_array, is_int, value_error
+from optax_freeze._errors import described, in_one_line, is_array, is_int, value_error
+from optax_freeze._precompute.batch_size import shapes_for
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
@@ -18,26 +19,30 @@ from optax_freeze.features._arrays import on_host
 
 
 def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
-    """A function of a batch that returns its digest, the shapes of its features, and a function that computes them."""
+    """A function of a batch and its number.
+
+    It returns the digest of the batch, the shapes of its features, and a function that computes them.
+    """
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).selections
     structs = [*map(_tree.struct_of, values)]
     frozen = {
         i: x for i, (x, s) in enumerate(zip(values, selections, strict=True)) if s is not TRAINABLE and is_array(x)
     }
-    others, kwargs = jax.tree.map(_tree.struct_of, (tuple(others), dict(kwargs)))
+    beside = _Beside(once, others, kwargs)
 
     def before(frozen: dict[int, Any], arrays: list[Any], static: Any) -> Features:
-        structure, rest = static
+        (structure, rest), shapes = static
         left = iter(arrays)
         batch = jax.tree.unflatten(structure, [next(left) if kind is None else value for kind, value in rest])
         full = jax.tree.unflatten(treedef, [frozen.get(i, struct) for i, struct in enumerate(structs)])
+        others, kwargs = beside.of_shapes(shapes)
         args, by_name = _arguments(once, batch, others)
         return once.before(full, *args, **by_name, **kwargs)
 
     jitted = jax.jit(before, static_argnums=2)
 
-    def of_batch(batch: Any) -> tuple[str, Features, Callable[[], Features]]:
+    def of_batch(batch: Any, number: int) -> tuple[str, Features, Callable[[], Features]]:
         leaves, structure = jax.tree.flatten(batch)
         # A loader may reuse the memory of a NumPy array for the next batch, while this one is computed.
         arrays = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves if is_array(leaf)]
@@ -45,10 +50,71 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
         hashed = hashlib.blake2b(repr([described(leaf) for leaf in leaves]).encode(), digest_size=16)
         for array in arrays:
             hashed.update(on_host(array, "a batch").tobytes())
-        shapes = jitted.eval_shape(frozen, arrays, static)
-        return hashed.hexdigest(), shapes, lambda: jitted(frozen, arrays, static)
+        found, shapes = beside.fitting(
+            arrays, number, lambda shapes: jitted.eval_shape(frozen, arrays, (static, shapes))
+        )
+        return hashed.hexdigest(), found, lambda: jitted(frozen, arrays, (static, shapes))
 
     return of_batch
+
+
+class _Beside:
+    """The arguments that do not recur. They are given once, beside the first batch, and only their shapes are read."""
+
+    def __init__(self, once: Precomputed, others: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = jax.tree.map(_tree.struct_of, (tuple(others), dict(kwargs)))
+        with_paths, self._treedef = jax.tree_util.tree_flatten_with_path(given)
+        self._leaves = [leaf for _, leaf in with_paths]
+        self._arguments = [str(path[:2]) for path, leaf in with_paths if is_array(leaf)]
+        self._shapes = [tuple(leaf.shape) for leaf in self._leaves if is_array(leaf)]
+        self._axis: Any = once.example_axis
+        self._first = 0  # the number of examples in the first batch
+        self._found: dict[int, list[tuple[int, ...]]] = {}  # by number of examples
+
+    def of_shapes(self, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these shapes."""
+        left = iter(shapes)
+        leaves = [jax.ShapeDtypeStruct(next(left), x.dtype) if is_array(x) else x for x in self._leaves]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def fitting(self, batch: Sequence[Any], number: int, result: Callable[[Any], Features]) -> tuple[Features, Any]:
+        """The result for the first shapes that fit a batch, and these shapes.
+
+        They are given for the first batch. For another size, the axes with one entry per example change theirs.
+        """
+        count = next((x.shape[self._axis] for x in batch if len(x.shape) > self._axis), None)
+        if count == 0:
+            raise value_error(
+                "a batch has no examples",
+                at=f"batch {number}",
+                got=f"an array of shape {tuple(batch[0].shape)}",
+                expected=f"at least one example along axis {self._axis}",
+                fix="leave empty batches out",
+            )
+        self._first = self._first or count or 0
+        if count is None or count == self._first:
+            return result(tuple(self._shapes)), tuple(self._shapes)
+        errors: list[Exception] = []
+        known = self._found.get(count)
+        candidates = shapes_for(count, self._shapes, self._arguments, self._axis, self._first)
+        for shapes in candidates if known is None else [known]:
+            try:
+                features = result(tuple(shapes))
+            except Exception as error:
+                errors.append(error)
+            else:
+                self._found[count] = shapes
+                return features, tuple(shapes)
+        if known is not None or len(errors) == 1:
+            raise errors[0]
+        message = f"{type(errors[0]).__name__}: {in_one_line(errors[0])[:300]}"
+        raise value_error(
+            "the other arguments do not fit a batch of another size",
+            at=f"batch {number}",
+            got=f"{count} examples, and {self._first} in batch 1: {message}",
+            expected="other arguments that fit batch 1, and a function of batches of any size",
+            fix="name the arguments with one entry per example in `recurring`; a batch is then a tuple of all of these",
+        ) from errors[0]
 
 
 def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

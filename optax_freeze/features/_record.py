@@ -18,6 +18,8 @@ from optax_freeze._errors import counted, described, in_one_line, is_int, value_
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
+from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection_record import record_of, selection_of
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.fingerprint import digests
 
@@ -46,7 +48,7 @@ def of_params(params: PyTree, once: Precomputed) -> dict[str, Any]:
             "path": leaf.path,
             **_array_record(leaf),
             "weak": bool(getattr(x, "weak_type", False)),
-            "frozen": str(selection),
+            "frozen": record_of(selection),
         }
         for leaf, selection, x in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)
     ]
@@ -81,6 +83,11 @@ def _dtype(name: str) -> Any:
 def leaves_of(record: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The path and the shape of each leaf of the parameters."""
     return tuple((leaf["path"], _struct(leaf)) for leaf in record["leaves"])
+
+
+def _selections_of(record: Mapping[str, Any]) -> list[Selection]:
+    """The frozen part of each leaf of the parameters."""
+    return [selection_of(leaf["frozen"], leaf["shape"]) for leaf in record["leaves"]]
 
 
 def structs_of(record: Mapping[str, Any]) -> list[Any]:
@@ -189,10 +196,10 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
     for field, kind in _FIELDS.items():
         if type(record.get(field)) is not kind:
             raise damaged(f"{file}: {field}", described(record.get(field)), f"a {kind.__name__}")
-    for field, form in (("leaves", leaves_of), ("features", structs_of)):
+    for field, form in (("leaves", leaves_of), ("leaves", _selections_of), ("features", structs_of)):
         try:
             form(record)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise damaged(f"{file}: {field}", _told(error)) from error
     return record
 
@@ -217,8 +224,8 @@ def refuse_other_params(record: Mapping[str, Any], now: Mapping[str, Any]) -> No
             got, expected = (f"{each['dtype']} of shape {each['shape']}" for each in (new, old))
             what = "params: a leaf differs from the stored features"
             raise value_error(what, at=new["path"], got=got, expected=expected, fix=fix)
-        if new["frozen"] != old.get("frozen"):
-            got, expected = (f"a leaf that {each.get('frozen')}" for each in (new, old))
+        if new["frozen"] != old["frozen"]:
+            got, expected = (f"a leaf that {selection_of(each['frozen'], each['shape'])}" for each in (new, old))
             what = "the spec differs from the spec of the stored features"
             raise value_error(what, at=new["path"], got=got, expected=expected, fix=fix)
     differ = [path for path, digest in now["frozen"].items() if digest != record["frozen"].get(path)]

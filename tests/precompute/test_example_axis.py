@@ -203,22 +203,40 @@ def test_all_arrays_of_the_batch_have_one_number_of_examples(axis, batch, messag
             once.needed(params, batch)
 
 
-def test_a_scalar_of_the_batch_is_shared_by_all_examples():
-    def loss(params, batch):
-        return jnp.sum(jnp.sort(batch["x"] * params["trunk"] * batch["scale"]) * params["head"])
-
-    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": jnp.ones((4, 3)), "scale": jnp.float32(2)}
-    [feature] = fz.precompute(loss, "trunk", example_axis=0).before(params, batch)
-    assert feature.shape == (4, 3)
+def scaled(params, batch):
+    scale = batch["scale"]
+    if jnp.issubdtype(jnp.result_type(scale), jax.dtypes.prng_key):
+        scale = jax.random.uniform(scale)
+    return jnp.sum(jnp.sort(batch["x"] * params["trunk"] * scale) * params["head"])
 
 
-def test_a_batch_of_scalars_has_no_examples():
-    def loss(params, x):
-        return lax.bessel_i1e(x * params["trunk"]) * params["head"]
+SHARED = {
+    "JAX": jnp.float32(2),
+    "NumPy": np.float32(2),
+    "NumPy, float": np.float64(2),
+    "NumPy, array": np.array(2),
+    "key": jax.random.key(0),
+    "other axes": np.ones(3),
+}
 
-    params = {"trunk": jnp.float32(2), "head": jnp.float32(3)}
-    with pytest.raises(ValueError, match="no array with axes"):
-        fz.precompute(loss, "trunk", example_axis=0).needed(params, jnp.float32(1))
+
+@pytest.mark.parametrize("name", SHARED)
+def test_an_array_that_all_examples_share_does_not_recur(name):
+    """Its values would not be compared: features of one scale would be taken for those of another."""
+    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": jnp.ones((4, 3)), "scale": SHARED[name]}
+    with pytest.raises(ValueError, match=r"(?s)no common axis of examples.*batch/scale of shape \("):
+        fz.precompute(scaled, "trunk", example_axis=0).before(params, batch)
+
+
+def test_a_number_that_all_examples_share_is_part_of_the_program():
+    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": jnp.ones((4, 3)), "scale": 2.0}
+    once = fz.precompute(scaled, "trunk", example_axis=0)
+    features = once.before(params, batch)
+    assert once.after(params, features, batch) == scaled(params, batch)
+    with pytest.raises(ValueError, match="another program"):
+        once.after(params, features, {**batch, "scale": 4.0})
+    with pytest.raises(ValueError, match=r"(?s)no common axis of examples.*jax.jit must not trace"):
+        jax.jit(once.before)(params, batch)
 
 
 def test_features_of_other_examples_are_refused():
@@ -283,10 +301,69 @@ def test_a_batch_of_one_belongs_to_the_others(name):
     np.testing.assert_allclose(one[0], several[0][:1], rtol=1e-5)
 
 
-def test_a_shared_scalar_alone_gives_no_features():
+def test_a_shared_number_alone_gives_no_features():
     def loss(params, batch):
         return jnp.mean(batch["x"] @ params["head"]) * jnp.sum((batch["t"] * params["trunk"]) @ params["trunk"])
 
     params = {"trunk": jnp.asarray(W), "head": jnp.ones((4, 2))}
     with pytest.raises(ValueError, match="nothing to compute once"):
-        fz.precompute(loss, "trunk", example_axis=0).before(params, {"x": jnp.ones((4, 4)), "t": jnp.float32(2)})
+        fz.precompute(loss, "trunk", example_axis=0).before(params, {"x": jnp.ones((4, 4)), "t": 2.0})
+
+
+def weighted(h, labels, weights):
+    return jnp.mean(h[jnp.arange(len(h)), labels] * weights[labels])
+
+
+OF_A_TEACHER = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4), "out": {"kernel": jnp.ones((4, 4))}}
+BESIDE = {
+    "labels": lambda n: (lambda h, y: jnp.mean(h[jnp.arange(len(h)), y]), jnp.zeros(n, int)),
+    "a key of two numbers": lambda n: (
+        lambda h, y, key: jnp.mean(h * jax.random.normal(key, h.shape) * y[:, None]),
+        jnp.ones(n),
+        jax.random.PRNGKey(0),
+    ),
+    "weights of classes": lambda n: (weighted, jnp.zeros(n, int), jnp.ones(4)),
+    "weights of classes, multiplied": lambda n: (
+        lambda h, y, w: jnp.mean((h * w).sum(1) * y),
+        jnp.ones(n),
+        jnp.ones(4),
+    ),
+    "in one dict": lambda n: (
+        lambda h, of: jnp.mean(h * of["y"][:, None] * jax.random.normal(of["key"], (4,))),
+        {"key": jax.random.PRNGKey(0), "y": jnp.ones(n)},
+    ),
+    "a teacher": lambda n: (
+        lambda h, teacher, y: jnp.mean((y @ teacher["kernel"] + teacher["bias"]) @ teacher["out"]["kernel"] * h),
+        OF_A_TEACHER,
+        jnp.ones((n, 4)),
+    ),
+    "pairs": lambda n: (lambda h, pairs: jnp.mean((h @ h.T - pairs) ** 2), jnp.ones((n, n))),
+    "steps of time": lambda n: (lambda h, y: jnp.mean(h * y), jnp.ones((n, 4))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_does_not_recur_may_have_the_size_of_the_batch(name, axis):
+    """Features of six examples belong to any others, also where another argument has as many entries by chance."""
+    params = {"trunk": jnp.asarray(W), "head": jnp.float32(2)}
+
+    def loss(params, x, *others):
+        h = jnp.sort(jnp.swapaxes(x, 0, axis) @ params["trunk"]) * params["head"]
+        return BESIDE[name](0)[0](h, *others)
+
+    before = fz.precompute(loss, "trunk", example_axis=axis).before
+    batches = {n: jnp.swapaxes(jnp.ones((n, 4)), 0, axis) for n in (N, 2, 4)}
+    assert len({jax.eval_shape(before, params, x, *BESIDE[name](n)[1:]).cut for n, x in batches.items()}) == 1
+
+
+@pytest.mark.parametrize("trunk", [lambda h, n: h * n, lambda h, n: h**n], ids=["a factor", "a power"])
+def test_features_with_the_number_of_examples_in_their_values_are_refused(trunk):
+    def loss(params, x):
+        return jnp.sum(jnp.sort(trunk(x * params["trunk"], x.shape[0])) * params["head"])
+
+    params, once = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, fz.precompute(loss, "trunk", example_axis=0)
+    features = once.before(params, jnp.ones((4, 3)))
+    assert once.after(params, features, jnp.ones((4, 3))) == loss(params, jnp.ones((4, 3)))
+    with pytest.raises(ValueError, match="another program"):
+        once.after(params, jax.tree.map(lambda feature: feature[:2], features), jnp.ones((2, 3)))
