@@ -263,7 +263,8 @@ def _is_own(name: str) -> bool:
 def _stored_statistics(wrapper: Frozen) -> Iterator[None]:
     """Makes modules with ``use_running_average`` use the stored statistics, and restores every ``nnx.BatchStat``."""
     nodes = [node for _, node in nnx.iter_graph(wrapper.module)] if wrapper.stats == "frozen" else []
-    norms = [(n, type(n)) for n in nodes if isinstance(n, nnx.Module) and hasattr(n, "use_running_average")]
+    modules = [n for n in nodes if isinstance(n, nnx.Module) and not isinstance(n, _Stored)]
+    norms = [(n, type(n)) for n in modules if hasattr(n, "use_running_average")]
     before = [(n, n.copy(), jax.tree.leaves(n)) for n in nodes if isinstance(n, nnx.BatchStat)]
     for norm, cls in norms:
         is_pytree = not jax.tree_util.all_leaves([norm])
@@ -276,6 +277,10 @@ def _stored_statistics(wrapper: Frozen) -> Iterator[None]:
         for variable, copy, leaves in before:
             if any(new is not old for new, old in zip(jax.tree.leaves(variable), leaves, strict=True)):
                 variable.update_from_state(copy)
+
+
+class _Stored:
+    """A module that uses its stored statistics now: an enclosing wrapper or another thread has changed its class."""
 
 
 @functools.cache
@@ -298,7 +303,7 @@ def _with_stored_statistics(cls: type[nnx.Module], is_pytree: bool) -> type[nnx.
 
     stored = property(lambda self: True, set_attribute)
     body = {"__call__": call, "use_running_average": stored, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return types.new_class(cls.__name__, (cls,), {"pytree": is_pytree}, lambda namespace: namespace.update(body))
+    return types.new_class(cls.__name__, (cls, _Stored), {"pytree": is_pytree}, lambda namespace: namespace.update(body))
 
 
 class _Param(NamedTuple):

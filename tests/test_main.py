@@ -267,7 +267,48 @@ class TestFiles:
         assert lines(capsys, index) == str(fz.summary(NESTED, False)).splitlines()
         assert f"fix: name one: {tmp_path}/model-0.safetensors" in refused(capsys, tmp_path)
         (tmp_path / "model-1.safetensors").unlink()
-        assert "model-1.safetensors" in refused(capsys, index)
+        missing = f"got: an index whose files are missing: {tmp_path}/model-1.safetensors\n"
+        assert missing in refused(capsys, index)
+
+    def test_an_index_says_which_file_a_tensor_is_in(self, tmp_path, capsys):
+        shards = {"a.safetensors": {"w": np.ones(2), "other": np.ones(5)}, "b.safetensors": {"w": np.ones(3)}}
+        for shard, arrays in shards.items():
+            safetensors.numpy.save_file(arrays, tmp_path / shard)
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+        assert lines(capsys, index) == str(fz.summary({"w": np.ones(2)}, False)).splitlines()
+        index.write_text(json.dumps({"weight_map": {"w": "b.safetensors", "other": "b.safetensors"}}))
+        assert "got: an index that names the tensor other in b.safetensors, which does" in refused(capsys, index)
+        (tmp_path / "b.safetensors").write_bytes(b"")
+        assert f"at: {tmp_path}/b.safetensors\n" in refused(capsys, index)
+
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        {
+            "F4": "float4_e2m1fn",
+            "F6_E2M3": "float6_e2m3fn",
+            "F6_E3M2": "float6_e3m2fn",
+            "F8_E4M3FNUZ": "float8_e4m3fnuz",
+            "F8_E5M2FNUZ": "float8_e5m2fnuz",
+            "F8_E8M0": "float8_e8m0fnu",
+        }.items(),
+    )
+    def test_dtypes_of_safetensors_alone(self, tmp_path, capsys, name, dtype):
+        size = int(name[1])  # of 8 elements in bytes, that of one in bits
+        header = json.dumps({"w": {"dtype": name, "shape": [8], "data_offsets": [0, size]}}).encode()
+        file = tmp_path / "a.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+        params = {"w": jax.ShapeDtypeStruct((8,), np.dtype(dtype))}
+        assert lines(capsys, file) == str(fz.summary(params, False)).splitlines()
+
+    @pytest.mark.parametrize("name", ["a.msgpack", "orbax"])
+    def test_two_leaves_with_one_path(self, tmp_path, capsys, name):
+        params = {"a/b": np.ones(1), "a": {"b": np.ones(2)}}
+        if name == "orbax":
+            write(tmp_path / name, params)
+        else:
+            (tmp_path / name).write_bytes(flax.serialization.to_bytes(params))
+        assert "two leaves have the same path\n  at: a/b\n" in refused(capsys, tmp_path / name)
 
     def test_a_train_state_of_flax_with_other_leaves(self, tmp_path, capsys):
         state = {
@@ -325,6 +366,10 @@ class TestFiles:
         FORMATS[name](tmp_path / name)
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
         assert "it is damaged" in refused(capsys, tmp_path / name)
+
+    def test_a_damaged_file_has_a_reason(self, tmp_path, capsys):
+        (tmp_path / "a.safetensors").write_bytes(bytes(8))
+        assert re.search(r"it is damaged \(.*header.*\)\n", refused(capsys, tmp_path / "a.safetensors"))
 
     @pytest.mark.parametrize(
         "data", [b"\x05", msgpack.packb([1]), flax.serialization.to_bytes(np.ones(2)), b"\x81\xa1a\xc7\x01\x01\x00"]

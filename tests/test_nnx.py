@@ -1,7 +1,9 @@
 """Freezing in NNX: variable types changed in place, a wrapper that holds batch statistics, and a filter."""
 
+import concurrent.futures
 import subprocess
 import sys
+import threading
 
 import chex
 import jax
@@ -709,6 +711,31 @@ def test_statistics_are_as_before_after_an_exception(rngs):
     with pytest.raises(TypeError):
         model(jnp.ones((2, 7)))
     assert type(block.norm) is nnx.BatchNorm
+
+
+def test_calls_of_two_threads_leave_the_class_of_a_norm(rngs, x):
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def meet(x):
+        if first_is_in.is_set():
+            second_is_in.set()
+            assert first_is_out.wait(20)
+        else:
+            first_is_in.set()
+            assert second_is_in.wait(20)
+        return x
+
+    norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+    model = fnnx.Frozen(nnx.Sequential(norm, meet))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(model, x)
+        assert first_is_in.wait(20)
+        second = pool.submit(model, x)
+        outputs = [first.result()]
+        first_is_out.set()
+        outputs.append(second.result())
+    assert type(norm) is nnx.BatchNorm
+    assert bits(outputs) == bits([norm(x)] * 2)
 
 
 def test_25_the_running_mean_of_a_frozen_batch_norm_does_not_drift(rngs, x):

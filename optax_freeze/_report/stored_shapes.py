@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from numpy.lib import format as npy
 
-from optax_freeze._errors import is_int, value_error
+from optax_freeze._errors import in_one_line, is_int, value_error
 from optax_freeze._spec import tree as _tree
 
 SUPPORTED = "a directory that Orbax wrote, or a .safetensors, .npz or Flax .msgpack file"
@@ -34,9 +34,10 @@ def stored_shapes(checkpoint: epath.Path) -> dict[str, Any]:
       checkpoint: a file, or the directory of one tree or of one step that Orbax wrote.
 
     Raises:
-      ValueError: if there is none, if its format is not supported, or if it is damaged.
+      ValueError: if there is none, if its format is not supported, if it is damaged, or if two leaves have one path.
     """
-    shapes = _of_orbax(_item(checkpoint)) if checkpoint.is_dir() else _of_file(checkpoint)
+    tree = _of_orbax(_item(checkpoint)) if checkpoint.is_dir() else _of_file(checkpoint)
+    shapes = {leaf.path: value for leaf, value in zip(_tree.leaves(tree), _tree.flatten(tree)[0], strict=True)}
     if shapes and all(path.endswith("/value") for path in shapes):  # an nnx.State
         return {path.removesuffix("/value"): leaf for path, leaf in shapes.items()}
     return shapes
@@ -70,14 +71,15 @@ def _item(step: epath.Path) -> epath.Path:
     raise _wrong(step, "a directory that Orbax did not write", fix)
 
 
-def _of_orbax(item: epath.Path) -> dict[str, Any]:
+def _of_orbax(item: epath.Path) -> Any:
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.metadata(item).item_metadata.tree  # of some damaged files the metadata are None
     except Exception as error:
         fix = "give another step, or write it again"
         raise _wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix) from error
-    return dict(zip(_tree.paths(tree), map(_leaf_of_orbax, _tree.flatten(tree)[0]), strict=True))
+    leaves, treedef = _tree.flatten(tree)
+    return jax.tree.unflatten(treedef, map(_leaf_of_orbax, leaves))
 
 
 def _leaf_of_orbax(metadata: Any) -> Any:
@@ -88,7 +90,7 @@ def _leaf_of_orbax(metadata: Any) -> Any:
     return metadata
 
 
-def _of_file(file: epath.Path) -> dict[str, Any]:
+def _of_file(file: epath.Path) -> Any:
     read = _reader(file)
     if read is None:
         got = f"a {file.suffix} file" if file.suffix else "a file"
@@ -97,17 +99,19 @@ def _of_file(file: epath.Path) -> dict[str, Any]:
             fix = f"give the directory that Orbax wrote: {file.parent}"
         raise _wrong(file, got, fix)
     try:
-        return read(pathlib.Path(file))
+        found = read(pathlib.Path(file))
     except (ImportError, OSError):
         raise
     except Exception as error:
-        raise _wrong(file, "a file without shapes that can be read: it is damaged", "write it again") from error
+        got = f"a file without shapes that can be read: it is damaged ({in_one_line(error)})"
+        raise _wrong(file, got, "write it again") from error
+    return _of_shards(file, found) if read is _shards_of_safetensors else found
 
 
-def _reader(file: epath.Path) -> Callable[[pathlib.Path], dict[str, Any]] | None:
+def _reader(file: epath.Path) -> Callable[[pathlib.Path], Any] | None:
     """The function that reads such a file; ``checkpoint_1000`` is a name of ``flax.training.checkpoints``."""
     if file.name.endswith(".safetensors.index.json"):
-        return _of_safetensors_index
+        return _shards_of_safetensors
     is_step = file.name.startswith("checkpoint_") and file.name.removeprefix("checkpoint_").isdecimal()
     return _READERS.get(".msgpack" if is_step and not file.is_dir() else file.suffix)
 
@@ -121,15 +125,26 @@ def _of_safetensors(file: pathlib.Path) -> dict[str, Any]:
         ) from error
     with safe_open(file, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {name: _struct(s.get_shape(), _DTYPES_OF_SAFETENSORS[s.get_dtype()]) for name, s in slices.items()}
+        return {name: _struct(s.get_shape(), _dtype_of_safetensors(s.get_dtype())) for name, s in slices.items()}
+
+
+def _dtype_of_safetensors(name: str) -> str:
+    if name not in _DTYPES_OF_SAFETENSORS:
+        raise ValueError(f"the dtype {name} is not known here")
+    return _DTYPES_OF_SAFETENSORS[name]
 
 
 _DTYPES_OF_SAFETENSORS = {
     "BOOL": "bool",
     "BF16": "bfloat16",
     "C64": "complex64",
+    "F4": "float4_e2m1fn",
+    "F6_E2M3": "float6_e2m3fn",
+    "F6_E3M2": "float6_e3m2fn",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
@@ -137,10 +152,23 @@ _DTYPES_OF_SAFETENSORS = {
 }
 
 
-def _of_safetensors_index(file: pathlib.Path) -> dict[str, Any]:
-    """All tensors of a model that is stored in several files."""
-    shards = set(json.loads(file.read_text())["weight_map"].values())
-    return {name: leaf for shard in sorted(shards) for name, leaf in _of_safetensors(file.parent / shard).items()}
+def _shards_of_safetensors(index: pathlib.Path) -> dict[str, str]:
+    """For each tensor of a model that is stored in several files, the name of its file."""
+    return {str(name): str(shard) for name, shard in json.loads(index.read_text())["weight_map"].items()}
+
+
+def _of_shards(index: epath.Path, shards: Mapping[str, str]) -> dict[str, Any]:
+    """All tensors of a model that is stored in several files, each as it is in the file that the index names."""
+    missing = sorted(shard for shard in set(shards.values()) if not (index.parent / shard).is_file())
+    if missing:
+        got = f"an index whose files are missing: {_listed([index.parent / shard for shard in missing])}"
+        raise _wrong(index, got, "download them, or name a file that is there")
+    files = {shard: _of_file(index.parent / shard) for shard in sorted(set(shards.values()))}
+    for name, shard in shards.items():
+        if name not in files[shard]:
+            got = f"an index that names the tensor {name} in {shard}, which does not contain it"
+            raise _wrong(index, got, "take the index and all its files from the same model")
+    return {name: files[shard][name] for name, shard in shards.items()}
 
 
 def _of_npz(file: pathlib.Path) -> dict[str, Any]:
@@ -161,13 +189,12 @@ def _of_npy(archive: zipfile.ZipFile, name: str) -> Any:
     return _struct(shape, dtype.newbyteorder("=")) if dtype.kind in "biufc" else str(dtype)
 
 
-def _of_msgpack(file: pathlib.Path) -> dict[str, Any]:
+def _of_msgpack(file: pathlib.Path) -> Any:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tree = msgpack.unpackb(data, ext_hook=_leaf_of_msgpack, raw=False, strict_map_key=False)
     if not isinstance(tree, Mapping):
         raise ValueError("not a tree")
-    tree = _joined(tree)
-    return dict(zip(_tree.paths(tree), _tree.flatten(tree)[0], strict=True))
+    return _joined(tree)
 
 
 def _leaf_of_msgpack(code: int, data: bytes) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
+from optax_freeze._errors import described, is_array, refuse_no_mapping, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selector_algebra import as_selector, first_match
+from optax_freeze._spec.selector_algebra import Selector, as_selector, first_match
 from optax_freeze._spec.selectors import distinct
 from optax_freeze._spec.tree import PyTree
 
@@ -59,8 +59,8 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
       ``ValueError`` if a pattern matches nothing, if earlier patterns match all its leaves, or if a leaf has no label.
 
     Raises:
-      TypeError: if ``labels`` is not a mapping, a key is neither a pattern nor a selector, or a label is None or a
-        container.
+      TypeError: if ``labels`` is not a mapping, a key is neither a pattern nor a selector, or a label is None, a
+        container, a selector or an array.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -75,14 +75,19 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
     refuse_no_mapping("fz.labels_by_path", labels, "{pattern or selector: label}", at="its first argument", fix=fix)
     selectors = [as_selector(key, "fz.labels_by_path") for key in labels]
     words = list(labels.values())
-    for word in words if default is None else [*words, default]:
-        if not jax.tree_util.all_leaves([word]):
+    for i, word in enumerate([*words, *([] if default is None else [default])]):
+        if is_array(word) or not jax.tree_util.all_leaves([word]):
+            fix = "give a key of the transformations of optax.multi_transform"
+            if isinstance(word, Selector):
+                fix = (
+                    "use its text in both mappings: {repr(pattern): tx} and fz.labels_by_path({pattern: repr(pattern)})"
+                )
             raise type_error(
                 "fz.labels_by_path: not a label",
-                at="its first argument" if word in words else "default",
+                at="its first argument" if i < len(words) else "default",
                 got=described(word),
-                expected="a string, or another value that is not a container",
-                fix="give a key of the transformations of optax.multi_transform",
+                expected="a string, or another value that is neither a container nor an array",
+                fix=fix,
             )
 
     def label_fn(params: PyTree) -> PyTree:
@@ -114,8 +119,8 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
       ``{pattern: learning rate}``: ``base * factor**i`` for pattern ``i``; schedules if ``base`` is a schedule.
 
     Raises:
-      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, or ``factor`` is not
-        positive.
+      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, ``base`` is neither a number
+        nor a schedule, or ``factor`` is not a positive number.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -126,7 +131,7 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
       >>> tx = optax.multi_transform({pattern: optax.adam(rate) for pattern, rate in rates.items()}, labels)
     """
     is_number = isinstance(factor, (int, float, np.floating))
-    if isinstance(factor, bool) or not is_number or not factor > 0:
+    if isinstance(factor, bool) or not is_number or not 0 < factor < float("inf"):
         raise (value_error if is_number else type_error)(
             "`factor` must be a positive number",
             at="factor",
@@ -135,7 +140,23 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
             fix="factor=1 / 2.6, as in ULMFiT",
         )
 
+    if not _is_rate(base):
+        raise type_error(
+            "`base` must be a learning rate",
+            at="base",
+            got=described(base),
+            expected="a number, or a schedule: a function of the count",
+            fix="base=1e-2",
+        )
+
     def scaled(by: float) -> Any:
         return (lambda count: base(count) * by) if callable(base) else base * by
 
     return {pattern: scaled(factor**i) for i, pattern in enumerate(distinct("fz.layerwise_decay", patterns))}
+
+
+def _is_rate(base: Any) -> bool:
+    """Whether ``base`` is a learning rate: a number, an array without axes, or a schedule."""
+    if is_array(base):
+        return base.shape == ()
+    return callable(base) or (isinstance(base, (int, float)) and not isinstance(base, bool))

@@ -102,10 +102,31 @@ class TestLabelsByPath:
         with pytest.raises(ValueError, match=error):
             fz.labels_by_path(labels, default=default)(other)
 
-    @pytest.mark.parametrize("labels", ["encoder", {"encoder": None}, {"encoder": ["a"]}, {3: "a"}], ids=repr)
+    @pytest.mark.parametrize(
+        "labels",
+        [
+            "encoder",
+            {"encoder": None},
+            {"encoder": ["a"]},
+            {3: "a"},
+            {"encoder": np.ones(2)},
+            {"encoder": jnp.ones(2)},
+            {"encoder": fz.path("encoder")},
+        ],
+        ids=repr,
+    )
     def test_bad_arguments(self, labels):
         with pytest.raises(TypeError, match="expected: "):
             fz.labels_by_path(labels)
+
+    def test_rates_of_selectors(self, params):
+        rates = fz.layerwise_decay([fz.path("head"), fz.only("head")], 1.0, 0.5)
+        with pytest.raises(TypeError, match=r"fix: .*\{pattern: repr\(pattern\)\}"):
+            fz.labels_by_path({pattern: pattern for pattern in rates})
+        transforms = {repr(pattern): optax.sgd(rate) for pattern, rate in rates.items()}
+        tx = optax.multi_transform(transforms, fz.labels_by_path({pattern: repr(pattern) for pattern in rates}))
+        updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+        assert [u.tolist()[0] for u in (updates["head"]["bias"], updates["encoder"]["layer_0"]["bias"])] == [-1, -0.5]
 
 
 class TestLayerwiseDecay:
@@ -134,6 +155,11 @@ class TestLayerwiseDecay:
             ((["head"], 1.0, float("nan")), ValueError),
             ((["head"], 1.0, np.float32("nan")), ValueError),
             ((["head"], 1.0, "half"), TypeError),
+            ((["head"], 1.0, float("inf")), ValueError),
+            ((["head"], "1.0", 1), TypeError),
+            ((["head"], [1.0], 1), TypeError),
+            ((["head"], True, 0.5), TypeError),
+            ((["head"], np.ones(2), 0.5), TypeError),
         ],
     )
     def test_bad_arguments(self, args, error):
