@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, in_one_line, type_error, value_error
@@ -71,7 +72,7 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
         del extra_args
         state = with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
         plan = plan_of(state)
-        values, treedef = plan.align(updates, "updates")
+        values, treedef = plan.align(updates, "updates", params=params)
         olds, structure = _tree.flatten(params)
         olds = olds if structure == treedef else [None] * len(values)
         zeroed = [
@@ -163,7 +164,7 @@ def freeze(
     ) -> tuple[PyTree, PyTree]:
         state = with_plan(state, FreezeState, updates if params is None else params, accepted)
         plan = plan_of(state)
-        values, treedef = plan.align(updates, "updates")
+        values, treedef, missing = plan.align_gradients(updates, params)
         trainable, olds = None, [None] * len(values)
         if params is not None:
             olds, params_treedef = plan.align(params, "params")
@@ -183,7 +184,8 @@ def freeze(
                 expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
                 fix="if so, tx.update(grads, state, params)",
             ) from error
-        leaves = zip(plan.selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
+        selections = [FROZEN if i in missing else selection for i, selection in enumerate(plan.selections)]
+        leaves = zip(selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
         new = [_full_update(*leaf) if full else _trainable_update(*leaf) for leaf in leaves]
         return jax.tree.unflatten(treedef, new), state._replace(inner_state=parts_outside(inner_state, plan))
 
@@ -232,7 +234,8 @@ def _zeroed(selection: Selection, leaf: Leaf, update: Any, param: Any = None) ->
         return update
     if is_on_host(param):
         return zero(leaf, update, param) if selection is FROZEN else selection.take(update)
-    return selection.choose(zero(leaf, update) if selection is FROZEN else negative_zero(update.dtype), update)
+    zeros = zero(leaf, update) if selection is FROZEN else negative_zero(jnp.result_type(update))
+    return selection.choose(zeros, update)
 
 
 def _refuse_no_spec(inner: Any) -> NoReturn:

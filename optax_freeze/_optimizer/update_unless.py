@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from optax_freeze._errors import is_number
 from optax_freeze._optimizer.inner_update import negative_zero, zero
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.tree import Leaf, PyTree
@@ -50,6 +51,7 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
 
 
 def _with_dtype(old: Any, new: Any) -> Any:
+    old = jnp.asarray(old, new.dtype) if is_number(old) else old
     return old if old.dtype == new.dtype else old.astype(new.dtype)
 
 
