@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_freeze as fz
+import optax_freeze.nnx as fnnx
 from optax_freeze import checkpoint
 
 FROZEN = ["bias", "body"]
@@ -177,6 +179,21 @@ def test_an_audit_follows_numbers():
     fz.audit(fz.freeze(optax.adamw(0.1), FROZEN), params, FROZEN).raise_for_leaks()
     leaks = fz.audit(optax.sgd(0.1), params, FROZEN).leaks
     assert {leak.path for leak in leaks} == {*FROZEN}
+
+
+def test_numbers_in_nnx_variables():
+    """``nnx.grad`` differentiates them."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.a, self.b = nnx.Param(1.0), nnx.Param(1.0)
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, fz.freeze(optax.sgd(0.5), "b"), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda model: model.a[...] * model.b[...])(model))
+    assert jax.tree.leaves(nnx.state(model)) == [0.5, 1.0]
+    fnnx.freeze(model, "b")
+    assert [type(variable) for variable in (model.a, model.b)] == [nnx.Param, fnnx.FrozenParam]
 
 
 def test_a_checkpoint_holds_numbers(tmp_path):

@@ -37,9 +37,9 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
     """Sets the updates of frozen leaves to zero.
 
     Like ``optax.freeze``, but it selects instead of multiplying (NaN times zero is NaN), and its zeros are -0.0, which
-    preserve every number when added. As the last transformation of a chain it keeps frozen parameters unchanged. The
-    transformations before it still receive frozen gradients and store moments for them; use :func:`freeze` to avoid
-    that.
+    preserve every normal number when added (:func:`optax_freeze.apply_updates` with ``frozen`` preserves every bit). As
+    the last transformation of a chain it keeps frozen parameters unchanged. The transformations before it still receive
+    frozen gradients and store moments for them; use :func:`freeze` to avoid that.
 
     Args:
       frozen: the spec of the frozen parameters, in any form.
@@ -116,8 +116,9 @@ def freeze(
       inner: the optimizer, or an ``optax.MultiSteps``.
       frozen: the spec of the frozen parameters, in any form.
       full_updates: if True, updates have the structure of the parameters, with -0.0 for frozen ones, for
-        ``optax.apply_updates`` (for a parameter in host memory, one number or the ``Part`` of its rows). If
-        False, they have ``optax.MaskedNode()`` for frozen parameters, for :func:`optax_freeze.apply_updates`.
+        ``optax.apply_updates``, which preserves all but denormals and signalling NaNs (for a parameter in host memory,
+        one number or the ``Part`` of its rows). If False, they have ``optax.MaskedNode()`` for frozen parameters, for
+        :func:`optax_freeze.apply_updates`, which preserves every bit.
       tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
         ``"ignore"`` allows it.
 

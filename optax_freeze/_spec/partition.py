@@ -38,7 +38,7 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
       ``(trainable, rest)``, two trees with the structure of ``params``. Each has ``optax.MaskedNode()`` (a hole) in
       place of a leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``,
       as a :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that are not floating-point or complex
-      arrays are in ``rest``.
+      arrays or numbers are in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
@@ -175,8 +175,8 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
         bit pattern, whatever their updates. If None, only leaves whose update is a hole are sure to stay unchanged.
 
     Returns:
-      The new parameters, with the structure, shapes and dtypes of ``params``. Leaves that are not arrays (Python bools,
-      strings, functions) are returned unchanged.
+      The new parameters, with the structure, shapes and dtypes of ``params``. A Python number that is updated becomes
+      an array. Other leaves that are not arrays (bools, strings, functions) are returned unchanged.
 
     Raises:
       ValueError: if the structures differ, or if the spec does not fit the parameters.

@@ -120,7 +120,7 @@ class Plan:
                 f"{what}: every leaf is frozen",
                 at="frozen",
                 got=f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained",
-                expected="at least one trainable floating-point or complex array or number",
+                expected="at least one trainable floating-point or complex array",
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )
 
