@@ -116,6 +116,24 @@ def test_each_function_treats_a_number_as_an_array(number, compiled):
     assert got["freeze"][0]["scale"] != number
 
 
+@pytest.mark.parametrize("tx", ["freeze", "freeze_when"])
+def test_gradients_may_be_numbers(tx):
+    params, mask = {"a": 1.0, "b": 1.0}, fz.elements(np.array(False))
+    tx = {
+        "freeze": optax.chain(fz.masked_zero_updates({"a": mask, "b": False}), fz.freeze(optax.sgd(0.5), "b")),
+        "freeze_when": fz.freeze_when(optax.sgd(0.5), {"a": (~mask, False), "b": True}, optax.clip(10)),
+    }[tx]
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert fz.apply_updates(params, updates) == {"a": 0.5, "b": 1.0}
+
+
+def test_numbers_that_a_jitted_step_closes_over():
+    params, tx = parameters(0.1), fz.freeze_when(optax.adam(0.1), GROUPS)
+    step, state = fz.train_step(loss, tx), tx.init(params)
+    closed_over, given = jax.jit(lambda state: step(params, state, X))(state), jax.jit(step)(params, state, X)
+    chex.assert_trees_all_close(closed_over, given, rtol=1e-5)
+
+
 def test_a_number_comes_back_as_it_was():
     params = parameters(0.1)
     whole = fz.combine(*fz.partition(params, "bias"))

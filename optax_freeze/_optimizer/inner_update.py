@@ -113,8 +113,7 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """
     numbers = [x for x in (param, update) if isinstance(x, (int, float, complex))]
     if numbers:
-        kind: Any = type(numbers[0])
-        return _NoUpdate(-0.0) if kind is bool else no_change(kind)
+        return _NoUpdate(-0.0) if isinstance(numbers[0], bool) else no_change(numbers[0])
     like: Any = next((x for x in (param, update) if is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None:

@@ -119,7 +119,7 @@ def _text(value: Any) -> str:
             "{" + ";".join([closed_over, line("", "", jaxpr.invars, ()), *eqns, line("", "", jaxpr.outvars, ())]) + "}"
         )
     if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if k not in ("name", "weak_type") and "sharding" not in k}
+        kept = {k: v for k, v in value.items() if k != "name" and "sharding" not in k}
         return "[" + ",".join(f"{k}={_text(v)}" for k, v in sorted(kept.items())) + "]"
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(_text(item) for item in value) + ")"

@@ -250,13 +250,15 @@ def _stays(value: Any, change: Any) -> bool:
     if isinstance(value, Part) or _tree.is_hole(value) or is_array(value):
         return False
     if is_number(value):  # 0.0 added to -0.0 is 0.0
-        return is_number(change) and repr(change) == repr(no_change(type(change)))
+        return is_number(change) and repr(change) == repr(no_change(change))
     return isinstance(value, bool) or not isinstance(value, int) or (isinstance(change, (int, float)) and change == 0)
 
 
-def no_change(kind: type) -> Any:
-    """The Python number of this type that, added to any other, changes nothing."""
-    return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
+def no_change(number: Any) -> Any:
+    """The Python number that, added to any other of this type, changes nothing."""
+    if isinstance(number, complex):
+        return complex(-0.0, -0.0)
+    return -0.0 if isinstance(number, float) else 0
 
 
 def _fits(value: Any, change: Any) -> bool:

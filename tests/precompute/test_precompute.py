@@ -814,9 +814,10 @@ def test_a_frozen_number_may_become_an_array_of_its_dtype():
         assert once.before({**params, "scale": scale}, x).cut == features.cut
 
 
-def test_weak_types_of_missing_parameters_are_known():
-    params = {"encoder": jnp.ones((8, 16)), "scale": jnp.array(2.0), "head": jnp.ones((16, 3))}
-    assert params["scale"].weak_type
+@pytest.mark.parametrize("scale", [jnp.array(2.0), 2.0], ids=["array", "number"])
+def test_weak_types_of_missing_parameters_are_known(scale):
+    params = {"encoder": jnp.ones((8, 16)), "scale": scale, "head": jnp.ones((16, 3))}
+    assert jax.typeof(scale).weak_type
 
     def loss(params, x):
         h = jnp.tanh(x @ params["encoder"].astype(x.dtype)) * params["scale"]
