@@ -378,9 +378,9 @@ def test_numbers_of_an_equinox_module_are_settings():
 @pytest.mark.parametrize(
     "tx",
     [
-        fz.freeze(optax.adam(0.1), False),
-        fz.freeze(optax.adam(0.1), False, full_updates=False),
-        fz.freeze_when(optax.adam(0.1), {"scale": False, "module": False}),
+        fz.freeze(optax.adamw(0.1, weight_decay=0.1), False),
+        fz.freeze(optax.adamw(0.1, weight_decay=0.1), False, full_updates=False),
+        fz.freeze_when(optax.adamw(0.1, weight_decay=0.1), {"scale": False, "module": False}),
         fz.masked_zero_updates({"scale": False, "module": True}),
     ],
     ids=["freeze", "holes", "freeze_when", "masked_zero_updates"],
