@@ -19,6 +19,15 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and _is_of_jax(leaf.dtype)
 
 
+def is_number(leaf: Any) -> bool:
+    """Whether ``leaf`` is a Python float or complex number, which JAX differentiates as it does an array without axes.
+
+    >>> is_number(1.0), is_number(1j), is_number(np.float64(1)), is_number(1), is_number(True)
+    (True, True, False, False, False)
+    """
+    return isinstance(leaf, (float, complex)) and not is_array(leaf)
+
+
 @functools.cache
 def _is_of_jax(dtype: Any) -> bool:
     kinds = (np.number, np.bool_, jax.dtypes.extended)

@@ -338,7 +338,7 @@ def test_what_is_not_an_array_of_a_module_has_no_update(kind, gradient):
 
 def test_optax_adds_the_updates_of_numbers_and_bools():
     params = {"w": jnp.ones(2), "flag": True, "scale": -0.0, "count": 3, "c": complex(1, -0.0)}
-    tx = fz.freeze(optax.sgd(0.5), False)
+    tx = fz.freeze(optax.sgd(0.5), ["scale", "c"])
     updates, _ = tx.update(params, tx.init(params), params)
     new = optax.apply_updates(params, updates)
     assert (new["flag"].dtype, bool(new["flag"]), int(new["count"]), complex(new["c"])) == (bool, True, 3, 1)
@@ -347,8 +347,61 @@ def test_optax_adds_the_updates_of_numbers_and_bools():
 
 
 def test_a_number_that_is_moved_moves():
-    new = fz.apply_updates({"scale": 1.0, "flag": True, "zero": 2.0}, {"scale": 0.5, "flag": 1.0, "zero": 0.0})
-    assert (float(new["scale"]), new["flag"], new["zero"]) == (1.5, True, 2.0)
+    new = fz.apply_updates({"scale": 1.0, "flag": True, "count": 2}, {"scale": 0.5, "flag": 1.0, "count": 0.0})
+    assert (float(new["scale"]), new["flag"], new["count"]) == (1.5, True, 2)
+
+
+class Dropped(eqx.Module):
+    """A module without functions, which ``jax.jit`` takes as it is."""
+
+    w: jax.Array
+    rate: float = 0.5
+
+
+def scaled_sum(params):
+    return params["scale"] * (1 - params["module"].rate) * jnp.sum(params["module"].w)
+
+
+def test_numbers_of_an_equinox_module_are_settings():
+    params = {"scale": 2.0, "module": Dropped(jnp.ones(2))}
+    answers = fz.resolve(params, False)
+    assert (answers["scale"], answers["module"].rate, answers["module"].w) == (False, True, False)
+    grads = fz.grad(scaled_sum, "scale")(params)
+    assert grads["module"].rate == optax.MaskedNode()
+    assert fz.summary(params, False).elements == 3
+    modules = [params["module"], {"again": params["module"]}]
+    assert fz.partition([*modules, 2.0], False)[1][1]["again"].rate == 0.5
+    assert fz.partition([*modules, 2.0], False)[0][2] == 2.0
+
+
+@pytest.mark.parametrize("jit_init", [False, True])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        fz.freeze(optax.adamw(0.1, weight_decay=0.1), False),
+        fz.freeze(optax.adamw(0.1, weight_decay=0.1), False, full_updates=False),
+        fz.freeze_when(optax.adamw(0.1, weight_decay=0.1), {"scale": False, "module": False}),
+        fz.masked_zero_updates({"scale": False, "module": True}),
+    ],
+    ids=["freeze", "holes", "freeze_when", "masked_zero_updates"],
+)
+@pytest.mark.parametrize("gradient", [eqx.filter_grad, lambda loss: fz.grad(loss, "scale")], ids=["equinox", "ours"])
+def test_a_number_without_a_gradient_has_no_update(tx, jit_init, gradient):
+    """Equinox differentiates arrays; under ``jax.jit`` the numbers of a module are arrays for it, and for ``init``."""
+    params = {"scale": 2.0, "module": Dropped(jnp.ones(2))}
+    state = (jax.jit(tx.init) if jit_init else tx.init)(params)
+    grads = gradient(scaled_sum)(params)
+    updates, _ = tx.update(grads, state, params)
+    news = [fz.apply_updates(params, updates), fz.update_params(tx, grads, state, params)[0]]
+    for new in news:
+        assert (new["scale"], new["module"].rate) == (2.0, 0.5)
+
+
+def test_an_array_without_a_gradient_is_still_an_error():
+    params = {"scale": jnp.array(2.0), "w": jnp.ones(2)}
+    tx = fz.freeze(optax.sgd(0.1), False)
+    with pytest.raises(ValueError, match=r"updates: a trainable leaf is missing\n  at: scale"):
+        tx.update({"scale": None, "w": jnp.ones(2)}, tx.init(params), params)
 
 
 def test_equinox_gradients_as_an_extra_argument():

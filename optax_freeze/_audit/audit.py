@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_freeze._audit.diagnosis import Kind, Leak, diagnose
 from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
-from optax_freeze._errors import counted, message, value_error, whole_number
+from optax_freeze._errors import counted, is_number, message, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
@@ -133,7 +134,11 @@ def audit(
     values, treedef = _tree.flatten(params)
     _refuse_parts(values, plan)
     plan.refuse_all_frozen("there is nothing to audit", frozen)
-    simulation = Simulation(tx, plan, list(map(made_up, values)), treedef, steps, extra_args, full_grads)
+    start = [
+        jnp.asarray(value, leaf.dtype) if leaf.inexact and is_number(value) else made_up(value)
+        for value, leaf in zip(values, plan.leaves, strict=True)
+    ]
+    simulation = Simulation(tx, plan, start, treedef, steps, extra_args, full_grads)
     with jax.debug_nans(False), jax.debug_infs(False):  # some of the gradients are NaN or infinite on purpose
         leaks, runs = diagnose(simulation)
     in_part_or_whole = sum(selection is not TRAINABLE for selection in plan.selections)

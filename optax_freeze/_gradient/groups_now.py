@@ -207,7 +207,7 @@ def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[
     for is_frozen, selections in zip(frozen, own, strict=True):
         for i, selection in enumerate(selections):
             if selection is not FROZEN:
-                zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), x.dtype), x), new[i])
+                zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), jnp.result_type(x)), x), new[i])
                 new[i] = selection.choose(new[i], zeros)
     return new
 
@@ -217,7 +217,7 @@ def _full(leaf: Leaf, selection: Selection, value: Any, grad: Any) -> Any:
     if not leaf.inexact or isinstance(value, Part):
         return grad
     if selection is FROZEN:
-        return jnp.where(True, jnp.zeros((), value.dtype), value)
+        return jnp.where(True, jnp.zeros((), jnp.result_type(value)), value)
     if isinstance(grad, Part):
         zero = jnp.zeros((), grad.dtype)
         return jnp.where(True, selection.spread(grad, zero, value), value)

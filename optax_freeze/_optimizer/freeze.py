@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, in_one_line, type_error, value_error
@@ -36,9 +37,9 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
     """Sets the updates of frozen leaves to zero.
 
     Like ``optax.freeze``, but it selects instead of multiplying (NaN times zero is NaN), and its zeros are -0.0, which
-    preserve every number when added. As the last transformation of a chain it keeps frozen parameters unchanged. The
-    transformations before it still receive frozen gradients and store moments for them; use :func:`freeze` to avoid
-    that.
+    preserve every normal number when added (:func:`optax_freeze.apply_updates` with ``frozen`` preserves every bit). As
+    the last transformation of a chain it keeps frozen parameters unchanged. The transformations before it still receive
+    frozen gradients and store moments for them; use :func:`freeze` to avoid that.
 
     Args:
       frozen: the spec of the frozen parameters, in any form.
@@ -71,7 +72,7 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
         del extra_args
         state = with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
         plan = plan_of(state)
-        values, treedef = plan.align(updates, "updates")
+        values, treedef = plan.align(updates, "updates", params=params)
         olds, structure = _tree.flatten(params)
         olds = olds if structure == treedef else [None] * len(values)
         zeroed = [
@@ -115,8 +116,9 @@ def freeze(
       inner: the optimizer, or an ``optax.MultiSteps``.
       frozen: the spec of the frozen parameters, in any form.
       full_updates: if True, updates have the structure of the parameters, with -0.0 for frozen ones, for
-        ``optax.apply_updates`` (for a parameter in host memory, one number or the ``Part`` of its rows). If
-        False, they have ``optax.MaskedNode()`` for frozen parameters, for :func:`optax_freeze.apply_updates`.
+        ``optax.apply_updates``, which preserves all but denormals and signalling NaNs (for a parameter in host memory,
+        one number or the ``Part`` of its rows). If False, they have ``optax.MaskedNode()`` for frozen parameters, for
+        :func:`optax_freeze.apply_updates`, which preserves every bit.
       tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
         ``"ignore"`` allows it.
 
@@ -163,7 +165,7 @@ def freeze(
     ) -> tuple[PyTree, PyTree]:
         state = with_plan(state, FreezeState, updates if params is None else params, accepted)
         plan = plan_of(state)
-        values, treedef = plan.align(updates, "updates")
+        values, treedef, missing = plan.align_gradients(updates, params)
         trainable, olds = None, [None] * len(values)
         if params is not None:
             olds, params_treedef = plan.align(params, "params")
@@ -183,7 +185,8 @@ def freeze(
                 expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
                 fix="if so, tx.update(grads, state, params)",
             ) from error
-        leaves = zip(plan.selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
+        selections = [FROZEN if i in missing else selection for i, selection in enumerate(plan.selections)]
+        leaves = zip(selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
         new = [_full_update(*leaf) if full else _trainable_update(*leaf) for leaf in leaves]
         return jax.tree.unflatten(treedef, new), state._replace(inner_state=parts_outside(inner_state, plan))
 
@@ -232,7 +235,8 @@ def _zeroed(selection: Selection, leaf: Leaf, update: Any, param: Any = None) ->
         return update
     if is_on_host(param):
         return zero(leaf, update, param) if selection is FROZEN else selection.take(update)
-    return selection.choose(zero(leaf, update) if selection is FROZEN else negative_zero(update.dtype), update)
+    zeros = zero(leaf, update) if selection is FROZEN else negative_zero(jnp.result_type(update))
+    return selection.choose(zeros, update)
 
 
 def _refuse_no_spec(inner: Any) -> NoReturn:

@@ -141,11 +141,11 @@ def freeze_when(
     ) -> tuple[PyTree, PyTree]:
         state = _with_plans(state, updates if params is None else params, named, accepted)
         plans = plans_of(state)
-        values, treedef = plans.whole.align(updates, "updates", _ALL_GRADIENTS)
+        values, treedef, missing = plans.whole.align_gradients(updates, params, _ALL_GRADIENTS)
         olds, params_treedef = [None] * len(values), None
         if params is not None:
             olds, params_treedef = plans.whole.align(params, "params")
-        call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args)
+        call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args, missing)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
         frozen = list(frozen_groups(state).values() if known is None else known)
         grads, coupled_state = values, state.coupled_state

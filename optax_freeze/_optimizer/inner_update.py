@@ -18,7 +18,7 @@ from optax_freeze._errors import is_array
 from optax_freeze._gradient.restrict import restrict
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import is_on_host
-from optax_freeze._spec.partition import split
+from optax_freeze._spec.partition import no_change, split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -113,10 +113,7 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """
     numbers = [x for x in (param, update) if isinstance(x, (int, float, complex))]
     if numbers:
-        kind: Any = type(numbers[0])
-        if kind is bool:
-            return _NoUpdate(-0.0)
-        return kind(complex(-0.0, -0.0) if issubclass(kind, complex) else -0.0)
+        return _NoUpdate(-0.0) if isinstance(numbers[0], bool) else no_change(numbers[0])
     like: Any = next((x for x in (param, update) if is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None:

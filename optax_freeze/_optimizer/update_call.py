@@ -17,7 +17,10 @@ from optax_freeze._spec.tree import PyTree
 
 
 class UpdateCall(NamedTuple):
-    """The arguments of one update: the updates flattened, the parameters as given and flattened, the others."""
+    """The arguments of one update: the updates flattened, the parameters as given and flattened, the others.
+
+    ``missing`` are the positions of trainable leaves that have no gradient, and so no update.
+    """
 
     treedef: Any
     values: Sequence[Any]
@@ -25,6 +28,7 @@ class UpdateCall(NamedTuple):
     olds: Sequence[Any]
     params_treedef: Any
     extra_args: dict[str, Any]
+    missing: frozenset[int] = frozenset()
 
     def updates(
         self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], grads: Sequence[Any], frozen: Sequence[Any]
@@ -36,7 +40,7 @@ class UpdateCall(NamedTuple):
         ]
         new = [
             zero(leaf, value, old)
-            if selection is FROZEN
+            if selection is FROZEN or i in self.missing
             else plans.merge(i, [parts[i] for parts, _ in runs], value if old is None else old)
             for i, (leaf, selection, value, old) in enumerate(
                 zip(plans.leaves, plans.whole.selections, self.values, self.olds, strict=True)
@@ -50,7 +54,7 @@ class UpdateCall(NamedTuple):
         """The new parameters, and the state of each group; groups that share a leaf add to it in turn."""
         new, new_states = list(self.olds), []
         for plan, state, is_frozen in zip(plans.plans, states, frozen, strict=True):
-            own = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
+            own = [i for i, s in enumerate(plan.selections) if s is not FROZEN and i not in self.missing]
 
             def step(carry: Any, plan: Plan = plan, own: Sequence[int] = own) -> Any:
                 leaves = list(self.olds)

@@ -39,8 +39,8 @@ def update_params(
 
     Returns:
       ``(params, state)``: the new parameters, of the structure, shapes and dtypes of ``params``, and the new state.
-      Parameters that are frozen by ``fz.freeze`` or in a group of ``fz.freeze_when`` keep every bit, unless another
-      transformation around it changes their updates of -0.0.
+      If ``tx`` is ``fz.freeze`` or ``fz.freeze_when``, frozen parameters keep every bit; inside another transformation
+      all but denormals and signalling NaNs, unless their updates are ``optax.MaskedNode()``.
 
     Raises:
       TypeError: if ``tx`` is not an optimizer, or ``params`` is None.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from optax_freeze._errors import is_number
 from optax_freeze._gradient.split_array import varies
 from optax_freeze._optimizer.inner_update import negative_zero, zero
 from optax_freeze._spec.layout import explicit_sharding, laid_out
@@ -56,6 +57,7 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     Moments of bfloat16 parameters become float32 in the first update, if the gradients are. Inside ``jax.shard_map``,
     what is equal on all devices before the step may vary after it.
     """
+    old = jnp.asarray(old, new.dtype) if is_number(old) else old
     axes = tuple(sorted((varies(new) | varies(frozen)) - varies(old)))
     if axes:
         lax: Any = jax.lax  # `pcast` is newer than the oldest supported JAX

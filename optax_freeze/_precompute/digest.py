@@ -17,7 +17,7 @@ from optax_freeze._errors import is_int
 from optax_freeze._gradient.constants import known
 from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._precompute.cut import Cut
-from optax_freeze._precompute.program import Program
+from optax_freeze._precompute.program import Node, Program
 
 
 def digest(text: str) -> str:
@@ -39,7 +39,7 @@ def text_of(program: Program, inputs: Sequence[str], cut: Cut) -> str:
         return f"{name_of(value)}:{_type(program.avals[value])}"
 
     for node in cut.before:
-        if node.eqn.primitive.name in _OF_TYPES:
+        if node.eqn.primitive.name in _OF_TYPES or _changes_weak_type_alone(program, node):
             names |= zip(node.outputs, map(name_of, node.inputs), strict=True)
             continue
         ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
@@ -98,6 +98,13 @@ _MOST_BYTES = 2**26
 
 _OF_TYPES = ("pvary", "pcast")
 """Operations inside ``jax.shard_map`` that mark a value as varying over a mesh and compute nothing."""
+
+
+def _changes_weak_type_alone(program: Program, node: Node) -> bool:
+    """Whether an operation converts an array to its own dtype: one that was made of a Python number."""
+    if node.eqn.primitive.name != "convert_element_type" or not isinstance(node.inputs[0], int):
+        return False
+    return program.avals[node.inputs[0]].dtype == program.avals[node.outputs[0]].dtype
 
 
 def _text(value: Any) -> str:

@@ -20,7 +20,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
-from optax_freeze._spec.tree import HOLE, Part, PyTree, Rest
+from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree, Rest
 
 if TYPE_CHECKING:
     from optax_freeze._precompute.divide import Division
@@ -397,14 +397,14 @@ def precompute(
 
 
 def _structs(params: PyTree) -> tuple[tuple[str, Any], ...]:
-    """The path of each leaf, and its shape and dtype if it is an array."""
-    leaves = zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
-    return tuple((path, _struct(value) if is_array(value) else None) for path, value in leaves)
+    """The path of each leaf, and its shape and dtype if it has them."""
+    leaves = zip(_tree.leaves(params), _tree.flatten(params)[0], strict=True)
+    return tuple((leaf.path, _struct(leaf, value) if leaf.shape is not None else None) for leaf, value in leaves)
 
 
-def _struct(value: Any) -> jax.ShapeDtypeStruct:
-    weak = isinstance(value, jax.Array) and value.weak_type
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=weak)
+def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct:
+    assert leaf.shape is not None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_tree.is_weak(value))
 
 
 def _whole(value: Any) -> Any:

@@ -7,9 +7,10 @@ optimizer's own ``init``.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._errors import is_array, is_concrete, value_error, whole_number
+from optax_freeze._errors import is_concrete, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
@@ -265,7 +266,7 @@ def _itemsize(dtype: Any) -> int:
 def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
     """The shapes of the optimizer state without freezing and with freezing."""
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
-    full = _state(tx.init, params, keep=_can_train)
+    full = _state(tx.init, params, [leaf.inexact for leaf in plan.leaves])
     kinds = (FreezeState, FreezeWhenState)
     nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
     if any(isinstance(node, kinds) for node in nodes):
@@ -276,23 +277,18 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
             expected="the optimizer that you would use without freezing",
             fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
-    return full, _state(freeze(tx, plan.known, tied="ignore").init, params, keep=is_array)
+    return full, _state(freeze(tx, plan.known, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
 
 
-def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Callable[[Any], bool]) -> PyTree:
-    """The shapes of an optimizer's state; leaves for which ``keep`` is False are replaced by holes."""
-    values, treedef = jax.tree.flatten(jax.tree.map(lambda x: _tree.struct_of(x) if is_on_host(x) else x, params))
+def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
+    """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by holes."""
+    values, treedef = _tree.flatten(jax.tree.map(lambda x: _tree.struct_of(x) if is_on_host(x) else x, params))
 
     def of_arrays(arrays: list[Any]) -> PyTree:
         left = iter(arrays)
-        return init(jax.tree.unflatten(treedef, [next(left) if keep(value) else _tree.HOLE for value in values]))
+        return init(jax.tree.unflatten(treedef, [next(left) if kept else _tree.HOLE for kept in keep]))
 
-    return jax.eval_shape(of_arrays, [value for value in values if keep(value)])
-
-
-def _can_train(leaf: Any) -> bool:
-    """Whether a leaf can have a gradient. Integers, random keys and objects are frozen under any spec."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jax.eval_shape(of_arrays, list(itertools.compress(values, keep)))
 
 
 def _nbytes(shapes: PyTree) -> int:

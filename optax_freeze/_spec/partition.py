@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import is_array, type_error, value_error
+from optax_freeze._errors import is_array, is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.plan import Plan, refuse_on_host, refuse_other_leaf
@@ -38,7 +38,7 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
       ``(trainable, rest)``, two trees with the structure of ``params``. Each has ``optax.MaskedNode()`` (a hole) in
       place of a leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``,
       as a :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that are not floating-point or complex
-      arrays are in ``rest``.
+      arrays or numbers are in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
@@ -73,7 +73,7 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
 def split(params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
     """:func:`partition` with a plan instead of a spec."""
     values, treedef = plan.align(params, "params")
-    return plan.trainable(treedef, values), jax.tree.unflatten(treedef, plan.rest(values))
+    return jax.tree.unflatten(treedef, plan.take(values)), jax.tree.unflatten(treedef, plan.rest(values))
 
 
 def combine(trainable: PyTree, rest: PyTree) -> PyTree:
@@ -108,7 +108,7 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
     whole, paths = [], functools.cache(lambda: _tree.paths(rest))  # only needed for errors and dense masks
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_hole(a):
-            shape, index = tuple(b.array.shape), b.selection.part_index
+            shape, index = jnp.shape(b.array), b.selection.part_index
             if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
                 refuse_other_leaf(a, Leaf(paths()[i], shape, index=index), b.selection, "trainable")
             whole.append(combine_part(b, a))
@@ -158,7 +158,7 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     values, treedef = _tree.flatten(params)
     stopped = [
         value
-        if selection is TRAINABLE or leaf.dtype is None or isinstance(value, Part)
+        if selection is TRAINABLE or leaf.dtype is None or isinstance(value, Part) or is_number(value)
         else selection.choose(jax.lax.stop_gradient(value), value)
         for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True)
     ]
@@ -175,8 +175,8 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
         bit pattern, whatever their updates. If None, only leaves whose update is a hole are sure to stay unchanged.
 
     Returns:
-      The new parameters, with the structure, shapes and dtypes of ``params``. Leaves that are not arrays (Python bools,
-      strings, functions) are returned unchanged.
+      The new parameters, with the structure, shapes and dtypes of ``params``. A Python number that is updated becomes
+      an array. Other leaves that are not arrays (bools, strings, functions) are returned unchanged.
 
     Raises:
       ValueError: if the structures differ, or if the spec does not fit the parameters.
@@ -203,7 +203,7 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
             continue
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
             index = change.index if selection is TRAINABLE else selection.part_index
-            refuse_other_leaf(change, Leaf(paths()[i], tuple(value.shape), index=index), selection, "updates")
+            refuse_other_leaf(change, Leaf(paths()[i], jnp.shape(value), index=index), selection, "updates")
         elif not _fits(value, change):
             raise value_error(
                 "updates: an update does not fit its parameter",
@@ -246,11 +246,19 @@ def _places(part: Part) -> Selection:
 
 
 def _stays(value: Any, change: Any) -> bool:
-    """Whether a leaf that is not an array keeps its value; Python numbers do if their update is zero."""
+    """Whether a leaf that is not an array keeps its value; Python numbers do if their update changes nothing."""
     if isinstance(value, Part) or _tree.is_hole(value) or is_array(value):
         return False
-    adds = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
-    return not adds or (isinstance(change, (int, float, complex)) and change == 0)
+    if is_number(value):  # 0.0 added to -0.0 is 0.0
+        return is_number(change) and repr(change) == repr(no_change(change))
+    return isinstance(value, bool) or not isinstance(value, int) or (isinstance(change, (int, float)) and change == 0)
+
+
+def no_change(number: Any) -> Any:
+    """The Python number that, added to any other of this type, changes nothing."""
+    if isinstance(number, complex):
+        return complex(-0.0, -0.0)
+    return -0.0 if isinstance(number, float) else 0
 
 
 def _fits(value: Any, change: Any) -> bool:

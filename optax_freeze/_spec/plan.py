@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import described, value_error
+from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.memory import HOST, is_on_host
@@ -123,18 +124,36 @@ class Plan:
                 fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
             )
 
-    def align(self, tree: PyTree, name: str, fix: str | None = None) -> tuple[list[Any], Any]:
+    def align(
+        self, tree: PyTree, name: str, fix: str | None = None, *, params: PyTree | None = None
+    ) -> tuple[list[Any], Any]:
         """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes.
 
-        ``fix`` is used in the error for a trainable leaf that is missing, completely or in part.
+        ``fix`` is used in the error for a trainable leaf that is missing, completely or in part. Of a Python number in
+        ``params`` it may be missing: some libraries differentiate only arrays.
         """
         values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
             self._refuse_other_tree(tree, name)
-        for value, leaf, selection in zip(values, self.leaves, self.selections, strict=True):
-            if selection is not FROZEN:
+        for i, (value, leaf, selection) in enumerate(zip(values, self.leaves, self.selections, strict=True)):
+            if selection is not FROZEN and not (_is_missing(value) and _is_number_at(params, i)):
                 refuse_other_leaf(value, leaf, selection, name, fix)
         return values, treedef
+
+    def align_gradients(
+        self, updates: PyTree, params: PyTree | None, fix: str | None = None
+    ) -> tuple[list[Any], Any, frozenset[int]]:
+        """:meth:`align` with zeros for the trainable Python numbers that have no gradient, and their positions."""
+        values, treedef = self.align(updates, "updates", fix, params=params)
+        missing = frozenset(
+            i
+            for i, (value, selection) in enumerate(zip(values, self.selections, strict=True))
+            if selection is not FROZEN and _is_missing(value)
+        )
+        return [self._zero_at(i) if i in missing else value for i, value in enumerate(values)], treedef, missing
+
+    def _zero_at(self, i: int) -> jax.Array:
+        return jnp.zeros((), self.leaves[i].dtype)
 
     def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
         fix = "pass the tree that belongs to the parameters given to `init`"
@@ -156,8 +175,9 @@ class Plan:
         return [_values_alone(v) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
-        """The trainable part as a tree."""
-        return jax.tree.unflatten(treedef, self.take(values))
+        """The trainable part as a tree for an optimizer: some of Optax's take arrays, and no Python numbers."""
+        taken = [jnp.asarray(value) if is_number(value) else value for value in self.take(values)]
+        return jax.tree.unflatten(treedef, taken)
 
     def rest(self, values: Sequence[Any]) -> list[Any]:
         """The rest of each leaf; a hole beside a ``Part``."""
@@ -179,6 +199,16 @@ class Plan:
 
     def __reduce__(self) -> Any:
         return Plan, (self.leaves, self.selections, None, self.variables, self.initial)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or _tree.is_hole(value)
+
+
+def _is_number_at(params: PyTree | None, i: int) -> bool:
+    """Whether leaf ``i`` of the parameters is a Python number."""
+    values = _tree.flatten(params)[0]
+    return i < len(values) and is_number(values[i])
 
 
 def _values_alone(part: Part) -> Part:
@@ -209,7 +239,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     """
     index = selection.part_index if selection.in_part else leaf.index
     what, got = f"{name}: not the trainable part of the leaf", ""
-    if value is None or _tree.is_hole(value):
+    if _is_missing(value):
         what, got = f"{name}: a trainable leaf is missing", "None" if value is None else "a hole (optax.MaskedNode)"
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:

@@ -67,7 +67,8 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
     Returns:
       A tree with the structure of ``params``, and with True (frozen), False or an element mask at every leaf. Leaves
-      that are not floating-point or complex arrays are True, as is ``optax.MaskedNode()``.
+      that are not floating-point or complex arrays or numbers are True, as are ``optax.MaskedNode()`` and the Python
+      numbers of an Equinox module, which Equinox does not differentiate.
 
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import counted, is_array, type_error, value_error
+from optax_freeze._errors import counted, is_array, is_number, type_error, value_error
 
 PyTree: TypeAlias = Any
 """Any nesting of containers known to JAX."""
@@ -92,8 +92,9 @@ class Rest:
 class Leaf(NamedTuple):
     """What a selector sees of a leaf, which never includes its values.
 
-    ``shape`` and ``dtype`` are None for a hole and for objects that are not arrays. ``aliases`` are the other paths of
-    a shared NNX variable; a pattern may match any of them. ``index`` is the index of a ``Part``.
+    ``shape`` and ``dtype`` are None for a hole and for objects that are not arrays; a Python float or complex number
+    has those of the array that JAX makes of it. ``aliases`` are the other paths of a shared NNX variable; a pattern may
+    match any of them. ``index`` is the index of a ``Part``.
     """
 
     path: str
@@ -104,7 +105,7 @@ class Leaf(NamedTuple):
 
     @property
     def inexact(self) -> bool:
-        """Whether the leaf can have a gradient: a floating-point (float8 too) or complex array."""
+        """Whether the leaf can have a gradient: a floating-point (float8 too) or complex array or number."""
         return self.dtype is not None and _is_inexact(self.dtype)
 
     @property
@@ -152,6 +153,11 @@ _struct = functools.lru_cache(ShapeDtypeStruct)
 def struct_of(value: Any) -> Any:
     """The shape and dtype of an array; anything else as it is."""
     return _struct(tuple(value.shape), value.dtype) if is_array(value) else value
+
+
+def is_weak(value: Any) -> bool:
+    """Whether a value takes the dtype of what it is combined with, as Python numbers do."""
+    return is_number(value) or bool(getattr(value, "weak_type", False))
 
 
 def is_hole(node: Any) -> bool:
@@ -224,17 +230,21 @@ class Walk(NamedTuple):
     """The path and the value of each leaf and hole of a tree, in order, and the treedef.
 
     ``variables`` holds for each leaf the key path of its NNX variable and the variable, or the key path of the leaf and
-    the leaf; it is empty if the tree has no variables. Paths omit the ``value`` segment of a variable.
+    the leaf; it is empty if the tree has no variables. Paths omit the ``value`` segment of a variable. ``settings`` are
+    the positions of the Python numbers that have no gradient, as :func:`_settings` finds them.
     """
 
     paths: list[str]
     values: list[Any]
     treedef: Any
     variables: list[tuple[Any, Any]]
+    settings: frozenset[int] = frozenset()
 
     def leaves(self) -> list[Leaf]:
         """The leaves, as :func:`leaves` gives them."""
         described = list(map(_describe, self.paths, self.values))
+        for i in self.settings:
+            described[i] = Leaf(self.paths[i])
         if len(set(self.paths)) < len(self.paths):
             [(twice, _)] = collections.Counter(self.paths).most_common(1)
             numbered = jax.tree.unflatten(self.treedef, range(len(self.paths)))
@@ -265,7 +275,23 @@ def walk(tree: PyTree) -> Walk:
             if n is not None:
                 paths[i] = keystr((*key[:n], *key[n + 1 :]))
             variables.append((key, value) if n is None else (key[:n], found[key[:n]]))
-    return Walk(paths, values, treedef, variables)
+    return Walk(paths, values, treedef, variables, _settings(tree, values))
+
+
+def _settings(tree: PyTree, values: Sequence[Any]) -> frozenset[int]:
+    """The positions of the Python floats and complex numbers of Equinox modules; does not import Equinox.
+
+    They are settings such as a dropout rate: ``equinox.filter_grad`` differentiates arrays alone.
+    """
+    module = getattr(sys.modules.get("equinox"), "Module", None)
+    if module is None or not any(map(is_number, values)):
+        return frozenset()
+    found, start = set(), 0
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, module) or is_leaf(node)):
+        inside = flatten(node)[0] if isinstance(node, module) else []
+        found |= {start + i for i, value in enumerate(inside) if is_number(value)}
+        start += len(inside) if isinstance(node, module) else 1
+    return frozenset(found)
 
 
 def paths(tree: PyTree) -> list[str]:
@@ -306,6 +332,8 @@ def leaves(tree: PyTree) -> list[Leaf]:
 
 def _describe(path: str, value: Any) -> Leaf:
     value = value.array if isinstance(value, Rest) else value
+    if is_number(value):
+        return Leaf(path, (), jnp.result_type(value))
     if not is_array(value):
         return Leaf(path)
     if isinstance(value.dtype, str):  # jit and grad do not accept such an object either

@@ -26,6 +26,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     Since bits are compared, -0.0 differs from 0.0, and a NaN equals only a NaN with the same bits. Sharded arrays are
     compared in place. If the two trees have different shardings, one leaf at a time is moved to the sharding with the
     smaller shards. Arrays in host memory are copied to the device in blocks. Trainable elements are not compared. A
+    Python float or complex number is compared as the array that JAX makes of it, which ``jax.jit`` returns. Any other
     leaf that is not an array must be the same object, or equal.
 
     Args:
@@ -124,11 +125,9 @@ def _difference(old: Any, new: Any, selection: Selection) -> Any:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether two leaves that are not arrays are equal. Floats are compared by ``repr``, because of -0.0 and NaN."""
+    """Whether two leaves that are not arrays are equal."""
     if type(old) is not type(new):
         return False
-    if isinstance(old, (float, complex)):
-        return repr(old) == repr(new)
     try:
         return bool(np.all(old == new))
     except (TypeError, ValueError):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -25,8 +26,9 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     The digest depends only on the frozen elements: their bits, their positions, and the path, dtype and shape of their
     leaf. It does not depend on the containers, on the form of a mask (rows, or the same rows as a boolean array), on
     sharding, device, ``jit`` or 64-bit mode, or on trainable elements. Trainable leaves, empty leaves and holes
-    contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the full parameters. A leaf
-    that is not an array contributes its path, and the value of a Python number or string, the name of a function, or
+    contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the full parameters. A
+    Python float or complex number counts as the array that JAX makes of it, of 64 bits in 64-bit mode. Any other leaf
+    that is not an array contributes its path, and the value of an int, a bool or a string, the name of a function, or
     the type of any other object.
 
     The arrays are read once, without temporary arrays of their size; arrays in host memory are copied to the device in
@@ -70,11 +72,11 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
 def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
     """The contribution of each frozen leaf to each lane of the fingerprint, by path."""
     found = {}
-    for path, (leaf, value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
-        if leaf.dtype is None:
+    for path, (_, value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
+        if not is_array(value):
             found[path] = _bits.hashed("object", path, _name(value))
         else:
-            key = _bits.hashed("array", path, str(leaf.dtype), leaf.shape)
+            key = _bits.hashed("array", path, str(value.dtype), value.shape)
             value, selection = _bits.placed(value, selection)
             found[path] = _bits.digest(value, key, selection, axis=_bits.block_axis(value))
     return found
@@ -82,7 +84,7 @@ def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
 
 def _name(value: Any) -> str:
     """A string for an object, the same in every process: the value of a number or string, or a name or type."""
-    if isinstance(value, (bool, int, float, complex, str, bytes)):
+    if isinstance(value, (bool, int, str, bytes)):
         return f"{type(value).__name__} {value!r}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

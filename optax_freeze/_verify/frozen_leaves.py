@@ -3,9 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
-from optax_freeze._errors import type_error, value_error
+from optax_freeze._errors import is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
@@ -23,6 +25,8 @@ class FrozenLeaf(NamedTuple):
 def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> dict[str, FrozenLeaf]:
     """The frozen leaves by path, without holes. For the ``Rest`` of a partially frozen leaf, the full array is used.
 
+    A Python float or complex number is the array that JAX makes of it, and that a jitted function returns in its place.
+
     Raises:
       ValueError: if an array was deleted, or a ``Part`` is in the place of a full leaf.
       TypeError: if an array has no values, or is traced and may not be.
@@ -34,6 +38,7 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
         if isinstance(value, Rest):
             selection = value.selection if selection is FROZEN else selection
             value = value.array
+        value = np.asarray(value, jnp.result_type(value)) if is_number(value) else value
         _refuse_unreadable(value, leaf.path, name, traced)
         for mask in jax.tree.leaves(selection):
             _refuse_unreadable(mask, leaf.path, "the mask of a leaf", traced)

@@ -17,7 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from optax_freeze._errors import described, message, type_error, value_error, whole_number
+from optax_freeze._errors import described, is_number, message, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import replicated
@@ -328,6 +328,7 @@ def _wait_for(where: str) -> None:
 def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
     """The array of each node that has one, by the number of the node, with random keys as their data."""
     arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
+    arrays = {name: jnp.asarray(array) if is_number(array) else array for name, array in arrays.items()}
     return {name: jax.random.key_data(array) if _is_key(array) else array for name, array in arrays.items()}
 
 

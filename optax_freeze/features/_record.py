@@ -47,7 +47,7 @@ def of_params(params: PyTree, once: Precomputed) -> dict[str, Any]:
         {
             "path": leaf.path,
             **_array_record(leaf),
-            "weak": bool(getattr(x, "weak_type", False)),
+            "weak": _tree.is_weak(x),
             "frozen": record_of(selection),
         }
         for leaf, selection, x in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)

@@ -801,9 +801,24 @@ class TestOtherPrograms:
             other.after(params, one.before(params, x), x)
 
 
-def test_weak_types_of_missing_parameters_are_known():
-    params = {"encoder": jnp.ones((8, 16)), "scale": jnp.array(2.0), "head": jnp.ones((16, 3))}
-    assert params["scale"].weak_type
+def test_a_frozen_number_may_become_an_array_of_its_dtype():
+    """As in the first update of a jitted step, which adds -0.0 to it."""
+    params = {"encoder": jnp.ones((3, 8)), "scale": 2.0, "head": jnp.ones((8, 1))}
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["encoder"] * params["scale"]) @ params["head"])
+
+    once, x = fz.precompute(loss, ["encoder", "scale"]), jnp.ones((4, 3))
+    features = once.before(params, x)
+    for scale in (2.0, jnp.array(2.0), jnp.float32(2.0)):
+        assert once.after({**params, "scale": scale}, features, x) == once.after(params, features, x)
+        assert once.before({**params, "scale": scale}, x).cut == features.cut
+
+
+@pytest.mark.parametrize("scale", [jnp.array(2.0), 2.0], ids=["array", "number"])
+def test_weak_types_of_missing_parameters_are_known(scale):
+    params = {"encoder": jnp.ones((8, 16)), "scale": scale, "head": jnp.ones((16, 3))}
+    assert jax.typeof(scale).weak_type
 
     def loss(params, x):
         h = jnp.tanh(x @ params["encoder"].astype(x.dtype)) * params["scale"]

@@ -243,7 +243,7 @@ class TestWhatCannotTrain:
             jnp.tanh,
             "name",
             3,
-            0.5,
+            True,
             jax.ShapeDtypeStruct((2,), jnp.uint32),
             np.array([None, "x"]),
             np.array(["x"]),
