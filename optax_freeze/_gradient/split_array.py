@@ -147,14 +147,14 @@ def dense(value: Any) -> Any:
 
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
     """Returns the trainable rows of a dense array, also of a tangent, along ``axis``: that of the index by default."""
-    axis = index.axis if axis is None else axis
+    array, axis = jnp.asarray(array), index.axis if axis is None else axis
 
     def rows(array: Any) -> jax.Array:
         if index.run is not None:
             return jax.lax.slice_in_dim(array, *index.run, axis=axis)
         return get_rows(axis, index.indices(), array)
 
-    sharding = explicit_sharding(array, at_axis(jnp.shape(array), axis, index.count))
+    sharding = explicit_sharding(array, at_axis(array.shape, axis, index.count))
     return laid_out(sharding, rows, array)
 
 
