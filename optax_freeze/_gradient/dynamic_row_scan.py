@@ -34,7 +34,7 @@ def scan_dynamic_rows(eqn: Equation, consts: Sequence[Any], carry: Sequence[Any]
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise _first_order_only("forward mode (jax.jvp, jax.linearize, jax.hessian)") from error
+        raise _first_order_only("forward mode (jax.jvp, jax.jacfwd)") from error
 
 
 def _source(eqn: Equation, x: Any) -> Any:
@@ -56,7 +56,7 @@ def _first_order_only(got: str) -> TypeError:
         at="the scan over the stacked parameters",
         got=got,
         expected="one jax.grad, fz.grad or fz.value_and_grad, with respect to the trainable parameters",
-        fix="give the rows as a list, fz.rows([...]), which supports derivatives of any order",
+        fix="differentiate lambda t: fun(fz.combine(t, rest)), or give the rows as a list, fz.rows([...])",
     )
 
 
@@ -176,14 +176,12 @@ def _dense(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero(cotangent) else cotangent
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _refusing_a_second(tree: Any) -> Any:
     """Returns ``tree``, but raises an error if it is differentiated."""
     return tree
 
 
-def _refuse(*_: Any) -> Any:
-    raise _first_order_only("a derivative of the gradient")
-
-
-_refusing_a_second.defvjp(lambda tree: (tree, None), _refuse)
+@_refusing_a_second.defjvp
+def _(*_: Any) -> Any:
+    raise _first_order_only("a derivative of the gradient (jax.hessian, jax.grad of fz.grad)")

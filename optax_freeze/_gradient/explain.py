@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from optax_freeze._errors import is_array, printable, type_error
+from optax_freeze._errors import ASKED_FOR_A_VALUE, is_array, printable, type_error
 from optax_freeze._gradient import operation_log
 from optax_freeze._gradient.in_parts import OfParts, call_in_parts
 from optax_freeze._gradient.operation_log import OperationLog
@@ -21,14 +21,6 @@ from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import PyTree
-
-ASKED_FOR_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-"""The errors that JAX raises if Python code needs the value of a tracer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 from jax.extend.source_info_util import current, current_name_stack, register_exclusion, user_context
 
+from optax_freeze._errors import ASKED_FOR_A_VALUE
 from optax_freeze._gradient import rules_calls as rules_calls
 from optax_freeze._gradient import rules_control_flow as rules_control_flow
 from optax_freeze._gradient import rules_indexing as rules_indexing
@@ -31,6 +32,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
 
 _TRACED = object()
+_OF_NO_VALUE = ("Tracer.__format__", "sequences of concrete values", "must be static integers")
+"""Texts of other errors about a traced array that has no value: in a string, as a size, or as the edge of a slice."""
 
 
 def call(
@@ -43,8 +46,8 @@ def call(
     """Calls ``fun`` with split arrays.
 
     ``fun`` is traced like under ``jit``, which executes nothing, and then the program is evaluated, so effects happen
-    once, in order. If ``fun`` cannot be traced (Python branches on a value), it is called with the merged arrays.
-    Errors of ``fun`` are raised by this second call.
+    once, in order. If ``fun`` needs a value while it is traced (Python branches on it), it is called with the merged
+    arrays. Any other error is raised by the first call.
 
     Args:
       fun: the function of the split arrays.
@@ -67,7 +70,9 @@ def call(
 
     try:
         closed = jax.make_jaxpr(traced)(*map(_array, leaves))
-    except Exception:
+    except Exception as error:
+        if not _needs_value(error):
+            raise
         closed = None
     if closed is None:
         for leaf in leaves:
@@ -81,6 +86,15 @@ def call(
     known, unknown = set(map(id, params)), set(map(id, inputs))
     outs = iter(evaluate(closed.jaxpr, consts, leaves, params=known, inputs=unknown))
     return jax.tree.unflatten(treedef, [_result(next(outs)) if leaf is _TRACED else leaf for leaf in flat])
+
+
+def _needs_value(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that a traced array has no value."""
+    if error is None or isinstance(error, ASKED_FOR_A_VALUE):
+        return error is not None
+    if isinstance(error, TypeError | IndexError) and any(text in str(error) for text in _OF_NO_VALUE):
+        return True
+    return _needs_value(error.__cause__ or error.__context__)
 
 
 def _result(value: Any) -> Any:

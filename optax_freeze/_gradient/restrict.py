@@ -33,8 +33,8 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
     Frozen parameters are constants of the returned function, so they are not differentiated. The gradient of a leaf
     frozen by rows has the size of its trainable rows if every operation that reads the leaf supports this
     (see :func:`optax_freeze.explain`); other operations receive the merged array. For such leaves ``fun`` is traced
-    first, which executes nothing, so callbacks and other effects happen once, as under ``jax.grad``. If ``fun`` cannot
-    be traced (Python branches on a value), it is called again with merged arrays.
+    first, which executes nothing, so callbacks and other effects happen once, as under ``jax.grad``. If ``fun`` needs a
+    value while it is traced (Python branches on it), it is called again with merged arrays.
 
     Args:
       fun: the function, called as ``fun(params, *args, **kwargs)``.

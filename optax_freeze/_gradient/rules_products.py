@@ -14,6 +14,7 @@ import numpy as np
 from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._gradient.rules import Equation, InRows, multilinear, rule
 from optax_freeze._gradient.split_array import SplitArray, trainable_rows
+from optax_freeze._spec.selection import RowIndex
 
 
 @rule("dot_general")
@@ -36,18 +37,18 @@ def _in_product(eqn: Equation, mine: int, x: SplitArray, operands: Sequence[Any]
         before = 0 if mine == 0 else of_lhs - len(contracting[0]) - len(batch[0])
         other_axis, out = None, len(batch[0]) + before + free.index(x.axis)
 
-    return InRows(eqn.bind if other_axis is None else _with_cut(eqn, x, 1 - mine, other_axis), out)
+    return InRows(eqn.bind if other_axis is None else _with_cut(eqn, x.index, 1 - mine, other_axis), out)
 
 
 def _splits(operands: Sequence[Any]) -> list[tuple[int, SplitArray]]:
     return [(i, x) for i, x in enumerate(operands) if isinstance(x, SplitArray)]
 
 
-def _with_cut(eqn: Equation, x: SplitArray, other: int, axis: int) -> Callable[..., Any]:
-    """Returns the operation on the trainable rows of ``x``, which slices the same rows out of another operand."""
+def _with_cut(eqn: Equation, index: RowIndex, other: int, axis: int) -> Callable[..., Any]:
+    """Returns the operation on trainable rows, which slices the same rows out of another operand."""
 
     def function(*values: Any) -> Any:
-        return eqn.bind(*(trainable_rows(x.index, v, axis) if i == other else v for i, v in enumerate(values)))
+        return eqn.bind(*(trainable_rows(index, v, axis) if i == other else v for i, v in enumerate(values)))
 
     return function
 
@@ -64,7 +65,7 @@ def conv_general_dilated(eqn: Equation, *operands: Any) -> Any:
         if x.axis == free:
             of_rows[i] = InRows(eqn.bind, out[i])
         elif x.axis == contracted:
-            of_rows[i] = InRows(_with_cut(eqn, x, 1 - i, other_axis), None)
+            of_rows[i] = InRows(_with_cut(eqn, x.index, 1 - i, other_axis), None)
         else:  # along the window
             return None
     return multilinear(operands, eqn.bind, of_rows)
@@ -77,21 +78,23 @@ def ragged_dot(eqn: Equation, lhs: Any, rhs: Any, sizes: Any) -> Any:
     if isinstance(lhs, SplitArray) or isinstance(sizes, SplitArray) or tuple(groups) != (rhs.axis,):
         return None
 
+    index = rhs.index
+
     def of_experts(lhs: Any, experts: Any, sizes: Any) -> Any:
-        return eqn.bind(lhs, *_among_zeros(rhs, experts, sizes))
+        return eqn.bind(lhs, *_among_zeros(index, experts, sizes))
 
     return multilinear([lhs, rhs, sizes], eqn.bind, {1: InRows(of_experts, axis=None)})
 
 
-def _among_zeros(x: SplitArray, experts: Any, sizes: Any) -> tuple[jax.Array, jax.Array]:
+def _among_zeros(index: RowIndex, experts: Any, sizes: Any) -> tuple[jax.Array, jax.Array]:
     """The trainable experts and their group sizes, with one expert of zeros for each run of frozen experts between."""
-    zeros = jnp.zeros_like(jax.lax.slice_in_dim(experts, 0, 1, axis=x.axis))
+    zeros = jnp.zeros_like(jax.lax.slice_in_dim(experts, 0, 1, axis=index.axis))
     arrays, of_groups, end = [], [], 0
-    for i, number in enumerate(numbers(x.index).tolist()):
+    for i, number in enumerate(numbers(index).tolist()):
         if number > end:
             arrays.append(zeros)
             of_groups.append(sizes[..., end:number].sum(-1, keepdims=True, dtype=sizes.dtype))
-        arrays.append(jax.lax.slice_in_dim(experts, i, i + 1, axis=x.axis))
+        arrays.append(jax.lax.slice_in_dim(experts, i, i + 1, axis=index.axis))
         of_groups.append(sizes[..., number : number + 1])
         end = number + 1
-    return jnp.concatenate(arrays, x.axis), jnp.concatenate(of_groups, -1)
+    return jnp.concatenate(arrays, index.axis), jnp.concatenate(of_groups, -1)

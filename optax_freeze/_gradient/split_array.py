@@ -17,6 +17,7 @@ from jax.core import Tracer
 from optax_freeze._gradient.frozen_array import read, record_reads, with_log_of_host
 from optax_freeze._gradient.operation_log import Logged, OperationLog
 from optax_freeze._gradient.row_numbers import locate, numbers, of_numbers, padding
+from optax_freeze._spec.indexing import get_rows
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Part
@@ -92,7 +93,7 @@ class SplitArray(PartlyFrozen):
         places = of_numbers(self.index, np.searchsorted(trains, numbers(self.index)), len(trains))
         frozen = on_device(self).frozen
         rows = trainable_rows(index, frozen)
-        return self.like(frozen, places.put(rows, Part(self.rows)), index=index)
+        return self.like(frozen, join(places, self.axis, rows, self.rows), index=index)
 
     def guarded(self, operand: Any, shape: tuple[int, ...]) -> Any:
         """Makes an operand of an elementwise operation with a result of this shape constant at the stale rows.
@@ -112,6 +113,8 @@ class SplitArray(PartlyFrozen):
             from optax_freeze._gradient.with_rows import with_rows  # loads jax.extend
 
             return with_rows(self.index, self.frozen, self.rows)
+        if self.in_jvp:
+            return join(self.index, self.axis, self.frozen, self.rows)
         return self.index.put(self.frozen, Part(self.rows, self.index, jnp.shape(self.frozen)))
 
     def made_whole(self) -> "SplitArray":
@@ -143,9 +146,16 @@ def dense(value: Any) -> Any:
 
 
 def trainable_rows(index: RowIndex, array: Any, axis: int | None = None) -> jax.Array:
-    """Returns the trainable rows of a dense array along ``axis``, by default the axis of the index."""
-    at = index if axis is None else dataclasses.replace(index, axis=axis)
-    return at.take(array).values
+    """Returns the trainable rows of a dense array, also of a tangent, along ``axis``: that of the index by default."""
+    array, axis = jnp.asarray(array), index.axis if axis is None else axis
+
+    def rows(array: Any) -> jax.Array:
+        if index.run is not None:
+            return jax.lax.slice_in_dim(array, *index.run, axis=axis)
+        return get_rows(axis, index.indices(), array)
+
+    sharding = explicit_sharding(array, at_axis(array.shape, axis, index.count))
+    return laid_out(sharding, rows, array)
 
 
 def join(index: RowIndex, axis: int, frozen: Any, rows: Any) -> jax.Array:

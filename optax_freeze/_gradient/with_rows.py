@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_freeze._gradient.row_numbers import padding
+from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.selection import RowIndex, RowSelection
 from optax_freeze._spec.tree import Part
@@ -32,11 +33,19 @@ def with_rows(index: RowSelection, whole: Any, rows: Any) -> jax.Array:
 
 
 def spread(index: RowSelection, rows: Any, like: Any) -> jax.Array:
-    """Puts ``rows`` into zeros of the shape of ``like``. The gradient is a slice or a lookup of the rows."""
-    zero, shape = np.zeros((), rows.dtype), jnp.shape(like)
-    if isinstance(index, RowIndex) and (edges := padding(index, index.axis, len(shape))):
-        return laid_out(explicit_sharding(like), lambda rows: jax.lax.pad(rows, zero, edges), rows)
-    return index.spread(Part(rows, index, shape), zero, like)
+    """Puts ``rows`` into zeros of the shape of ``like``. The gradient is a slice or a lookup of the rows.
+
+    The rows may be a tangent, so they are moved as floats: the bitcasts of ``index.spread`` have no transpose.
+    """
+    shape = jnp.shape(like)
+    edges = padding(index, index.axis, len(shape)) if isinstance(index, RowIndex) else None
+
+    def spread(rows: Any, *array: Any) -> jax.Array:
+        if edges:
+            return jax.lax.pad(rows, np.zeros((), rows.dtype), edges)
+        return set_rows(index.axis, index.indices(*array), jnp.zeros(shape, rows.dtype), rows)
+
+    return laid_out(explicit_sharding(like), spread, rows, *jax.tree.leaves(index))
 
 
 def spread_tangent(index: RowSelection, of_whole: Any, of_rows: Any, like: Any) -> Any:
@@ -44,7 +53,8 @@ def spread_tangent(index: RowSelection, of_whole: Any, of_rows: Any, like: Any) 
     of_rows = None if is_zero(of_rows) else spread(index, of_rows, like)
     if is_zero(of_whole):
         return of_rows
-    return index.choose(of_whole, jnp.zeros_like(of_whole) if of_rows is None else of_rows)
+    of_rows = jnp.zeros_like(of_whole) if of_rows is None else of_rows
+    return laid_out(explicit_sharding(like), jnp.where, index.frozen(of_whole.ndim), of_whole, of_rows)
 
 
 def is_zero(tangent: Any) -> bool:

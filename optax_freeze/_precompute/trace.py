@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_freeze._errors import value_error
-from optax_freeze._gradient.explain import ASKED_FOR_A_VALUE
+from optax_freeze._errors import ASKED_FOR_A_VALUE, value_error
 from optax_freeze._gradient.in_parts import call_in_parts
 from optax_freeze._precompute.leaf_parts import LeafParts
 from optax_freeze._precompute.program import Program, flatten

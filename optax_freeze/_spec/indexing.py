@@ -34,16 +34,13 @@ def cut(axis: int, full: Any, start: int, stop: int) -> jax.Array:
 def gather(axis: int, full: Any, indices: Any) -> jax.Array:
     """The values at ascending ``indices`` along an axis, zero for those out of range."""
 
-    def move(indices: Any, full: Any) -> jax.Array:
-        return at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0)
-
-    return _keep_bits(move, indices, full)
+    return _keep_bits(lambda indices, full: get_rows(axis, indices, full), indices, full)
 
 
 def scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
     """``full`` with ``values`` at ascending ``indices`` along an axis; those out of range are dropped."""
     values = jnp.asarray(values, full.dtype)  # a line search tries parameters of the updates' dtype
-    return _keep_bits(functools.partial(_set, axis), indices, full, values)
+    return _keep_bits(functools.partial(set_rows, axis), indices, full, values)
 
 
 def write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
@@ -58,10 +55,16 @@ def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
     def by_default(indices: Any, full: Any, values: Any) -> jax.Array:
         return scatter(axis, full, indices, values)
 
-    return {"tpu": functools.partial(_set, axis), "default": by_default}
+    return {"tpu": functools.partial(set_rows, axis), "default": by_default}
 
 
-def _set(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:
+def get_rows(axis: int, indices: Any, full: Any) -> jax.Array:
+    """:func:`gather` of values that are moved as they are; it can be transposed."""
+    return at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0)
+
+
+def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:
+    """:func:`scatter` of values that are moved as they are; it can be transposed."""
     return at(full, axis, indices).set(values, **_ASCENDING, mode="drop")
 
 

@@ -334,6 +334,25 @@ class TestSecondDerivatives:
             with pytest.raises(TypeError, match="supports only first derivatives in reverse mode"):
                 jax.grad(function)(trainable, rest)
 
+    def of_scale(self, fun):
+        """A function of one number, by which the trainable rows are multiplied."""
+        trainable, rest = fz.partition(init(), self.FROZEN)
+        scaled = lambda w: jax.tree.map(lambda x: x * w if jnp.issubdtype(x.dtype, jnp.floating) else x, trainable)  # noqa: E731
+        return lambda w: fun(scaled(w), rest)
+
+    def test_forward_over_reverse_is_refused(self, compiled):
+        of_restrict = self.of_scale(lambda trainable, rest: fz.restrict(of_scan(), rest)(trainable, X))
+        of_grad = lambda x: fz.grad(of_scan(), self.FROZEN)(init(), x)  # noqa: E731
+        for function, at in [(jax.hessian(of_restrict), jnp.ones(())), (jax.jacfwd(of_grad), X)]:
+            with pytest.raises(TypeError, match=r"differentiate lambda t: fun\(fz.combine\(t, rest\)\)"):
+                compiled(function)(at)
+
+    def test_the_hessian_of_combine(self):
+        of_combine = self.of_scale(lambda trainable, rest: of_scan()(fz.combine(trainable, rest), X))
+        slope, step = jax.grad(of_combine), 1e-2
+        expected = (slope(1 + step) - slope(1 - step)) / (2 * step)
+        close(jax.hessian(of_combine)(jnp.ones(())), expected, rtol=1e-2)
+
     def test_forward_mode_is_refused(self):
         trainable, rest = fz.partition(init(), self.FROZEN)
         with pytest.raises(TypeError, match="supports only first derivatives in reverse mode"):

@@ -1574,6 +1574,14 @@ class TestEffects:
         self.check(make, compiled)
 
 
+def asserted(condition):
+    """Raises another error in place of JAX's."""
+    try:
+        assert condition
+    except TypeError:
+        raise ValueError("not a number") from None
+
+
 class TestLikeJaxGrad:
     PARAMS, FROZEN = {"w": jnp.ones((6, 4)), "b": jnp.float32(2)}, {"w": fz.rows(slice(0, 4)), "b": False}
 
@@ -1645,12 +1653,39 @@ class TestLikeJaxGrad:
         assert str(ours) == str(theirs)
         assert len(calls) == 2
 
-    def test_an_error_of_the_function_is_its_own(self):
-        def loss(params):
-            raise KeyError("mine")
+    @pytest.mark.parametrize("error", [KeyError, TypeError, IndexError, jax.errors.UnexpectedTracerError])
+    def test_an_error_of_the_function_is_its_own(self, error):
+        calls = []
 
-        with pytest.raises(KeyError, match="mine"):
+        def loss(params):
+            calls.append(params["w"].sum())
+            raise error("mine")
+
+        with pytest.raises(error, match="mine"):
             fz.grad(loss, self.FROZEN)(self.PARAMS)
+        assert len(calls) == 1
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            float,
+            np.asarray,
+            "{:.1f}".format,
+            lambda x: range(x.astype(int)),
+            lambda x: jnp.zeros(x.astype(int)),
+            lambda x: jnp.ones(3)[: x.astype(int)],
+            lambda x: jnp.ones(3)[x < jnp.ones(3)],
+            lambda x: asserted(x > 0),
+        ],
+    )
+    def test_a_function_that_needs_a_value_is_called_again(self, use):
+        def loss(params):
+            use(jnp.ones(()).sum())
+            return params["w"].sum() * params["b"]
+
+        chex.assert_trees_all_close(
+            fz.grad(loss, self.FROZEN)(self.PARAMS), fz.partition(jax.grad(loss)(self.PARAMS), self.FROZEN)[0]
+        )
 
 
 class TestFlax:
