@@ -18,6 +18,7 @@ from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.memory import HOST, is_on_host
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
+from optax_freeze._spec.source import refuse_other_rows, with_source
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -77,11 +78,12 @@ class Plan:
         return [s.array if _tree.is_hole(s.array) else copy_like(s.array, value) for s, value in pairs]
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
-        """The same plan with these arrays in its selections; an empty list changes nothing."""
+        """The same plan with these arrays of a state in its selections; an empty list changes nothing."""
         if not masks:
             return self
+        pairs = zip(self.selections, masks, strict=True)
         return dataclasses.replace(
-            self, selections=tuple(s.with_array(x) for s, x in zip(self.selections, masks, strict=True))
+            self, selections=tuple(s if _tree.is_hole(x) else s.with_array(x, of_state=True) for s, x in pairs)
         )
 
     def without_masks(self) -> "Plan":
@@ -134,6 +136,7 @@ class Plan:
         for value, leaf, selection in zip(values, self.leaves, self.selections, strict=True):
             if selection is not FROZEN:
                 refuse_other_leaf(value, leaf, selection, name, fix)
+                refuse_other_rows(value, selection, leaf.path, name)
         return values, treedef
 
     def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
@@ -149,7 +152,7 @@ class Plan:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
 
     def take(self, values: Sequence[Any]) -> list[Any]:
-        """The trainable part of each leaf; a ``Part`` of a leaf stays as it is."""
+        """The trainable part of each leaf; a ``Part`` of a leaf stays as it is, but for what is not of an optimizer."""
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
             refuse_on_host(leaf.path, selection, value)
         pairs = zip(self.selections, values, strict=True)
@@ -158,6 +161,10 @@ class Plan:
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         """The trainable part as a tree."""
         return jax.tree.unflatten(treedef, self.take(values))
+
+    def with_sources(self, parts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """What trains of these values, or its gradients or updates: each ``Part`` says where its rows come from."""
+        return [with_source(*each) for each in zip(parts, self.selections, values, strict=True)]
 
     def rest(self, values: Sequence[Any]) -> list[Any]:
         """The rest of each leaf; a hole beside a ``Part``."""
@@ -182,7 +189,7 @@ class Plan:
 
 
 def _values_alone(part: Part) -> Part:
-    return part if part.trains is None else dataclasses.replace(part, trains=None)
+    return dataclasses.replace(part, trains=None, source=None)
 
 
 def may_stay_on_host(selection: Selection) -> bool:
