@@ -293,7 +293,7 @@ def _frozen(cell: Cell) -> Run:
     def step(params: Any, state: Any, mask: Any, frozen: Any, *_: Any) -> Any:
         grads = _gradient(params, optimizer)
         if narrow:
-            grads = _take(grads, _spec(cell, mask), optimizer)
+            grads = _take(grads, fz.spec_of(state), optimizer)
         else:
             grads = {name: jnp.where(frozen[name], jnp.nan, g) for name, g in grads.items()}
         extra_args = optimizer.extra(_loss(params), grads, _loss)

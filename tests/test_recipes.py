@@ -88,7 +88,7 @@ class TestPmap:
         tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), frozen, full_updates=False)
 
         def step(params, state, tokens, mean=lambda grads: grads):
-            grads = mean(fz.grad(loss, frozen)(params, tokens))
+            grads = mean(fz.grad(loss, fz.spec_of(state))(params, tokens))
             updates, state = tx.update(grads, state, params)
             return fz.apply_updates(params, updates, fz.spec_of(state)), state
 

@@ -194,7 +194,7 @@ and none for a leaf with `compact=True`.
 Four optimizers are run differently:
 
 - `contrib.dpsgd` takes per-example gradients. For rows and compact elements, these have the structure of the trainable
-  part, as from `jax.vmap(fz.grad(loss, frozen), (None, 0))`, because the rows of a full gradient cannot be
+  part, as from `jax.vmap(fz.grad(loss, fz.spec_of(state)), (None, 0))`, because the rows of a full gradient cannot be
   distinguished from examples.
 - `contrib.sam` takes `optax.chain(optax.contrib.normalize(), optax.sgd(0.05))` as its adversary.
 - `lookahead` is replaced by a version that keeps its slow parameters in its state (ten lines in `tests/optimizers.py`).

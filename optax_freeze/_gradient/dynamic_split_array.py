@@ -48,7 +48,7 @@ class DynamicSplitArray(PartlyFrozen):
                 expected="the same axes for the leaf and its rows, and no other axes for the numbers of the rows",
                 fix="params = jax.lax.pcast(params, axes, to='varying') before fz.grad or fz.partition",
             )
-        return cls(frozen, rows, index.array, index.part_index, log, whole)
+        return cls(frozen, rows, jnp.asarray(index.array), index.part_index, log, whole)
 
     @property
     def axis(self) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.row_numbers import numbers
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
@@ -190,6 +190,7 @@ def value_and_grad_of_groups(
         ]
         return value, jax.tree.unflatten(treedef, full)
 
+    _refuse_constant_rows(spec, params)
     if spec.is_known:
         return of_set(tuple(map(bool, spec.frozen)))
     branches = spec.branches(most)
@@ -199,6 +200,24 @@ def value_and_grad_of_groups(
         return value, grads
     values, treedef = _tree.flatten(grads)  # a program may also have computed gradients of frozen groups
     return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
+
+
+def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
+    """A ``ValueError`` if a program contains the rows of the groups as constants, which ``replace_masks`` may change.
+
+    The gradient of rows that begin to train would be zero.
+    """
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
+        return
+    for i, leaf in enumerate(spec.leaves):
+        if any(isinstance(own[i], DynamicRowIndex) and is_concrete(own[i].array) for own in spec.selections):
+            raise value_error(
+                "the rows of the groups are a constant of the program",
+                at=leaf.path,
+                got="fz.spec_of(state) of a state that is not an argument of the program",
+                expected="rows read from the optimizer state, which is an argument of the program",
+                fix="pass the state to the jitted function and call fz.spec_of(state) inside it",
+            )
 
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:

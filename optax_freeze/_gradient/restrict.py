@@ -15,6 +15,7 @@ import optax
 from optax_freeze._errors import described, is_int, type_error, value_error, whole_number
 from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
 from optax_freeze._gradient.in_parts import call_in_parts
+from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -285,10 +286,12 @@ def value_and_grad_from_state(
 
     @functools.wraps(fun)
     def value_and_grad_fn(params: Tree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, Any]:
-        trainable, rest = split(params, _something_trains(params, frozen))
-        return optax.value_and_grad_from_state(_restricted(fun, rest, whole=True))(
-            trainable, *args, state=state, **kwargs
-        )
+        plan = _something_trains(params, frozen)
+        values, treedef = plan.align(params, "params")
+        restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1], whole=True))
+        # Optax also returns the gradient in the state, whose parts have no source.
+        value, grads = restricted(plan.trainable(treedef, values), *args, state=state, **kwargs)
+        return value, jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))
 
     return value_and_grad_fn
 

@@ -188,7 +188,8 @@ def freeze(
         selections = [FROZEN if i in missing else selection for i, selection in enumerate(plan.selections)]
         leaves = zip(selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
         new = [_full_update(*leaf) if full else _trainable_update(*leaf) for leaf in leaves]
-        return jax.tree.unflatten(treedef, new), state._replace(inner_state=parts_outside(inner_state, plan))
+        new = jax.tree.unflatten(treedef, plan.with_sources(new, values))
+        return new, state._replace(inner_state=parts_outside(inner_state, plan))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

@@ -10,6 +10,7 @@ from optax_freeze._optimizer.initial_rows import Init, with_initial_rows
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Part, PyTree
 
 
@@ -32,6 +33,7 @@ def plan_and_masks(
     for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
         if isinstance(value, Part) and selection.in_part:
             refuse_other_leaf(value, leaf, selection, "params")
+            refuse_other_rows(value, selection, leaf.path, "params")
     copies = plan.copied_masks(values)
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))

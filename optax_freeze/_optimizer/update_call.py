@@ -46,6 +46,7 @@ class UpdateCall(NamedTuple):
                 zip(plans.leaves, plans.whole.selections, self.values, self.olds, strict=True)
             )
         ]
+        new = plans.whole.with_sources(new, self.values)
         return jax.tree.unflatten(self.treedef, new), [state for _, state in runs]
 
     def new_params(

@@ -1,6 +1,7 @@
 """From an element mask and a leaf to a selection; a ``ValueError`` if the mask does not fit the leaf."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def fit_mask(choice: bool | ElementMask, leaf: Leaf) -> Selection:
             expected="an array with values: the number of trainable elements is static",
             fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
         )
-    return FROZEN if choice.count == 0 else DenseMask(choice.array, choice.compact, choice.count)
+    return FROZEN if choice.count == 0 else DenseMask(choice.array, choice.compact, choice.count, choice.of_state)
 
 
 def _axis_of(rows: Rows | DynamicRows, leaf: Leaf) -> tuple[int, int]:
@@ -88,13 +89,31 @@ def _fit_dynamic_rows(rows: DynamicRows, leaf: Leaf) -> Selection:
         _refuse_outside(rows, numbers, leaf)
         if len({number % size for number in numbers}) < named:
             raise named_twice(leaf.path, numbers)
+    index = DynamicRowIndex(array, axis, size, count, rows.of_state)
     if isinstance(array, jax.ShapeDtypeStruct):
-        return DynamicRowIndex(jax.ShapeDtypeStruct((count,), jnp.int32), axis, size, count)
-    if not rows.ascending:
-        array = jnp.where(array < 0, array + size, array)
-        array = jnp.sort(jnp.where((array < 0) | (array >= size), size, array))  # out of range: no row
-    index = DynamicRowIndex(jnp.asarray(array, jnp.int32), axis, size, count)
-    return index if rows.inverted else index.with_array(index.without(array))
+        return dataclasses.replace(index, array=jax.ShapeDtypeStruct((count,), jnp.int32))
+    if rows.ascending and rows.inverted:
+        return index
+    return dataclasses.replace(index, array=_trainable_rows(array, size, count, rows.inverted))
+
+
+def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
+    """The numbers of ``count`` trainable rows, ascending, where ``named`` are the frozen rows, or the trainable ones.
+
+    Those that are named twice or out of range leave fewer rows: the array ends with ``size``, which is no row. It is
+    concrete wherever ``named`` is, also while a program is traced.
+    """
+    if not is_concrete(named):
+        named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
+        trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
+        return jnp.nonzero(trains, size=count, fill_value=size)[0].astype(jnp.int32)
+    trains, named = np.full(size, not inverted), np.asarray(named)
+    trains[named[named < size]] = inverted
+    numbers = np.full(count, size, np.int32)
+    found = np.flatnonzero(trains)[:count]
+    numbers[: len(found)] = found
+    array = jnp.asarray(numbers)
+    return array if is_concrete(array) else numbers
 
 
 def _fit_rows(rows: Rows, leaf: Leaf) -> Selection:

@@ -46,7 +46,7 @@ class Rows:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "inverted", "ascending"]
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "inverted", "ascending", "of_state"]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DynamicRows:
@@ -56,6 +56,7 @@ class DynamicRows:
     axis: int = 0
     inverted: bool = False
     ascending: bool = False  # whether the numbers are known to be in order, and not negative
+    of_state: bool = False  # whether they were read from an optimizer state
 
     def __invert__(self) -> "DynamicRows":
         return dataclasses.replace(self, inverted=not self.inverted)
@@ -65,7 +66,9 @@ class DynamicRows:
         return f"{'~' * self.inverted}fz.rows({array}{f', axis={self.axis}' if self.axis else ''})"
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count", "of_state"]
+)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Elements:
     """Frozen elements as a boolean array, made by :func:`elements`."""
@@ -73,6 +76,7 @@ class Elements:
     array: Any
     compact: bool = False
     count: int | None = None  # of trainable elements, if `compact` and the array has values
+    of_state: bool = False  # whether it was read from an optimizer state
 
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
@@ -96,7 +100,8 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     Args:
       index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end. Or a JAX array of
         integers with shape (k,), in any order, which may be traced. Then only the number of rows is static. The row
-        numbers are part of the optimizer state, and :func:`optax_freeze.replace_masks` replaces them.
+        numbers are part of the optimizer state, and :func:`optax_freeze.replace_masks` replaces them; gradients use
+        :func:`optax_freeze.spec_of` the state.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 
@@ -108,7 +113,7 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       TypeError: if ``index`` or ``axis`` has another type.
       ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
         selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows. Traced
-        row numbers are not checked; a number out of range selects no row.
+        row numbers are not checked; a number that is out of range, or given again, selects no row.
 
     Example:
       >>> import optax_freeze as fz

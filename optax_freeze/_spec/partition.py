@@ -20,6 +20,7 @@ from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.plan import Plan, refuse_on_host, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
+from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
@@ -73,7 +74,8 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
 def split(params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
     """:func:`partition` with a plan instead of a spec."""
     values, treedef = plan.align(params, "params")
-    return jax.tree.unflatten(treedef, plan.take(values)), jax.tree.unflatten(treedef, plan.rest(values))
+    trainable = plan.with_sources(plan.take(values), values)
+    return jax.tree.unflatten(treedef, trainable), jax.tree.unflatten(treedef, plan.rest(values))
 
 
 def combine(trainable: PyTree, rest: PyTree) -> PyTree:
@@ -111,6 +113,8 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
             shape, index = jnp.shape(b.array), b.selection.part_index
             if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
                 refuse_other_leaf(a, Leaf(paths()[i], shape, index=index), b.selection, "trainable")
+            if isinstance(a, Part) and a.source is not None:
+                refuse_other_rows(a, b.selection, paths()[i], "trainable")
             whole.append(combine_part(b, a))
         elif _tree.is_hole(a) and not isinstance(b, Rest):
             whole.append(b)
@@ -204,6 +208,7 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
             index = change.index if selection is TRAINABLE else selection.part_index
             refuse_other_leaf(change, Leaf(paths()[i], jnp.shape(value), index=index), selection, "updates")
+            refuse_other_rows(change, selection, paths()[i], "updates")
         elif not _fits(value, change):
             raise value_error(
                 "updates: an update does not fit its parameter",

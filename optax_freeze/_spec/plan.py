@@ -19,6 +19,7 @@ from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.memory import HOST, is_on_host
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
+from optax_freeze._spec.source import refuse_other_rows, with_source
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -78,11 +79,12 @@ class Plan:
         return [s.array if _tree.is_hole(s.array) else copy_like(s.array, value) for s, value in pairs]
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
-        """The same plan with these arrays in its selections; an empty list changes nothing."""
+        """The same plan with these arrays of a state in its selections; an empty list changes nothing."""
         if not masks:
             return self
+        pairs = zip(self.selections, masks, strict=True)
         return dataclasses.replace(
-            self, selections=tuple(s.with_array(x) for s, x in zip(self.selections, masks, strict=True))
+            self, selections=tuple(s if _tree.is_hole(x) else s.with_array(x, of_state=True) for s, x in pairs)
         )
 
     def without_masks(self) -> "Plan":
@@ -138,6 +140,7 @@ class Plan:
         for i, (value, leaf, selection) in enumerate(zip(values, self.leaves, self.selections, strict=True)):
             if selection is not FROZEN and not (_is_missing(value) and _is_number_at(params, i)):
                 refuse_other_leaf(value, leaf, selection, name, fix)
+                refuse_other_rows(value, selection, leaf.path, name)
         return values, treedef
 
     def align_gradients(
@@ -168,7 +171,7 @@ class Plan:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
 
     def take(self, values: Sequence[Any]) -> list[Any]:
-        """The trainable part of each leaf; a ``Part`` of a leaf stays as it is."""
+        """The trainable part of each leaf; a ``Part`` of a leaf stays as it is, but for what is not of an optimizer."""
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
             refuse_on_host(leaf.path, selection, value)
         pairs = zip(self.selections, values, strict=True)
@@ -178,6 +181,10 @@ class Plan:
         """The trainable part as a tree for an optimizer: some of Optax's take arrays, and no Python numbers."""
         taken = [jnp.asarray(value) if is_number(value) else value for value in self.take(values)]
         return jax.tree.unflatten(treedef, taken)
+
+    def with_sources(self, parts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """What trains of these values, or its gradients or updates: each ``Part`` says where its rows come from."""
+        return [with_source(*each) for each in zip(parts, self.selections, values, strict=True)]
 
     def rest(self, values: Sequence[Any]) -> list[Any]:
         """The rest of each leaf; a hole beside a ``Part``."""
@@ -212,7 +219,7 @@ def _is_number_at(params: PyTree | None, i: int) -> bool:
 
 
 def _values_alone(part: Part) -> Part:
-    return part if part.trains is None else dataclasses.replace(part, trains=None)
+    return dataclasses.replace(part, trains=None, source=None)
 
 
 def may_stay_on_host(selection: Selection) -> bool:

@@ -42,7 +42,10 @@ class Selection:
     array: Any = HOLE
     """The array of frozen elements or row numbers, if it is data; the state contains it, and it can be replaced."""
 
-    def with_array(self, array: Any) -> "Selection":
+    of_state: Any = False
+    """Whether the array was read from an optimizer state."""
+
+    def with_array(self, array: Any, of_state: bool = False) -> "Selection":
         """The selection with another array, or with a hole in its place: as static data."""
         return self
 
@@ -310,7 +313,9 @@ class RowIndex(RowSelection):
         return ~hit if self.picked_train else hit
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "size", "count"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "size", "count", "of_state"]
+)
 @dataclasses.dataclass(frozen=True)
 class DynamicRowIndex(RowSelection):
     """Rows of a leaf that are known when the program runs: ``array`` has the numbers of those that train.
@@ -322,13 +327,14 @@ class DynamicRowIndex(RowSelection):
     axis: int
     size: int
     count: int
+    of_state: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
     def part_index(self) -> "DynamicRowIndex":
         return self.with_array(HOLE)
 
-    def with_array(self, array: Any) -> "DynamicRowIndex":
-        return dataclasses.replace(self, array=array)
+    def with_array(self, array: Any, of_state: bool = False) -> "DynamicRowIndex":
+        return dataclasses.replace(self, array=array, of_state=of_state)
 
     def indices(self, *array: Any) -> jax.Array:
         return array[0] if array else self.array
@@ -348,10 +354,12 @@ class DynamicRowIndex(RowSelection):
         return f"trains in {self.count} of {self.size} rows along axis {self.axis}"
 
     def as_spec(self) -> DynamicRows:
-        return DynamicRows(self.array, self.axis, inverted=True, ascending=True)
+        return DynamicRows(self.array, self.axis, inverted=True, ascending=True, of_state=self.of_state)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count", "of_state"]
+)
 @dataclasses.dataclass(frozen=True)
 class DenseMask(Selection):
     """A boolean array of the leaf's shape, True where frozen; of a compact one ``count`` elements train.
@@ -362,6 +370,7 @@ class DenseMask(Selection):
     array: Any = dataclasses.field(compare=False)
     compact: bool
     count: int | None
+    of_state: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
     def part_index(self) -> int | None:
@@ -374,13 +383,13 @@ class DenseMask(Selection):
         return self.array
 
     def as_spec(self) -> Elements:
-        return Elements(self.array, self.compact, self.count)
+        return Elements(self.array, self.compact, self.count, self.of_state)
 
     def __str__(self) -> str:
         return "trains in part" if self.count is None else f"trains in {self.count} elements"
 
-    def with_array(self, array: Any) -> "DenseMask":
-        return dataclasses.replace(self, array=array)
+    def with_array(self, array: Any, of_state: bool = False) -> "DenseMask":
+        return dataclasses.replace(self, array=array, of_state=of_state)
 
     def take(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)

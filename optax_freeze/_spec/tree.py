@@ -41,6 +41,8 @@ class Part:
       trains: a second child in the updates of an optimizer, if the row numbers are a value of the program: for each row
         of the leaf whether it trains, so that :func:`optax_freeze.apply_updates` finds the rows. None in parameters,
         gradients and moments.
+      source: where rows or elements that can be replaced come from; static. None for other parts, and in an optimizer
+        state.
 
     Example:
       >>> import optax_freeze as fz
@@ -53,17 +55,20 @@ class Part:
     index: Any = None
     shape: tuple[int, ...] | None = None
     trains: Any = None
+    source: Any = None
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Without a child for what is None, which some functions of Optax take for a leaf."""
         children = [("values", self.values), *([] if self.trains is None else [("trains", self.trains)])]
-        return [(jax.tree_util.GetAttrKey(name), child) for name, child in children], (self.index, self.shape)
+        static = self.index, self.shape, self.source
+        return [(jax.tree_util.GetAttrKey(name), child) for name, child in children], static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "Part":
         """The inverse of flattening."""
-        values, *trains = children
-        return cls(values, *static, *trains)
+        (index, shape, source), (values, *trains) = static, children
+        source = None if source is None else source.around(children)
+        return cls(values, index, shape, trains[0] if trains else None, source)
 
     @property
     def dtype(self) -> Any:

@@ -472,8 +472,8 @@ class TestEveryBitPattern:
             news = []
             for full_updates in (True, False):
                 tx = fz.freeze(optax.sgd(0.1), specs, full_updates=full_updates)
-                updates, _ = tx.update(jax.tree.map(jnp.ones_like, leaves), tx.init(leaves), leaves)
-                news.append(fz.apply_updates(leaves, updates, specs))
+                updates, state = tx.update(jax.tree.map(jnp.ones_like, leaves), tx.init(leaves), leaves)
+                news.append(fz.apply_updates(leaves, updates, fz.spec_of(state)))
             return fz.combine(*fz.partition(leaves, specs)), fz.stop_gradient(leaves, specs), news
 
         combined, unchanged, news = run(leaves)

@@ -252,6 +252,180 @@ def test_a_traced_number_out_of_range_names_no_row(inverted):
         assert rows_moved == ([0, 2, 3] if inverted else [1])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_traced_number_may_be_given_twice(axis):
+    """The rows are those that are named, once each; ``fz.rows`` of the numbers leaves as many others as fit."""
+    params = {"w": jnp.arange(36.0).reshape(6, 6) + 1}
+    frozen = lambda index: {"w": ~fz.rows(index, axis)}  # noqa: E731
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def step(index, way):
+        tx = fz.freeze(optax.adam(1.0), frozen(jnp.zeros_like(index)), full_updates=way == "full")
+        state = fz.replace_masks(tx.init(params), frozen(index))
+        grads = fz.grad(lambda p: (p["w"] ** 2).sum(), fz.spec_of(state))(params)
+        if way == "update_params":
+            return fz.update_params(tx, grads, state, params)[0]
+        updates, state = tx.update(grads, state, params)
+        if way == "spec":
+            return fz.apply_updates(params, updates, fz.spec_of(state))
+        return fz.apply_updates(params, updates)
+
+    changed = lambda new: np.flatnonzero((np.asarray(new["w"]) != params["w"]).any(1 - axis)).tolist()  # noqa: E731
+    for way in ("full", "parts", "spec", "update_params"):
+        for numbers, rows in (([2, 2, 5], [2, 5]), ([5, -4, 2], [2, 5]), ([4, 9, 4], [4]), ([5, 5, 5], [5])):
+            new = step(jnp.array(numbers, jnp.int8), way)
+            assert changed(new) == rows, (way, numbers)
+            moved = jnp.where(jnp.isin(jnp.arange(6), jnp.array(rows)), 1.0, 0.0)
+            np.testing.assert_allclose(new["w"], params["w"] - jnp.expand_dims(moved, 1 - axis), rtol=1e-5)
+
+    @jax.jit
+    def parts(index):
+        halves = fz.partition(params, frozen(index)), fz.partition(params, {"w": fz.rows(index, axis)})
+        return [(trainable["w"].values, fz.combine(trainable, rest)) for trainable, rest in halves]
+
+    last = jax.jit(lambda index: fz.partition({"w": jnp.arange(200.0)}, {"w": ~fz.rows(index)})[0]["w"].values)
+    assert last(jnp.array([-1], jnp.int8)) == 199
+    (rows, whole), (others, again) = parts(jnp.array([2, 2, 5]))
+    assert bits(whole) == bits(again) == bits(params)
+    take = lambda *index: jnp.take(params["w"], jnp.array(index), axis, mode="fill", fill_value=0)  # noqa: E731
+    assert bits(rows) == bits(take(2, 5, 6))
+    assert bits(others) == bits(take(0, 1, 3))
+
+
+PARAMS = {"w": jnp.arange(12.0).reshape(6, 2) + 1}
+SUM = lambda p: jnp.sum(jnp.arange(6.0)[:, None] * p["w"] ** 2)  # noqa: E731
+
+
+@pytest.mark.parametrize("kind", ["rows", "elements"])
+class TestGradientsOfOtherRows:
+    """A gradient belongs to the rows, or elements, that train in the state; any other is refused."""
+
+    def spec(self, kind, *index):
+        if kind == "rows":
+            return {"w": ~fz.rows(jnp.array(index))}
+        mask = np.ones((6, 2), bool)
+        mask[list(index)] = False
+        return {"w": fz.elements(mask, compact=True)}
+
+    def states(self, kind):
+        tx = fz.freeze(optax.sgd(1.0), self.spec(kind, 4, 5), full_updates=False)
+        state = tx.init(PARAMS)
+        return tx, state, fz.replace_masks(state, self.spec(kind, 0, 2))
+
+    def step(self, tx, spec=fz.spec_of):
+        def step(params, state):
+            updates, new = tx.update(fz.grad(SUM, spec(state))(params), state, params)
+            return fz.apply_updates(params, updates, fz.spec_of(new))
+
+        return step
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda frozen: fz.grad(SUM, frozen)(PARAMS),
+            lambda frozen: jax.jit(fz.grad(SUM, frozen))(PARAMS),
+            lambda frozen: jax.jit(lambda p: jax.tree.map(lambda g: g * 1, fz.grad(SUM, frozen)(p)))(PARAMS),
+            lambda frozen: jax.grad(fz.restrict(SUM, fz.partition(PARAMS, frozen)[1]))(fz.partition(PARAMS, frozen)[0]),
+        ],
+        ids=["eager", "jit", "scaled", "restrict"],
+    )
+    def test_outside_of_a_program_they_are_compared(self, kind, make):
+        tx, state, replaced = self.states(kind)
+        for given, index in ((state, (4, 5)), (replaced, (0, 2))):
+            grads = make(self.spec(kind, *index))
+            assert jax.tree.structure(grads) == jax.tree.structure(fz.partition(PARAMS, self.spec(kind, *index))[0])
+            updates, _ = tx.update(grads, given, PARAMS)
+            new = fz.apply_updates(PARAMS, updates, fz.spec_of(given))
+            assert bits(new) == bits(self.step(tx)(PARAMS, given))
+            other = replaced if given is state else state
+            for update in (tx.update, functools.partial(fz.update_params, tx)):
+                with pytest.raises(ValueError, match=f"a Part of other {kind}"):
+                    update(grads, other, PARAMS)
+            with pytest.raises(ValueError, match=f"a Part of other {kind}"):
+                fz.apply_updates(PARAMS, updates, fz.spec_of(other))
+
+    def test_inside_of_a_program_only_those_of_its_state_are_accepted(self, kind):
+        tx, state, replaced = self.states(kind)
+        frozen, grads = self.spec(kind, 4, 5), fz.grad(SUM, self.spec(kind, 4, 5))(PARAMS)
+        spec, update = fz.spec_of(state), jax.jit(tx.update)
+        of_state = fz.grad(SUM, spec)(PARAMS)
+        accepted = [
+            lambda state: jax.jit(self.step(tx))(PARAMS, state),
+            lambda state: jax.jit(lambda p, s, spec: self.step(tx, lambda _: spec)(p, s))(
+                PARAMS, state, fz.spec_of(state)
+            ),
+            lambda state: update(fz.grad(SUM, fz.spec_of(state))(PARAMS), state, PARAMS),
+        ]
+        refused = [
+            lambda: jax.jit(self.step(tx, lambda _: frozen))(PARAMS, state),
+            lambda: jax.jit(self.step(tx, lambda _: spec))(PARAMS, state),
+            lambda: update(grads, state, PARAMS),
+            lambda: jax.jit(lambda state: tx.update(grads, state, PARAMS))(state),
+            lambda: jax.jit(lambda state: tx.update(of_state, state, PARAMS))(state),
+            lambda: jax.jit(lambda grads: tx.update(grads, state, PARAMS))(of_state),
+            lambda: jax.jit(lambda grads: tx.update(grads, state, PARAMS))(grads),
+            lambda: tx.update(jax.jit(lambda grads: jax.tree.map(lambda g: g * 1, grads))(grads), state, PARAMS),
+        ]
+        if kind == "rows":
+            refused.append(
+                lambda: jax.jit(lambda p, s, spec: self.step(tx, lambda _: spec)(p, s))(PARAMS, state, frozen)
+            )
+        for run in accepted:
+            run(state)
+            run(replaced)
+        for run in refused:
+            with pytest.raises(ValueError, match=f"a Part that may have other {kind}"):
+                run()
+
+    def test_what_jit_remembers_of_one_call_refuses_no_other(self, kind):
+        tx, state, replaced = self.states(kind)
+        scaled = jax.jit(lambda grads: jax.tree.map(lambda g: g * 1, grads))
+        for each in (state, replaced, state):
+            grads = scaled(fz.grad(SUM, fz.spec_of(each))(PARAMS))
+            updates, _ = tx.update(grads, each, PARAMS)
+            new = fz.apply_updates(PARAMS, updates, fz.spec_of(each))
+            assert bits(new) == bits(self.step(tx)(PARAMS, each))
+        assert scaled._cache_size() == 1
+        assert pickle.loads(pickle.dumps(grads))["w"].source == grads["w"].source
+
+    def test_the_two_parts_of_different_partitions(self, kind):
+        tx, state, _ = self.states(kind)
+        (trainable, rest), (other, of_other) = (fz.partition(PARAMS, self.spec(kind, *at)) for at in ((4, 5), (0, 2)))
+        for wrong in (lambda: fz.combine(trainable, of_other), lambda: tx.init(other)):
+            with pytest.raises(ValueError, match=f"a Part of other {kind}"):
+                wrong()
+        of_state = fz.partition(PARAMS, fz.spec_of(state))
+        for pair in ((trainable, rest), (other, of_other), of_state):
+            assert bits(jax.jit(fz.combine)(*pair)) == bits(PARAMS)
+            assert bits(jax.jit(lambda trainable, rest=pair[1]: fz.combine(trainable, rest))(pair[0])) == bits(PARAMS)
+
+    def test_updates_have_the_structure_of_their_gradients(self, kind):
+        frozen = self.spec(kind, 4, 5)
+        trainable, _ = fz.partition(PARAMS, frozen)
+        whole = fz.freeze_when(optax.sgd(1.0), {"w": False})
+        updates, _ = whole.update(trainable, whole.init(trainable), trainable)
+        assert not any(x.any() for x in jax.tree.leaves(optax.apply_updates(trainable, updates)))
+        if kind == "elements":
+            tx = fz.freeze(optax.sgd(1.0), frozen, full_updates=False)
+            updates, _ = tx.update(trainable, tx.init(trainable), trainable)
+            assert not optax.apply_updates(trainable, updates)["w"].values.any()
+
+    def test_a_gradient_that_a_line_search_stored(self, kind):
+        tx = fz.freeze(
+            optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(5, store_grad=True)), self.spec(kind, 4, 5)
+        )
+        state, params = tx.init(PARAMS), PARAMS
+        for _ in range(2):
+            value, grads = fz.value_and_grad_from_state(SUM, fz.spec_of(state))(params, state=state)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=SUM)
+            params = optax.apply_updates(params, updates)
+        fz.assert_frozen(PARAMS, params, fz.spec_of(state))
+        assert SUM(params) < SUM(PARAMS)
+        _, grads = fz.value_and_grad_from_state(SUM, self.spec(kind, 0, 2))(params, state=state)
+        with pytest.raises(ValueError, match=f"a Part of other {kind}"):
+            tx.update(grads, state, params, value=value, grad=grads, value_fn=SUM)
+
+
 def test_masked_zero_updates():
     params = init()
     tx = optax.chain(optax.sgd(1.0), fz.masked_zero_updates(only(1, 2)))
@@ -681,6 +855,12 @@ class TestGroups:
         assert bits(new.coupled_state) == bits(state.coupled_state)
         assert [new.groups["layers/**"].inner_state[0].t, new.rest_state[0].t] == [0, 1]
 
+    def test_rows_that_are_a_constant_of_the_program_are_refused(self):
+        tx = self.tx(False)
+        state = tx.init(init())
+        with pytest.raises(ValueError, match="the rows of the groups are a constant of the program"):
+            jax.jit(fz.grad(loss, fz.spec_of(state)))(init(), X)
+
     def test_two_groups_of_one_leaf_are_refused(self):
         groups = {"layers/**": (fz.rows(jnp.array([1])), True), "**": (fz.rows(jnp.array([2])), True)}
         with pytest.raises(ValueError, match="incompatible element masks"):
@@ -812,6 +992,20 @@ class TestSharded:
         assert state.masks["layers"]["kernel"].sharding.is_fully_replicated
         replaced = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([0, 1]))})
         assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, state)
+
+    def test_each_device_trains_other_rows_of_its_own(self):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        params = {"w": jnp.arange(32.0).reshape(8, 4) + 1}
+
+        def step(params, index):
+            tx = fz.freeze(optax.sgd(1.0), {"w": ~fz.rows(index)}, full_updates=False)
+            state = tx.init(params)
+            updates, _ = tx.update(fz.grad(lambda p: (p["w"] ** 2).sum() / 2, fz.spec_of(state))(params), state, params)
+            return fz.apply_updates(params, updates)
+
+        sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data")))
+        new = sharded(params, jnp.array([0, 1, 1, 0]))
+        assert bits(new["w"]) == bits(params["w"].at[jnp.array([0, 3, 5, 6])].set(0))
 
     def test_eager_init_takes_the_devices_of_the_parameters(self):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

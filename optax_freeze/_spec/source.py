@@ -1,0 +1,115 @@
+"""Where the rows of a ``Part`` come from, and whether they are those of another selection.
+
+A gradient of rows that can be replaced does not contain their numbers: one program serves any rows, and a leaf of
+integers would break ``jax.grad`` and norms. The source of the ``Part`` says instead whether the rows were read from an
+optimizer state. Where JAX keeps the objects of one call for all calls with the same static data, which is at the border
+of a program, the source forgets the numbers, but not whether they came from a state: that is compared by ``jit``.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.tree import Part, is_hole
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where the rows or elements of a ``Part`` come from; two are equal if they differ in their arrays alone.
+
+    Attributes:
+      of_state: whether they were read from an optimizer state, and are not a constant of the program.
+      array: their row numbers or their mask; None if unknown or traced.
+      trace: the trace in which ``array`` is known.
+    """
+
+    of_state: bool
+    array: Any = dataclasses.field(default=None, compare=False, repr=False)
+    trace: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    def around(self, children: Any) -> "Source":
+        """The source of a ``Part`` with these children: an argument of another program may have other rows."""
+        is_traced = self.array is not None and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
+        return Source(self.of_state) if is_traced and self.trace != _current_trace() else self
+
+    def __reduce__(self) -> Any:
+        return Source, (self.of_state,)
+
+
+def source_of(selection: Selection, beside: Any) -> Source | None:
+    """The source of the trainable part of ``beside``; None if the selection has no array."""
+    if is_hole(selection.array) or selection.part_index is None:
+        return None
+    if not is_concrete(selection.array) or not _is_readable(selection.array):
+        return Source(selection.of_state)
+    return Source(selection.of_state and not isinstance(beside, Tracer), selection.array, _current_trace())
+
+
+def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
+    """The trainable part of a leaf, or what belongs to it, with its source: that of the leaf if it is a ``Part``."""
+    if not isinstance(part, Part):
+        return part
+    source = leaf.source if isinstance(leaf, Part) else source_of(selection, leaf)
+    return part if source is part.source is None else dataclasses.replace(part, source=source)
+
+
+def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> None:
+    """A ``ValueError`` for a ``Part`` whose rows or elements are not those of a selection, or may not be.
+
+    Two parts of one spec that is not from a state are compared only as far as their arrays are known.
+    """
+    if not isinstance(part, Part) or part.source is None or not selection.in_part:
+        return
+    mine, its = part.source, source_of(selection, next(iter(jax.tree.leaves(part.values)), None))
+    if its is None:
+        return
+    which = "elements" if isinstance(part.index, int) else "rows"
+    fix = "compute it with the spec of the same state, in the same program: fz.grad(loss, fz.spec_of(state))"
+    of_one_spec = name == "trainable" or not (mine.of_state or selection.of_state)
+    if mine.array is not None and its.array is not None:
+        if _same(mine.array, its.array):
+            return
+        what, got, expected = f"{name}: a Part of other {which}", _told(mine.array), _told(its.array)
+    elif of_one_spec or (mine.of_state and its.of_state and mine.array is None):
+        return
+    else:
+        what = f"{name}: a Part that may have other {which}"
+        spec = "a state, and a state or spec that is a constant of the program"
+        spec = spec if mine.of_state and its.array is not None else "a spec that is not fz.spec_of(state)"
+        got = f"{which} that are a constant of the program" if mine.array is not None else f"{which} of {spec}"
+        expected = f"{which} read from the optimizer state, which is an argument of the program"
+        fix += "; or, if the rows never change, give fz.rows a list of ints" if which == "rows" else ""
+    raise value_error(what, at=path, got=got, expected=expected, fix=fix)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or not _is_readable(a) or np.array_equal(jax.device_get(a), jax.device_get(b))
+
+
+def _is_readable(array: Any) -> bool:
+    """Whether this process has the values of an array: it was not donated, and is not sharded over processes."""
+    if not isinstance(array, jax.Array):
+        return True
+    return not array.is_deleted() and (array.is_fully_addressable or array.is_fully_replicated)
+
+
+def _told(array: Any) -> str:
+    """Row numbers, or how many elements of a mask train."""
+    array = np.asarray(jax.device_get(array))
+    if array.dtype == np.bool_:
+        return f"{array.size - np.count_nonzero(array)} elements, the first at {np.argmin(array.ravel())}"
+    return f"rows {array[:8].tolist()}" + ", ..." * (len(array) > 8)
+
+
+def _current_trace() -> Any:
+    """What JAX traces now; equal only to itself."""
+    from jax.extend import core  # loads jax.extend, which takes longer than this library
+
+    either: Any = core if hasattr(core, "get_opaque_trace_state") else jax.core  # the latter is of JAX 0.8
+    return either.get_opaque_trace_state("flax")
