@@ -48,7 +48,9 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
     carry = jax.tree.map(lambda old, new: _of_type(old, new, frozen), carry, jax.eval_shape(step, carry))
     start: Any = (frozen, carry)
     # The constant True, which may vary over devices as `frozen` does; XLA copies the carry of a loop without it.
-    return jax.lax.while_loop(lambda carry: ~carry[0], lambda carry: (jnp.ones_like(carry[0]), step(carry[1])), start)[1]
+    return jax.lax.while_loop(lambda carry: ~carry[0], lambda carry: (jnp.ones_like(carry[0]), step(carry[1])), start)[
+        1
+    ]
 
 
 def _of_type(old: Any, new: Any, frozen: Any) -> Any:
