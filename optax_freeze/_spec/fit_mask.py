@@ -1,5 +1,6 @@
 """From an element mask and a leaf to a selection; a ``ValueError`` if the mask does not fit the leaf."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
