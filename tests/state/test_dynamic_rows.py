@@ -849,7 +849,7 @@ class TestGroups:
 
     def test_what_is_coupled_goes_on(self):
         groups = {"layers/**": (fz.rows(jnp.array([3, 1])), False)}
-        tx, params = fz.freeze_when(optax.adan(0.1), groups, coupled=optax.trace(0.9)), init()
+        tx, params = fz.freeze_when(optax.adan(0.1), groups, coupled=optax.scale_by_adam()), init()
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 2]))})
         assert bits(new.coupled_state) == bits(state.coupled_state)
