@@ -303,7 +303,9 @@ def _with_stored_statistics(cls: type[nnx.Module], is_pytree: bool) -> type[nnx.
 
     stored = property(lambda self: True, set_attribute)
     body = {"__call__": call, "use_running_average": stored, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return types.new_class(cls.__name__, (cls, _Stored), {"pytree": is_pytree}, lambda namespace: namespace.update(body))
+    return types.new_class(
+        cls.__name__, (cls, _Stored), {"pytree": is_pytree}, lambda namespace: namespace.update(body)
+    )
 
 
 class _Param(NamedTuple):
