@@ -261,7 +261,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 
 
 def _refuse_wildcards(where: str) -> None:
-    """Orbax looks for its own files by a glob of their path, finds none, and leaves the arrays out in silence."""
+    """Orbax globs the path of its own files: it may miss them, and then leaves the arrays out without an error."""
     if any(character in where for character in "*?["):
         raise value_error(
             "Orbax cannot save into this directory",
