@@ -668,3 +668,10 @@ def test_two_processes(tmp_path):
     for out, _ in told:
         assert "refused: processes differ in the spec\n  at: process 1\n  got: the fingerprint " in out
         assert "latest: 3" in out
+
+
+@pytest.mark.parametrize("name", ["lr=[1e-3]", "run*", "run?"])
+def test_a_directory_with_wildcards_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"Orbax cannot save into this directory(.|\n)*fix: "):
+        checkpoint.save(tmp_path / name, {"a": np.ones(2), "b": np.ones(2)}, "a", step=0)
+    assert not (tmp_path / name).exists()

@@ -110,7 +110,7 @@ def save(
 
     Raises:
       ValueError: if the spec does not fit, or freezes everything; if ``step`` is not greater than the latest; if
-        processes have different specs or frozen bits.
+        ``directory`` contains ``*``, ``?`` or ``[``; if processes have different specs or frozen bits.
       TypeError: if ``step`` is not an int, or arrays are traced.
 
     Example:
@@ -127,6 +127,7 @@ def save(
     """
     step = _step_number(step)
     where = _absolute(directory)
+    _refuse_wildcards(where)
     _refuse_no_state(opt_state)
     plan = make_plan(params, frozen, tied=tied)
     values = _tree.flatten(params)[0]
@@ -257,6 +258,18 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         return None
     with _manager(where) as manager:
         return manager.latest_step()
+
+
+def _refuse_wildcards(where: str) -> None:
+    """Orbax globs the path of its own files: it may miss them, and then leaves the arrays out without an error."""
+    if any(character in where for character in "*?["):
+        raise value_error(
+            "Orbax cannot save into this directory",
+            at=where,
+            got="a path with wildcards",
+            expected="a path without any of * ? [",
+            fix="choose another name",
+        )
 
 
 def _absolute(directory: str | os.PathLike[str]) -> str:
