@@ -39,7 +39,7 @@ EAGER = [name for name in MODES if name != "transfers"]  # JAX moves the constan
 
 MASK = np.arange(12).reshape(4, 3) % 2 == 0
 SPECS = {
-    "static rows": lambda: {"stack": ~fz.rows([0, 1, 3]), "table": ~fz.rows([1, 2]), "head": False},
+    "static rows": lambda: {"stack": ~fz.rows([0, 1, 3]), "table": ~fz.rows([1, 2]), "head": ~fz.rows([1])},
     "dynamic rows": lambda: {"stack": ~fz.rows(jnp.array([3, 1])), "table": ~fz.rows(jnp.array([3, 1])), "head": True},
     "masks": lambda: {
         "stack": True,
