@@ -46,11 +46,13 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
         return carry if frozen else step(carry)
     step = jax.jit(step)  # traced once, though called for its shapes and in the loop
     carry = jax.tree.map(lambda old, new: _of_type(old, new, frozen), carry, jax.eval_shape(step, carry))
+
+    def once(carry: Any) -> Any:
+        # A constant, or XLA would copy the carry; inside `jax.shard_map` it varies over devices as `frozen` does.
+        return jnp.ones_like(carry[0]), step(carry[1])
+
     start: Any = (frozen, carry)
-    # The constant True, which may vary over devices as `frozen` does; XLA copies the carry of a loop without it.
-    return jax.lax.while_loop(lambda carry: ~carry[0], lambda carry: (jnp.ones_like(carry[0]), step(carry[1])), start)[
-        1
-    ]
+    return jax.lax.while_loop(lambda carry: ~carry[0], once, start)[1]
 
 
 def _of_type(old: Any, new: Any, frozen: Any) -> Any:
