@@ -214,13 +214,14 @@ def test_numbers_in_nnx_variables():
     assert [type(variable) for variable in (model.a, model.b)] == [nnx.Param, fnnx.FrozenParam]
 
 
-def test_a_checkpoint_holds_numbers(tmp_path):
-    params, tx = parameters(0.1), fz.freeze(optax.adam(0.1), FROZEN)
+@pytest.mark.parametrize("number", [0.1, 1 - 0.5j])
+def test_a_checkpoint_holds_numbers(number, tmp_path):
+    params, tx = parameters(number), fz.freeze(optax.adam(0.1), FROZEN)
     checkpoint.save(tmp_path, params, FROZEN, step=0, opt_state=tx.init(params))
     new, state = train(tx)(params)
     checkpoint.save(tmp_path, new, FROZEN, step=1, opt_state=state)
     for step, saved in enumerate((params, new)):
-        base = {**params, "scale": 5.0}
+        base = {**params, "scale": 50 * number}
         restored, _ = checkpoint.restore(tmp_path, base, step=step, opt_state=tx.init(base))
         assert restored["bias"] is params["bias"]
         assert jnp.asarray(restored["scale"]).tobytes() == jnp.asarray(saved["scale"]).tobytes()
