@@ -727,3 +727,21 @@ def test_an_extra_argument_of_one_number_for_each_leaf(frozen):
     moved = (updates["w"] != 0).sum()
     assert set(np.unique(updates["w"])) == {np.float32(0), np.float32(-0.1)}
     assert 0 < moved < 6
+
+
+@pytest.mark.parametrize("frozen", [{"w": True}, {"w": ~fz.rows([1, 2])}, {"w": ~fz.rows(jnp.array([1, 2]))}])
+def test_gradients_of_single_examples_for_private_training(frozen):
+    params, x = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, jnp.arange(8.0).reshape(2, 4)
+    frozen = {**frozen, "b": False}
+    of_example = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))  # noqa: E731
+    grads = jax.vmap(fz.grad(of_example, frozen), (None, 0))(params, x)
+    trainable, _ = fz.partition(params, frozen)
+    private = optax.contrib.differentially_private_aggregate(1.0, noise_multiplier=0.0, key=jax.random.key(0))
+    tx = optax.chain(private, optax.sgd(0.1))
+    updates, _ = tx.update(grads, tx.init(trainable), trainable)
+    fz.assert_frozen(params, fz.apply_updates(params, updates, frozen), frozen)
+    norms = jnp.sqrt(
+        sum(jnp.sum(jnp.square(g.reshape(2, -1)), 1) for g in jax.tree.leaves(grads) if g.dtype == jnp.float32)
+    )
+    expected = jnp.mean(grads["b"] / jnp.maximum(1.0, norms)[:, None], 0)
+    np.testing.assert_allclose(updates["b"], -0.1 * expected, rtol=1e-5)
