@@ -931,8 +931,8 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/split_array.py",
-        "        if self.in_jvp:\n            return join(self.index,",
-        "        if False:\n            return join(self.index,",
+        "rows)\n        if self.in_jvp:",
+        "rows)\n        if False:",
         "tests/test_dtypes.py -k restrict-bfloat16",
     ),
     Mutant(

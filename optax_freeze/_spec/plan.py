@@ -19,7 +19,7 @@ from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.memory import HOST, is_on_host
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
-from optax_freeze._spec.source import refuse_other_rows, with_source
+from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -175,7 +175,7 @@ class Plan:
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
             refuse_on_host(leaf.path, selection, value)
         pairs = zip(self.selections, values, strict=True)
-        return [_values_alone(v) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
+        return [_values_alone(v, s) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         """The trainable part as a tree for an optimizer: some of Optax's take arrays, and no Python numbers."""
@@ -218,8 +218,8 @@ def _is_number_at(params: PyTree | None, i: int) -> bool:
     return i < len(values) and is_number(values[i])
 
 
-def _values_alone(part: Part) -> Part:
-    return dataclasses.replace(part, trains=None, source=None)
+def _values_alone(part: Part, selection: Selection) -> Part:
+    return dataclasses.replace(part, values=values_of(part, selection), trains=None, source=None)
 
 
 def may_stay_on_host(selection: Selection) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -60,9 +61,10 @@ def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
 
 
 def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> None:
-    """A ``ValueError`` for a ``Part`` whose rows or elements are not those of a selection, or may not be.
+    """A ``ValueError`` for a ``Part`` whose rows or elements are not those of a selection, or whose rows may not be.
 
-    Two parts of one spec that is not from a state are compared only as far as their arrays are known.
+    Two parts of one spec that is not from a state are compared only as far as their arrays are known. Elements are
+    compared while a program runs, by :func:`values_of`.
     """
     if not isinstance(part, Part) or part.source is None or not selection.in_part:
         return
@@ -76,7 +78,7 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
         if _same(mine.array, its.array):
             return
         what, got, expected = f"{name}: a Part of other {which}", _told(mine.array), _told(its.array)
-    elif of_one_spec or (mine.of_state and its.of_state and mine.array is None):
+    elif of_one_spec or which == "elements" or (mine.of_state and its.of_state and mine.array is None):
         return
     else:
         what = f"{name}: a Part that may have other {which}"
@@ -84,8 +86,17 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
         spec = spec if mine.of_state and its.array is not None else "a spec that is not fz.spec_of(state)"
         got = f"{which} that are a constant of the program" if mine.array is not None else f"{which} of {spec}"
         expected = f"{which} read from the optimizer state, which is an argument of the program"
-        fix += "; or, if the rows never change, give fz.rows a list of ints" if which == "rows" else ""
+        fix += "; or, if the rows never change, give fz.rows a list of ints"
     raise value_error(what, at=path, got=got, expected=expected, fix=fix)
+
+
+def values_of(part: Part, selection: Selection) -> Any:
+    """The values of a ``Part``; NaN if its elements are a constant of the program and not those of the selection."""
+    constant = None if part.source is None else part.source.array
+    if constant is None or not isinstance(part.index, int) or not isinstance(selection.array, Tracer):
+        return part.values
+    same = jnp.array_equal(constant, selection.array)
+    return jnp.where(same, part.values, jnp.asarray(jnp.nan, part.dtype))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -308,7 +308,7 @@ def _begins_anew(
 ) -> dict[_Place, jax.Array]:
     """Whether all rows of a transformation are replaced, for those whose leaves all get new rows."""
     replaced = {
-        path: ~jnp.isin(new.array, old.array).any()
+        path: ~(jnp.isin(new.array, old.array) & (new.array < new.size)).any()
         for path, (old, new) in changed.items()
         if isinstance(old, DynamicRowIndex)
     }
