@@ -310,7 +310,7 @@ def _begins_anew(
     replaced = {
         path: ~(jnp.isin(new.array, old.array) & (new.array < new.size)).any()
         for path, (old, new) in changed.items()
-        if isinstance(old, DynamicRowIndex)
+        if isinstance(old, DynamicRowIndex) and isinstance(new, DynamicRowIndex)
     }
     owned_by = {place: set().union(*by_field.values()) for place, by_field in trees.items()}
     return {
