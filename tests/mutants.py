@@ -439,8 +439,8 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/source.py",
-        "elif of_one_spec or (mine.of_state and its.of_state and mine.array is None):",
-        "elif of_one_spec or (mine.of_state and its.of_state):",
+        "(mine.of_state and its.of_state and mine.array is None):",
+        "(mine.of_state and its.of_state):",
         "tests/state/test_dynamic_rows.py -k inside_of_a_program_only",
     ),
     Mutant(
@@ -457,8 +457,20 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/plan.py",
-        "return dataclasses.replace(part, trains=None, source=None)",
-        "return dataclasses.replace(part, trains=None)",
+        "values=values_of(part, selection), trains=None",
+        "trains=None",
+        "tests/state/test_dynamic_rows.py -k inside_of_a_program_only",
+    ),
+    Mutant(
+        "_state/replace_masks.py",
+        " & (new.array < new.size)",
+        "",
+        "tests/state/test_dynamic_rows.py -k are_no_row",
+    ),
+    Mutant(
+        "_spec/plan.py",
+        "values=values_of(part, selection), trains=None, source=None)",
+        "values=values_of(part, selection), trains=None)",
         "tests/state/test_dynamic_rows.py -k line_search",
     ),
     Mutant(
@@ -895,8 +907,8 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/selection.py",
-        "for rows, train in (trains, True), (~trains, False):",
-        "for rows, train in ((trains, True),):",
+        "in [(trains, True), (~trains, False)]",
+        "in [(trains, True)]",
         "tests/spec/test_masks.py -k does_not_grow_with_the_rows",
     ),
     Mutant(

@@ -283,11 +283,10 @@ class RowIndex(RowSelection):
                 named[slice(*progression)] = True
             trains = named == self.picked_train
             runs = np.flatnonzero(np.diff(trains, prepend=False, append=False)).reshape(-1, 2).tolist()
-            for rows, train in (trains, True), (~trains, False):
-                first, *_, last = numbers = np.flatnonzero(rows)
-                step, *others = np.unique(np.diff(numbers)).tolist()
-                if len(runs) > _FEW and not others:
-                    progression = int(first), int(last) + 1, step
+            for rows, train in [(trains, True), (~trains, False)] if len(runs) > _FEW else []:
+                numbers = np.flatnonzero(rows).tolist()
+                if len(steps := set(np.diff(numbers).tolist())) == 1:
+                    progression = numbers[0], numbers[-1] + 1, steps.pop()
                     return dataclasses.replace(self, picked=(progression,), picked_train=train)
         return dataclasses.replace(self, picked=tuple((a, b, 1) for a, b in runs), picked_train=True)
 
