@@ -32,7 +32,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
 
 _TRACED = object()
-_OF_NO_VALUE = ("Tracer.__format__", "sequences of concrete values", "must be static integers")
+_OF_NO_VALUE = (
+    "Tracer.__format__",
+    "sequences of concrete values",
+    "must be static integers",
+    "must have static start/stop/step",
+)
 """Texts of other errors about a traced array that has no value: in a string, as a size, or as the edge of a slice."""
 
 
