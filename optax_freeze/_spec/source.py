@@ -72,7 +72,7 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
     if its is None:
         return
     which = "elements" if isinstance(part.index, int) else "rows"
-    fix = "compute it with the spec of the same state, in the same program: fz.grad(loss, fz.spec_of(state))"
+    fix = "compute it with the spec of this state, in the same program: fz.grad(loss, fz.spec_of(state))"
     of_one_spec = name == "trainable" or not (mine.of_state or selection.of_state)
     if mine.array is not None and its.array is not None:
         if _same(mine.array, its.array):
