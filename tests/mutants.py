@@ -727,13 +727,13 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/plan.py",
-        "if selection is not FROZEN and not (_is_missing(value) and _is_number_at(params, i)):",
+        "if selection is not FROZEN and not (_is_missing(value) and i in numbers()):",
         "if selection is not FROZEN:",
         "tests/test_model_libraries.py -k without_a_gradient",
     ),
     Mutant(
         "_spec/plan.py",
-        "if selection is not FROZEN and not (_is_missing(value) and _is_number_at(params, i)):",
+        "if selection is not FROZEN and not (_is_missing(value) and i in numbers()):",
         "if selection is not FROZEN and not _is_missing(value):",
         "tests/test_model_libraries.py -k still_an_error",
     ),

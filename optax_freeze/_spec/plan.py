@@ -5,6 +5,7 @@ and may have other dtypes or paths.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -137,8 +138,9 @@ class Plan:
         values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
             self._refuse_other_tree(tree, name)
+        numbers = functools.cache(lambda: {i for i, x in enumerate(_tree.flatten(params)[0]) if is_number(x)})
         for i, (value, leaf, selection) in enumerate(zip(values, self.leaves, self.selections, strict=True)):
-            if selection is not FROZEN and not (_is_missing(value) and _is_number_at(params, i)):
+            if selection is not FROZEN and not (_is_missing(value) and i in numbers()):
                 refuse_other_leaf(value, leaf, selection, name, fix)
                 refuse_other_rows(value, selection, leaf.path, name)
         return values, treedef
@@ -153,10 +155,9 @@ class Plan:
             for i, (value, selection) in enumerate(zip(values, self.selections, strict=True))
             if selection is not FROZEN and _is_missing(value)
         )
-        return [self._zero_at(i) if i in missing else value for i, value in enumerate(values)], treedef, missing
-
-    def _zero_at(self, i: int) -> jax.Array:
-        return jnp.zeros((), self.leaves[i].dtype)
+        pairs = zip(values, self.leaves, strict=True)
+        grads = [jnp.zeros((), leaf.dtype) if i in missing else value for i, (value, leaf) in enumerate(pairs)]
+        return grads, treedef, missing
 
     def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
         fix = "pass the tree that belongs to the parameters given to `init`"
@@ -171,7 +172,7 @@ class Plan:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
 
     def take(self, values: Sequence[Any]) -> list[Any]:
-        """The trainable part of each leaf; a ``Part`` of a leaf stays as it is, but for what is not of an optimizer."""
+        """The trainable part of each leaf; of a ``Part`` an optimizer receives the values alone."""
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
             refuse_on_host(leaf.path, selection, value)
         pairs = zip(self.selections, values, strict=True)
@@ -210,12 +211,6 @@ class Plan:
 
 def _is_missing(value: Any) -> bool:
     return value is None or _tree.is_hole(value)
-
-
-def _is_number_at(params: PyTree | None, i: int) -> bool:
-    """Whether leaf ``i`` of the parameters is a Python number."""
-    values = _tree.flatten(params)[0]
-    return i < len(values) and is_number(values[i])
 
 
 def _values_alone(part: Part, selection: Selection) -> Part:

@@ -81,11 +81,11 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
     elif of_one_spec or which == "elements" or (mine.of_state and its.of_state and mine.array is None):
         return
     else:
-        what = f"{name}: a Part that may have other {which}"
+        what = f"{name}: a Part that may have other rows"
         spec = "a state, and a state or spec that is a constant of the program"
         spec = spec if mine.of_state and its.array is not None else "a spec that is not fz.spec_of(state)"
-        got = f"{which} that are a constant of the program" if mine.array is not None else f"{which} of {spec}"
-        expected = f"{which} read from the optimizer state, which is an argument of the program"
+        got = "rows that are a constant of the program" if mine.array is not None else f"rows of {spec}"
+        expected = "rows read from the optimizer state, which is an argument of the program"
         fix += "; or, if the rows never change, give fz.rows a list of ints"
     raise value_error(what, at=path, got=got, expected=expected, fix=fix)
 
