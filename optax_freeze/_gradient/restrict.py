@@ -13,6 +13,7 @@ import jax
 import optax
 
 from optax_freeze._errors import described, is_int, type_error, value_error, whole_number
+from optax_freeze._gradient.gradient import value_and_grad_of_plan
 from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
 from optax_freeze._gradient.in_parts import call_in_parts
 from optax_freeze._spec import tree as _tree
@@ -161,15 +162,13 @@ def value_and_grad(
                 args[i],
                 most,
             )
-        trainable, rest = split(args[i], _something_trains(args[i], frozen))
+        plan = _something_trains(args[i], frozen)
 
-        def of_params(params: PyTree, /, *others: Any, **kwargs: Any) -> Any:
-            with_params: Any = (*others[:i], params, *others[i:])
+        def of_params(params: PyTree) -> Any:
+            with_params: Any = (*args[:i], params, *args[i + 1 :])
             return fun(*with_params, **kwargs)
 
-        restricted = _restricted(of_params if i else fun, rest, whole=True)
-        at_params = jax.value_and_grad(restricted, has_aux=has_aux, holomorphic=holomorphic)
-        return at_params(trainable, *args[:i], *args[i + 1 :], **kwargs)
+        return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
 
     return value_and_grad_fn
 

@@ -1,0 +1,72 @@
+"""Traces a function of some arrays, whose result may be any pytree.
+
+All other inputs of the function are constants of the program and not arguments, because Python may branch on the values
+of constants, and not on those of arguments, which are tracers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from optax_freeze._errors import ASKED_FOR_A_VALUE
+from optax_freeze._program.trace import Program, flatten
+from optax_freeze._spec.layout import explicit_sharding
+from optax_freeze._spec.memory import is_on_host
+
+_TRACED = object()
+_OF_NO_VALUE = (
+    "Tracer.__format__",
+    "sequences of concrete values",
+    "must be static integers",
+    "must have static start/stop/step",
+)
+"""Texts of other errors about a traced array that has no value: in a string, as a size, or as the edge of a slice."""
+
+
+class Traced:
+    """The program of ``fun(*arrays)``, and how its outputs are put together."""
+
+    def __init__(self, fun: Callable[..., Any], arrays: Sequence[Any], **options: Any) -> None:
+        self._treedef, self._flat = None, []
+
+        def traced(*arrays: Any) -> list[Any]:
+            outs, self._treedef = jax.tree.flatten(fun(*arrays))
+            self._flat = [_TRACED if isinstance(out, Tracer) else out for out in outs]
+            return [out for out in outs if isinstance(out, Tracer)]
+
+        closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
+        self.program: Program = flatten(closed, **options)
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The result of the function, given the outputs of the program."""
+        found = iter(outputs)
+        return jax.tree.unflatten(self._treedef, [next(found) if x is _TRACED else x for x in self._flat])
+
+
+def as_argument(value: Any) -> Any:
+    """An array on the device unchanged, and the shape of one on the host: the trace must not depend on the memory.
+
+    Shapes get a dtype that JAX has: without 64-bit types it warns of float64, which a NumPy array may have.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        value = value.update(dtype=jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
+    if not is_on_host(value):
+        return value
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
+
+
+def as_array(value: Any) -> Any:
+    """A value as an operand of an equation; Python numbers stay weakly typed."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def needs_value(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that a traced array has no value."""
+    if error is None or isinstance(error, ASKED_FOR_A_VALUE):
+        return error is not None
+    if isinstance(error, TypeError | IndexError) and any(text in str(error) for text in _OF_NO_VALUE):
+        return True
+    return needs_value(error.__cause__ or error.__context__)

@@ -1,0 +1,338 @@
+"""Loops and branches: only the steps, the results and the regions of them that are wanted.
+
+A ``scan`` is divided into segments of steps of which the same results are wanted, and ends after the last wanted one.
+Its inputs are read by index, not cut, since a slice is a copy. What is wanted of the carry is the same at both ends of a
+segment. A step whose number is a value of the program is recognised while the loop runs.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Values, covering, zeros
+from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task, joined_label, new_label, one_region
+from optax_freeze._program.trace import Equation, scan_counts
+
+_MOST_SEGMENTS = 8
+
+
+class _Output(NamedTuple):
+    """What is wanted of a stacked result: a region of it at some steps."""
+
+    place: int  # among the stacked results
+    region: Region  # of one step
+    steps: Rows  # all, if they are known only while the program runs
+    written: Region  # of the stacked result
+    label: int
+
+    @property
+    def dynamic(self) -> DynamicRows | None:
+        """The steps, if they are known only while the program runs."""
+        is_dynamic = isinstance(self.written, DynamicRows) and self.written.axis == 0
+        return self.written if is_dynamic else None  # type: ignore[return-value]
+
+
+def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
+    """Adds the task of a branch; False if its branches have to be left as they are."""
+    from optax_freeze._program.schedule import schedule
+
+    if eqn.params.get("branches_platforms") is not None or eqn.has_effects:
+        return False
+    regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
+    label = joined_label(wanted)
+    programs = [walk.body(branch) for branch in eqn.params["branches"]]
+    branches = [
+        schedule(
+            program,
+            [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None],
+            walk.log,
+        )
+        for program in programs
+    ]
+    reads = [Read(eqn.inputs[0], EVERYTHING)]
+    places = []
+    for place, value in enumerate(eqn.inputs[1:]):
+        needed = dict.fromkeys(region for branch in branches for region in branch.given.get(place, ()))
+        for region in covering(list(needed), eqn.avals_in[1 + place].shape) if needed else []:
+            places.append((place, region))
+            reads.append(Read(value, region))
+
+    def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
+        def run(branch: Schedule, *parts: Any) -> list[Any]:
+            values = Values()
+            for (place, region), part in zip(places, parts, strict=True):
+                values.write(place, region, part)
+            return branch.run(values, context.inside(label))
+
+        index, *parts = operands
+        outs = iter(jax.lax.switch(index, [functools.partial(run, branch) for branch in branches], *parts))
+        return [None if region is None else next(outs) for region in regions]
+
+    writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
+    walk.add(Task(eqn, reads, writes, apply, label))
+    return True
+
+
+def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
+    """Adds the tasks of a loop: one for each segment."""
+    _, carried = scan_counts(eqn.params)
+    outputs = _outputs(eqn, wanted[carried:], carried)
+    carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
+    labels = [joined_label([each]) for each in wanted[:carried]]
+    _Loop(walk, eqn, outputs).add(carry, labels)
+
+
+def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output]:
+    """What is wanted of each stacked result, in the regions in which it will be stored."""
+    everything, found = Rows(0, np.arange(eqn.params["length"])), []
+    for place, each in enumerate(wanted):
+        shape, label = eqn.avals_out[carried + place].shape, functools.reduce(operator.or_, each.values(), 0)
+        chosen = covering(list(each), shape)
+        if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "offset", 0) for r in chosen):
+            chosen = [EVERYTHING]
+        for region in chosen:
+            if isinstance(region, Rows) and region.axis == 0:
+                found.append(_Output(place, EVERYTHING, region, region, label))
+            elif region.axis == 0:
+                found.append(_Output(place, EVERYTHING, everything, region, each.get(region, label)))
+            else:
+                found.append(_Output(place, region.inside(), everything, region, label))
+    return found
+
+
+class _Loop:
+    """A ``scan`` of which some results are wanted."""
+
+    def __init__(self, walk: Any, eqn: Equation, outputs: list[_Output]) -> None:
+        self.walk, self.eqn = walk, eqn
+        self.consts, self.carried = scan_counts(eqn.params)
+        self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
+        self.body = walk.body(eqn.params["jaxpr"])
+        self.outputs = outputs
+
+    def add(self, carry: list[Region | None], labels: list[int]) -> None:
+        """Adds the tasks, given what is wanted of the last carry."""
+        segments = self._segments()
+        if len(segments) > _MOST_SEGMENTS:
+            self.outputs = list(map(_hull, self.outputs))
+            segments = self._segments()
+        segments = segments[::-1] if self.reverse else segments
+        numbers = {o: self.eqn.outputs[self.carried + o.place] for o in self.outputs}
+        ends: Sequence[Any] = self.eqn.outputs[: self.carried]
+        for n, segment in reversed(list(enumerate(segments))):
+            if not segment.outputs and not any(carry) and not self.eqn.has_effects:
+                continue
+            avals = self.eqn.avals_in[self.consts : self.consts + self.carried]
+            starts = self.eqn.inputs[self.consts :] if n == 0 else [self.walk.program.add(aval) for aval in avals]
+            earlier = {o for other in segments[:n] for o in other.outputs}
+            before = {o: self.walk.program.add(None) for o in segment.outputs if o in earlier}
+            carry, labels = _Segment(self, segment, starts, ends, numbers, before).add(carry, labels)
+            numbers |= before
+            ends = starts
+
+    def _segments(self) -> list["_Steps"]:
+        """The runs of steps at which the same results are wanted."""
+        marks = np.zeros((len(self.outputs), self.length), bool)
+        for row, output in zip(marks, self.outputs, strict=True):
+            row[output.steps.numbers] = True
+        inner = (np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(0)) + 1).tolist()
+        spans = zip([0, *inner], [*inner, self.length], strict=True) if self.length else []
+        return [_Steps(a, b, tuple(o for o, row in zip(self.outputs, marks, strict=True) if row[a])) for a, b in spans]
+
+
+def _hull(output: _Output) -> _Output:
+    """All steps between the first and the last wanted one."""
+    if output.dynamic is not None or output.written is not output.steps:
+        return output
+    numbers = output.steps.numbers
+    steps = Rows(0, np.arange(numbers[0], numbers[-1] + 1))
+    return output._replace(steps=steps, written=steps)
+
+
+class _Steps(NamedTuple):
+    """Steps from ``start`` to ``stop``, at which the same outputs are wanted."""
+
+    start: int
+    stop: int
+    outputs: tuple[_Output, ...]
+
+
+class _Segment:
+    """A part of a loop: steps at which the same results are wanted."""
+
+    def __init__(
+        self,
+        loop: _Loop,
+        steps: _Steps,
+        starts: Sequence[Any],
+        ends: Sequence[Any],
+        after: dict[_Output, int],
+        before: dict[_Output, int],
+    ) -> None:
+        self.loop, self.steps, self.outputs = loop, steps, steps.outputs
+        self.starts, self.ends, self.after, self.before = starts, ends, dict(after), before
+        self.numbers = Rows(0, np.arange(steps.start, steps.stop))
+        conditions: dict[Any, int] = {}
+        self.conditions = {
+            o: conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())
+            for o in self.outputs
+            if o.dynamic is not None
+        }
+
+    def add(self, carry: list[Region | None], labels: list[int]) -> tuple[list[Region | None], list[int]]:
+        """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
+        loop, eqn = self.loop, self.loop.eqn
+        first, last = loop.consts, loop.consts + loop.carried
+        self.ends_early = not any(carry) and all(o in self.conditions for o in self.outputs) and not eqn.has_effects
+        self.carry, needed, labels = self._fixpoint(carry, labels)
+        self.label = functools.reduce(operator.or_, [*labels, *(o.label for o in self.outputs)], 0)
+        if eqn.has_effects:
+            self.label = ALWAYS
+        self.reads: list[Read] = []
+        self.places: list[int] = []
+        for place, value in enumerate(eqn.inputs):
+            wanted = self.body.given.get(place, {})
+            if first <= place < last:
+                region = needed[place - first]
+                reads = [] if region is None else [Read(self.starts[place - first], region)]
+            elif place < first:
+                reads = [Read(value, r) for r in covering(list(wanted), eqn.avals_in[place].shape)] if wanted else []
+            else:
+                reads = [Read(value, self.numbers, in_place=True)] if wanted else []
+            self.reads += reads
+            self.places += [place] * len(reads)
+        old = [Read(number, o.written) for o, number in self.before.items()]
+        writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
+        writes += [(self.after[o], o.written) for o in self.outputs]
+        loop.walk.add(Task(eqn, self.reads + old, writes, self.apply, self.label))
+        return needed, [self.label] * loop.carried
+
+    def _fixpoint(
+        self, carry: list[Region | None], labels: list[int]
+    ) -> tuple[list[Region | None], list[Region | None], list[int]]:
+        """What a step computes of the carry and what it needs of it, the same unless there is one step."""
+        from optax_freeze._program.schedule import schedule
+
+        loop = self.loop
+        shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
+        while True:
+            outs = zip(loop.body.outputs[: loop.carried], carry, labels, strict=True)
+            wanted = [(value, region, label) for value, region, label in outs if region is not None]
+            for o in self.outputs:
+                label = self.conditions.get(o, o.label)
+                wanted.append((loop.body.outputs[loop.carried + o.place], o.region, label))
+            self.body = schedule(loop.body, wanted, loop.walk.log)
+            given = [self.body.given.get(loop.consts + k, {}) for k in range(loop.carried)]
+            needed = [
+                one_region(each, aval.shape)
+                for each, aval in zip(given, loop.eqn.avals_in[loop.consts :], strict=False)
+            ]
+            if len(self.numbers.numbers) == 1:
+                return carry, needed, labels
+            joined = [
+                one_region(dict.fromkeys(r for r in pair if r is not None), shape)
+                for *pair, shape in zip(carry, needed, shapes, strict=True)
+            ]
+            found = [label | self._outside(joined_label([each])) for label, each in zip(labels, given, strict=True)]
+            found = [0 if region is None else label for region, label in zip(joined, found, strict=True)]
+            if joined == carry and found == labels:
+                return carry, carry, labels
+            carry, labels = joined, found
+
+    def _outside(self, label: int) -> int:
+        """A label of a task of a step as one outside of the loop."""
+        for output, bit in self.conditions.items():
+            label = label & ~bit | output.label if label >= 0 and label & bit else label
+        return label
+
+    def apply(self, context: Context, operands: Sequence[Any]) -> Sequence[Any]:
+        """Runs the steps."""
+        loop, n = self.loop, len(self.places)
+        first, last = loop.consts, loop.consts + loop.carried
+        given = list(zip(self.places, self.reads, operands, strict=False))
+        carried = [(place, read) for place, read, _ in given if first <= place < last]
+        start = [x for place, _, x in given if first <= place < last]
+        previous = dict(zip(self.before, operands[n:], strict=True))
+        buffered = [o for o in self.outputs if o in self.before or o in self.conditions or self._goes_on(o)]
+        stacked = [o for o in self.outputs if o not in buffered]
+        buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
+        whole = {p: x[0] for p, _, x in given if p >= last and x[0].shape[0] == len(self.numbers.numbers)}
+
+        def step(state: Any, of_step: Any) -> Any:
+            (carry, buffers), (i, rows) = state, of_step
+            values = Values()
+            for place, read, x in given:
+                if place < first:
+                    values.write(place, read.region, x)
+                elif place >= last:
+                    values.write_whole(place, rows[place] if place in rows else _row(*x, i))
+            for (place, read), part in zip(carried, carry, strict=True):
+                values.write(place, read.region, part)
+            steps = {o: o.written.numbers == i for o in self.conditions}  # type: ignore[attr-defined]
+            hits = {o: jnp.any(here) for o, here in steps.items()}
+            conditions = {
+                bit: hits[o] if o.label in (ALWAYS, self.label) else hits[o] & context.holds(o.label)
+                for o, bit in self.conditions.items()
+            }
+            outs = self.body.run(values, context.inside(self.label, conditions))
+            rows_of = dict(zip(self.outputs, outs[len(outs) - len(self.outputs) :], strict=True))
+            new = []
+            for o, buffer in zip(buffered, buffers, strict=True):
+                before = int(np.searchsorted(o.steps.numbers, self.steps.start)) - self.steps.start
+                place = jnp.argmax(steps[o]) if o in steps else i + before
+                new.append(_written(buffer, rows_of[o], place, hits.get(o)))
+            return (outs[: len(outs) - len(self.outputs)], new), [rows_of[o] for o in stacked]
+
+        i = jnp.arange(self.steps.start, self.steps.stop, dtype=jnp.int32)
+        state: Any = (start, buffers)
+        if self.ends_early:
+            (carry, buffers), ys = self._until_last(step, state), []
+        elif len(i) == 1:
+            (carry, buffers), ys = step(state, (self.steps.start, {}))
+            ys = [y[None] for y in ys]
+        else:
+            unroll = loop.eqn.params["unroll"]
+            (carry, buffers), ys = jax.lax.scan(step, state, (i, whole), reverse=loop.reverse, unroll=unroll)
+        found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
+        return [*carry, *(found[o] for o in self.outputs)]
+
+    def _goes_on(self, output: _Output) -> bool:
+        """Whether later segments write the result, too."""
+        return self.after[output] not in self.loop.eqn.outputs
+
+    def _buffer(self, output: _Output) -> jax.Array:
+        aval = self.loop.eqn.avals_out[self.loop.carried + output.place]
+        return zeros(aval, output.written.shape(aval.shape))
+
+    def _until_last(self, step: Any, state: Any) -> Any:
+        """Runs the steps until the last one with a wanted result, whose number is a value of the program."""
+        length, reverse = self.loop.length, self.loop.reverse
+        numbers = [o.written.numbers for o in self.conditions]  # type: ignore[attr-defined]
+        if reverse:
+            steps = length - functools.reduce(jnp.minimum, [each[0] for each in numbers])
+        else:
+            steps = jnp.minimum(functools.reduce(jnp.maximum, [each[-1] for each in numbers]) + 1, length)
+
+        def once(state: Any) -> Any:
+            n, state = state
+            return n + 1, step(state, (length - 1 - n if reverse else n, {}))[0]
+
+        return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
+
+
+def _row(array: Any, begins: int, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
+
+
+def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
+    """A stacked result with the row of one step; ``hit`` says whether it is wanted."""
+
+    def write(_: Any, buffer: Any) -> Any:
+        return jax.lax.dynamic_update_index_in_dim(buffer, row, place, 0)
+
+    return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)

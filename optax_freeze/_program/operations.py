@@ -1,0 +1,500 @@
+"""The table of operations: which regions of its operands an operation needs for the wanted region of its result.
+
+A rule ``rule(eqn, region)`` returns the regions of the operands and a function that computes the region of the result
+from them. It returns None if the operation has to compute everything. Every question about a program is asked of this
+table.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows
+from optax_freeze._program.trace import Equation
+from optax_freeze._spec.layout import fitting
+
+UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
+
+ELEMENTWISE = f"""
+{UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos cosh digamma div eq erf
+erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
+min mul name ne nextafter not or population_count pow pvary real rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+"""
+"""The elementwise operations; those in `UNARY` have one operand."""
+
+
+class Computation(NamedTuple):
+    """How an operation computes a region of its results."""
+
+    regions: Sequence[Region | None]  # of each operand; None where it is not needed
+    apply: Callable[..., Any]  # of these regions of the operands
+    outputs: Sequence[Region | None] | None = None  # if it computes other regions of its results than the wanted ones
+
+
+class Rule(NamedTuple):
+    """A rule in the table."""
+
+    of: Callable[..., Any]
+    cheap: bool  # an operation that is repeated for each wanted region
+    many: bool  # whether the rule is given the regions of all results
+    apart: bool  # whether the rule is given the region of one result of several, by its number
+
+
+RULES: dict[str, Rule] = {}
+"""The rules by the names of their primitives."""
+
+
+def rule(*names: str, cheap: bool = True, many: bool = False, apart: bool = False) -> Callable[[Any], Any]:
+    """Returns a decorator that registers a function as the rule for the primitives with these names."""
+
+    def register(function: Any) -> Any:
+        RULES.update(dict.fromkeys(names, Rule(function, cheap, many, apart)))
+        return function
+
+    return register
+
+
+def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    """How an operation computes these regions of its results; None if only everything can be computed."""
+    found = RULES.get(eqn.primitive.name)
+    if found is None:
+        return None
+    if found.many:
+        return found.of(eqn, regions)
+    [(place, region)] = [(i, region) for i, region in enumerate(regions) if region is not None]
+    given = found.of(eqn, place, region) if found.apart else found.of(eqn, region)
+    return None if given is None else Computation(*given)
+
+
+def is_apart(eqn: Equation) -> bool:
+    """Whether each result is computed on its own."""
+    found = RULES.get(eqn.primitive.name)
+    return found is not None and found.apart
+
+
+def is_cheap(eqn: Equation) -> bool:
+    """Whether an operation may be repeated for each wanted region of its result."""
+    found = RULES.get(eqn.primitive.name)
+    return found is not None and found.cheap
+
+
+def _at(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """A shape with another size at one axis."""
+    return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def _where_rows(rows: Any, ndim: int, axis: int) -> Any:
+    """A condition on each row as an array that broadcasts against the rows."""
+    return jnp.expand_dims(rows, tuple(i for i in range(ndim) if i != axis))
+
+
+def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
+    """The params that name the sharding of the whole result, for a region of it."""
+    shape = region.shape(eqn.avals_out[0].shape)
+    names = [name for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None]
+    return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
+
+
+@rule(*ELEMENTWISE.split())
+def elementwise(eqn: Equation, region: Region) -> Any:
+    size, changed = eqn.avals_out[0].shape[region.axis], dict.fromkeys(_laid_out(eqn, region))
+    regions = [region if aval.shape and aval.shape[region.axis] == size else EVERYTHING for aval in eqn.avals_in]
+    return regions, functools.partial(eqn.bind, **changed)
+
+
+@rule("optimization_barrier", "psum", "psum_invariant", "pvary", "pcast", "pmax", "pmin", cheap=False, many=True)
+def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    """Each result has the rows of one operand."""
+    if eqn.params.get("axis_index_groups") is not None or any(
+        not isinstance(a, str) for a in eqn.params.get("axes", ())
+    ):
+        return None
+
+    def apply(*operands: Any) -> list[Any]:
+        given = [x for x, region in zip(operands, regions, strict=True) if region is not None]
+        outs = iter(eqn.bind(*given))
+        return [None if region is None else next(outs) for region in regions]
+
+    return Computation(regions, apply)
+
+
+RULES["pvary"] = RULES["pcast"] = RULES["optimization_barrier"]
+
+
+@rule("broadcast_in_dim")
+def broadcast_in_dim(eqn: Equation, region: Any) -> Any:
+    axes, shape, aval = eqn.params["broadcast_dimensions"], eqn.params["shape"], eqn.avals_in[0]
+    of_operand: Region = EVERYTHING
+    if region.axis in axes and aval.shape[axes.index(region.axis)] == shape[region.axis]:
+        of_operand = region.along(axes.index(region.axis))
+    return [of_operand], functools.partial(eqn.bind, shape=region.shape(shape), **_laid_out(eqn, region))
+
+
+@rule("transpose")
+def transpose(eqn: Equation, region: Any) -> Any:
+    return [region.along(eqn.params["permutation"][region.axis])], eqn.bind
+
+
+@rule("squeeze")
+def squeeze(eqn: Equation, region: Any) -> Any:
+    kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in eqn.params["dimensions"]]
+    return [region.along(kept[region.axis])], eqn.bind
+
+
+@rule("expand_dims")
+def expand_dims(eqn: Equation, region: Any) -> Any:
+    new = [axis for axis in range(len(eqn.avals_out[0].shape)) if axis not in eqn.params["dimensions"]]
+    return ([region.along(new.index(region.axis))], eqn.bind) if region.axis in new else None
+
+
+@rule("reshape")
+def reshape(eqn: Equation, region: Any) -> Any:
+    old, new = eqn.avals_in[0].shape, eqn.params["new_sizes"]
+    if eqn.params["dimensions"] is not None or 0 in new:
+        return None
+    size, before = new[region.axis], math.prod(new[: region.axis])
+    inner = math.prod(new[region.axis + 1 :])
+
+    def reshaped(x: Any, region: Region = region) -> Any:
+        return eqn.bind(x, new_sizes=region.shape(new), **_laid_out(eqn, region))
+
+    def rows_of(axis: int, numbers: Any) -> Any:
+        return [Rows(axis, numbers) if isinstance(region, Rows) else DynamicRows(axis, numbers)], reshaped
+
+    numbers = region.numbers if isinstance(region, Rows) else region.indices
+    for axis, length in enumerate(old):
+        if math.prod(old[:axis]) != before:
+            continue
+        old_inner = math.prod(old[axis + 1 :])
+        if old_inner == inner and length == size:
+            return [region.along(axis)], reshaped
+        if length > 1 and length * old_inner == size * inner and length % size == 0:  # a row is some of its rows
+            each = length // size
+            finer = (numbers[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
+            return rows_of(axis, finer)
+        if size > 1 and length * old_inner == size * inner and size % length == 0 and isinstance(region, Rows):
+            each = size // length  # a row is a part of one of its rows
+            coarse = np.unique(numbers // each)
+            whole = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
+            cut = region.within(whole)
+            return [Rows(axis, coarse)], lambda x: cut.take(reshaped(x, whole))
+    for axis, length in enumerate(old):  # the rows are repeated along axes before them
+        outer = math.prod(old[:axis])
+        first = region.axis
+        while first > 0 and math.prod(new[:first]) > outer:
+            first -= 1
+        repeats = math.prod(new[first : region.axis])
+        same = math.prod(new[:first]) == outer and math.prod(old[axis + 1 :]) == inner
+        if same and length == repeats * size:
+            steps = np.arange(repeats, dtype=np.int32)[:, None] * size
+            if isinstance(region, Rows):
+                return rows_of(axis, (steps + numbers).reshape(-1))
+            valid = (numbers >= 0) & (numbers < size)
+            return rows_of(axis, jnp.where(valid, steps + numbers, length).reshape(-1))
+    return None
+
+
+@rule("slice")
+def slice_(eqn: Equation, region: Any) -> Any:
+    start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
+    strides = eqn.params["strides"] or (1,) * len(start)
+    axis, step = region.axis, strides[region.axis]
+    if isinstance(region, Rows):
+        rows: Region = Rows(axis, start[axis] + step * region.numbers)
+    elif step == 1:
+        rows = region.shifted(start[axis])
+    else:
+        return None
+    changed = {
+        "start_indices": _at(start, axis, 0),
+        "limit_indices": _at(limit, axis, region.count),
+        "strides": _at(strides, axis, 1),
+    }
+    return [rows], lambda x: eqn.bind(x, **changed)
+
+
+@rule("rev")
+def rev(eqn: Equation, region: Any) -> Any:
+    if region.axis not in eqn.params["dimensions"]:
+        return [region], eqn.bind
+    if not isinstance(region, Rows):
+        return None
+    return [Rows(region.axis, eqn.avals_in[0].shape[region.axis] - 1 - region.numbers[::-1])], eqn.bind
+
+
+@rule("pad")
+def pad(eqn: Equation, region: Any) -> Any:
+    config, axis = eqn.params["padding_config"], region.axis
+    low, _, between = config[axis]
+    size = eqn.avals_in[0].shape[axis]
+    others = _at(config, axis, (0, 0, 0))
+    if config[axis] == (0, 0, 0):
+        return [region, EVERYTHING], eqn.bind
+    if not isinstance(region, Rows):
+        if between:
+            return None
+        inside = region.shifted(-low)
+
+        def select(x: Any, value: Any) -> Any:
+            x, i = eqn.bind(x, value, padding_config=others), inside.indices
+            return jnp.where(_where_rows((i >= 0) & (i < size), x.ndim, axis), x, value)
+
+        return [inside, EVERYTHING], select
+    found, rest = np.divmod(region.numbers - low, between + 1)
+    valid = (rest == 0) & (found >= 0) & (found < size)
+    positions = np.flatnonzero(valid)
+    if not positions.size:
+        shape = region.shape(eqn.avals_out[0].shape)
+        return [None, EVERYTHING], lambda x, value: jnp.broadcast_to(value, shape)
+    rows, steps = Rows(axis, found[valid]), set(np.diff(positions).tolist())
+    if len(steps) <= 1:
+        first, last = positions[[0, -1]].tolist()
+        edges = (first, region.count - 1 - last, max(steps, default=1) - 1)
+        return [rows, EVERYTHING], lambda x, value: eqn.bind(x, value, padding_config=_at(config, axis, edges))
+
+    def scattered(x: Any, value: Any) -> Any:
+        x = eqn.bind(x, value, padding_config=_at(config, axis, (0, 1, 0)))  # a row of padding after the others
+        order = np.full(region.count, len(positions))
+        order[positions] = np.arange(len(positions))
+        return jnp.take(x, order, axis=axis)
+
+    return [rows, EVERYTHING], scattered
+
+
+@rule("concatenate")
+def concatenate(eqn: Equation, region: Any) -> Any:
+    axis, dimension = region.axis, eqn.params["dimension"]
+    if axis != dimension:
+        return [region] * len(eqn.inputs), eqn.bind
+    edges = np.cumsum([0, *(aval.shape[axis] for aval in eqn.avals_in)]).tolist()
+    spans = list(zip(edges, edges[1:], strict=False))
+    if isinstance(region, Rows):
+        each = [region.numbers[(region.numbers >= a) & (region.numbers < b)] - a for a, b in spans]
+        regions = [Rows(axis, numbers) if numbers.size else None for numbers in each]
+
+        def joined(*parts: Any) -> Any:
+            parts = tuple(part for part in parts if part is not None)
+            return parts[0] if len(parts) == 1 else eqn.bind(*parts)
+
+        return regions, joined
+    shifted = [region.shifted(-a) for a, _ in spans]
+
+    def selected(*parts: Any) -> Any:
+        out = parts[0]
+        for (a, _), part in list(zip(spans, parts, strict=True))[1:]:
+            out = jnp.where(_where_rows(region.indices >= a, out.ndim, axis), part, out)
+        return out
+
+    return shifted, selected
+
+
+@rule("split", apart=True)
+def split(eqn: Equation, place: int, region: Region) -> Any:
+    axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+    start = sum(sizes[:place])
+    piece = Rows(axis, np.arange(start, start + sizes[place]))
+    if region.axis == axis:
+        return [Rows(axis, region.numbers + start) if isinstance(region, Rows) else region.shifted(start)], _same
+    return ([piece], _same) if region is EVERYTHING else ([region], piece.take)
+
+
+@rule("unstack", apart=True)
+def unstack(eqn: Equation, place: int, region: Region) -> Any:
+    axis = eqn.params["axis"]
+    row = functools.partial(jax.lax.index_in_dim, index=place, axis=axis, keepdims=False)
+    return [region if region is EVERYTHING else region.along(region.axis + (region.axis >= axis))], row
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+@rule("iota")
+def iota(eqn: Equation, region: Any) -> Any:
+    shape, dimension, dtype = (eqn.params[name] for name in ("shape", "dimension", "dtype"))
+    new = region.shape(shape)
+    if dimension != region.axis:
+        return [None] * len(eqn.inputs), lambda *_: jax.lax.broadcasted_iota(dtype, new, dimension)
+    return [None] * len(eqn.inputs), lambda *_: jax.lax.broadcast_in_dim(
+        region.indices.astype(dtype), new, (dimension,)
+    )
+
+
+_REDUCTIONS = """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"""
+
+
+@rule(*_REDUCTIONS.split(), cheap=False)
+def reduction(eqn: Equation, region: Any) -> Any:
+    kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in eqn.params["axes"]]
+    return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))
+
+
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", cheap=False)
+def cumulative(eqn: Equation, region: Any) -> Any:
+    axis, reverse = eqn.params["axis"], eqn.params["reverse"]
+    if axis != region.axis:
+        return [region], eqn.bind
+    if not isinstance(region, Rows) or not region.count:
+        return None
+    first, last = int(region.numbers[0]), int(region.numbers[-1])
+    run = range(first, eqn.avals_in[0].shape[axis]) if reverse else range(last + 1)
+    needed = Rows(axis, np.asarray(run))
+    cut = region.within(needed)
+    assert cut is not None
+    return [needed], lambda x: cut.take(eqn.bind(x))
+
+
+@rule("sort", cheap=False, many=True)
+def sort(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    wanted = [region for region in regions if region is not None]
+    first = wanted[0]
+    if any(region != first for region in wanted) or first.axis in (-1, eqn.params["dimension"]):
+        return None
+    return Computation([first] * len(regions), eqn.bind, [first] * len(regions))
+
+
+@rule("dot_general", cheap=False)
+def dot_general(eqn: Equation, region: Any) -> Any:
+    (of_left, of_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    left, right = (len(aval.shape) for aval in eqn.avals_in)
+    bind = functools.partial(eqn.bind, **_laid_out(eqn, region))
+    if region.axis < len(batch_left):
+        return [region.along(batch_left[region.axis]), region.along(batch_right[region.axis])], bind
+    free_left = [i for i in range(left) if i not in (*of_left, *batch_left)]
+    free_right = [i for i in range(right) if i not in (*of_right, *batch_right)]
+    axis = region.axis - len(batch_left)
+    if axis < len(free_left):
+        return [region.along(free_left[axis]), EVERYTHING], bind
+    return [EVERYTHING, region.along(free_right[axis - len(free_left)])], bind
+
+
+@rule("ragged_dot_general", cheap=False)
+def ragged_dot_general(eqn: Equation, region: Any) -> Any:
+    """A matmul of each expert: the rows of the experts of a gradient, or columns."""
+    return None
+
+
+@rule("conv_general_dilated", cheap=False)
+def conv_general_dilated(eqn: Equation, region: Any) -> Any:
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
+        return None
+    batch, feature, *_ = numbers.out_spec
+    if region.axis == batch:
+        return [region.along(numbers.lhs_spec[0]), EVERYTHING], eqn.bind
+    if region.axis == feature:
+        return [EVERYTHING, region.along(numbers.rhs_spec[0])], eqn.bind
+    return None
+
+
+def _number(atom: Any) -> int | None:
+    """The number that a literal is."""
+    return None if isinstance(atom, int) else int(atom.val)
+
+
+@rule("dynamic_slice")
+def dynamic_slice(eqn: Equation, region: Any) -> Any:
+    sizes, shape, axis = eqn.params["slice_sizes"], eqn.avals_in[0].shape, region.axis
+    starts = [EVERYTHING] * (len(eqn.inputs) - 1)
+    if sizes[axis] == shape[axis]:
+        rows = region
+    else:
+        start = _number(eqn.inputs[1 + axis])
+        if start is None:
+            return None
+        start = min(max(start, 0), shape[axis] - sizes[axis])
+        rows = Rows(axis, region.numbers + start) if isinstance(region, Rows) else region.shifted(start)
+    changed = _at(sizes, axis, region.count)
+    return [rows, *starts], lambda x, *starts: eqn.bind(x, *starts, slice_sizes=changed)
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
+    operand, update = (aval.shape for aval in eqn.avals_in[:2])
+    axis, starts = region.axis, [EVERYTHING] * (len(eqn.inputs) - 2)
+    if update[axis] == operand[axis]:
+        return [region, region, *starts], eqn.bind
+
+    def written(x: Any, update: Any, *starts: Any) -> Any:
+        dtype, last = starts[axis].dtype, operand[axis] - update.shape[axis]
+        last = min(last, jnp.iinfo(dtype).max)
+        start = jnp.clip(starts[axis], jnp.zeros((), dtype), jnp.asarray(last, dtype)).astype(jnp.int32)
+        place = region.indices - start
+        new = jnp.take(update, place, axis=axis, mode="clip")
+        zero = jnp.zeros((), dtype)
+        new = eqn.bind(x, new, *starts[:axis], zero, *starts[axis + 1 :])
+        return jnp.where(_where_rows((place >= 0) & (place < update.shape[axis]), x.ndim, axis), new, x)
+
+    return [region, EVERYTHING, *starts], lambda x, update, *starts: written(x, update, *map(jnp.asarray, starts))
+
+
+@rule("gather")
+def gather(eqn: Equation, region: Any) -> Any:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    operand, axis = eqn.avals_in[0].shape, region.axis
+    if axis in numbers.offset_dims:
+        hidden = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        of_operand = [i for i in range(len(operand)) if i not in hidden][numbers.offset_dims.index(axis)]
+        if sizes[of_operand] != operand[of_operand]:
+            return None
+        changed = _at(sizes, of_operand, region.count)
+        return [region.along(of_operand), EVERYTHING], lambda x, i: eqn.bind(x, i, slice_sizes=changed)
+    batch = [i for i in range(len(eqn.avals_out[0].shape)) if i not in numbers.offset_dims].index(axis)
+    of_operand = EVERYTHING
+    if batch in numbers.start_indices_batching_dims:
+        place = numbers.start_indices_batching_dims.index(batch)
+        of_operand = region.along(numbers.operand_batching_dims[place])
+    return [of_operand, region.along(batch)], eqn.bind
+
+
+@rule(
+    "scatter-add",
+    "scatter_add",
+    "scatter",
+    "scatter-mul",
+    "scatter_mul",
+    "scatter-min",
+    "scatter-max",
+    "scatter_min",
+    "scatter_max",
+    "scatter_sub",
+    "scatter-sub",
+    cheap=False,
+)
+def scatter(eqn: Equation, region: Any) -> Any:
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    operand, updates = eqn.avals_in[0].shape, eqn.avals_in[2].shape
+    axis = region.axis
+    batching, hidden = numbers.operand_batching_dims, (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    of_updates = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
+    if axis in batching:
+        of_indices = numbers.scatter_indices_batching_dims[batching.index(axis)]
+        return [region, region.along(of_indices), region.along(of_updates[of_indices])], eqn.bind
+    windows = dict(zip([i for i in range(len(operand)) if i not in hidden], numbers.update_window_dims, strict=True))
+    if axis in windows and updates[windows[axis]] == operand[axis]:
+        return [region, EVERYTHING, region.along(windows[axis])], eqn.bind
+    if axis in windows and (updates[windows[axis]] > 1 or axis not in numbers.scatter_dims_to_operand_dims):
+        return None
+    component = numbers.scatter_dims_to_operand_dims.index(axis)
+    sizes = [updates[windows[i]] if i in windows else 1 for i in range(len(operand))]
+    last = np.array([operand[i] - sizes[i] for i in numbers.scatter_dims_to_operand_dims], np.int32)
+
+    def shifted(x: Any, indices: Any, updates: Any) -> Any:
+        if jnp.issubdtype(indices.dtype, jnp.unsignedinteger) or indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)
+        if mode == jax.lax.GatherScatterMode.CLIP:
+            indices = jnp.clip(indices, 0, last)
+        place, distinct = region.find(indices[..., component], operand[axis])
+        indices = jnp.asarray(indices).at[..., component].set(place.astype(indices.dtype))
+        unique = eqn.params["unique_indices"] and distinct
+        ordered = eqn.params["indices_are_sorted"] and distinct
+        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+        return eqn.bind(x, indices, updates, mode=drop, unique_indices=unique, indices_are_sorted=ordered)
+
+    return [region, EVERYTHING, EVERYTHING], shifted

@@ -1,0 +1,165 @@
+"""Tasks: the operations of a program, each with the regions that it reads and writes, and their evaluation.
+
+A task may be needed only under a condition of the running program: its label is the set of conditions, as bits, of
+which one must hold. What a task reads is needed at least as often, so all tasks of one label stand in one ``lax.cond``,
+and those of larger sets come first.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, covering, zeros
+from optax_freeze._program.trace import Equation, Program
+
+ALWAYS = -1
+"""The label of what is always needed."""
+
+_bits = itertools.count()
+
+
+def new_label() -> int:
+    """A label of one new condition."""
+    return 1 << next(_bits)
+
+
+Wanted = Mapping[Region, int]
+"""The wanted regions of a value, and the label of each."""
+
+
+def joined_label(wanted: Sequence[Wanted]) -> int:
+    """The label of a task that computes all that is wanted."""
+    return functools.reduce(operator.or_, [label for each in wanted for label in each.values()], 0)
+
+
+def one_region(wanted: Iterable[Region], shape: Sequence[int]) -> Region | None:
+    """One region that covers what is wanted of a value; None for nothing."""
+    found = covering(list(wanted), shape)
+    return (found[0] if len(found) == 1 else EVERYTHING) if found else None
+
+
+class Read(NamedTuple):
+    """A region that a task reads; ``in_place``: an array with these rows, not cut, and the number of its first row."""
+
+    value: Any  # a number, or a literal
+    region: Region
+    in_place: bool = False
+
+    def of(self, values: Values) -> Any:
+        """What is read."""
+        if not isinstance(self.value, int):
+            return self.value.val
+        if self.in_place:
+            assert isinstance(self.region, Rows)
+            return values.read_run(self.value, self.region)
+        return values.read(self.value, self.region)
+
+
+class Context(NamedTuple):
+    """The conditions that hold while tasks run, by their bits; tasks of the ``label`` run anyway."""
+
+    conditions: Mapping[int, Any] = MappingProxyType({})
+    label: int = ALWAYS
+
+    def holds(self, label: int) -> Any:
+        """Whether one of the conditions of a label holds."""
+        found = [holds for bit, holds in self.conditions.items() if bit & label]
+        return functools.reduce(jnp.logical_or, found)
+
+    def inside(self, label: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
+        """The context of tasks within a task of this label."""
+        return Context({**self.conditions, **conditions}, label)
+
+
+class Task(NamedTuple):
+    """An operation on regions of values: ``apply(context, values that are read)`` returns those that are written."""
+
+    eqn: Equation
+    reads: Sequence[Read | None]
+    writes: Sequence[tuple[int, Region] | None]
+    apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
+    label: int
+
+    def run(self, context: Context, values: Values) -> None:
+        """Evaluates the task."""
+        with self.eqn.source.scope(), self.eqn.context.manager:
+            outs = self.apply(context, [None if read is None else read.of(values) for read in self.reads])
+        for write, out in zip(self.writes, outs, strict=True):
+            if write is not None:
+                values.write(*write, out)
+
+    @property
+    def read_numbers(self) -> Iterable[int]:
+        """The numbers of the values that are read."""
+        return (read.value for read in self.reads if read is not None and isinstance(read.value, int))
+
+    @property
+    def written_numbers(self) -> Iterable[int]:
+        """The numbers of the values that are written."""
+        return (write[0] for write in self.writes if write is not None)
+
+
+class Schedule(NamedTuple):
+    """The tasks of a program in order, and the regions that they read of its inputs and constants."""
+
+    program: Program
+    tasks: Sequence[Task]
+    given: Mapping[int, Mapping[Region, int]]  # of inputs and constants: regions and their labels
+    outputs: Sequence[tuple[Any, Region]]
+
+    def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
+        """Evaluates the tasks, given the inputs, and returns the outputs."""
+        for number, const in self.program.consts.items():
+            if not values.has(number):
+                values.write_whole(number, const)
+        kept = {value for value, _ in self.outputs if isinstance(value, int)}
+        sets: dict[int, list[Task]] = {}
+        for task in self.tasks:
+            sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
+        _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
+        for label in sorted(sets, key=lambda label: -label.bit_count()):
+            others = [task for each, tasks in sets.items() if each != label for task in tasks]
+            _run_if(context.holds(label), sets[label], values, context.inside(label), others, kept)
+        return [value.val if not isinstance(value, int) else values.read(value, r) for value, r in self.outputs]
+
+
+def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
+    """Evaluates tasks in order; with ``kept``, values that no later task reads are dropped, except these."""
+    last = {n: i for i, task in enumerate(tasks) for n in (*task.written_numbers, *task.read_numbers)}
+    dropped: dict[int, list[int]] = {}
+    for number, i in last.items():
+        if kept is not None and number not in kept:
+            dropped.setdefault(i, []).append(number)
+    for i, task in enumerate(tasks):
+        task.run(context, values)
+        for number in dropped.get(i, ()):
+            values.drop(number)
+
+
+def _run_if(
+    condition: Any, tasks: Sequence[Task], values: Values, context: Context, others: Sequence[Task], kept: set[int]
+) -> None:
+    """Evaluates tasks if a condition holds; else what others read of them is zeros, which are not used."""
+    read = {number for task in others for number in task.read_numbers} | kept
+    writes = [write for task in tasks for write in task.writes if write is not None and write[0] in read]
+
+    def run() -> list[Any]:
+        inside = values.copy()
+        _run_all(tasks, inside, context, None)
+        return [inside.read(*write) for write in writes]
+
+    jitted = jax.jit(run)  # traced once, though called for its shapes and in the branch
+    shapes = jax.eval_shape(jitted)
+    for write, out in zip(writes, if_(condition, jitted, shapes), strict=True):
+        values.write(*write, out)
+
+
+def if_(condition: Any, run: Callable[[], Any], shapes: Any) -> Any:
+    """``run()`` if a condition holds, or else zeros."""
+    return jax.lax.cond(condition, run, lambda: jax.tree.map(lambda shape: zeros(jax.typeof(shape)), shapes))

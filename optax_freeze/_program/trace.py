@@ -1,0 +1,212 @@
+"""A traced function as one list of equations on numbered values.
+
+Calls are entered: ``jit``, which would hide fusions and rows, and in a gradient also ``remat``, of which the barrier
+against merging the repeated operations with the first ones remains. Loops, branches and custom derivatives stay.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
+
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
+_REMAT = ("checkpoint", "remat", "remat2")
+
+
+class Source(NamedTuple):
+    """The line and the name scopes of an equation."""
+
+    traceback: Any
+    name_stack: Any
+
+    def scope(self) -> Any:
+        """A context in which operations have this source."""
+        return user_context(self.traceback, name_stack=current_name_stack() + self.name_stack)
+
+
+class Equation(NamedTuple):
+    """An operation on numbered values."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[Any, ...]  # numbers of values, or literals
+    outputs: tuple[int, ...]
+    avals_in: tuple[Any, ...]
+    avals_out: tuple[Any, ...]
+    context: Any
+    effects: Any
+    source: Source
+
+    @property
+    def name(self) -> str:
+        """The name of the operation, or of the called function if it is a call."""
+        name = self.primitive.name
+        return self.params.get("name", name) if name in _CALLS else name
+
+    @property
+    def reads(self) -> set[int]:
+        """The numbers of the values that the operation reads."""
+        return {value for value in self.inputs if isinstance(value, int)}
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether the operation has side effects. Naming an axis of a mesh does not count."""
+        return any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
+
+    def bind(self, *operands: Any, **changed: Any) -> Any:
+        """Applies the operation to arrays, with some of its params changed."""
+        bound = self.primitive.get_bind_params({**self.params, **changed})
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)  # functions: up to JAX 0.9
+        return self.primitive.bind(*functions, *operands, **params)
+
+    def bind_all(self, *operands: Any, **changed: Any) -> list[Any]:
+        """:meth:`bind` with the list of all results."""
+        outs = self.bind(*operands, **changed)
+        return list(outs) if self.primitive.multiple_results else [outs]
+
+    def __str__(self) -> str:
+        line = self.line
+        return f"{self.name} at {line}" if line else self.name
+
+    @property
+    def line(self) -> str:
+        """The line of the user's program that the operation comes from."""
+        return summarize(self.source) if self.source.traceback else ""  # type: ignore[arg-type]
+
+
+class Program(NamedTuple):
+    """The operations of a function in order. The inputs have the first numbers."""
+
+    avals: list[Any]
+    consts: dict[int, Any]
+    eqns: list[Equation]
+    num_inputs: int
+    outputs: list[Any]
+
+    def add(self, aval: Any) -> int:
+        """A number for a new value."""
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+
+def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter: Callable[..., bool] | None = None) -> Program:
+    """Lists the operations of a jaxpr; ``enter(jaxpr, inputs)`` says whether a call is entered: by default each."""
+    program = Program([], {}, [], len(closed.in_avals), [])
+    values = [program.add(aval) for aval in closed.in_avals]
+    walk = _Flatten(program, enter_remat, enter)
+    program.outputs.extend(walk.jaxpr(closed.jaxpr, closed.consts, values, None, None))
+    return program
+
+
+class _Flatten(NamedTuple):
+    program: Program
+    enter_remat: bool
+    enter: Callable[..., bool] | None
+
+    def jaxpr(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], stack: Any, traceback: Any
+    ) -> list[Any]:
+        """Adds the operations of a jaxpr. Operations of JAX's own functions get the ``traceback`` of the user's call."""
+        program = self.program
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = program.add(var.aval)
+            program.consts[env[var]] = const
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = tuple(map(read, eqn.invars))
+            here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
+            line = traceback or eqn.source_info.traceback
+            called = inner_program(eqn, self.enter_remat)
+            if called is not None and (self.enter is None or self.enter(eqn, inputs)):
+                name = "checkpoint" if eqn.primitive.name in _REMAT else eqn.params.get("name")
+                inside = here.extend(name) if name else here
+                if eqn.primitive.name in _REMAT:
+                    inputs = self._barrier(eqn, inputs, Source(line, here))
+                of_jax = _JAX in called.jaxpr.debug_info.func_src_info
+                outs = self.jaxpr(called.jaxpr, called.consts, inputs, inside, line if of_jax else traceback)
+            else:
+                outs = tuple(program.add(var.aval) for var in eqn.outvars)
+                program.eqns.append(
+                    Equation(
+                        eqn.primitive,
+                        eqn.params,
+                        inputs,
+                        outs,
+                        tuple(var.aval for var in eqn.invars),
+                        tuple(var.aval for var in eqn.outvars),
+                        eqn.ctx,
+                        eqn.effects,
+                        Source(line, here),
+                    )
+                )
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _barrier(self, eqn: Any, inputs: tuple[Any, ...], source: Source) -> tuple[Any, ...]:
+        """The operands of a ``remat`` behind a barrier, which JAX puts there when it compiles one."""
+        prevent, avals = eqn.params["prevent_cse"], [var.aval for var in eqn.invars]
+        prevent = prevent if isinstance(prevent, tuple) else (prevent,) * len(inputs)
+        behind = [i for i, value in enumerate(inputs) if prevent[i] and isinstance(value, int)]
+        if not eqn.params["differentiated"] or not behind:
+            return inputs
+        new = list(inputs)
+        for i in behind:
+            new[i] = self.program.add(avals[i])
+        given = tuple(avals[i] for i in behind)
+        self.program.eqns.append(
+            Equation(
+                jax.lax.optimization_barrier_p,
+                {},
+                tuple(inputs[i] for i in behind),
+                tuple(new[i] for i in behind),
+                given,
+                given,
+                eqn.ctx,
+                frozenset(),
+                source,
+            )
+        )
+        return tuple(new)
+
+
+def inner_program(eqn: Any, enter_remat: bool) -> ClosedJaxpr | None:
+    """The program of a call that can be replaced by its operations, or None."""
+    params, name = eqn.params, eqn.primitive.name
+    if name in _REMAT and enter_remat:
+        return ClosedJaxpr(*opened(params["jaxpr"]))
+    if name not in _CALLS:
+        return None
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ())):
+        return None
+    return ClosedJaxpr(*opened(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]))
+
+
+def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns a jaxpr and its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the number of constant operands of a ``scan`` and the number of carried operands, which follow them."""
+    if "ft_in" in params:  # since JAX 0.11
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether the values of a type can be differentiated."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
