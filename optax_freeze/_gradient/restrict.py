@@ -15,7 +15,7 @@ import optax
 from optax_freeze._errors import described, is_int, type_error, value_error, whole_number
 from optax_freeze._gradient.gradient import value_and_grad_of_plan
 from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
-from optax_freeze._gradient.in_parts import call_in_parts
+from optax_freeze._gradient.restricted import call_restricted
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
@@ -66,7 +66,7 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
             fix="trainable, rest = fz.partition(params, frozen); or pass the spec to fz.grad(fun, frozen)",
         )
 
-    return functools.wraps(fun)(_restricted(fun, rest, whole=False))
+    return functools.wraps(fun)(_restricted(fun, rest))
 
 
 @overload
@@ -287,7 +287,7 @@ def value_and_grad_from_state(
     def value_and_grad_fn(params: Tree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, Any]:
         plan = _something_trains(params, frozen)
         values, treedef = plan.align(params, "params")
-        restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1], whole=True))
+        restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1]))
         # Optax also returns the gradient in the state, whose parts have no source.
         value, grads = restricted(plan.trainable(treedef, values), *args, state=state, **kwargs)
         return value, jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))
@@ -295,11 +295,11 @@ def value_and_grad_from_state(
     return value_and_grad_fn
 
 
-def _restricted(fun: Callable[..., T], rest: PyTree, whole: bool) -> Callable[..., T]:
-    """:func:`restrict` without checks; ``whole`` says that both parts come from the same parameters."""
+def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
+    """:func:`restrict` without checks."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        return call_in_parts(fun, trainable, rest, args, kwargs, whole=whole)
+        return call_restricted(lambda params: fun(params, *args, **kwargs), trainable, rest)
 
     return restricted
 

@@ -193,6 +193,8 @@ class _Segment:
         self.label = functools.reduce(operator.or_, [*labels, *(o.label for o in self.outputs)], 0)
         if eqn.has_effects:
             self.label = ALWAYS
+        if any(o.written is not EVERYTHING for o in self.outputs):
+            loop.walk.record(eqn, "rows")
         self.reads: list[Read] = []
         self.places: list[int] = []
         for place, value in enumerate(eqn.inputs):

@@ -159,10 +159,8 @@ class Rows(_SomeRows):
         if self.axis != other.axis:
             return None
         positions = np.searchsorted(other.numbers, self.numbers)
-        if (
-            positions.size
-            and positions[-1] >= other.count
-            or not np.array_equal(other.numbers[positions], self.numbers)
+        if (positions.size and positions[-1] >= other.count) or not np.array_equal(
+            other.numbers[positions], self.numbers
         ):
             return None
         return Rows(self.axis, positions)

@@ -34,6 +34,11 @@ class Walk:
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
 
+    def record(self, eqn: Equation, extent: str) -> None:
+        """Adds an operation to the log: of which some rows are computed, or everything although less is wanted."""
+        if self.log is not None:
+            self.log.append((eqn, extent))
+
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
         self.tasks.append(task)
@@ -92,6 +97,8 @@ class Walk:
             self._compute(eqn, found, found.outputs or regions, label)
 
     def _compute(self, eqn: Equation, found: Any, regions: Sequence[Region | None], label: int) -> None:
+        if any(region not in (None, EVERYTHING) for region in regions):
+            self.record(eqn, "rows")
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
         writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
 
@@ -103,8 +110,8 @@ class Walk:
 
     def whole(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
         """The task that computes all of an equation; ``without_rule`` although less is wanted."""
-        if self.log is not None and without_rule:
-            self.log.append(eqn)
+        if without_rule:
+            self.record(eqn, "everything")
         reads = [Read(value, EVERYTHING) for value in eqn.inputs]
         writes = [(number, EVERYTHING) for number in eqn.outputs]
         label = ALWAYS if eqn.has_effects else joined_label(wanted)

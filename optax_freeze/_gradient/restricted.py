@@ -1,0 +1,234 @@
+"""Calls a function of the full parameters with what trains and the rest, with the gradient of the trainable rows alone.
+
+A leaf frozen by rows is put together, and the function is traced. In reverse mode, the program of the function and its
+transpose is divided: of its tasks for the wanted rows, those that do not depend on the cotangents are evaluated in the
+forward pass, and what the others read is stored.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+
+from optax_freeze._errors import type_error
+from optax_freeze._program.function import Traced, as_array, needs_value
+from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zeros
+from optax_freeze._program.schedule import schedule
+from optax_freeze._program.tasks import ALWAYS, Context, Task
+from optax_freeze._program.trace import Program, is_inexact
+from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.partition import assemble
+from optax_freeze._spec.selection import RowSelection
+from optax_freeze._spec.tree import Part, PyTree, Rest
+
+T = TypeVar("T")
+
+
+class _InRows(NamedTuple):
+    """A leaf frozen by rows, in parts."""
+
+    array: Any
+    selection: RowSelection
+    rows: Any
+
+    def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
+        """The selection with these numbers of dynamic rows."""
+        return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
+
+    def whole(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
+        """The leaf, put together from these arrays."""
+        selection, array = self.with_numbers(numbers), to_device(array)
+        return selection.put(array, Part(jnp.asarray(rows, array.dtype), selection.part_index, array.shape))
+
+
+def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T:
+    """``fun(combine(trainable, rest))``."""
+
+    def combine_part(rest: Rest, part: Any) -> Any:
+        if isinstance(rest.selection, RowSelection):
+            return _InRows(rest.array, rest.selection, part.values)
+        return rest.selection.put(rest.array, part)
+
+    leaves, treedef = assemble(trainable, rest, combine_part)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _InRows) or is_on_host(leaf)]
+
+    def of_leaves(*arrays: Any) -> T:
+        filled = dict(zip(places, arrays, strict=True))
+        return fun(jax.tree.unflatten(treedef, [filled.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+    found = [leaves[i] for i in places]
+    if not places:
+        return of_leaves()
+    try:
+        call = _Call(of_leaves, found)
+    except Exception as error:
+        if not needs_value(error):
+            raise
+        whole = [x.whole(x.array, x.rows, jax.tree.leaves(x.selection)) if isinstance(x, _InRows) else x for x in found]
+        return of_leaves(*map(to_device, whole))
+    return call()
+
+
+class _Inputs(NamedTuple):
+    """The arrays of a call, all explicit: a custom derivative cannot close over tracers."""
+
+    rows: list[Any]  # of each leaf; None of one that is not frozen by rows
+    arrays: list[Any]  # of each leaf
+    numbers: list[list[Any]]  # of dynamic rows
+    others: list[Any]  # the other tracers that the function reads
+
+
+@jax.tree_util.register_static
+class _Transposed(NamedTuple):
+    """The program of the outputs and of the gradients with respect to what is perturbed."""
+
+    program: Program
+    outs: int
+    perturbed: _Inputs
+
+    def __hash__(self) -> int:
+        return id(self.program)
+
+
+class _Call:
+    """One call of a function of leaves, some of them frozen by rows."""
+
+    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
+        self.leaves = leaves
+        self.traced = Traced(fun, [x.array if isinstance(x, _InRows) else x for x in leaves])
+        self.program = self.traced.program
+        self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
+
+    def __call__(self) -> Any:
+        in_rows = [x if isinstance(x, _InRows) else None for x in self.leaves]
+        inputs = _Inputs(
+            [x and x.rows for x in in_rows],
+            [as_array(x.array if isinstance(x, _InRows) else x) for x in self.leaves],
+            [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
+            [self.program.consts[number] for number in self.others],
+        )
+        call = jax.custom_vjp(lambda inputs: self.evaluate(self.whole(inputs), inputs.others))
+        call.defvjp(self.forward, self.backward, symbolic_zeros=True)
+        try:
+            return self.traced.result(call(inputs))
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise type_error(
+                "a function restricted to rows has derivatives in reverse mode only",
+                at="fz.restrict",
+                got="forward mode (jax.jvp, jax.jacfwd)",
+                expected="jax.grad, jax.vjp or jax.jacrev",
+                fix="differentiate lambda t: fun(fz.combine(t, rest))",
+            ) from error
+
+    def whole(self, inputs: _Inputs) -> list[Any]:
+        """The leaves, those in rows put together."""
+        given = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
+        return [x.whole(array, *of_rows) if isinstance(x, _InRows) else array for x, array, *of_rows in given]
+
+    def evaluate(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """The outputs of the function."""
+        values = Values(dict(enumerate(whole)) | dict(zip(self.others, others, strict=True)))
+        return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs]).run(values)
+
+    def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
+        """The outputs, and what the backward pass reads."""
+        is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
+        perturbed = jax.tree.map(lambda x: x.perturbed and is_inexact(x.value), inputs, is_leaf=is_primal)
+        inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
+        arrays = [*self.whole(inputs), *inputs.others]
+        transposed = self._transposed(perturbed, arrays)
+        of_forward, _, stored = self._tasks(transposed, inputs.numbers)
+        values = _given(transposed.program, enumerate(arrays))
+        for task in of_forward:
+            task.run(Context(), values)
+        outs = transposed.program.outputs[: transposed.outs]
+        found = [values.read(x, EVERYTHING) if isinstance(x, int) else x.val for x in outs]
+        return found, (transposed, inputs.numbers, [values.read(*key) for key in stored])
+
+    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> tuple[_Inputs]:
+        """The cotangents of the inputs, given those of the outputs."""
+        transposed, numbers, arrays = residuals
+        program, perturbed = transposed.program, transposed.perturbed
+        cts = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+        cts = [ct for ct in cts if ct.dtype != jax.dtypes.float0]
+        values = _given(program, enumerate(cts, start=program.num_inputs - len(cts)))
+        _, of_backward, stored = self._tasks(transposed, numbers)
+        for key, array in zip(stored, arrays, strict=True):
+            values.write(*key, array)
+        for task in of_backward:
+            task.run(Context(), values)
+        wanted = self._wanted(transposed, numbers)[transposed.outs :]
+        grads = iter([values.read(x, region) if isinstance(x, int) else x.val for x, region, _ in wanted])
+        found = _Inputs([], [], [[None] * len(each) for each in numbers], [])
+        for x, of_rows, of_array, each in zip(self.leaves, perturbed.rows, perturbed.arrays, numbers, strict=True):
+            grad = next(grads) if of_rows or of_array else None
+            rows, array = grad, None
+            if of_array:
+                selection = x.with_numbers(each)
+                part = selection.take(grad)
+                rows, array = (
+                    part.values,
+                    selection.put(grad, dataclasses.replace(part, values=jnp.zeros_like(part.values))),
+                )
+            found.rows.append(rows if of_rows else None)
+            found.arrays.append(array)
+        found.others.extend(next(grads) if here else None for here in perturbed.others)
+        return (found,)
+
+    def _transposed(self, perturbed: _Inputs, arrays: Sequence[Any]) -> _Transposed:
+        """Traces the outputs and the gradients with respect to what is perturbed."""
+        of_leaf = [bool(a or b) for a, b in zip(perturbed.rows, perturbed.arrays, strict=True)]
+        marks = [*of_leaf, *perturbed.others]
+        avals = [self.program.avals[x] if isinstance(x, int) else x.aval for x in self.program.outputs]
+        cotangents = [zeros(aval) for aval in avals if is_inexact(aval)]
+
+        def value_and_vjp(*given: Any) -> Any:
+            arrays, cotangents = given[: len(marks)], given[len(marks) :]
+
+            def of_perturbed(some: Sequence[Any]) -> Any:
+                left = iter(some)
+                filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
+                outs = self.evaluate(filled[: len(of_leaf)], filled[len(of_leaf) :])
+                return [out for out, aval in zip(outs, avals, strict=True) if is_inexact(aval)], outs
+
+            _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
+            return outs, vjp(list(cotangents))
+
+        traced = Traced(value_and_vjp, [*arrays, *cotangents])
+        return _Transposed(traced.program, len(avals), perturbed)
+
+    def _wanted(self, transposed: _Transposed, numbers: Sequence[Any]) -> list[tuple[Any, Region, int]]:
+        """The outputs and the gradients, with the regions that are wanted of them."""
+        perturbed = transposed.perturbed
+        leaves = zip(self.leaves, perturbed.rows, perturbed.arrays, numbers, strict=True)
+        regions = [EVERYTHING] * transposed.outs
+        regions += [EVERYTHING if b else region_of(x.with_numbers(each)) for x, a, b, each in leaves if a or b]
+        regions += [EVERYTHING for here in perturbed.others if here]
+        return [(x, region, ALWAYS) for x, region in zip(transposed.program.outputs, regions, strict=True)]
+
+    def _tasks(self, transposed: _Transposed, numbers: Sequence[Any]) -> tuple[list[Task], list[Task], list[Any]]:
+        """The tasks that do not depend on the cotangents, those that do, and what these read of the others."""
+        program = transposed.program
+        wanted = self._wanted(transposed, numbers)
+        of_forward, of_backward = [], []
+        marked = set(range(len(self.leaves) + len(self.others), program.num_inputs))
+        for task in schedule(program, wanted).tasks:
+            depends = not marked.isdisjoint(task.read_numbers)
+            marked.update(task.written_numbers if depends else ())
+            (of_backward if depends else of_forward).append(task)
+        keys = [write for task in of_forward for write in task.writes if write is not None]
+        keys += [(number, EVERYTHING) for number in range(program.num_inputs) if number not in marked]
+        read = {number for task in of_backward for number in task.read_numbers}
+        read |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
+        return of_forward, of_backward, [key for key in keys if key[0] in read]
+
+
+def _given(program: Program, arrays: Iterable[tuple[int, Any]]) -> Values:
+    return Values(program.consts | dict(arrays))
