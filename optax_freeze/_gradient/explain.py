@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from optax_freeze._errors import is_array, printable
 from optax_freeze._gradient.restrict import refuse_no_function
-from optax_freeze._program.function import Traced
+from optax_freeze._program.function import Traced, needs_value
+from optax_freeze._program.operations import RULES
 from optax_freeze._program.regions import region_of
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
@@ -65,7 +66,10 @@ class LeafExplanation:
         )
         path = self.path or "(the root)"
         lines = [f"{path}: {self.trainable_rows} of {self.rows} rows train; {verdict}"]
-        lines += [f"  rows: {operation}" for operation in self.in_parts]
+        costly = [
+            operation for operation in self.in_parts if operation.name not in RULES or not RULES[operation.name].cheap
+        ]
+        lines += [f"  rows: {operation}" for operation in costly]
         return "\n".join(map(printable, lines))
 
 
@@ -152,7 +156,6 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       >>> frozen = {"embed": fz.rows(slice(0, 3)), "head": fz.rows([0])}
       >>> print(fz.explain(loss, params, frozen, jax.numpy.array([3])))
       embed: 1 of 4 rows train; only their gradient is computed
-        rows: broadcast_in_dim at ...
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
@@ -181,7 +184,14 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
 
     explained = []
     if in_rows:
-        program = Traced(of_rows, list(compress(everything, abstract))).program
+        try:
+            program = Traced(of_rows, list(compress(everything, abstract))).program
+        except Exception as error:
+            if not needs_value(error):
+                raise
+            python = (Operation("Python that needs a value", ""),)
+            leaves = [(plan.leaves[i].path, plan.selections[i]) for i in in_rows]
+            return Explanation(tuple(LeafExplanation(path, s.size, s.count, (), python) for path, s in leaves))
         for i, value in zip(in_rows, program.outputs, strict=True):
             log: list[tuple[Equation, str]] = []
             selection: Any = plan.selections[i]
@@ -194,4 +204,4 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
 
 
 def _operations(eqns: Iterable[Equation]) -> tuple[Operation, ...]:
-    return tuple(dict.fromkeys(Operation(eqn.name, eqn.line) for eqn in eqns))
+    return tuple(dict.fromkeys(Operation(eqn.primitive.name, eqn.line) for eqn in eqns))

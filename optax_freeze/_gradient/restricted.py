@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optax_freeze._errors import type_error
 from optax_freeze._program.function import Traced, as_array, needs_value
-from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zeros
+from optax_freeze._program.regions import EVERYTHING, Region, Values, cast_to_vary, region_of, varies, zeros
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Task
 from optax_freeze._program.trace import Program, is_inexact
@@ -40,6 +40,11 @@ class _InRows(NamedTuple):
         """The selection with these numbers of dynamic rows."""
         return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
 
+    @property
+    def struct(self) -> Any:
+        """The type of the leaf, put together."""
+        return jax.eval_shape(self.whole, self.array, self.rows, jax.tree.leaves(self.selection))
+
     def whole(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
         """The leaf, put together from these arrays."""
         selection, array = self.with_numbers(numbers), to_device(array)
@@ -51,7 +56,9 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
 
     def combine_part(rest: Rest, part: Any) -> Any:
         if isinstance(rest.selection, RowSelection):
-            return _InRows(rest.array, rest.selection, part.values)
+            array, rows = jnp.asarray(rest.array), jnp.asarray(part.values)
+            axes = varies(jax.typeof(array)) | varies(jax.typeof(rows))
+            return _InRows(cast_to_vary(array, axes), rest.selection, cast_to_vary(rows, axes))
         return rest.selection.put(rest.array, part)
 
     leaves, treedef = assemble(trainable, rest, combine_part)
@@ -100,7 +107,7 @@ class _Call:
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves = leaves
-        self.traced = Traced(fun, [x.array if isinstance(x, _InRows) else x for x in leaves])
+        self.traced = Traced(fun, [x.struct if isinstance(x, _InRows) else x for x in leaves])
         self.program = self.traced.program
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 

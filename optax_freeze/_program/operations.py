@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
 from optax_freeze._program.trace import Equation
 from optax_freeze._spec.layout import fitting
 
@@ -23,7 +24,7 @@ UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 ELEMENTWISE = f"""
 {UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos cosh digamma div eq erf
 erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
-min mul name ne nextafter not or population_count pow pvary real rem round rsqrt select_n shift_left
+min mul name ne nextafter not or population_count pow real rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
 """
 """The elementwise operations; those in `UNARY` have one operand."""
@@ -72,6 +73,12 @@ def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation 
     return None if given is None else Computation(*given)
 
 
+def gives_list(eqn: Equation) -> bool:
+    """Whether the rule of an operation gives a list of results."""
+    found = RULES.get(eqn.primitive.name)
+    return found is not None and found.many
+
+
 def is_apart(eqn: Equation) -> bool:
     """Whether each result is computed on its own."""
     found = RULES.get(eqn.primitive.name)
@@ -108,7 +115,8 @@ def elementwise(eqn: Equation, region: Region) -> Any:
     return regions, functools.partial(eqn.bind, **changed)
 
 
-@rule("optimization_barrier", "psum", "psum_invariant", "pvary", "pcast", "pmax", "pmin", cheap=False, many=True)
+@rule("pvary", "pcast", many=True)
+@rule("optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", cheap=False, many=True)
 def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """Each result has the rows of one operand."""
     if eqn.params.get("axis_index_groups") is not None or any(
@@ -118,13 +126,24 @@ def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation |
 
     def apply(*operands: Any) -> list[Any]:
         given = [x for x, region in zip(operands, regions, strict=True) if region is not None]
-        outs = iter(eqn.bind(*given))
+        outs = iter(eqn.bind_all(*given))
         return [None if region is None else next(outs) for region in regions]
 
     return Computation(regions, apply)
 
 
-RULES["pvary"] = RULES["pcast"] = RULES["optimization_barrier"]
+@rule("sharding_constraint")
+def sharding_constraint(eqn: Equation, region: Region) -> Any:
+    if not isinstance(eqn.params["sharding"], NamedSharding) or eqn.params.get("layout") is not None:
+        return None
+    return [region], functools.partial(eqn.bind, **_laid_out(eqn, region))
+
+
+@rule("all_gather", "all_gather_invariant", "reduce_scatter", "unreduced_reduce_scatter", cheap=False)
+def shards(eqn: Equation, region: Region) -> Any:
+    """Shards inside ``jax.shard_map`` are gathered or scattered along another axis than that of the rows."""
+    along = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension"))
+    return ([region], eqn.bind) if eqn.params["tiled"] and region.axis != along else None
 
 
 @rule("broadcast_in_dim")
@@ -427,7 +446,7 @@ def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
         start = jnp.clip(starts[axis], jnp.zeros((), dtype), jnp.asarray(last, dtype)).astype(jnp.int32)
         place = region.indices - start
         new = jnp.take(update, place, axis=axis, mode="clip")
-        zero = jnp.zeros((), dtype)
+        zero = cast_to_vary(jnp.zeros((), dtype), varies(jax.typeof(starts[axis])))
         new = eqn.bind(x, new, *starts[:axis], zero, *starts[axis + 1 :])
         return jnp.where(_where_rows((place >= 0) & (place < update.shape[axis]), x.ndim, axis), new, x)
 
@@ -468,7 +487,7 @@ def gather(eqn: Equation, region: Any) -> Any:
     cheap=False,
 )
 def scatter(eqn: Equation, region: Any) -> Any:
-    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    numbers = eqn.params["dimension_numbers"]
     operand, updates = eqn.avals_in[0].shape, eqn.avals_in[2].shape
     axis = region.axis
     batching, hidden = numbers.operand_batching_dims, (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -479,22 +498,39 @@ def scatter(eqn: Equation, region: Any) -> Any:
     windows = dict(zip([i for i in range(len(operand)) if i not in hidden], numbers.update_window_dims, strict=True))
     if axis in windows and updates[windows[axis]] == operand[axis]:
         return [region, EVERYTHING, region.along(windows[axis])], eqn.bind
-    if axis in windows and (updates[windows[axis]] > 1 or axis not in numbers.scatter_dims_to_operand_dims):
+    if axis not in numbers.scatter_dims_to_operand_dims:
         return None
     component = numbers.scatter_dims_to_operand_dims.index(axis)
     sizes = [updates[windows[i]] if i in windows else 1 for i in range(len(operand))]
     last = np.array([operand[i] - sizes[i] for i in numbers.scatter_dims_to_operand_dims], np.int32)
+    changed: dict[str, Any] = {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP}
+    order = list(range(len(updates)))
+    if sizes[axis] > 1:  # a block of rows has an index for each of them, after the other axes of the indices
+        others = [i for i in numbers.update_window_dims if i != windows[axis]]
+        order = [*of_updates, windows[axis], *others]
+        changed["dimension_numbers"] = jax.lax.ScatterDimensionNumbers(
+            tuple(range(len(of_updates) + 1, len(order))),
+            tuple(sorted((*numbers.inserted_window_dims, axis))),
+            numbers.scatter_dims_to_operand_dims,
+            batching,
+            numbers.scatter_indices_batching_dims,
+        )
 
     def shifted(x: Any, indices: Any, updates: Any) -> Any:
+        indices = jnp.asarray(indices)
         if jnp.issubdtype(indices.dtype, jnp.unsignedinteger) or indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
-        if mode == jax.lax.GatherScatterMode.CLIP:
+        if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
             indices = jnp.clip(indices, 0, last)
-        place, distinct = region.find(indices[..., component], operand[axis])
-        indices = jnp.asarray(indices).at[..., component].set(place.astype(indices.dtype))
-        unique = eqn.params["unique_indices"] and distinct
-        ordered = eqn.params["indices_are_sorted"] and distinct
-        drop = jax.lax.GatherScatterMode.FILL_OR_DROP
-        return eqn.bind(x, indices, updates, mode=drop, unique_indices=unique, indices_are_sorted=ordered)
+        start = indices[..., component]
+        if sizes[axis] > 1:
+            inside = (start >= 0) & (start <= last[component])
+            start = jnp.where(inside, start, operand[axis])[..., None] + np.arange(sizes[axis], dtype=np.int32)
+            indices = jnp.broadcast_to(indices[..., None, :], (*start.shape, indices.shape[-1]))
+        place, distinct = region.find(start, operand[axis])
+        indices = indices.at[..., component].set(place.astype(indices.dtype))
+        unique, ordered = (eqn.params[name] and distinct for name in ("unique_indices", "indices_are_sorted"))
+        updates = jax.lax.transpose(updates, order)
+        return eqn.bind(x, indices, updates, unique_indices=unique, indices_are_sorted=ordered, **changed)
 
     return [region, EVERYTHING, EVERYTHING], shifted

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_freeze._program import loops
-from optax_freeze._program.operations import computation, is_apart, is_cheap
+from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import EVERYTHING, Region, covering
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region
 from optax_freeze._program.trace import Equation, Program, flatten
@@ -104,7 +104,7 @@ class Walk:
 
         def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             out = found.apply(*operands)
-            return out if eqn.primitive.multiple_results and not is_apart(eqn) else [out] * len(writes)
+            return out if gives_list(eqn) else [out] * len(writes)
 
         self.add(Task(eqn, reads, writes, apply, label))
 
