@@ -177,9 +177,11 @@ class _Segment:
         self.loop, self.steps, self.outputs = loop, steps, steps.outputs
         self.starts, self.ends, self.after, self.before = starts, ends, dict(after), before
         self.numbers = Rows(0, np.arange(steps.start, steps.stop))
+        # A step that other devices or examples wait for is not skipped.
+        self.waits = any(type(effect).__name__ == "NamedAxisEffect" for effect in loop.eqn.effects)
         conditions: dict[Any, int] = {}
         self.conditions = {
-            o: conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())
+            o: ALWAYS if self.waits else conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())
             for o in self.outputs
             if o.dynamic is not None
         }
@@ -188,7 +190,8 @@ class _Segment:
         """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
         loop, eqn = self.loop, self.loop.eqn
         first, last = loop.consts, loop.consts + loop.carried
-        self.ends_early = not any(carry) and all(o in self.conditions for o in self.outputs) and not eqn.has_effects
+        is_dynamic = all(o in self.conditions for o in self.outputs)
+        self.ends_early = not any(carry) and is_dynamic and not eqn.has_effects and not self.waits
         self.carry, needed, labels = self._fixpoint(carry, labels)
         self.label = functools.reduce(operator.or_, [*labels, *(o.label for o in self.outputs)], 0)
         if eqn.has_effects:
@@ -280,6 +283,7 @@ class _Segment:
             conditions = {
                 bit: hits[o] if o.label in (ALWAYS, self.label) else hits[o] & context.holds(o.label)
                 for o, bit in self.conditions.items()
+                if bit != ALWAYS
             }
             outs = self.body.run(values, context.inside(self.label, conditions))
             rows_of = dict(zip(self.outputs, outs[len(outs) - len(self.outputs) :], strict=True))
