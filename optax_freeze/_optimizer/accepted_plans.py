@@ -21,6 +21,11 @@ class AcceptedPlans(Generic[P]):
         self._refuse_other = refuse_other
         self._latest: collections.deque[P] = collections.deque(maxlen=8)
 
+    @property
+    def latest(self) -> P | None:
+        """The plan that was accepted last."""
+        return self._latest[-1] if self._latest else None
+
     def add(self, plan: P) -> P:
         """Accepts a plan without a comparison."""
         self._latest.append(plan)

@@ -6,6 +6,7 @@ frozen, so that its elements are taken out of a leaf and put back as everywhere 
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import counted, refuse_no_mapping, value_error
+from optax_freeze._errors import counted, described, refuse_no_mapping, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
-from optax_freeze._optimizer.convergence import stats_of
+from optax_freeze._optimizer.convergence import Converged, stats_of
 from optax_freeze._optimizer.initial_rows import with_initial_rows
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
@@ -24,9 +25,73 @@ from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, Rows, e
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex
-from optax_freeze._spec.selector_algebra import Choice, Selector, as_selector
-from optax_freeze._spec.selectors import as_choice
+from optax_freeze._spec.selector_algebra import Choice, Path, Selectable, Selector, as_selector
+from optax_freeze._spec.selectors import as_choice, path
 from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Each(Selector):
+    """A key of the groups of ``freeze_when`` that stands for one group per selected leaf. It is not a spec."""
+
+    selector: Selector
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        raise type_error(
+            "fz.each is only a key of the groups of fz.freeze_when",
+            at=repr(self),
+            got="fz.each where a spec is expected, or inside another selector",
+            expected="fz.freeze_when(inner, {fz.each(pattern): condition})",
+            fix=f"use the selector alone: {self.selector!r}; combine selectors inside: fz.each(a | b)",
+        )
+
+    def __repr__(self) -> str:
+        patterns = self.selector.patterns if isinstance(self.selector, Path) else [self.selector]
+        return f"fz.each({', '.join(map(repr, patterns))})"
+
+
+def each(*patterns: Selectable) -> Selector:
+    """Makes each selected leaf a group of its own, as a key of the groups of :func:`optax_freeze.freeze_when`.
+
+    Each group has its own optimizer state and its own gradient statistics, and is named by the path of its leaf. Leaves
+    that belong to earlier groups are left out. So the key stands for one group per path, but does not need the
+    parameters.
+
+    Args:
+      *patterns: one or more patterns, as in :func:`optax_freeze.path`, or selectors.
+
+    Returns:
+      A key for :func:`optax_freeze.freeze_when`, and for :func:`optax_freeze.set_frozen`, which then sets all of these
+      groups. It is not a spec.
+
+    Raises:
+      TypeError: if an argument is neither a pattern nor a selector, or is made by ``fz.each``; later, if the result is
+        used as a spec.
+      ValueError: if there is no argument.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"encoder": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones(2)}}
+      >>> tx = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): lambda step, stats: stats.norm < 1.0})
+      >>> state = tx.init(params)
+      >>> grads = {**params, "encoder": {"kernel": jnp.full(2, 0.1), "bias": jnp.ones(2)}}
+      >>> _, state = tx.update(grads, state, params)
+      >>> fz.currently_frozen(state)
+      {'encoder/kernel': True, 'head/kernel': False}
+    """
+    inner = next((pattern for pattern in patterns if isinstance(pattern, Each)), None)
+    if not patterns or inner is not None:
+        raise (value_error if inner is None else type_error)(
+            "fz.each needs a pattern" if inner is None else "fz.each inside fz.each",
+            at="fz.each",
+            got="nothing" if inner is None else repr(inner),
+            expected="one or more patterns or selectors",
+            fix="for a group of each leaf: fz.each('**')" if inner is None else f"use {inner.selector!r} in its place",
+        )
+    if all(isinstance(pattern, str) for pattern in patterns):
+        return Each(path(*map(str, patterns)))
+    return Each(functools.reduce(operator.or_, (as_selector(pattern, "fz.each") for pattern in patterns)))
 
 
 def group_name(key: Any) -> str:
@@ -35,10 +100,14 @@ def group_name(key: Any) -> str:
 
 
 class Group(NamedTuple):
-    """A group as it is given to ``freeze_when``: some leaves, or those of their elements at which a mask is True."""
+    """A group as it is given to ``freeze_when``: some leaves, or those of their elements at which a mask is True.
+
+    With ``each``, it stands for one group per leaf, named by the path of the leaf.
+    """
 
     name: str
     selector: Selector
+    each: bool
     mask: ElementMask | None
     condition: Condition | None  # None: a switch
     frozen: Any  # whether a group with a switch is frozen at first
@@ -68,13 +137,22 @@ def parse_groups(groups: Any) -> list[Group]:
                 expected="(element mask, condition), and each group once",
                 fix="for whole leaves give the condition alone: {pattern: condition}",
             )
-        selector = as_selector(key, "fz.freeze_when")
+        each = isinstance(key, Each)
+        selector = key.selector if each else as_selector(key, "fz.freeze_when")
+        if each and isinstance(condition, Converged):
+            raise type_error(
+                "fz.freeze_converged cannot compare the groups of fz.each",
+                at=name,
+                got=described(condition),
+                expected="groups that are listed from the input to the output layers",
+                fix="list the layers, or freeze each leaf by its own gradient: lambda step, stats: stats.norm < 0.01",
+            )
         if callable(condition):
             stats_of(condition)
-            parsed[name] = Group(name, selector, mask, condition, None)
+            parsed[name] = Group(name, selector, each, mask, condition, None)
         else:
             refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
-            parsed[name] = Group(name, selector, mask, None, condition)
+            parsed[name] = Group(name, selector, each, mask, None, condition)
     return list(parsed.values())
 
 
@@ -84,6 +162,7 @@ class GroupPlans:
     """The plans of all groups for given parameters, all about the same leaves: what a state holds as its spec."""
 
     names: tuple[str, ...]
+    keys: tuple[str, ...]  # the names as given to `freeze_when`: several groups may come from one `fz.each`
     conditions: tuple[Condition | None, ...]
     whole: Plan  # everything trains
     plans: tuple[Plan, ...]  # one for each group, then that of the rest
@@ -137,37 +216,61 @@ class GroupPlans:
         return merged
 
 
-def make_group_plans(groups: Sequence[Group], params: PyTree, tied: Tied) -> GroupPlans:
+def make_group_plans(
+    groups: Sequence[Group], params: PyTree, tied: Tied, latest: GroupPlans | None = None
+) -> GroupPlans:
     """Divides the parameters; in the plans are the arrays of dense masks.
 
+    Args:
+      groups: the groups, of which those with ``each`` are replaced by one group per leaf.
+      params: the parameters. ``optax.tree_map_params`` gives a placeholder without leaves, and maps the resulting state
+        together with the real one. The groups of ``each`` are then those of ``latest``.
+      tied: ``"error"`` refuses leaves that are tied across groups.
+      latest: the plans of the last parameters, if there were any.
+
     Raises:
-      ValueError: if a group is empty, masks for one leaf are incompatible, or leaves are tied across
-        groups.
+      ValueError: if a group is empty, two groups have the same name, masks for one leaf are incompatible, or leaves are
+        tied across groups.
     """
     walk = _tree.walk(params)
     leaves = walk.leaves()
     taken: list[Choice] = [False] * len(leaves)  # by the groups so far
     whole = plan_of_choices(walk, leaves, taken, "ignore")
-    plans = []
+    made: dict[str, tuple[Group, Plan]] = {}
     for group in groups if leaves else ():
-        selected, others = _divide(group, leaves, walk.values, taken)
-        plans.append(plan_of_choices(walk, leaves, others, tied))
-        if all(leaves[i].inexact and plans[-1].selections[i] is FROZEN for i in selected):
+        selected = _selected(group, leaves)
+        own = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
+        pairs = [
+            (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, of, taken), tied)) for name, of in own
+        ]
+        if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
             raise _nothing_left(group, leaves, selected)
-    plans.append(plan_of_choices(walk, leaves, taken, tied))
-    # Without leaves (`optax.tree_map_params` gives a placeholder) every plan is that of no leaves.
-    plans += [whole] * (len(groups) + 1 - len(plans))
-    names, conditions = zip(*((group.name, group.condition) for group in groups), strict=True) if groups else ((), ())
-    return GroupPlans(names, conditions, whole, tuple(plans))
+        for name, plan in pairs:
+            if group.each and plan.all_frozen:
+                continue
+            if name in made:
+                raise _same_name(name, made[name][0], group)
+            made[name] = group, plan
+    if not leaves:
+        made = {name: (group, whole) for name, group in _of_no_leaves(groups, latest)}
+    plans = [*(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)]
+    owners = [group for group, _ in made.values()]
+    keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
+    return GroupPlans(tuple(made), keys, conditions, whole, tuple(plans))
 
 
-def _divide(
-    group: Group, leaves: Sequence[Leaf], values: Sequence[Any], taken: list[Choice]
-) -> tuple[list[int], list[Choice]]:
-    """The leaves that a group names, and what is not its own at each leaf; ``taken`` gains what it owns."""
-    selected: list[int] = []
-    others: list[Choice] = [True] * len(leaves)
-    for i, (leaf, hit) in enumerate(zip(leaves, group.selector.select(leaves), strict=True)):
+def _of_no_leaves(groups: Sequence[Group], latest: GroupPlans | None) -> list[tuple[str, Group]]:
+    """The groups of a tree without leaves, by name."""
+    if latest is None:
+        return [(group.name, group) for group in groups if not group.each]
+    by_key = {group.name: group for group in groups}
+    return [(name, by_key[key]) for name, key in zip(latest.names, latest.keys, strict=True)]
+
+
+def _selected(group: Group, leaves: Sequence[Leaf]) -> list[int]:
+    """The leaves that the pattern or selector of a group selects."""
+    hits = group.selector.select(leaves)
+    for leaf, hit in zip(leaves, hits, strict=True):
         if not isinstance(hit, bool):
             raise value_error(
                 "the pattern or selector of a group must select whole leaves",
@@ -176,15 +279,22 @@ def _divide(
                 expected="the element mask next to the condition",
                 fix="fz.freeze_when(inner, {pattern: (mask, condition)})",
             )
-        if not hit:
-            continue
-        selected.append(i)
+    return [i for i, hit in enumerate(hits) if hit]
+
+
+def _claim(
+    group: Group, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
+) -> list[Choice]:
+    """What is not a group's own at each leaf, if it selects these leaves; ``taken`` gains what it owns."""
+    others: list[Choice] = [True] * len(leaves)
+    for i in selected:
+        leaf = leaves[i]
         if taken[i] is True or not leaf.inexact:
             continue
         if group.mask is None:
             taken[i], others[i] = True, taken[i]
             continue
-        if isinstance(values[i], Part):
+        if isinstance(walk.values[i], Part):
             raise value_error(
                 "an element mask cannot select elements of a Part",
                 at=leaf.path,
@@ -194,7 +304,7 @@ def _divide(
             )
         taken[i], own = (group.mask, group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
         others[i] = ~own
-    return selected, others
+    return others
 
 
 def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
@@ -240,4 +350,14 @@ def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int])
         got=got,
         expected="at least one element that is not in an earlier group",
         fix=fix,
+    )
+
+
+def _same_name(name: str, first: Group, second: Group) -> ValueError:
+    return value_error(
+        "two groups have the same name",
+        at=name,
+        got=f"{first.name!r} and {second.name!r}, which both own elements of this leaf",
+        expected="at most one group of fz.each for each leaf, and no other group with the path of the leaf as its key",
+        fix="give the other group a selector as its key, such as fz.path(pattern), whose name is not the path",
     )
