@@ -357,7 +357,7 @@ def _same_name(name: str, first: Group, second: Group) -> ValueError:
     return value_error(
         "two groups have the same name",
         at=name,
-        got=f"{first.name!r} and {second.name!r}, which both own elements of this leaf",
-        expected="at most one group of fz.each for each leaf, and no other group with the path of the leaf as its key",
-        fix="give the other group a selector as its key, such as fz.path(pattern), whose name is not the path",
+        got=f"elements of this leaf in {first.name} and in {second.name}",
+        expected="at most one group that is named by the path of the leaf",
+        fix=f"name the other group by a selector: fz.path({name!r})",
     )
