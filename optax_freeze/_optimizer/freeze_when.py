@@ -20,7 +20,8 @@ from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
 from optax_freeze._optimizer.convergence import in_order, initial_stats, next_stats, stats_of
-from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
+from optax_freeze._optimizer.given_groups import Group, parse_groups
+from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
 from optax_freeze._optimizer.inner_update import parts_outside
 from optax_freeze._optimizer.update_call import UpdateCall
 from optax_freeze._optimizer.update_params import with_update_params
