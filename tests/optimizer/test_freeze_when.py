@@ -274,12 +274,21 @@ class TestEach:
         assert state.spec.names == ("fz.path('head/kernel')", "head/bias", "head/kernel")
         assert state.groups["head/kernel"].inner_state.mu["head"]["kernel"].shape == (4, 2)
 
+    def test_leaves_that_cannot_train_are_in_no_group(self):
+        params = {"n": jnp.arange(2), "w": jnp.ones(2)}
+        tx = fz.freeze_when(optax.sgd(0.1), {fz.each("n"): False, "w": True})
+        state = pickle.loads(pickle.dumps(tx.init(params)))
+        assert fz.currently_frozen(state) == {"w": True}
+        updates, _ = tx.update({**params, "n": np.zeros(2, jax.dtypes.float0)}, state, params)
+        assert not updates["w"].any()
+
     def test_a_lone_leaf_and_no_leaf(self):
         tx = fz.freeze_when(optax.adam(0.1), {fz.each("**"): fz.unfreeze_at(1)})
         assert run(tx, {}, 2)[-1][0] == {}
         assert fz.currently_frozen(tx.init(jnp.ones(2))) == {"": True}
         updates = [bits(new) != bits(jnp.ones(2)) for new, _ in run(tx, jnp.ones(2), 2)]
         assert updates == [False, False, True]
+        assert run(tx, {}, 1)[-1][0] == {}
 
     @pytest.mark.parametrize(
         ("patterns", "shown"),
@@ -571,8 +580,10 @@ class TestBadGroups:
             fz.freeze_when(optax.sgd(0.1), {fz.path("a", "b"): True, ("a", "b"): False})
 
     def test_the_state_of_other_groups(self, params):
-        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
-        for state in (optax.sgd(0.1).init(params), fz.freeze_when(optax.sgd(0.1), {"head": True}).init(params)):
+        tx, other = (fz.freeze_when(optax.sgd(0.1), {name: True}) for name in ("encoder", "head"))
+        without_leaves = optax.tree_map_params(other, lambda leaf: leaf, other.init(params))
+        of_another_model = fz.freeze_when(optax.sgd(0.1), {"w": True}).init({"w": jnp.ones(2)})
+        for state in (optax.sgd(0.1).init(params), other.init(params), without_leaves, of_another_model):
             with pytest.raises(TypeError, match="the state was created by a different transformation"):
                 tx.update(params, state, params)
 
