@@ -360,6 +360,25 @@ def test_autofreeze_refuses_no_epochs(run):
         run("autofreeze", "--epochs", 0)
 
 
+def test_grades(run):
+    output = run("grades", "--steps", 60, "--share", 0.5)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if re.match(r"│ \d", line)]
+    frozen = [int(cells[1].removesuffix(" of 28")) for cells in rows]
+    assert frozen == [int(attention) + int(perceptron) for _, _, attention, perceptron, *_ in rows]
+    assert frozen[0] == 0
+    assert frozen[-1] > 7
+    costs = [float(cells[4]) for cells in rows]
+    assert all((a < b) is (c > d) for (a, b), (c, d) in zip(*map(itertools.pairwise, (frozen, costs)), strict=True))
+    (first, _), (last, full) = ([float(cell) for cell in cells[5:]] for cells in (rows[0], rows[-1]))
+    assert full < last < 0.8 * first
+    assert int(re.search(r"(\d+) sets of frozen matrices, 1 compilation", output)[1]) > 3
+
+
+def test_grades_refuses_no_steps(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("grades", "--steps", 0)
+
+
 def test_gan_alternating(run, drawn, tmp_path):
     output = run("gan_alternating", "--turns", 400, "--picture", tmp_path / "points.png")
     turns = [row(output, f"│ {turn}  ") for turn in range(4)]
