@@ -175,7 +175,7 @@ def test_new_token_rows(run):
     assert "trainable 1,024 of" in output
     assert "optimizer state 8.0 KiB instead of" in output
     assert "no bit of the old rows and of all other parameters moved" in output
-    assert re.search(r"embed/embedding: 16 of \d+ rows train; never merged", output)
+    assert re.search(r"embed/embedding: 16 of \d+ rows train; only their gradient is computed", output)
     assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
 
 
@@ -193,8 +193,8 @@ def test_last_layers_of_a_scanned_transformer(run):
         dense, in_parts = (float(cell.split()[0].replace(",", "")) for cell in row(output, name))
         assert in_parts < 0.7 * dense
     assert row(output, "frozen layers") == ["the same bits"]
-    assert "in parts throughout" in output
-    assert "merged by" not in output
+    assert "only their gradient is computed" in output
+    assert "everything is computed by" not in output
 
 
 @pytest.mark.usefixtures("as_users_compile")

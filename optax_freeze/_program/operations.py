@@ -395,8 +395,31 @@ def dot_general(eqn: Equation, region: Any) -> Any:
 
 @rule("ragged_dot_general", cheap=False)
 def ragged_dot_general(eqn: Equation, region: Any) -> Any:
-    """A matmul of each expert: the rows of the experts of a gradient, or columns."""
-    return None
+    """The gradient of experts: the experts between those that are wanted are computed as one."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (of_left, of_right), (batch, _) = numbers.dot_dimension_numbers
+    if batch or not isinstance(region, Rows) or numbers.lhs_ragged_dimensions[0] not in of_left:
+        return None
+    if region.axis > 0:
+        left, right = (
+            [axis for axis in range(len(aval.shape)) if axis not in summed]
+            for aval, summed in zip(eqn.avals_in, (of_left, of_right), strict=False)
+        )
+        of_rows = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
+        regions = [
+            next((r for r in each if r is not EVERYTHING), EVERYTHING)
+            for each in (of_rows[: len(left)], of_rows[len(left) :])
+        ]
+        return [*regions, EVERYTHING], eqn.bind
+    edges = sorted({0, eqn.avals_out[0].shape[0], *region.numbers.tolist(), *(region.numbers + 1).tolist()})
+    places = Rows(0, np.searchsorted(edges, region.numbers))
+
+    def together(left: Any, right: Any, sizes: Any) -> Any:
+        spans = zip(edges, edges[1:], strict=False)
+        joined = jnp.stack([sizes[a:b].sum(dtype=sizes.dtype) for a, b in spans])
+        return places.take(eqn.bind(left, right, joined))
+
+    return [EVERYTHING] * 3, together
 
 
 @rule("conv_general_dilated", cheap=False)

@@ -226,6 +226,11 @@ def is_whole(region: Region, shape: Sequence[int]) -> bool:
     return region is EVERYTHING or (isinstance(region, Rows) and region.count == shape[region.axis])
 
 
+def is_scattered(region: Region, shape: Sequence[int]) -> bool:
+    """Whether rows are so many and so scattered that reading them costs more than computing everything."""
+    return isinstance(region, Rows) and region.step is None and len(region.runs) > 1 and region.share(shape) > 0.5
+
+
 def covering(regions: Sequence[Region], shape: Sequence[int]) -> list[Region]:
     """Regions in which an operation is computed that computes nothing twice, and not much more than these regions."""
     rows: dict[int, Rows] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from optax_freeze._program import loops
 from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
-from optax_freeze._program.regions import EVERYTHING, Region, covering
+from optax_freeze._program.regions import EVERYTHING, Region, covering, is_scattered
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -74,6 +74,8 @@ class Walk:
         chosen = covering(list(wanted), shape)
         if chosen != [EVERYTHING] and is_cheap(eqn):
             chosen = list(wanted)
+        elif any(is_scattered(region, shape) for region in chosen):
+            chosen = [EVERYTHING]
         for region in chosen:
             label = label_of(wanted, region, chosen)
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
