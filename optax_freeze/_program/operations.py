@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
-from optax_freeze._program.trace import Equation
+from optax_freeze._program.trace import Equation, is_reference
 from optax_freeze._spec.layout import fitting
 
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
@@ -124,7 +124,7 @@ def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation |
     ):
         return None
     results = iter(regions)
-    needed = [None if hasattr(aval, "inner_aval") else next(results) for aval in eqn.avals_in]
+    needed = [None if is_reference(aval) else next(results) for aval in eqn.avals_in]
 
     def apply(*operands: Any) -> list[Any]:
         given = [x for x, region in zip(operands, needed, strict=True) if region is not None]

@@ -61,8 +61,9 @@ class Equation(NamedTuple):
 
     @property
     def has_effects(self) -> bool:
-        """Whether the operation has side effects. Naming an axis of a mesh does not count."""
-        return any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
+        """Whether the operation has side effects or may write to a reference. Naming an axis of a mesh does not count."""
+        named = any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
+        return named or any(map(is_reference, self.avals_in))
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
         """Applies the operation to arrays, with some of its params changed."""
@@ -217,6 +218,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
     return params["num_consts"], params["num_carry"]
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a type is that of a mutable array."""
+    return hasattr(aval, "inner_aval")
 
 
 def is_inexact(aval: Any) -> bool:
