@@ -57,6 +57,7 @@ def of_scan(w):
 
 CALLS = {
     "remat": jax.checkpoint(body),
+    "remat of what is not differentiated": lambda w: w * jax.checkpoint(body)(W + 1),
     "remat without a barrier": jax.checkpoint(body, prevent_cse=False),
     "remat with a policy": jax.checkpoint(named, policy=SAVED),
     "remat in remat": jax.checkpoint(lambda x: jax.checkpoint(body)(x) * x),
