@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
-from optax_freeze._program.trace import Equation
+from optax_freeze._program.trace import Equation, is_reference
 from optax_freeze._spec.layout import fitting
 
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
@@ -118,18 +118,20 @@ def elementwise(eqn: Equation, region: Region) -> Any:
 @rule("pvary", "pcast", many=True)
 @rule("optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", cheap=False, many=True)
 def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    """Each result has the rows of one operand."""
+    """Each result has the rows of one operand. A reference, which is not a result of a barrier, need not pass it."""
     if eqn.params.get("axis_index_groups") is not None or any(
         not isinstance(a, str) for a in eqn.params.get("axes", ())
     ):
         return None
+    results = iter(regions)
+    needed = [None if is_reference(aval) else next(results) for aval in eqn.avals_in]
 
     def apply(*operands: Any) -> list[Any]:
-        given = [x for x, region in zip(operands, regions, strict=True) if region is not None]
+        given = [x for x, region in zip(operands, needed, strict=True) if region is not None]
         outs = iter(eqn.bind_all(*given))
         return [None if region is None else next(outs) for region in regions]
 
-    return Computation(regions, apply)
+    return Computation(needed, apply)
 
 
 @rule("sharding_constraint")
