@@ -111,7 +111,8 @@ def test_of_many_segments_there_is_one():
     """The results between the first and the last wanted row are stored, too."""
     found = []
     steps = parts(loop, [LONG], [(1, rows(1, 3, 5, 7, 9)), (2, rows(9, 10))], found)
-    assert steps == upto(11) and sum(task.eqn.name == "scan" for task in found[0].tasks) == 4
+    assert steps == upto(11)
+    assert sum(task.eqn.name == "scan" for task in found[0].tasks) == 4
 
 
 def outer_products(x, y, start, stepped):
@@ -145,7 +146,8 @@ def test_a_carry_that_needs_more_than_it_was_asked_for():
     parts(lambda x, *abc: lax.scan(body, abc, x)[0], [X[:, 0], a, a + 1, a + 2], [(0, rows(0, 1))])
     found = []
     parts(lambda x, *abc: lax.scan(body, abc, x)[0], [X[:1, 0], a, a + 1, a + 2], [(0, rows(0, 1))], found)
-    assert [*found[0].given[2]] == [Rows(0, [0, 1])] and 3 not in found[0].given  # in one step
+    assert [*found[0].given[2]] == [Rows(0, [0, 1])]  # in one step
+    assert 3 not in found[0].given
 
 
 def nested(x, w):

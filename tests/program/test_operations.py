@@ -1,4 +1,4 @@
-"""Each operation of the table: a region of its result, computed from regions of its operands, is a part of the whole."""
+"""Each operation of the table: a region of its result, computed from regions of its operands, is part of the whole."""
 
 import functools
 import math
@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherScatterMode as Mode
 from jax.sharding import PartitionSpec as P
 
-from optax_freeze._program.operations import RULES
+from optax_freeze._program.operations import ELEMENTWISE, RULES
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, is_whole
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
 from optax_freeze._program.trace import flatten
 
-INEXACT = set("dot_general ragged_dot_general conv_general_dilated reduce_sum cumsum cumprod cumlogsumexp exp".split())
+INEXACT = {"dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "cumlogsumexp"}
 
 
 def x(*shape, dtype=jnp.float32):
@@ -45,14 +46,7 @@ def conv(**params):
     return lambda a, b: lax.conv_general_dilated(a, b, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **params)
 
 
-def sharded(fun):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(fun, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
-
-
-def constrained(w):
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    return lax.with_sharding_constraint(w, jax.NamedSharding(mesh, P(None, "d")))
+MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 ROWS = (1,), (0,), (0,)  # dimension numbers of w.at[i].add(updates)
@@ -101,6 +95,7 @@ TABLE = {
     "concatenate": (lambda a, b, c: lax.concatenate([a, b, c], 0), [x(2, 4), x(3, 4), x(1, 4)], "000 111"),
     "concatenate of empty": (lambda a, b, c: lax.concatenate([a, b, c], 0), [x(0, 4), x(3, 4), x(0, 4)], "000 111"),
     "split": (lambda w: lax.split(w, (1, 3, 2), axis=0), [W], "0 1"),
+    **({"unstack": (lambda w: lax.unstack(w, axis=1), [x(6, 2, 4)], "0 2")} if hasattr(lax, "unstack") else {}),
     "iota": (lambda w: w * 0 + lax.broadcasted_iota(jnp.float32, (6, 4), 0), [W], "0 1"),
     "reduce_sum": (lambda w: jnp.sum(w, 1), [x(3, 4, 5)], "0 2"),
     "reduce_max": (lambda w: lax.reduce_max(w, (0,)), [x(3, 4, 5)], "1 2"),
@@ -191,7 +186,7 @@ TABLE = {
         [x(3, 6, 2), ints([[1], [5]], [[0], [0]], [[-1], [6]]), x(3, 2, 2)[:, :, :]],
         "000 1.. 2.1",
     ),
-    "sharding": (constrained, [W], "0 1"),
+    "sharding": (lambda w: lax.with_sharding_constraint(w, jax.NamedSharding(MESH, P(None, "d"))), [W], "0 1"),
 }
 
 
@@ -212,6 +207,12 @@ def computed(fun, operands, asked, log=None):
         outs += found.run(Values(dict(enumerate(leaves))))
         given.append([list(found.given.get(i, ())) for i in range(len(leaves))])
     return outs, given, {eqn.primitive.name for eqn in program.eqns}
+
+
+def shown(regions):
+    """The axes of the regions of the operands, as in the table."""
+    assert all(len(each) <= 1 for each in regions)
+    return "".join("-" if not each else "." if each[0] is EVERYTHING else str(each[0].axis) for each in regions)
 
 
 SEEN = {}
@@ -236,8 +237,7 @@ def agree(name, fun, operands, axes, dynamic_axes=None):
             ranks = [len(out.shape) for out in whole]
             is_apart = len(of_axes[0]) > ranks[place]
             expected = of_axes[isinstance(region, DynamicRows)][region.axis + (sum(ranks[:place]) if is_apart else 0)]
-            found = "".join("-" if not r else "." if r[0] is EVERYTHING else str(r[0].axis) for r in each)
-            assert all(len(r) <= 1 for r in each)
+            found = shown(each)
             if not is_whole(region, whole[place].shape):
                 assert all(a in (b, "-") for a, b in zip(found, expected, strict=True)), (region, found, expected)
         return outs
@@ -256,3 +256,82 @@ def agree(name, fun, operands, axes, dynamic_axes=None):
 @pytest.mark.parametrize("name", TABLE)
 def test_region_of_a_result(name):
     agree(name, *TABLE[name])
+
+
+SHARDS = {
+    "psum": (lambda w, u: lax.psum((w, u), "d"), "0- 1- -0 -1"),
+    "pmax": (lambda w, u: lax.pmax(w + u, "d"), "00 11"),
+    "pcast": (lambda w, u: lax.pcast(w, "d", to="varying") if hasattr(lax, "pcast") else lax.pvary(w, "d"), "0- 1-"),
+    "all_gather": (lambda w, u: lax.all_gather(w, "d", axis=1, tiled=True), "0- .-"),
+    "all_gather of a new axis": (lambda w, u: lax.all_gather(w, "d", axis=1), ".- .- .-"),
+    "reduce_scatter": (lambda w, u: lax.psum_scatter(w, "d", scatter_dimension=1, tiled=True), "0- .-"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_between_shards(name):
+    fun, axes = SHARDS[name]
+
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=P(), out_specs=P("d"), check_vma=name == "pcast")
+    def run(w, u):
+        whole = jax.tree.leaves(fun(w, u))
+        asked = [(p, Rows(a, [1])) for p, out in enumerate(whole) for a in range(out.ndim)]
+        outs, given, SEEN[name] = computed(fun, [w, u], asked)
+        assert list(map(shown, given)) == axes.split()
+        same = [jnp.array_equal(out, region.take(whole[p])) for (p, region), out in zip(asked, outs, strict=True)]
+        return jnp.stack(same)
+
+    assert np.all(jax.jit(run)(W, W + 1))
+
+
+FLOATS = """
+abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
+floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
+"""
+PAIRS = """
+add atan2 complex div eq ge gt igamma igamma_grad_a igammac le lt max min mul ne nextafter polygamma pow rem sub zeta
+"""
+BITS = "bitwise_and bitwise_or bitwise_xor shift_left shift_right_arithmetic shift_right_logical"
+
+
+def test_elementwise_operations():
+    """Each is applied to the rows of all of its operands."""
+
+    def fun(w, n):
+        c = lax.complex(w, w)
+        others = [
+            lax.real(c),
+            lax.imag(c),
+            lax.clz(n),
+            lax.betainc(w, w, w),
+            lax.conj(c),
+            lax.bitwise_not(n),
+            lax.population_count(n),
+            w.astype(int),
+        ]
+        others += [lax.clamp(w, w, w), lax.select_n(n > 1, w, w), lax.reduce_precision(w, 4, 8), w**3, jnp.copy(w)]
+        others += [checkpoint_name(w, "name")]
+        results = [getattr(lax, name)(w) for name in FLOATS.split()]
+        results += [getattr(lax, name)(w, w) for name in PAIRS.split()]
+        return results + [getattr(lax, name)(n, n) for name in BITS.split()] + others
+
+    operands, log, seen = [W, ints(*range(24)).reshape(6, 4)], [], set()
+
+    def run(*operands):
+        asked = [(place, Rows(1, [1, 2])) for place in range(len(fun(*operands)))]
+        outs, _, names = computed(fun, operands, asked, log)
+        seen.update(names)
+        return outs
+
+    outs = jax.eval_shape(run, *operands)
+    assert {out.shape for out in outs} == {(6, 2)}
+    assert set(ELEMENTWISE.split()) - seen == {"add_any", "copy_p", "stop_gradient"}
+    assert [eqn.name for eqn, extent in log if extent != "rows"] == []
+
+
+def test_each_rule_has_a_case():
+    if not {*TABLE, *SHARDS} <= SEEN.keys():
+        pytest.skip("not all cases were run")
+    seen = {RULES[name].of for names in SEEN.values() for name in names if name in RULES}
+    of_newer_jax = {"expand_dims", "unstack"}
+    assert {name for name, rule in RULES.items() if rule.of not in seen} <= of_newer_jax
