@@ -80,6 +80,9 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
 def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
+    if not eqn.params["length"]:
+        walk.whole(eqn, wanted, without_rule=False)
+        return
     _, carried = scan_counts(eqn.params)
     outputs = _outputs(eqn, wanted[carried:], carried)
     carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
@@ -141,7 +144,7 @@ class _Loop:
         for row, output in zip(marks, self.outputs, strict=True):
             row[output.steps.numbers] = True
         inner = (np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(0)) + 1).tolist()
-        spans = zip([0, *inner], [*inner, self.length], strict=True) if self.length else []
+        spans = zip([0, *inner], [*inner, self.length], strict=True)
         return [_Steps(a, b, tuple(o for o, row in zip(self.outputs, marks, strict=True) if row[a])) for a, b in spans]
 
 
@@ -296,11 +299,11 @@ class _Segment:
 
         i = jnp.arange(self.steps.start, self.steps.stop, dtype=jnp.int32)
         state: Any = (start, buffers)
-        if self.ends_early:
-            (carry, buffers), ys = self._until_last(step, state), []
-        elif len(i) == 1:
+        if len(i) == 1:
             (carry, buffers), ys = step(state, (self.steps.start, {}))
             ys = [y[None] for y in ys]
+        elif self.ends_early:
+            (carry, buffers), ys = self._until_last(step, state), []
         else:
             unroll = loop.eqn.params["unroll"]
             (carry, buffers), ys = jax.lax.scan(step, state, (i, whole), reverse=loop.reverse, unroll=unroll)
@@ -317,16 +320,16 @@ class _Segment:
 
     def _until_last(self, step: Any, state: Any) -> Any:
         """Runs the steps until the last one with a wanted result, whose number is a value of the program."""
-        length, reverse = self.loop.length, self.loop.reverse
+        (start, stop, _), reverse = self.steps, self.loop.reverse
         numbers = [o.written.numbers for o in self.conditions]  # type: ignore[attr-defined]
         if reverse:
-            steps = length - functools.reduce(jnp.minimum, [each[0] for each in numbers])
+            steps = stop - jnp.maximum(functools.reduce(jnp.minimum, [each[0] for each in numbers]), start)
         else:
-            steps = jnp.minimum(functools.reduce(jnp.maximum, [each[-1] for each in numbers]) + 1, length)
+            steps = jnp.minimum(functools.reduce(jnp.maximum, [each[-1] for each in numbers]) + 1, stop) - start
 
         def once(state: Any) -> Any:
             n, state = state
-            return n + 1, step(state, (length - 1 - n if reverse else n, {}))[0]
+            return n + 1, step(state, (stop - 1 - n if reverse else start + n, {}))[0]
 
         return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
 

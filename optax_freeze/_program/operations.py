@@ -22,10 +22,11 @@ from optax_freeze._spec.layout import fitting
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 
 ELEMENTWISE = f"""
-{UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos cosh digamma div eq erf
-erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
-min mul name ne nextafter not or population_count pow real rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+{UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+is_finite le lgamma log log1p logistic lt max min mul name ne nextafter not or polygamma population_count pow
+real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
 """The elementwise operations; those in `UNARY` have one operand."""
 
@@ -199,7 +200,13 @@ def reshape(eqn: Equation, region: Any) -> Any:
             each = length // size
             finer = (numbers[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
             return rows_of(axis, finer)
-        if size > 1 and length * old_inner == size * inner and size % length == 0 and isinstance(region, Rows):
+        if (
+            size > 1
+            and length > 1
+            and length * old_inner == size * inner
+            and size % length == 0
+            and isinstance(region, Rows)
+        ):
             each = size // length  # a row is a part of one of its rows
             coarse = np.unique(numbers // each)
             whole = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
@@ -304,11 +311,11 @@ def concatenate(eqn: Equation, region: Any) -> Any:
             return parts[0] if len(parts) == 1 else eqn.bind(*parts)
 
         return regions, joined
-    shifted = [region.shifted(-a) for a, _ in spans]
+    shifted = [region.shifted(-a) if a < b else None for a, b in spans]
 
     def selected(*parts: Any) -> Any:
-        out = parts[0]
-        for (a, _), part in list(zip(spans, parts, strict=True))[1:]:
+        (_, out), *others = [(a, part) for (a, _), part in zip(spans, parts, strict=True) if part is not None]
+        for a, part in others:
             out = jnp.where(_where_rows(region.indices >= a, out.ndim, axis), part, out)
         return out
 
@@ -555,6 +562,7 @@ def scatter(eqn: Equation, region: Any) -> Any:
         place, distinct = region.find(start, operand[axis])
         indices = indices.at[..., component].set(place.astype(indices.dtype))
         unique, ordered = (eqn.params[name] and distinct for name in ("unique_indices", "indices_are_sorted"))
+        ordered = ordered and sizes[axis] == 1  # blocks may overlap
         updates = jax.lax.transpose(updates, order)
         return eqn.bind(x, indices, updates, unique_indices=unique, indices_are_sorted=ordered, **changed)
 
