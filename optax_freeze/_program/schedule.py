@@ -5,7 +5,8 @@ from typing import Any
 
 from optax_freeze._program import loops
 from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
-from optax_freeze._program.regions import EVERYTHING, Region, covering, is_scattered
+from optax_freeze._program.fusions import Fusions
+from optax_freeze._program.regions import EVERYTHING, Region, covering, is_scattered, is_whole
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -27,10 +28,13 @@ class Walk:
         self.program, self.log = program, log
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
+        self.fused = Fusions(program)
 
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
         if isinstance(value, int):
+            aval = self.program.avals[value]
+            region = EVERYTHING if aval is not None and is_whole(region, getattr(aval, "shape", ())) else region
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
 
@@ -72,7 +76,7 @@ class Walk:
         """The tasks of one result of an equation, which is computed on its own."""
         shape = getattr(eqn.avals_out[place], "shape", ())
         chosen = covering(list(wanted), shape)
-        if chosen != [EVERYTHING] and is_cheap(eqn):
+        if is_cheap(eqn) and not (EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place])):
             chosen = list(wanted)
         elif any(is_scattered(region, shape) for region in chosen):
             chosen = [EVERYTHING]
