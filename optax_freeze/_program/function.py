@@ -38,7 +38,8 @@ class Traced:
             return [out for out in outs if isinstance(out, Tracer)]
 
         closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
-        self.program: Program = flatten(closed, **options)
+        on_host = [number for number, array in enumerate(arrays) if is_on_host(array)]
+        self.program: Program = flatten(closed, **options)._replace(on_host=on_host)
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result of the function, given the outputs of the program."""
