@@ -36,6 +36,11 @@ class _InRows(NamedTuple):
     selection: RowSelection
     rows: Any
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its frozen rows are in host memory, so that it is put together row by row."""
+        return is_on_host(self.array)
+
     def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
         """The selection with these numbers of dynamic rows."""
         return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
@@ -48,6 +53,8 @@ class _InRows(NamedTuple):
     def whole(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
         """The leaf, put together from these arrays."""
         selection, array = self.with_numbers(numbers), to_device(array)
+        if self.is_late:  # as an operation of which single rows are computed
+            return set_rows(selection.axis, selection.indices(), array, jnp.asarray(rows, array.dtype))
         return selection.put(array, Part(jnp.asarray(rows, array.dtype), selection.part_index, array.shape))
 
 

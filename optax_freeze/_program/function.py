@@ -14,7 +14,7 @@ from jax.core import Tracer
 from optax_freeze._errors import ASKED_FOR_A_VALUE
 from optax_freeze._program.trace import Program, flatten
 from optax_freeze._spec.layout import explicit_sharding
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory import is_on_host, to_device
 
 _TRACED = object()
 _OF_NO_VALUE = (
@@ -56,6 +56,8 @@ def as_argument(value: Any) -> Any:
         value = value.update(dtype=jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
     if not is_on_host(value):
         return value
+    if isinstance(value, Tracer):
+        return jax.eval_shape(to_device, value)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
 
 

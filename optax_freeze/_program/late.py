@@ -30,6 +30,8 @@ _MOST_RUNS = 16
 
 _LOOKUPS = ("gather",)
 
+_ONE_ROW = DynamicRows(0, np.zeros(1, np.int32))
+
 
 class HostArray(Unread):
     """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or some of its rows.
@@ -39,7 +41,7 @@ class HostArray(Unread):
 
     def __init__(self, array: Any, starts: tuple[Any, ...] = (), numbers: Any = None, in_loop: bool = False) -> None:
         self.array, self.starts, self.numbers, self.in_loop = array, starts, numbers, in_loop
-        self.regions_read: set[Any] = set()
+        self.regions_read: set[Any] | None = set()  # None: any may have been
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ class HostArray(Unread):
         key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
         if self.in_loop or beside is None:
             return self.array
-        if key not in self.regions_read:
+        if self.regions_read is not None and key not in self.regions_read:
             self.regions_read.add(key)
             return self.array
         return jax.lax.optimization_barrier((self.array, beside))[0]
@@ -98,6 +100,9 @@ class HostArray(Unread):
 
     def inside(self) -> "HostArray":
         return self._with(self.starts, self.numbers, True)
+
+    def as_operand(self) -> Any:
+        return self.read(EVERYTHING) if self.starts or self.numbers is not None else self.array
 
     def _with(self, starts: tuple[Any, ...], numbers: Any, in_loop: bool) -> "HostArray":
         new = HostArray(self.array, starts, numbers, in_loop)
@@ -163,13 +168,15 @@ class _Part(Unread):
 
     def read(self, region: Region, beside: Any = None) -> jax.Array:
         if region is not EVERYTHING:
-            return self._late.read(region, beside)
+            return self._late().read(region, beside)
         rows = self.of.read(self.region, beside)
         return jnp.squeeze(rows, 0) if self.is_row else rows
 
-    @functools.cached_property
     def _late(self) -> LateValue:
-        """This part as the value of a program of parts of the arrays, of which again rows can be read."""
+        """This part as the value of a program of parts of the arrays, of which again rows can be read.
+
+        It belongs to the trace in which it is made, so it is made anew for each read.
+        """
         found, given, parts = _schedule(self.of.program, self.of.number, self.region), Values(), []
         for n, wanted in found.given.items():
             for region in wanted:
@@ -194,10 +201,10 @@ class _Part(Unread):
         return LateValue(program, program.outputs[0], Values({k: x for k, (*_, x) in enumerate(parts)}))
 
     def rows(self, region: Any) -> Unread:
-        return self._late.rows(region)
+        return self._late().rows(region)
 
     def row(self, i: Any) -> Unread:
-        return self._late.row(i)
+        return self._late().row(i)
 
     def inside(self) -> Unread:
         return self
@@ -258,7 +265,7 @@ class Late:
     def __init__(
         self, program: Program, on_host: Collection[int], available: Collection[int], scalars: bool = True
     ) -> None:
-        self.program, self.scalars = program, scalars
+        self.program, self.on_host, self.scalars = program, on_host, scalars
         self.available = {*program.consts, *available} - set(on_host)
         self.sizes: dict[int, int] = dict.fromkeys(on_host, 1)
         self.made_by: dict[int, Equation] = {}
@@ -307,7 +314,7 @@ class Late:
             return loops.late_outputs(self, eqn)
         if name == "cond":
             return loops.late_branches(self, eqn)
-        repeats = is_cheap(eqn) and name not in _LOOKUPS
+        repeats = (is_cheap(eqn) and name not in _LOOKUPS) or (name == "scatter" and eqn.inputs[0] in self)
         if name == "custom_jvp_call":
             inner = opened(eqn.params["call_jaxpr"])[0].eqns
             repeats = all(each.primitive.name in ("jit", "pjit", "custom_jvp_call") or is_cheap(each) for each in inner)
@@ -339,7 +346,7 @@ class Late:
         shape = self.program.avals[value].shape
         if not shape or not shape[0]:
             return False
-        found = self.read(Read(value, DynamicRows(0, np.zeros(1, np.int32))))
+        found = self.read(Read(value, _ONE_ROW))
         return all(self.is_by_rows(number, region) for number, region in found.wanted if number in self)
 
     def is_by_rows(self, number: int, region: Region) -> bool:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._program.late import Late
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task, joined_label, new_label, one_region
-from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
+from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
 
 _MOST_SEGMENTS = 8
 
@@ -97,6 +98,9 @@ def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
         walk.whole(eqn, wanted, without_rule=False)
         return
     _, carried = scan_counts(eqn.params)
+    if not eqn.params["length"]:
+        walk.whole(eqn, wanted, without_rule=False)
+        return
     outputs = _outputs(eqn, wanted[carried:], carried)
     carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
     labels = [joined_label([each]) for each in wanted[:carried]]
@@ -429,6 +433,48 @@ def _counters(eqn: Equation, body: Program) -> dict[int, tuple[Any, Any]]:
         if first == place and not isinstance(second, int):
             found[place] = begin.val, second.val
     return found
+
+
+def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
+    """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
+    from optax_freeze._program.schedule import schedule
+
+    on_host, available = _late_inputs(walk.late, eqn.inputs)
+    on_host = {place for place in on_host if eqn.inputs[place] in walk.late.on_host}
+    if not on_host or eqn.has_effects:
+        return False
+    params, regions = eqn.params, []
+    for each, aval, spec in zip(wanted, eqn.avals_out, params["out_specs"], strict=True):
+        region = one_region(each, aval.shape)
+        is_cut = isinstance(region, Rows) and (len(spec) <= region.axis or spec[region.axis] is None)
+        regions.append(region if region is None or is_cut else EVERYTHING)
+    program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
+    outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
+    inner = schedule(program, outs, walk.log, Late(program, on_host, available))
+    _record_reads(walk, inner, eqn.inputs)
+    places = [place for place in range(len(eqn.inputs)) if place in inner.given]
+    reads = [
+        walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places
+    ]
+
+    def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
+        def of_shards(*shards: Any) -> list[Any]:
+            return inner._replace(program=program._replace(on_host=on_host)).run(Values(dict(zip(places, shards, strict=True))), context)
+
+        mapped = jax.shard_map(
+            of_shards,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"][n] for n in places),
+            out_specs=[spec for spec, r in zip(params["out_specs"], regions, strict=True) if r is not None],
+            check_vma=params["check_vma"],
+            axis_names=set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]),
+        )
+        outs = iter(mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands)))
+        return [None if r is None else next(outs) for r in regions]
+
+    writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
+    walk.add(Task(eqn, reads, writes, apply, joined_label(wanted)))
+    return True
 
 
 def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:

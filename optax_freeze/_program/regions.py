@@ -90,6 +90,10 @@ class Unread:
         """The same array inside a loop."""
         raise NotImplementedError
 
+    def as_operand(self) -> Any:
+        """The array in host memory, or else on the device."""
+        return self.read(EVERYTHING)
+
 
 class _SomeRows(Region):
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -52,6 +52,8 @@ class Walk:
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
         if isinstance(value, int):
+            if region is LAZY and not self.is_late and (self.late is None or value not in self.late):
+                region = EVERYTHING
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
 
@@ -105,6 +107,8 @@ class Walk:
             if eqn.primitive.name == "scan":
                 loops.scan(self, eqn, wanted)
             elif eqn.primitive.name == "cond" and loops.cond(self, eqn, wanted):
+                pass
+            elif eqn.primitive.name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted):
                 pass
             elif len(wanted) == 1 or is_apart(eqn):
                 for place in reversed(range(len(wanted))):
