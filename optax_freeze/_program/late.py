@@ -39,9 +39,16 @@ class HostArray(Unread):
     An array that was read in the forward pass is read again in the backward pass.
     """
 
-    def __init__(self, array: Any, starts: tuple[Any, ...] = (), numbers: Any = None, in_loop: bool = False) -> None:
-        self.array, self.starts, self.numbers, self.in_loop = array, starts, numbers, in_loop
-        self.regions_read: set[Any] | None = set()  # None: any may have been
+    def __init__(
+        self,
+        array: Any,
+        starts: tuple[Any, ...] = (),
+        numbers: Any = None,
+        in_loop: bool = False,
+        was_read: bool = False,
+    ) -> None:
+        self.array, self.starts, self.numbers, self.in_loop, self.was_read = array, starts, numbers, in_loop, was_read
+        self.regions_read: set[Any] = set()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +86,7 @@ class HostArray(Unread):
         key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
         if self.in_loop or beside is None:
             return self.array
-        if self.regions_read is not None and key not in self.regions_read:
+        if key not in self.regions_read and not self.was_read:
             self.regions_read.add(key)
             return self.array
         return jax.lax.optimization_barrier((self.array, beside))[0]
@@ -105,7 +112,7 @@ class HostArray(Unread):
         return self.read(EVERYTHING) if self.starts or self.numbers is not None else self.array
 
     def _with(self, starts: tuple[Any, ...], numbers: Any, in_loop: bool) -> "HostArray":
-        new = HostArray(self.array, starts, numbers, in_loop)
+        new = HostArray(self.array, starts, numbers, in_loop, self.was_read)
         new.regions_read = self.regions_read
         return new
 
