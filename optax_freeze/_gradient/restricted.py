@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
 from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
@@ -162,11 +163,16 @@ class _Call:
         leaf, on_host = self.leaves[i], HostArray(array, was_read=was_read)
         return leaf.unread(on_host, rows) if isinstance(leaf, _InRows) else on_host
 
-    def evaluate(self, whole: Sequence[Any], others: Sequence[Any], **changed: Any) -> list[Any]:
+    def evaluate(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The outputs of the function."""
         values = Values(dict(enumerate(whole)) | dict(zip(self.others, others, strict=True)))
-        program = self.program._replace(**changed)
-        return schedule(program, [(value, EVERYTHING, ALWAYS) for value in program.outputs]).run(values)
+        return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs]).run(values)
+
+    def differentiable(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """The outputs of the function as it was written: with ``jax.checkpoint``, which the program does not keep."""
+        left, closed = iter(others), self.traced.closed
+        consts = [next(left) if isinstance(const, Tracer) else const for const in closed.consts]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*whole)
 
     def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads."""
@@ -231,7 +237,7 @@ class _Call:
             def of_perturbed(some: Sequence[Any]) -> Any:
                 left = iter(some)
                 filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
-                outs = self.evaluate(filled[: len(of_leaf)], filled[len(of_leaf) :], on_host=())
+                outs = self.differentiable(filled[: len(of_leaf)], filled[len(of_leaf) :])
                 return [out for out, aval in zip(outs, avals, strict=True) if is_inexact(aval)], outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)

@@ -37,7 +37,7 @@ class Traced:
             self._flat = [_TRACED if isinstance(out, Tracer) else out for out in outs]
             return [out for out in outs if isinstance(out, Tracer)]
 
-        closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
+        self.closed = closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
         on_host = [number for number, array in enumerate(arrays) if is_on_host(array)]
         self.program: Program = flatten(closed, **options)._replace(on_host=on_host)
 
