@@ -224,8 +224,8 @@ class TestReadAsAWhole:
         def loss(p, x):
             return jax.lax.fori_loop(0, 3, lambda _, x: x + jnp.einsum("bd,lde->be", x, p["up"]), x).sum()
 
-        trainable, rest = parts(LORA, on_host=True)
-        jaxpr = jax.make_jaxpr(fz.restrict(loss, rest))(trainable, X)
+        base = fz.offload(params(), LORA, min_bytes=0)
+        jaxpr = jax.make_jaxpr(fz.grad(loss, LORA))(base, X)
         moved = [[eqn.primitive.name for eqn in inner.eqns].count("device_put") for inner in programs(jaxpr.jaxpr)]
         assert moved[0] == 1
         assert sum(moved) == 1
@@ -273,10 +273,9 @@ def test_derivatives_of_other_kinds():
     def of(rest):
         fun = fz.restrict(scan, rest)
         tangent = jax.tree.map(jnp.ones_like, trainable)
-        forward = jax.jvp(lambda t: fun(t, X), (trainable,), (tangent,))
         second = jax.jvp(jax.grad(lambda t: fun(t, X)), (trainable,), (tangent,))[1]
         examples = jax.vmap(jax.grad(fun), (None, 0))(trainable, X[:, None])
-        return forward, second, examples
+        return second, examples
 
     assert_equal_up_to_rounding(jax.jit(of)(rest), jax.jit(of)(on_device))
 
@@ -494,7 +493,7 @@ class TestExplain:
         for tree in (base, shapes):
             found = {leaf.path: leaf for leaf in fz.explain(scan, tree, LORA, X).host}
             assert set(found) == {"up", "down"}
-            assert [op.name for op in found["up"].by_rows] == ["dot_general"]
+            assert {op.name for op in found["up"].by_rows} == {"dot_general"}
             assert found["up"].whole == ()
             assert str(found["up"]).startswith("up: from the host, by rows\n  by rows: dot_general at ")
 
