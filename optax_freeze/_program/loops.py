@@ -304,7 +304,7 @@ class _Segment:
 
         def step(state: Any, of_step: Any) -> Any:
             (carry, buffers), (i, rows) = state, of_step
-            values = Values({p: x.row(i) if p >= last else x.inside() for p, x in unread.items()})
+            values = Values({p: self._row_of(p, x, i) if p >= last else x.inside() for p, x in unread.items()})
             for place, read, x in given:
                 if place < first:
                     values.write(place, EVERYTHING if read.region is LAZY else read.region, x)
@@ -340,6 +340,11 @@ class _Segment:
             (carry, buffers), ys = jax.lax.scan(step, state, (i, whole), reverse=loop.reverse, unroll=unroll)
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
+
+    def _row_of(self, place: int, array: Unread, i: Any) -> Any:
+        """The row of a step of an array in host memory: read once, unless the step reads only rows of it."""
+        row, given = array.row(i), self.body.given[place]
+        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 
     def _goes_on(self, output: _Output) -> bool:
         """Whether later segments write the result, too."""
