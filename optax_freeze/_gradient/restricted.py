@@ -243,7 +243,12 @@ class _Call:
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
             return outs, vjp(list(cotangents))
 
-        given = [as_argument(self.leaves[i].array if isinstance(self.leaves[i], _InRows) else self.leaves[i]) if isinstance(x, Unread) else x for i, x in enumerate(arrays)]
+        given = [
+            as_argument(self.leaves[i].array if isinstance(self.leaves[i], _InRows) else self.leaves[i])
+            if isinstance(x, Unread)
+            else x
+            for i, x in enumerate(arrays)
+        ]
         program = Traced(value_and_vjp, [*given, *cotangents]).program
         return _Transposed(program._replace(on_host=self.program.on_host), len(avals), perturbed)
 
@@ -266,7 +271,9 @@ class _Call:
             marked.update(task.written_numbers if depends else ())
             (of_backward if depends else of_forward).append(task)
         keys = [write for task in of_forward for write in task.writes if write is not None]
-        keys += [(number, EVERYTHING) for number in range(program.num_inputs) if number not in {*marked, *program.on_host}]
+        keys += [
+            (number, EVERYTHING) for number in range(program.num_inputs) if number not in {*marked, *program.on_host}
+        ]
         read = {number for task in of_backward for number in task.read_numbers}
         read |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
         return of_forward, of_backward, [key for key in keys if key[0] in read]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._program.operations import is_cheap
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values
@@ -56,9 +57,8 @@ class HostArray(Unread):
         return rest if self.numbers is None else (len(self.numbers), *rest[1:])
 
     def read(self, region: Region, beside: Any = None) -> jax.Array:
-        if self.numbers is not None or (isinstance(region, Rows | DynamicRows) and region.axis == 0):
-            if len(self.shape) >= _FEWEST_AXES:
-                return self._some_rows(region, beside)
+        if self.numbers is not None or (region.axis == 0 and len(self.shape) >= _FEWEST_AXES):
+            return self._some_rows(region, beside)
         array = self._fresh(EVERYTHING, beside)
         if not self.starts:
             return region.take(to_device(array))
@@ -187,10 +187,9 @@ class _Part(Unread):
         found, given, parts = _schedule(self.of.program, self.of.number, self.region), Values(), []
         for n, wanted in found.given.items():
             for region in wanted:
-                x = self.of.values.unread(n) if self.of.values.has(n) else None
-                if x is None:
-                    if self.of.values.has(n):
-                        given.write(n, region, self.of.values.read(n, region))
+                x = self.of.values.unread(n)
+                if x is None or region.axis > 0:
+                    given.write(n, region, self.of.values.read(n, region))
                 elif region is LAZY:
                     given.write_whole(n, x)
                 else:
@@ -323,8 +322,8 @@ class Late:
             return loops.late_branches(self, eqn)
         repeats = (is_cheap(eqn) and name not in _LOOKUPS) or (name == "scatter" and eqn.inputs[0] in self)
         if name == "custom_jvp_call":
-            inner = opened(eqn.params["call_jaxpr"])[0].eqns
-            repeats = all(each.primitive.name in ("jit", "pjit", "custom_jvp_call") or is_cheap(each) for each in inner)
+            inner = flatten(ClosedJaxpr(*opened(eqn.params["call_jaxpr"]))).eqns
+            repeats = all(is_cheap(each) or each.primitive.name == "custom_jvp_call" for each in inner)
         return [repeats and all(map(self.is_operand, eqn.inputs))] * len(eqn.outputs)
 
     def computed_by(self, value: int) -> tuple[Program, list[int]]:

@@ -414,8 +414,7 @@ def late_branches(late: Late, eqn: Equation) -> Sequence[bool]:
         return [False] * len(eqn.outputs)
     on_host, available = _late_inputs(late, eqn.inputs[1:])
     insides = [
-        (program, Late(program, on_host, available, scalars=False))
-        for program in map(flatten, eqn.params["branches"])
+        (program, Late(program, on_host, available, scalars=False)) for program in map(flatten, eqn.params["branches"])
     ]
     found = []
     for n in range(len(eqn.outputs)):
@@ -458,13 +457,13 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     inner = schedule(program, outs, walk.log, Late(program, on_host, available))
     _record_reads(walk, inner, eqn.inputs)
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
-    reads = [
-        walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places
-    ]
+    reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
 
     def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
         def of_shards(*shards: Any) -> list[Any]:
-            return inner._replace(program=program._replace(on_host=on_host)).run(Values(dict(zip(places, shards, strict=True))), context)
+            return inner._replace(program=program._replace(on_host=on_host)).run(
+                Values(dict(zip(places, shards, strict=True))), context
+            )
 
         mapped = jax.shard_map(
             of_shards,
@@ -483,7 +482,7 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
 
 def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
-    """Adds the tasks of some rows of a late result, whose numbers are values of the program; False for other regions."""
+    """Adds the tasks of some rows of a late result, numbered by values of the program; False for other regions."""
     from optax_freeze._program.schedule import schedule
 
     consts, carried = scan_counts(eqn.params)
@@ -501,7 +500,9 @@ def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
                         reads.append(walk.read(eqn.inputs[n], inner))
                         places.append((n, inner))
 
-            def apply(_: Any, operands: Sequence[Any], body: Any = body, places: Any = places, rows: Any = region) -> Any:
+            def apply(
+                _: Any, operands: Sequence[Any], body: Any = body, places: Any = places, rows: Any = region
+            ) -> Any:
                 def row(k: int) -> Any:
                     values = Values()
                     for (n, inner), x in zip(places, operands, strict=True):

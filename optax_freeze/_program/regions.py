@@ -78,7 +78,7 @@ class Unread:
         """A region on the device; ``beside``: an array that is there before a second read of the same region."""
         raise NotImplementedError
 
-    def rows(self, region: "DynamicRows") -> "Unread":
+    def rows(self, region: Region) -> "Unread":
         """Rows along the first axis, unread."""
         raise NotImplementedError
 

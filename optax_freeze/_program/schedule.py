@@ -108,7 +108,7 @@ class Walk:
                 loops.scan(self, eqn, wanted)
             elif eqn.primitive.name == "cond" and loops.cond(self, eqn, wanted):
                 pass
-            elif eqn.primitive.name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted):
+            elif self.late is not None and eqn.primitive.name == "shard_map" and loops.shard_map(self, eqn, wanted):
                 pass
             elif len(wanted) == 1 or is_apart(eqn):
                 for place in reversed(range(len(wanted))):
