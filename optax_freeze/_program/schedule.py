@@ -104,17 +104,23 @@ class Walk:
                 continue
             if self.is_late and self._of_late(eqn, wanted):
                 continue
-            if eqn.primitive.name == "scan":
-                loops.scan(self, eqn, wanted)
-            elif eqn.primitive.name == "cond" and loops.cond(self, eqn, wanted):
-                pass
-            elif self.late is not None and eqn.primitive.name == "shard_map" and loops.shard_map(self, eqn, wanted):
-                pass
-            elif len(wanted) == 1 or is_apart(eqn):
+            if self._enters(eqn, wanted):
+                continue
+            if len(wanted) == 1 or is_apart(eqn):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
                 self._several(eqn, wanted)
+
+    def _enters(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
+        """Adds the tasks of an equation with programs of its own, if they can be divided."""
+        name = eqn.primitive.name
+        if name == "scan":
+            loops.scan(self, eqn, wanted)
+            return True
+        if name == "cond":
+            return loops.cond(self, eqn, wanted)
+        return name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted)
 
     def _of_late(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the tasks of an equation that computes a late value, if they are other ones than elsewhere."""
