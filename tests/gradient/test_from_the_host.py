@@ -184,10 +184,12 @@ def test_value_and_grad_brings_no_stack_to_the_device(loss):
     assert whole_stacks(fz.value_and_grad(loss, LORA), base, X) == []
 
 
-def test_the_backward_pass_reads_an_unrolled_layer_again():
+@pytest.mark.parametrize("in_parts", [False, True], ids=["value_and_grad", "restrict"])
+def test_the_backward_pass_reads_an_unrolled_layer_again(in_parts):
     """A second read waits for an operand of the backward pass, or XLA would merge it with the first."""
     base = fz.offload(params(), LORA, min_bytes=0)
-    jaxpr = jax.make_jaxpr(fz.value_and_grad(unrolled, LORA))(base, X).jaxpr
+    step = functools.partial(gradient, unrolled) if in_parts else fz.value_and_grad(unrolled, LORA)
+    jaxpr = jax.make_jaxpr(step)(*(parts(LORA, on_host=True) if in_parts else (base,)), X).jaxpr
     waits = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"}
     stacks = [eqn.invars[0] for eqn in jaxpr.eqns if eqn.invars and "<host>[4,6,6]" in str(eqn.invars[0].aval)]
     read = [stack in waits for stack in stacks if stack in {*waits, *jaxpr.invars}]
