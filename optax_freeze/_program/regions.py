@@ -265,7 +265,9 @@ def is_whole(region: Region, shape: Sequence[int]) -> bool:
 
 def is_scattered(region: Region, shape: Sequence[int]) -> bool:
     """Whether rows are so many and so scattered that reading them costs more than computing everything."""
-    return isinstance(region, Rows) and region.step is None and len(region.runs) > 1 and region.share(shape) > 0.5
+    return (
+        isinstance(region, Rows) and region.step is None and len(region.runs) > _FEW // 2 and region.share(shape) > 0.5
+    )
 
 
 def covering(regions: Sequence[Region], shape: Sequence[int]) -> list[Region]:
