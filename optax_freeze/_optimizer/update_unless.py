@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import is_number
-from optax_freeze._gradient.split_array import varies
+from optax_freeze._program.regions import cast_to_vary, varies
 from optax_freeze._optimizer.inner_update import negative_zero, zero
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.tree import Leaf, PyTree
@@ -62,10 +62,7 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     what is equal on all devices before the step may vary after it.
     """
     old = jnp.asarray(old, new.dtype) if is_number(old) else old
-    axes = tuple(sorted((varies(new) | varies(frozen)) - varies(old)))
-    if axes:
-        lax: Any = jax.lax  # `pcast` is newer than the oldest supported JAX
-        old = lax.pcast(old, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(old, axes)
+    old = cast_to_vary(old, varies(jax.typeof(new)) | varies(jax.typeof(frozen)))
     return old if old.dtype == new.dtype else old.astype(new.dtype)
 
 

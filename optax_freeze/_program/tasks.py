@@ -8,7 +8,7 @@ and those of larger sets come first.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -69,8 +69,16 @@ class Context(NamedTuple):
 
     def holds(self, label: int) -> Any:
         """Whether one of the conditions of a label holds."""
-        found = [holds for bit, holds in self.conditions.items() if bit & label]
-        return functools.reduce(jnp.logical_or, found)
+        return self.each_holds([label])[label]
+
+    def each_holds(self, labels: Iterable[int]) -> dict[int, Any]:
+        """:meth:`holds` for several labels; each begins with the largest one that it contains."""
+        found: dict[int, Any] = {}
+        for label in sorted(labels, key=int.bit_count):
+            largest = max((each for each in found if each | label == label), key=int.bit_count, default=0)
+            others = [holds for bit, holds in self.conditions.items() if bit & label & ~largest]
+            found[label] = functools.reduce(jnp.logical_or, [*([found[largest]] if largest else []), *others])
+        return found
 
     def inside(self, label: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this label."""
@@ -115,6 +123,11 @@ class Schedule(NamedTuple):
 
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
+        self.run_except((), values, context)
+        return [read(values, *output) for output in self.outputs]
+
+    def run_except(self, labels: Collection[int], values: Values, context: Context) -> None:
+        """Evaluates the tasks, given the inputs, but those with one of these labels."""
         for number, const in self.program.consts.items():
             if not values.has(number):
                 values.write_whole(number, const)
@@ -123,10 +136,22 @@ class Schedule(NamedTuple):
         for task in self.tasks:
             sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
-        for label in sorted(sets, key=lambda label: -label.bit_count()):
+        now = [label for label in sets if label not in labels]
+        conditions = context.each_holds(now)
+        for label in sorted(now, key=lambda label: -label.bit_count()):
             others = [task for each, tasks in sets.items() if each != label for task in tasks]
-            _run_if(context.holds(label), sets[label], values, context.inside(label), others, kept)
-        return [value.val if not isinstance(value, int) else values.read(value, r) for value, r in self.outputs]
+            _run_if(conditions[label], sets[label], values, context.inside(label), others, kept)
+
+    def run_label(self, label: int, values: Values, context: Context) -> Values:
+        """The values with those of the tasks of a label, which :meth:`run_except` left out."""
+        inside = values.copy()
+        _run_all([task for task in self.tasks if task.label == label], inside, context.inside(label), None)
+        return inside
+
+
+def read(values: Values, value: Any, region: Region) -> Any:
+    """A region of a value, which may be a literal."""
+    return values.read(value, region) if isinstance(value, int) else value.val
 
 
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
