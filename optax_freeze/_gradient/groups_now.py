@@ -86,6 +86,11 @@ class GradientOfGroups:
     """The value of a function, and for each group its gradient, which is computed where it is asked for.
 
     What several groups need is evaluated at once, each operation if one of these groups is trainable now.
+
+    Attributes:
+      value: the value.
+      frozen: whether each group is frozen, known only after gradients of other groups have read its parameters. Without
+        this order XLA copies parameters that are updated in place.
     """
 
     def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
@@ -104,15 +109,27 @@ class GradientOfGroups:
         self._schedule, self._values = traced.schedule(wanted), traced.inputs()
         trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, trains, strict=False)))
-        self._schedule.run_except(self._owners[:-1], self._values, self._context)
+        numbers = [
+            {number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections
+        ]
+        self._late = [
+            self._schedule.late(label, {*range(len(traced.arrays))} - own)
+            for label, own in zip(self._owners[:-1], numbers, strict=False)
+        ]
+        late = {i for each in self._late for i in each}
+        after = self._schedule.run_except(late, self._values, self._context)
+        self.frozen = [
+            functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
+            for is_frozen, own in zip(spec.frozen, numbers, strict=False)
+        ]
         outputs = [read(self._values, *output) for output in self._schedule.outputs[: traced.of_value]]
         self.value = traced.traced.result([*outputs, *traced.grads])[0]
 
     def of_group(self, n: int) -> list[Any]:
         """The gradient of what a group owns of each leaf, computed here; with the number after the last: of the rest."""
-        label, values = self._owners[n], self._values
-        if label != ALWAYS:
-            values = self._schedule.run_label(label, values, self._context)
+        values = self._values
+        if n < len(self._late):
+            values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)
         grads, found = [read(values, *output) for output in self._grads[n]], [HOLE] * len(self._at.values)
         owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
@@ -124,8 +141,8 @@ class GradientOfGroups:
         """The gradient of all leaves, with zeros for frozen groups."""
         found = [HOLE] * len(self._at.values)
         for n, own in enumerate(self._spec.selections):
-            run = jax.jit(functools.partial(self.of_group, n))  # traced once, though called for its shapes, too
-            grads = if_(~self._spec.frozen[n], run, jax.eval_shape(run)) if n < len(self._spec.names) else run()
+            run = functools.partial(self.of_group, n)
+            grads = if_(~self._spec.frozen[n], run) if n < len(self._spec.names) else run()
             for i in self._at.trains:
                 if own[i] is not FROZEN:
                     found[i] = _joined(found[i], grads[i], own[i], self._at.values[i])

@@ -139,16 +139,16 @@ def freeze_when(
         olds, params_treedef, missing = [None] * len(plans.leaves), None, frozenset()
         if params is not None:
             olds, params_treedef = plans.whole.align(params, "params")
+        frozen = list(frozen_groups(state).values())
         if isinstance(updates, GradientOfGroups) and coupled is not None:
             updates = updates.tree()
         if isinstance(updates, GradientOfGroups):
-            values, treedef, of_group = olds, params_treedef, updates.of_group
+            values, treedef, of_group, after = olds, params_treedef, updates.of_group, updates.frozen
         else:
             values, treedef, missing = plans.whole.align_gradients(updates, params, _ALL_GRADIENTS)
-            of_group = None
+            of_group, after = None, frozen
         call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args, missing)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
-        frozen = list(frozen_groups(state).values())
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
             grads = zeroed(values, frozen, [plan.selections for plan in plans.plans])
@@ -161,7 +161,7 @@ def freeze_when(
             return grads if of_group is None else own, norm
 
         states = [*(group.inner_state for group in group_states), state.rest_state]
-        new, [*states, rest_state], norms = of_groups(call, inner, plans, states, gradient, [*frozen, False])
+        new, [*states, rest_state], norms = of_groups(call, inner, plans, states, gradient, [*after, False])
         conditions = [group.condition for group in named]
         stats = next_stats(conditions, [group.frozen for group in group_states], frozen, state.step, norms)
         by_name = {

@@ -49,7 +49,7 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
 
     def once(carry: Any) -> Any:
         # A constant, or XLA would copy the carry; inside `jax.shard_map` it varies over devices as `frozen` does.
-        return jnp.ones_like(carry[0]), step(carry[1])
+        return jnp.ones_like(carry[0]), jax.tree.map(_varying_as, step(carry[1]), carry[1])
 
     start: Any = (frozen, carry)
     return jax.lax.while_loop(lambda carry: ~carry[0], once, start)[1]
@@ -64,6 +64,11 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     old = jnp.asarray(old, new.dtype) if is_number(old) else old
     old = cast_to_vary(old, varies(jax.typeof(new)) | varies(jax.typeof(frozen)))
     return old if old.dtype == new.dtype else old.astype(new.dtype)
+
+
+def _varying_as(new: Any, old: Any) -> Any:
+    """A value that varies over devices, inside ``jax.shard_map``, where another one does."""
+    return cast_to_vary(new, varies(jax.typeof(old)))
 
 
 def _filled(like: Any, value: Any, shape: Any) -> jax.Array:

@@ -126,26 +126,47 @@ class Schedule(NamedTuple):
         self.run_except((), values, context)
         return [read(values, *output) for output in self.outputs]
 
-    def run_except(self, labels: Collection[int], values: Values, context: Context) -> None:
-        """Evaluates the tasks, given the inputs, but those with one of these labels."""
+    def run_except(self, late: Collection[int], values: Values, context: Context) -> dict[int, Any]:
+        """Evaluates the tasks, given the inputs, except those at these positions.
+
+        Returns False for each value that is read under a condition, as a bool that is known only after it was read.
+        """
         for number, const in self.program.consts.items():
             if not values.has(number):
                 values.write_whole(number, const)
         kept = {value for value, _ in self.outputs if isinstance(value, int)}
+        kept.update(number for i in late for number in self.tasks[i].read_numbers)
         sets: dict[int, list[Task]] = {}
-        for task in self.tasks:
-            sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
+        for i, task in enumerate(self.tasks):
+            if i not in late:
+                sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
-        now = [label for label in sets if label not in labels]
-        conditions = context.each_holds(now)
-        for label in sorted(now, key=lambda label: -label.bit_count()):
+        conditions, after = context.each_holds(sets), {}
+        for label in sorted(sets, key=lambda label: -label.bit_count()):
             others = [task for each, tasks in sets.items() if each != label for task in tasks]
-            _run_if(conditions[label], sets[label], values, context.inside(label), others, kept)
+            has_run = _run_if(conditions[label], sets[label], values, context.inside(label), others, kept)
+            for number in {number for task in sets[label] for number in task.read_numbers}:
+                after[number] = after.get(number, False) | (has_run != conditions[label])
+        return after
 
-    def run_label(self, label: int, values: Values, context: Context) -> Values:
-        """The values with those of the tasks of a label, which :meth:`run_except` left out."""
+    def late(self, label: int, apart: Collection[int]) -> list[int]:
+        """The positions of the tasks of a label that need none of the values ``apart``, nor are needed by such tasks."""
+        needed: set[int] = set()
+        found = []
+        for i in reversed(range(len(self.tasks))):
+            task = self.tasks[i]
+            if task.label != label:
+                continue
+            if needed.isdisjoint(task.written_numbers) and set(apart).isdisjoint(task.read_numbers):
+                found.append(i)
+            else:
+                needed.update(task.read_numbers)
+        return found[::-1]
+
+    def run_late(self, late: Sequence[int], label: int, values: Values, context: Context) -> Values:
+        """The values with those of the tasks of a label at these positions."""
         inside = values.copy()
-        _run_all([task for task in self.tasks if task.label == label], inside, context.inside(label), None)
+        _run_all([self.tasks[i] for i in late], inside, context.inside(label), None)
         return inside
 
 
@@ -169,22 +190,27 @@ def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[
 
 def _run_if(
     condition: Any, tasks: Sequence[Task], values: Values, context: Context, others: Sequence[Task], kept: set[int]
-) -> None:
-    """Evaluates tasks if a condition holds; else what others read of them is zeros, which are not used."""
+) -> Any:
+    """Evaluates tasks if a condition holds; else what others read of them is zeros, which are not used.
+
+    Returns the condition as a result of the tasks.
+    """
     read = {number for task in others for number in task.read_numbers} | kept
     writes = [write for task in tasks for write in task.writes if write is not None and write[0] in read]
 
-    def run() -> list[Any]:
+    def run() -> tuple[list[Any], Any]:
         inside = values.copy()
         _run_all(tasks, inside, context, None)
-        return [inside.read(*write) for write in writes]
+        return [inside.read(*write) for write in writes], jnp.ones((), bool)
 
-    jitted = jax.jit(run)  # traced once, though called for its shapes and in the branch
-    shapes = jax.eval_shape(jitted)
-    for write, out in zip(writes, if_(condition, jitted, shapes), strict=True):
+    outs, has_run = if_(condition, run)
+    for write, out in zip(writes, outs, strict=True):
         values.write(*write, out)
+    return has_run
 
 
-def if_(condition: Any, run: Callable[[], Any], shapes: Any) -> Any:
+def if_(condition: Any, run: Callable[[], Any]) -> Any:
     """``run()`` if a condition holds, or else zeros."""
+    run = jax.jit(run)  # traced once, though called for its shapes and in the branch
+    shapes = jax.eval_shape(run)
     return jax.lax.cond(condition, run, lambda: jax.tree.map(lambda shape: zeros(jax.typeof(shape)), shapes))
