@@ -89,8 +89,8 @@ class GradientOfGroups:
 
     Attributes:
       value: the value.
-      frozen: whether each group is frozen, known only after gradients of other groups have read its parameters. Without
-        this order XLA copies parameters that are updated in place.
+      frozen: whether each group and the rest is frozen, known only after gradients of other groups have read its
+        parameters. Without this order XLA copies parameters that are updated in place.
     """
 
     def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
@@ -120,7 +120,7 @@ class GradientOfGroups:
         after = self._schedule.run_except(late, self._values, self._context)
         self.frozen = [
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
-            for is_frozen, own in zip(spec.frozen, numbers, strict=False)
+            for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
         outputs = [read(self._values, *output) for output in self._schedule.outputs[: traced.of_value]]
         self.value = traced.traced.result([*outputs, *traced.grads])[0]

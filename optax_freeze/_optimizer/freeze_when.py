@@ -146,7 +146,7 @@ def freeze_when(
             values, treedef, of_group, after = olds, params_treedef, updates.of_group, updates.frozen
         else:
             values, treedef, missing = plans.whole.align_gradients(updates, params, _ALL_GRADIENTS)
-            of_group, after = None, frozen
+            of_group, after = None, [*frozen, False]
         call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args, missing)
         group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
         grads, coupled_state = values, state.coupled_state
@@ -161,7 +161,7 @@ def freeze_when(
             return grads if of_group is None else own, norm
 
         states = [*(group.inner_state for group in group_states), state.rest_state]
-        new, [*states, rest_state], norms = of_groups(call, inner, plans, states, gradient, [*after, False])
+        new, [*states, rest_state], norms = of_groups(call, inner, plans, states, gradient, after)
         conditions = [group.condition for group in named]
         stats = next_stats(conditions, [group.frozen for group in group_states], frozen, state.step, norms)
         by_name = {

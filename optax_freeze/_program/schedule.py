@@ -5,8 +5,8 @@ from typing import Any
 
 from optax_freeze._program import loops
 from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
-from optax_freeze._program.regions import EVERYTHING, Region, covering
-from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region
+from optax_freeze._program.regions import EVERYTHING, Region
+from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
@@ -71,11 +71,10 @@ class Walk:
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
         """The tasks of one result of an equation, which is computed on its own."""
         shape = getattr(eqn.avals_out[place], "shape", ())
-        chosen = covering(list(wanted), shape)
-        if chosen != [EVERYTHING] and is_cheap(eqn):
-            chosen = list(wanted)
-        for region in chosen:
-            label = label_of(wanted, region, chosen)
+        chosen = regions_apart(wanted, shape)
+        if EVERYTHING not in chosen and is_cheap(eqn):
+            chosen = wanted
+        for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = None if region is EVERYTHING and not is_apart(eqn) else computation(eqn, regions)
             if found is None:
@@ -116,9 +115,3 @@ class Walk:
         writes = [(number, EVERYTHING) for number in eqn.outputs]
         label = ALWAYS if eqn.has_effects else joined_label(wanted)
         self.add(Task(eqn, reads, writes, lambda _, operands: eqn.bind_all(*operands), label))
-
-
-def label_of(wanted: Wanted, region: Region, chosen: Sequence[Region]) -> int:
-    """The label of one of the regions in which a value is computed."""
-    alone = wanted.get(region, 0) if len(chosen) > 1 and all(each in wanted for each in chosen) else None
-    return joined_label([wanted]) if alone is None else alone

@@ -38,6 +38,29 @@ def joined_label(wanted: Sequence[Wanted]) -> int:
     return functools.reduce(operator.or_, [label for each in wanted for label in each.values()], 0)
 
 
+def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
+    """The regions in which a value is computed, with their labels: :func:`covering`, for each label on its own.
+
+    Where regions of different labels overlap, they are computed together.
+    """
+    labels = {label: [region for region, other in wanted.items() if other == label] for label in wanted.values()}
+    apart = {label: covering(regions, shape) for label, regions in labels.items()}
+    if not _overlap([region for regions in apart.values() for region in regions], shape):
+        return {region: label for label, regions in apart.items() for region in regions}
+    together = covering(list(wanted), shape)
+    if len(together) > 1 and all(region in wanted for region in together):
+        return {region: wanted[region] for region in together}
+    return dict.fromkeys(together, joined_label([wanted]))
+
+
+def _overlap(regions: Sequence[Region], shape: Sequence[int]) -> bool:
+    """Whether some of the regions, of which none is one of several, have elements in common, as far as it is known."""
+    if len({region.axis for region in regions}) > 1 or (len(regions) > 1 and EVERYTHING in regions):
+        return True
+    known = [region.numbers for region in regions if isinstance(region, Rows)]
+    return len({*itertools.chain(*known)}) < sum(map(len, known)) or sum(r.share(shape) for r in regions) > 1.001
+
+
 def one_region(wanted: Iterable[Region], shape: Sequence[int]) -> Region | None:
     """One region that covers what is wanted of a value; None for nothing."""
     found = covering(list(wanted), shape)
