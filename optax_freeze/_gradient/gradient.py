@@ -28,9 +28,7 @@ class AtLeaves:
       value_and_grad: called with ``leaves`` and ``others``, returns the value and the dense gradients of ``leaves``.
     """
 
-    def __init__(
-        self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool
-    ) -> None:
+    def __init__(self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool) -> None:
         self.values, self.treedef = plan.align(params, "params")
         self.trains = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
         self.late = [i for i, value in enumerate(self.values) if is_on_host(value)]

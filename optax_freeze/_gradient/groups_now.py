@@ -16,8 +16,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
-from optax_freeze._gradient.row_numbers import numbers
-from optax_freeze._program.regions import Region
+from optax_freeze._program.regions import Region, region_of
 from optax_freeze._program.tasks import ALWAYS, Context, if_, new_label, read
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
@@ -74,7 +73,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         return bool(frozen)
     if isinstance(frozen[0], RowIndex):
         axis, size = frozen[0].axis, frozen[0].size
-        found = functools.reduce(np.union1d, [numbers(index) for index in frozen if isinstance(index, RowIndex)])
+        found = functools.reduce(np.union1d, [region_of(index).numbers for index in frozen])  # type: ignore[attr-defined]
         return len(found) == size or rows(found.tolist(), axis)
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
         return len(frozen) > 1 or ~frozen[0].as_spec()
@@ -109,9 +108,7 @@ class GradientOfGroups:
         self._schedule, self._values = traced.schedule(wanted), traced.inputs()
         trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, trains, strict=False)))
-        numbers = [
-            {number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections
-        ]
+        numbers = [{number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections]
         self._late = [
             self._schedule.late(label, {*range(len(traced.arrays))} - own)
             for label, own in zip(self._owners[:-1], numbers, strict=False)
