@@ -112,7 +112,7 @@ def assert_equal_up_to_rounding(got, expected, dtype=None, roundings=16):
 
 
 def counting_flops(program):
-    """A program as a function of its inputs: how many FLOPs it has in the branches taken and the iterations of loops."""
+    """A program as a function of its inputs that counts the FLOPs of the branches taken and of all iterations."""
 
     def call(program, operands, so_far=0):
         jaxpr, total = program.jaxpr, jnp.int32(so_far)

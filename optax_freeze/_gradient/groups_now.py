@@ -123,7 +123,7 @@ class GradientOfGroups:
         self.value = traced.traced.result([*outputs, *traced.grads])[0]
 
     def of_group(self, n: int) -> list[Any]:
-        """The gradient of what a group owns of each leaf, computed here; with the number after the last: of the rest."""
+        """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
         values = self._values
         if n < len(self._late):
             values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)

@@ -7,7 +7,7 @@ only for groups whose condition asks for them. What is frozen in an update follo
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax

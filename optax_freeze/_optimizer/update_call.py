@@ -16,7 +16,6 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree
 
-
 GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
 """Called with the number of a group: the gradient of its leaves, in a list of all leaves, and its norm."""
 

@@ -63,7 +63,7 @@ def update_params(
 
 
 def apply_gradients(
-    tx: Any, grads: PyTree | GradientOfGroups, state: PyTree, params: PyTree, extra_args: dict[str, Any]
+    tx: Any, grads: Any, state: PyTree, params: PyTree, extra_args: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
     """:func:`update_params`, which :func:`optax_freeze.freeze_when` also does with gradients not yet computed."""
     transformation = as_transformation(tx, _CALL, other=grads)

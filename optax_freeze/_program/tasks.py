@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, covering, zeros
 from optax_freeze._program.trace import Equation, Program
@@ -44,9 +45,9 @@ def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
     Where regions of different labels overlap, they are computed together.
     """
     labels = {label: [region for region, other in wanted.items() if other == label] for label in wanted.values()}
-    apart = {label: covering(regions, shape) for label, regions in labels.items()}
-    if not _overlap([region for regions in apart.values() for region in regions], shape):
-        return {region: label for label, regions in apart.items() for region in regions}
+    apart = [(region, label) for label, regions in labels.items() for region in covering(regions, shape)]
+    if len(labels) == 1 or not _overlap([region for region, _ in apart], shape):
+        return dict(apart)
     together = covering(list(wanted), shape)
     if len(together) > 1 and all(region in wanted for region in together):
         return {region: wanted[region] for region in together}
@@ -54,11 +55,12 @@ def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
 
 
 def _overlap(regions: Sequence[Region], shape: Sequence[int]) -> bool:
-    """Whether some of the regions, of which none is one of several, have elements in common, as far as it is known."""
-    if len({region.axis for region in regions}) > 1 or (len(regions) > 1 and EVERYTHING in regions):
+    """Whether two regions have elements in common, as far as it is known."""
+    if EVERYTHING in regions or len({region.axis for region in regions}) > 1:
         return True
-    known = [region.numbers for region in regions if isinstance(region, Rows)]
-    return len({*itertools.chain(*known)}) < sum(map(len, known)) or sum(r.share(shape) for r in regions) > 1.001
+    known = [np.zeros(0, np.int64), *(region.numbers for region in regions if isinstance(region, Rows))]
+    numbers = np.concatenate(known)
+    return len(np.unique(numbers)) < len(numbers) or sum(region.share(shape) for region in regions) > 1.001
 
 
 def one_region(wanted: Iterable[Region], shape: Sequence[int]) -> Region | None:
@@ -173,7 +175,10 @@ class Schedule(NamedTuple):
         return after
 
     def late(self, label: int, apart: Collection[int]) -> list[int]:
-        """The positions of the tasks of a label that need none of the values ``apart``, nor are needed by such tasks."""
+        """The positions of the tasks of a label that can be left for later.
+
+        They read none of the values ``apart``, and no other task that does reads their results.
+        """
         needed: set[int] = set()
         found = []
         for i in reversed(range(len(self.tasks))):

@@ -17,7 +17,6 @@ from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.spec_of import spec_of
 
-
 _CALL = "fz.train_step(loss, tx)"
 
 
