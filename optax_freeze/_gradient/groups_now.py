@@ -106,8 +106,8 @@ class GradientOfGroups:
             [(number, region) for number, region, owner in owned if owner == n] for n in range(len(self._owners))
         ]
         self._schedule, self._values = traced.schedule(wanted), traced.inputs()
-        trains = [~jnp.asarray(each) for each in spec.frozen]
-        self._context = Context(dict(zip(self._owners, trains, strict=False)))
+        self._trains = [~jnp.asarray(each) for each in spec.frozen]
+        self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
         numbers = [{number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections]
         self._late = [
             self._schedule.late(label, {*range(len(traced.arrays))} - own)
@@ -131,6 +131,7 @@ class GradientOfGroups:
         owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
             leaf, selection = self._at.values[i], self._spec.selections[n][i]
+            grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])
             found[i] = as_part(selection, leaf, grad)
         return found
 
@@ -139,7 +140,7 @@ class GradientOfGroups:
         found = [HOLE] * len(self._at.values)
         for n, own in enumerate(self._spec.selections):
             run = functools.partial(self.of_group, n)
-            grads = if_(~self._spec.frozen[n], run) if n < len(self._spec.names) else run()
+            grads = if_(self._trains[n], run) if n < len(self._trains) else run()
             for i in self._at.trains:
                 if own[i] is not FROZEN:
                     found[i] = _joined(found[i], grads[i], own[i], self._at.values[i])
@@ -228,8 +229,7 @@ def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
 
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:
-    """Replaces the gradients of frozen groups by zeros; ``own`` contains the selections of each
-    group and of the rest."""
+    """Replaces the gradients of frozen groups by zeros; ``own`` contains the selections of each group, and of the rest."""
     new = list(values)
     for is_frozen, selections in zip(frozen, own, strict=False):
         for i, selection in enumerate(selections):
@@ -241,11 +241,11 @@ def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[
 
 def _full(leaf: Leaf, selection: Selection, value: Any, grad: Any) -> Any:
     """Expands the gradient of a leaf to the leaf's shape."""
-    if not leaf.inexact or isinstance(value, Part):
+    if not leaf.inexact:
         return grad
     if selection is FROZEN:
-        return jnp.where(True, jnp.zeros((), jnp.result_type(value)), value)
-    if isinstance(grad, Part):
+        return jax.tree.map(lambda x: jnp.where(True, jnp.zeros((), jnp.result_type(x)), x), value)
+    if isinstance(grad, Part) and not isinstance(value, Part):
         zero = jnp.zeros((), grad.dtype)
         return jnp.where(True, selection.spread(grad, zero, value), value)
     return grad

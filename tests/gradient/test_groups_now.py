@@ -165,6 +165,16 @@ class TestSharedOperations:
 
     def test_gradients_that_read_the_parameters_of_each_other(self):
         self.check(lambda p: jnp.sum(p["a"] * p["b"]))
+        self.check(lambda p: jnp.sum(jnp.sin(p["a"] @ p["a"]) @ p["b"] @ jnp.sin(p["a"])))
+
+    def test_conditions_that_are_constants(self):
+        params = {"a": self.W, "b": 2 * self.W, "c": self.W + 1}
+        groups = {"a": lambda step: True, "b": lambda step: False, "c": True}
+        state = fz.freeze_when(optax.sgd(0.5), groups).init(params)
+        grads = jax.jit(lambda state: fz.grad(lambda p: sum(map(jnp.sum, p.values())), fz.spec_of(state))(params))(
+            state
+        )
+        close(grads, {"a": 0 * self.W, "b": jnp.ones((2, 2)), "c": 0 * self.W})
 
     def test_a_function_that_cannot_be_traced(self):
         def loss(params):

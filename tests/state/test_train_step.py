@@ -49,6 +49,8 @@ GROUPS = {
     "elements": {"a": (np.eye(8, dtype=bool), fz.alternate(1))},
     "always": {"a": fz.unfreeze_at(0)},
     "everything": {"**": fz.alternate(1)},
+    "constants": {"a": lambda step: True, "b": lambda step: False, "c": fz.alternate(1)},
+    "statistics": {**fz.freeze_converged(["b", "c"], 1), "a": lambda step, stats: stats.updates == 2},
 }
 
 
@@ -70,6 +72,22 @@ def test_is_the_gradient_and_the_update(params, name, jit):
             for key in frozen:
                 assert bits(state.groups[key]) == bits(before[1].groups[key])
                 assert bits(new.get(key)) == bits(before[0].get(key)) or name in ("rows", "elements")
+
+
+def test_parts_and_accumulated_gradients(params):
+    """A group whose leaf is a ``Part``, and whose optimizer takes every second gradient."""
+    trainable, rest = fz.partition(params, {"a": fz.rows([0, 3]), "b": False, "c": True, "head": False})
+    of_parts = lambda trainable, x: loss(fz.combine(trainable, rest), x)  # noqa: E731
+    tx = fz.freeze_when(optax.MultiSteps(optax.adam(0.1), 2), {"a": fz.alternate(1), "b": fz.alternate(2)})
+    step, new, state = jax.jit(fz.train_step(of_parts, tx)), trainable, tx.init(trainable)
+    expected, expected_state = new, state
+    for _ in range(5):
+        new, state, _ = step(new, state, X)
+        grads = fz.grad(of_parts, fz.spec_of(expected_state))(expected, X)
+        expected, expected_state = fz.update_params(tx, grads, expected_state, expected)
+        close((new, state), (expected, expected_state))
+    assert new["a"].index == trainable["a"].index
+    assert bits(new["a"]) != bits(trainable["a"])
 
 
 def test_toggles_compile_nothing_and_choose_what_runs(params):
