@@ -229,7 +229,7 @@ def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
 
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:
-    """Replaces the gradients of frozen groups by zeros; ``own`` contains the selections of each group, and of the rest."""
+    """Replaces the gradients of frozen groups by zeros; ``own``: the selections of each group and of the rest."""
     new = list(values)
     for is_frozen, selections in zip(frozen, own, strict=False):
         for i, selection in enumerate(selections):
