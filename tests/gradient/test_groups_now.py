@@ -95,24 +95,29 @@ def test_any_set_costs_what_its_static_spec_costs():
     assert min(got) < 0.6 * max(got)
 
 
-def test_rows_of_stacked_layers_cost_what_their_static_spec_costs():
-    rows = {"": range(3), "[w]": range(3, 5), "w*": range(5, 8)}
-    keys = jax.random.split(jax.random.key(2), 2)
-    params = {"w": jax.random.normal(keys[0], (8, 8, 8)) / 3, "head": jax.random.normal(keys[1], (8, 8))}
+def stacked(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+    return jnp.mean((x @ params["head"]) ** 2)
 
-    def loss(params, x):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
-        return jnp.mean((x @ params["head"]) ** 2)
 
-    groups = {name or "w": (fz.rows([*here]), True) for name, here in rows.items()}
+def matrix(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"].T) @ params["head"]) ** 2)
+
+
+@pytest.mark.parametrize(("loss", "shape"), [(stacked, (8, 8, 8)), (matrix, (256, 8))])
+def test_rows_cost_what_their_static_spec_costs(loss, shape):
+    n = shape[0] // 8
+    rows = {"w": range(3 * n), "[w]": range(3 * n, 5 * n), "w*": range(5 * n, 8 * n)}
+    params = {"w": jax.random.normal(jax.random.key(2), shape) / 3, "head": jnp.eye(8 * n, 8) + 0.1}
+    groups = {name: (fz.rows([*here]), True) for name, here in rows.items()}
 
     def spec_of(frozen):
-        numbers = [i for name, here in rows.items() if (name or "w") in frozen for i in here]
+        numbers = [i for name in frozen for i in rows[name]]
         return {"w": fz.rows(numbers) if numbers else False, "head": False}
 
     got, expected = costs(loss, groups, params, sets_of(groups), spec_of)
     np.testing.assert_allclose(got, expected, rtol=0.03, atol=1500)  # small operations
-    assert min(got) < 0.5 * max(got)
+    assert min(got) < 0.8 * max(got)
 
 
 def equations(jaxpr):
