@@ -26,13 +26,13 @@ endif
 
 # The tests of the sdist against the wheel, in an environment of their own.
 test-oldest: VERSIONS = $(shell sed -n 's/^dependencies = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",' | sed 's/>=/==/g')
-test-oldest test-newest: .venv/test  ## test the wheel with the oldest or newest versions of what it needs
+test-oldest test-newest: .venv/test  ## test the wheel with the oldest or newest versions of what it needs; TESTS=... as above
 	rm -rf .venv/of-$@
 	$(BIN)/python -m build --no-isolation --outdir .venv/of-$@ .
 	$(PYTHON) -m venv .venv/of-$@/env
 	.venv/of-$@/env/bin/python -m pip install --quiet "$$(echo .venv/of-$@/*.whl)[test,examples,docs]" $(VERSIONS)
 	cd .venv/of-$@ && tar -xf *.tar.gz && rm -r optax_freeze-*/optax_freeze
-	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n auto --maxprocesses 4 tests docs README.md --pyargs optax_freeze
+	cd .venv/of-$@/optax_freeze-* && ../env/bin/pytest -n auto --maxprocesses 4 $(or $(TESTS),tests docs README.md --pyargs optax_freeze)
 
 docs: .venv/test  ## build the documentation, in .venv/html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html

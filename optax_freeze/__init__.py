@@ -39,6 +39,7 @@ from optax_freeze._optimizer.conditions import alternate as alternate
 from optax_freeze._optimizer.conditions import freeze_at as freeze_at
 from optax_freeze._optimizer.conditions import gradual_unfreeze as gradual_unfreeze
 from optax_freeze._optimizer.conditions import unfreeze_at as unfreeze_at
+from optax_freeze._optimizer.given_groups import each as each
 from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 
 # Reading and changing optimizer states.

@@ -51,10 +51,10 @@ class FrozenParam(nnx.Variable):
     """
 
     def get_value(self, **kwargs: Any) -> Any:
-        return _thawed(self).get_value(**kwargs)
+        return _thawed(self, hijax=False).get_value(**kwargs)
 
     def set_value(self, value: Any, **kwargs: Any) -> None:
-        param = _thawed(self)
+        param = _thawed(self, hijax=False)
         param.set_value(value, **kwargs)
         self.update_from_state(_frozen(param))
 
@@ -410,17 +410,19 @@ def _is_node(value: Any) -> bool:
 
 
 def _frozen(param: nnx.Variable) -> nnx.Variable:
-    original = {} if type(param) is nnx.Param else {_ORIGINAL_TYPE: type(param)}
+    original = {} if param.type is nnx.Param else {_ORIGINAL_TYPE: param.type}
     return FrozenParam.from_metadata(_raw(param), {**param.get_metadata(), **original})
 
 
-def _thawed(param: nnx.Variable) -> nnx.Variable:
-    metadata = dict(param.get_metadata())
+def _thawed(param: nnx.Variable, **metadata: Any) -> nnx.Variable:
+    metadata = {**param.get_metadata(), **metadata}
     return metadata.pop(_ORIGINAL_TYPE, nnx.Param).from_metadata(_raw(param), metadata)
 
 
 def _raw(variable: nnx.Variable) -> Any:
     """The value of a variable without its hooks; the name of the attribute differs between releases of Flax."""
+    if hasattr(variable, "get_raw_value"):
+        return variable.get_raw_value()
     return jax.tree.leaves(variable, is_leaf=lambda node: node is not variable)[0]
 
 

@@ -167,7 +167,7 @@ def test_arrays_of_no_size_lie_where_the_template_s_do(tmp_path):
 
 def test_groups_go_on_within_their_schedule(tmp_path):
     params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
-    tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(2), "head": False})
+    tx = fz.freeze_when(optax.adam(0.1), {fz.each("encoder"): fz.unfreeze_at(2), "head": False})
     state = fz.set_frozen(tx.init(params), {"head": True})
     _, state = tx.update(params, state, params)
     checkpoint.save(tmp_path, params, False, step=1, opt_state=state)

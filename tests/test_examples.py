@@ -175,7 +175,7 @@ def test_new_token_rows(run):
     assert "trainable 1,024 of" in output
     assert "optimizer state 8.0 KiB instead of" in output
     assert "no bit of the old rows and of all other parameters moved" in output
-    assert re.search(r"embed/embedding: 16 of \d+ rows train; never merged", output)
+    assert re.search(r"embed/embedding: 16 of \d+ rows train; only their gradient is computed", output)
     assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
 
 
@@ -193,8 +193,8 @@ def test_last_layers_of_a_scanned_transformer(run):
         dense, in_parts = (float(cell.split()[0].replace(",", "")) for cell in row(output, name))
         assert in_parts < 0.7 * dense
     assert row(output, "frozen layers") == ["the same bits"]
-    assert "in parts throughout" in output
-    assert "merged by" not in output
+    assert "only their gradient is computed" in output
+    assert "everything is computed by" not in output
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -358,6 +358,25 @@ def test_autofreeze(run, drawn, tmp_path):
 def test_autofreeze_refuses_no_epochs(run):
     with pytest.raises(SystemExit, match="2"):
         run("autofreeze", "--epochs", 0)
+
+
+def test_grades(run):
+    output = run("grades", "--steps", 60, "--share", 0.5)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if re.match(r"│ \d", line)]
+    frozen = [int(cells[1].removesuffix(" of 28")) for cells in rows]
+    assert frozen == [int(attention) + int(perceptron) for _, _, attention, perceptron, *_ in rows]
+    assert frozen[0] == 0
+    assert frozen[-1] > 7
+    costs = [float(cells[4]) for cells in rows]
+    assert all((a < b) is (c > d) for (a, b), (c, d) in zip(*map(itertools.pairwise, (frozen, costs)), strict=True))
+    (first, _), (last, full) = ([float(cell) for cell in cells[5:]] for cells in (rows[0], rows[-1]))
+    assert full < last < 0.8 * first
+    assert int(re.search(r"(\d+) sets of frozen matrices, 1 compilation", output)[1]) > 3
+
+
+def test_grades_refuses_no_steps(run):
+    with pytest.raises(SystemExit, match="2"):
+        run("grades", "--steps", 0)
 
 
 def test_gan_alternating(run, drawn, tmp_path):

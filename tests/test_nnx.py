@@ -63,7 +63,7 @@ def chain(rngs):
 def kinds(module):
     """The type of each variable, by path."""
     flat = nnx.to_flat_state(nnx.state(module))
-    return {"/".join(map(str, path)): type(variable).__name__ for path, variable in flat}
+    return {"/".join(map(str, path)): variable.type.__name__ for path, variable in flat}
 
 
 def trains(module):
@@ -283,6 +283,65 @@ def test_modules_that_are_no_pytrees_and_cycles(rngs):
     model = fnnx.freeze(Parent(), "children/0")
     assert trains(model) == {"children/1/loose/0"}
     assert set(kinds(fnnx.thaw(model)).values()) == {"Param"}
+
+
+@pytest.fixture
+def hijax_pair(rngs):
+    """Two layers whose variables are values of JAX's high-level types."""
+    if "hijax" not in nnx.Variable(1).get_metadata():
+        pytest.skip("this Flax has no such variables")
+    with nnx.var_defaults(hijax=True):
+        lora = nnx.LoRA(4, 2, 4, b_initializer=nnx.initializers.ones, rngs=rngs)
+        return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), lora)
+
+
+def test_freeze_and_thaw_hijax_variables(hijax_pair, x):
+    model, before, output = hijax_pair, kinds(hijax_pair), hijax_pair(x)
+    assert fnnx.freeze(model, "layers/1") is model
+    assert trains(model) == {"layers/0/kernel", "layers/0/bias"}
+    assert not isinstance(model.layers[1].lora_a, nnx.Param)
+    assert bits(model(x)) == bits(output)
+    np.testing.assert_allclose(jax.jit(lambda: model(x))(), output, rtol=1e-5, atol=1e-6)
+    model.layers[1].lora_b[...] = jnp.zeros((2, 4))
+    assert bits(model(x)) != bits(output)
+    assert kinds(fnnx.thaw(model)) == before
+    assert bits(model.layers[1].lora_b[...]) == bits(jnp.zeros((2, 4)))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_train_beside_frozen_hijax_variables(hijax_pair, x, wrapped):
+    model = nnx.Sequential(fnnx.Frozen(hijax_pair.layers[0]), hijax_pair.layers[1]) if wrapped else hijax_pair
+    if not wrapped:
+        fnnx.freeze(model, "layers/0")
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    before, losses = values(model, fnnx.FrozenParam), []
+    for _ in range(3):
+        try:
+            value, grads = nnx.value_and_grad(loss)(model, x + 1)
+        except NotImplementedError:
+            pytest.skip("this Flax does not differentiate such variables")
+        assert {path[-1] for path in grad_paths(grads)} <= {"a", "b"}
+        optimizer.update(model, grads)
+        losses.append(value)
+    assert len(set(map(float, losses))) == 3
+    assert values(model, fnnx.FrozenParam) == before != {}
+
+
+def test_rows_of_hijax_variables(hijax_pair, x):
+    graph, state = nnx.split(hijax_pair)
+    params = nnx.to_pure_dict(state)
+
+    def of_dict(params):
+        full = jax.tree.map(lambda variable: variable, state)
+        nnx.replace_by_pure_dict(full, params)
+        return loss(nnx.merge(graph, full), x + 1)
+
+    spec = fz.rules({"layers/0/kernel": fz.rows([0, 2])}, default=True)
+    try:
+        dense = jax.grad(of_dict)(params)["layers"][0]["kernel"]
+    except NotImplementedError:
+        pytest.skip("this Flax does not differentiate such variables")
+    assert bits(fz.grad(of_dict, spec)(params)["layers"][0]["kernel"].values) == bits(dense[1::2])
 
 
 def test_integers_are_frozen_whatever_the_spec_says(rngs):

@@ -202,7 +202,12 @@ def test_workflows_and_hooks_call_commands_that_exist():
     workflow = yaml.safe_load(pathlib.Path(".github/workflows/test.yml").read_text())
     wheel = workflow["jobs"]["wheel"]["strategy"]["matrix"]["include"]
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert commands == ["make test PYTHON=python", "make ${{ matrix.target }} PYTHON=python"]
+    *others, with_tests = commands
+    assert others == ["make test PYTHON=python", "make ${{ matrix.target }} PYTHON=python"]
+    command, tests = with_tests.rstrip('"').split(' TESTS="')
+    assert command == "make test-newest PYTHON=python"
+    assert all(pathlib.Path(path).exists() for path in tests.split())
+    assert workflow["jobs"]["hijax"]["env"] == {"JAX_REMAT3": 1, "JAX_CUSTOM_VJP3": 1}
     assert {entry["target"] for entry in wheel} == {"test-oldest", "test-newest"}
     [flags] = [
         entry["flags"] for entry in workflow["jobs"]["test"]["strategy"]["matrix"]["include"] if "flags" in entry

@@ -18,7 +18,7 @@ from optax_freeze._program.operations import RULES
 from optax_freeze._program.regions import region_of
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
-from optax_freeze._program.trace import Equation
+from optax_freeze._program.trace import Equation, operation_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import RowSelection
@@ -204,4 +204,4 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
 
 
 def _operations(eqns: Iterable[Equation]) -> tuple[Operation, ...]:
-    return tuple(dict.fromkeys(Operation(eqn.primitive.name, eqn.line) for eqn in eqns))
+    return tuple(dict.fromkeys(Operation(operation_of(eqn)[0], eqn.line) for eqn in eqns))

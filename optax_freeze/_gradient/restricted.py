@@ -151,7 +151,7 @@ class _Call:
         inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
         arrays = [*self.whole(inputs), *inputs.others]
         transposed = self._transposed(perturbed, arrays)
-        of_forward, _, stored = self._tasks(transposed, inputs.numbers)
+        of_forward, _, stored = self._tasks(transposed, self._wanted(transposed, inputs.numbers))
         values = _given(transposed.program, enumerate(arrays))
         for task in of_forward:
             task.run(Context(), values)
@@ -166,13 +166,15 @@ class _Call:
         cts = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         cts = [ct for ct in cts if ct.dtype != jax.dtypes.float0]
         values = _given(program, enumerate(cts, start=program.num_inputs - len(cts)))
-        _, of_backward, stored = self._tasks(transposed, numbers)
+        wanted = self._wanted(transposed, numbers)
+        _, of_backward, stored = self._tasks(transposed, wanted)
         for key, array in zip(stored, arrays, strict=True):
             values.write(*key, array)
         for task in of_backward:
             task.run(Context(), values)
-        wanted = self._wanted(transposed, numbers)[transposed.outs :]
-        grads = iter([values.read(x, region) if isinstance(x, int) else x.val for x, region, _ in wanted])
+        grads = iter(
+            [values.read(x, region) if isinstance(x, int) else x.val for x, region, _ in wanted[transposed.outs :]]
+        )
         found = _Inputs([], [], [[None] * len(each) for each in numbers], [])
         for x, of_rows, of_array, each in zip(self.leaves, perturbed.rows, perturbed.arrays, numbers, strict=True):
             grad = next(grads) if of_rows or of_array else None
@@ -220,10 +222,9 @@ class _Call:
         regions += [EVERYTHING for here in perturbed.others if here]
         return [(x, region, ALWAYS) for x, region in zip(transposed.program.outputs, regions, strict=True)]
 
-    def _tasks(self, transposed: _Transposed, numbers: Sequence[Any]) -> tuple[list[Task], list[Task], list[Any]]:
+    def _tasks(self, transposed: _Transposed, wanted: Sequence[Any]) -> tuple[list[Task], list[Task], list[Any]]:
         """The tasks that do not depend on the cotangents, those that do, and what these read of the others."""
         program = transposed.program
-        wanted = self._wanted(transposed, numbers)
         of_forward, of_backward = [], []
         marked = set(range(len(self.leaves) + len(self.others), program.num_inputs))
         for task in schedule(program, wanted).tasks:

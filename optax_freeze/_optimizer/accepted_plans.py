@@ -12,7 +12,8 @@ P = TypeVar("P")
 class AcceptedPlans(Generic[P]):
     """The plans of states that a transformation made in ``init`` or has compared with its own spec.
 
-    It is kept in the closure of the transformation and changes what is compared, never what is computed.
+    It is kept in the closure of the transformation and changes what is compared, never what is computed. Only
+    ``optax.tree_map_params``, which calls ``init`` with a placeholder, needs the latest plan to make a state like it.
     """
 
     def __init__(self, make: Callable[[PyTree], P], refuse_other: Callable[[P, PyTree], None]) -> None:
@@ -20,6 +21,11 @@ class AcceptedPlans(Generic[P]):
         self._make = make
         self._refuse_other = refuse_other
         self._latest: collections.deque[P] = collections.deque(maxlen=8)
+
+    @property
+    def latest(self) -> P | None:
+        """The plan that was accepted last."""
+        return self._latest[-1] if self._latest else None
 
     def add(self, plan: P) -> P:
         """Accepts a plan without a comparison."""

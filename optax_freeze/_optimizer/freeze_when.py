@@ -20,7 +20,8 @@ from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
 from optax_freeze._optimizer.convergence import global_norm, in_order, initial_stats, next_stats, stats_of
-from optax_freeze._optimizer.groups import Group, GroupPlans, make_group_plans, parse_groups
+from optax_freeze._optimizer.given_groups import Group, parse_groups
+from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
 from optax_freeze._optimizer.inner_update import parts_outside
 from optax_freeze._optimizer.update_call import UpdateCall
 from optax_freeze._optimizer.update_params import with_update_params
@@ -73,7 +74,8 @@ def freeze_when(
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
         the calls of ``update`` from 0, so batches if ``inner`` is an ``optax.MultiSteps``), or
         ``(step, stats) -> bool`` with the :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which
-        :func:`optax_freeze.set_frozen` changes between steps. Elements that two groups select belong to the first.
+        :func:`optax_freeze.set_frozen` changes between steps. The key :func:`optax_freeze.each` makes each leaf a group
+        of its own. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
       tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.
@@ -103,16 +105,18 @@ def freeze_when(
     call = "fz.freeze_when(optimizer, {pattern: condition})"
     inner = as_transformation(inner, call, name="inner", other=groups)
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
-    named = parse_groups(groups)
-    accepted = _accepted_plans(named, inner.init)
+    given = parse_groups(groups)
+    accepted = _accepted_plans(given, inner.init)
 
     def init_fn(params: PyTree) -> PyTree:
         register_with_flax(GroupPlans)
-        for group in named:
+        for group in given:
             if group.condition is not None:
                 check(group.name, group.condition)
-        plans = make_group_plans(named, params, tied).with_initial_rows(inner.init)
+        plans = make_group_plans(given, params, tied, accepted.latest).with_initial_rows(inner.init)
         values, treedef = _tree.flatten(params)
+        by_key = {group.name: group for group in given}
+        named = [by_key[key] for key in plans.keys]
         own = [
             plan.copied_masks(values) if group.has_array else []
             for group, plan in zip(named, plans.plans, strict=False)
@@ -121,12 +125,12 @@ def freeze_when(
         *states, rest_state = [_init(inner, plan, treedef, values) for plan in plans.plans]
         coupled_state = () if coupled is None else _init(coupled, plans.whole, treedef, values)
         of_groups = {
-            group.name: GroupState(
+            name: GroupState(
                 jnp.array(group.frozen) if group.condition is None else initial_stats(group.condition),
                 jax.tree.unflatten(treedef, masks) if group.has_array else (),
                 state,
             )
-            for group, masks, state in zip(named, own, states, strict=True)
+            for name, group, masks, state in zip(plans.names, named, own, states, strict=True)
         }
         spec = accepted.add(plans.without_masks())
         return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, rest_state, coupled_state)
@@ -134,7 +138,7 @@ def freeze_when(
     def update(
         of_groups: Any, updates: Any, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        state = _with_plans(state, updates if params is None else params, named, accepted)
+        state = _with_plans(state, updates if params is None else params, given, accepted)
         plans = plans_of(state)
         olds, params_treedef, missing = [None] * len(plans.leaves), None, frozenset()
         if params is not None:
@@ -148,7 +152,7 @@ def freeze_when(
             values, treedef, missing = plans.whole.align_gradients(updates, params, _ALL_GRADIENTS)
             of_group, after = None, [*frozen, False]
         call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args, missing)
-        group_states = [state.groups[group.name] for group in named]  # jit sorts the keys of a dict
+        group_states = [state.groups[name] for name in plans.names]  # jit sorts the keys of a dict
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
             grads = zeroed(values, frozen, [plan.selections for plan in plans.plans])
@@ -156,17 +160,16 @@ def freeze_when(
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
             own = values if of_group is None else of_group(n)
-            has_stats = n < len(named) and stats_of(named[n].condition) is not None
+            has_stats = n < len(plans.names) and stats_of(plans.conditions[n]) is not None
             norm = global_norm(plans.plans[n].trainable(treedef, own)) if has_stats else jnp.zeros([], jnp.float32)
             return grads if of_group is None else own, norm
 
         states = [*(group.inner_state for group in group_states), state.rest_state]
         new, [*states, rest_state], norms = of_groups(call, inner, plans, states, gradient, after)
-        conditions = [group.condition for group in named]
-        stats = next_stats(conditions, [group.frozen for group in group_states], frozen, state.step, norms)
+        stats = next_stats(plans.conditions, [group.frozen for group in group_states], frozen, state.step, norms)
         by_name = {
-            group.name: group_state._replace(frozen=its, inner_state=inner_state)
-            for group, group_state, its, inner_state in zip(named, group_states, stats, states, strict=True)
+            name: group_state._replace(frozen=its, inner_state=inner_state)
+            for name, group_state, its, inner_state in zip(plans.names, group_states, stats, states, strict=True)
         }
         step = jnp.asarray(optax.safe_increment(state.step))
         return new, FreezeWhenState(step, state.spec, by_name, rest_state, coupled_state)
@@ -219,27 +222,29 @@ def _with_plans(
     state: Any, tree: PyTree, groups: Sequence[Group], accepted: AcceptedPlans[GroupPlans]
 ) -> FreezeWhenState:
     """The state with its plans, made again after ``optax.tree_map_params``, which drops static data."""
-    names = tuple(group.name for group in groups)
-    if not isinstance(state, FreezeWhenState) or state.spec.names != names:
-        raise type_error(
-            "the state was created by a different transformation",
-            at="the second argument of update",
-            got=f"groups {list(state.spec.names)}" if isinstance(state, FreezeWhenState) else type(state).__name__,
-            expected=f"a FreezeWhenState with the groups {list(names)}",
-            fix="state = tx.init(params); or, if the groups have changed, state = fz.migrate(state, tx, params)",
-        )
-    for group, condition in zip(groups, state.spec.conditions, strict=True):
-        _refuse_other_condition(group, condition)
-    return state._replace(spec=accepted.accept(state.spec, tree))
+    if not isinstance(state, FreezeWhenState):
+        raise _other_groups(type(state).__name__, [group.name for group in groups])
+    spec = accepted.accept(state.spec, tree)
+    if spec.names != state.spec.names:
+        raise _other_groups(f"groups {list(state.spec.names)}", spec.names)
+    return state._replace(spec=spec)
 
 
 def _accepted_plans(groups: Sequence[Group], init: Callable[[PyTree], PyTree]) -> AcceptedPlans[GroupPlans]:
     def make(tree: PyTree) -> GroupPlans:
-        return make_group_plans(groups, tree, "ignore").with_initial_rows(init).without_masks()
+        plans = make_group_plans(groups, tree, "ignore", accepted.latest)
+        return plans.with_initial_rows(init).without_masks()
 
     def refuse_other(plans: GroupPlans, tree: PyTree) -> None:
+        names = [group.name for group in groups if group.name in plans.keys or not group.each]
+        if list(dict.fromkeys(plans.keys)) != names:
+            raise _other_groups(f"groups {list(dict.fromkeys(plans.keys))}", names)
         with jax.ensure_compile_time_eval():  # of two compact masks at one leaf: their union has a static count
             own = make(plans.whole.parameters(tree))
+        if plans.names != own.names:
+            raise _other_groups(f"groups {list(plans.names)}", own.names)
+        for name, its, mine in zip(plans.names, plans.conditions, own.conditions, strict=True):
+            _refuse_other_condition(name, its, mine)
         for name, its, mine in zip(plans.names, plans.plans, own.plans, strict=False):
             for leaf, in_state, here in zip(plans.leaves, its.selections, mine.selections, strict=True):
                 if in_state != here:
@@ -251,7 +256,18 @@ def _accepted_plans(groups: Sequence[Group], init: Callable[[PyTree], PyTree]) -
                         fix="convert the state: state = fz.migrate(state, tx, params)",
                     )
 
-    return AcceptedPlans(make, refuse_other)
+    accepted = AcceptedPlans(make, refuse_other)
+    return accepted
+
+
+def _other_groups(got: str, names: Sequence[str]) -> TypeError:
+    return type_error(
+        "the state was created by a different transformation",
+        at="the second argument of update",
+        got=got,
+        expected=f"a FreezeWhenState with the groups {list(names)}",
+        fix="state = tx.init(params); or, if the groups have changed, state = fz.migrate(state, tx, params)",
+    )
 
 
 def _owned(selection: Selection) -> str:
@@ -263,15 +279,14 @@ def _owned(selection: Selection) -> str:
     return f"{~selection.as_spec()!r} of the leaf"
 
 
-def _refuse_other_condition(group: Group, condition: Condition | None) -> None:
+def _refuse_other_condition(name: str, condition: Condition | None, mine: Condition | None) -> None:
     """A ``ValueError`` for a switch where a condition is, and for another condition, as far as they can be compared."""
-    mine = group.condition
     comparable = dataclasses.is_dataclass(mine) and dataclasses.is_dataclass(condition)
     alike = (mine is None) == (condition is None) and stats_of(mine) == stats_of(condition)
     if not alike or (comparable and mine != condition):
         raise value_error(
             "the state was created with a different schedule",
-            at=group.name,
+            at=name,
             got=f"a group with the condition {described(condition)}"
             if condition
             else "a group controlled by fz.set_frozen",

@@ -7,75 +7,25 @@ frozen, so that its elements are taken out of a leaf and put back as everywhere 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import counted, refuse_no_mapping, value_error
-from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
-from optax_freeze._optimizer.convergence import stats_of
+from optax_freeze._errors import counted, value_error
+from optax_freeze._optimizer.conditions import Condition
+from optax_freeze._optimizer.given_groups import Group
 from optax_freeze._optimizer.initial_rows import with_initial_rows
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, Rows, elements, rows
+from optax_freeze._spec.masks import Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex
-from optax_freeze._spec.selector_algebra import Choice, Selector, as_selector
-from optax_freeze._spec.selectors import as_choice
+from optax_freeze._spec.selector_algebra import Choice
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-
-
-def group_name(key: Any) -> str:
-    """The name of a group: its pattern, or its selector as it is written."""
-    return key if isinstance(key, str) else repr(as_selector(key, "a group"))
-
-
-class Group(NamedTuple):
-    """A group as it is given to ``freeze_when``: some leaves, or those of their elements at which a mask is True."""
-
-    name: str
-    selector: Selector
-    mask: ElementMask | None
-    condition: Condition | None  # None: a switch
-    frozen: Any  # whether a group with a switch is frozen at first
-
-    @property
-    def has_array(self) -> bool:
-        """Whether the state holds the group's dense masks."""
-        return isinstance(self.mask, (Elements, DynamicRows))
-
-
-def parse_groups(groups: Any) -> list[Group]:
-    """The groups of a mapping given to ``freeze_when``."""
-    forms = "{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}"
-    refuse_no_mapping("fz.freeze_when", groups, forms, fix="for a spec that never changes, fz.freeze(inner, frozen)")
-    parsed: dict[str, Group] = {}
-    for key, value in groups.items():
-        name, mask, condition = group_name(key), None, value
-        if isinstance(value, tuple) and len(value) == 2:
-            mask, condition = as_choice(value[0], name), value[1]
-        if name in parsed or isinstance(mask, bool):
-            raise value_error(
-                "a bool where an element mask is expected"
-                if isinstance(mask, bool)
-                else "two groups have the same name",
-                at=name,
-                got=repr(value) if isinstance(mask, bool) else f"{key!r} twice",
-                expected="(element mask, condition), and each group once",
-                fix="for whole leaves give the condition alone: {pattern: condition}",
-            )
-        selector = as_selector(key, "fz.freeze_when")
-        if callable(condition):
-            stats_of(condition)
-            parsed[name] = Group(name, selector, mask, condition, None)
-        else:
-            refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
-            parsed[name] = Group(name, selector, mask, None, condition)
-    return list(parsed.values())
 
 
 @jax.tree_util.register_static
@@ -84,6 +34,7 @@ class GroupPlans:
     """The plans of all groups for given parameters, all about the same leaves: what a state holds as its spec."""
 
     names: tuple[str, ...]
+    keys: tuple[str, ...]  # the names as given to `freeze_when`: several groups may come from one `fz.each`
     conditions: tuple[Condition | None, ...]
     whole: Plan  # everything trains
     plans: tuple[Plan, ...]  # one for each group, then that of the rest
@@ -137,37 +88,61 @@ class GroupPlans:
         return merged
 
 
-def make_group_plans(groups: Sequence[Group], params: PyTree, tied: Tied) -> GroupPlans:
+def make_group_plans(
+    groups: Sequence[Group], params: PyTree, tied: Tied, latest: GroupPlans | None = None
+) -> GroupPlans:
     """Divides the parameters; in the plans are the arrays of dense masks.
 
+    Args:
+      groups: the groups, of which those with ``each`` are replaced by one group per leaf.
+      params: the parameters. ``optax.tree_map_params`` gives a placeholder without leaves, and maps the resulting state
+        together with the real one. The groups of ``each`` are then those of ``latest``.
+      tied: ``"error"`` refuses leaves that are tied across groups.
+      latest: the plans of the last parameters, if there were any.
+
     Raises:
-      ValueError: if a group is empty, masks for one leaf are incompatible, or leaves are tied across
-        groups.
+      ValueError: if a group is empty, two groups have the same name, masks for one leaf are incompatible, or leaves are
+        tied across groups.
     """
     walk = _tree.walk(params)
     leaves = walk.leaves()
     taken: list[Choice] = [False] * len(leaves)  # by the groups so far
     whole = plan_of_choices(walk, leaves, taken, "ignore")
-    plans = []
+    made: dict[str, tuple[Group, Plan]] = {}
     for group in groups if leaves else ():
-        selected, others = _divide(group, leaves, walk.values, taken)
-        plans.append(plan_of_choices(walk, leaves, others, tied))
-        if all(leaves[i].inexact and plans[-1].selections[i] is FROZEN for i in selected):
+        selected = _selected(group, leaves)
+        own = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
+        pairs = [
+            (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, of, taken), tied)) for name, of in own
+        ]
+        if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
             raise _nothing_left(group, leaves, selected)
-    plans.append(plan_of_choices(walk, leaves, taken, tied))
-    # Without leaves (`optax.tree_map_params` gives a placeholder) every plan is that of no leaves.
-    plans += [whole] * (len(groups) + 1 - len(plans))
-    names, conditions = zip(*((group.name, group.condition) for group in groups), strict=True) if groups else ((), ())
-    return GroupPlans(names, conditions, whole, tuple(plans))
+        for name, plan in pairs:
+            if group.each and plan.all_frozen:
+                continue
+            if name in made:
+                raise _same_name(name, made[name][0], group)
+            made[name] = group, plan
+    if not leaves:
+        made = {name: (group, whole) for name, group in _of_no_leaves(groups, latest)}
+    plans = [*(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)]
+    owners = [group for group, _ in made.values()]
+    keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
+    return GroupPlans(tuple(made), keys, conditions, whole, tuple(plans))
 
 
-def _divide(
-    group: Group, leaves: Sequence[Leaf], values: Sequence[Any], taken: list[Choice]
-) -> tuple[list[int], list[Choice]]:
-    """The leaves that a group names, and what is not its own at each leaf; ``taken`` gains what it owns."""
-    selected: list[int] = []
-    others: list[Choice] = [True] * len(leaves)
-    for i, (leaf, hit) in enumerate(zip(leaves, group.selector.select(leaves), strict=True)):
+def _of_no_leaves(groups: Sequence[Group], latest: GroupPlans | None) -> list[tuple[str, Group]]:
+    """The groups of a tree without leaves, by name."""
+    if latest is None:
+        return [(group.name, group) for group in groups if not group.each]
+    by_key = {group.name: group for group in groups}
+    return [(name, by_key[key]) for name, key in zip(latest.names, latest.keys, strict=True)]
+
+
+def _selected(group: Group, leaves: Sequence[Leaf]) -> list[int]:
+    """The leaves that the pattern or selector of a group selects."""
+    hits = group.selector.select(leaves)
+    for leaf, hit in zip(leaves, hits, strict=True):
         if not isinstance(hit, bool):
             raise value_error(
                 "the pattern or selector of a group must select whole leaves",
@@ -176,15 +151,22 @@ def _divide(
                 expected="the element mask next to the condition",
                 fix="fz.freeze_when(inner, {pattern: (mask, condition)})",
             )
-        if not hit:
-            continue
-        selected.append(i)
+    return [i for i, hit in enumerate(hits) if hit]
+
+
+def _claim(
+    group: Group, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
+) -> list[Choice]:
+    """What is not a group's own at each leaf, if it selects these leaves; ``taken`` gains what it owns."""
+    others: list[Choice] = [True] * len(leaves)
+    for i in selected:
+        leaf = leaves[i]
         if taken[i] is True or not leaf.inexact:
             continue
         if group.mask is None:
             taken[i], others[i] = True, taken[i]
             continue
-        if isinstance(values[i], Part):
+        if isinstance(walk.values[i], Part):
             raise value_error(
                 "an element mask cannot select elements of a Part",
                 at=leaf.path,
@@ -194,7 +176,7 @@ def _divide(
             )
         taken[i], own = (group.mask, group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
         others[i] = ~own
-    return selected, others
+    return others
 
 
 def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
@@ -240,4 +222,14 @@ def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int])
         got=got,
         expected="at least one element that is not in an earlier group",
         fix=fix,
+    )
+
+
+def _same_name(name: str, first: Group, second: Group) -> ValueError:
+    return value_error(
+        "two groups have the same name",
+        at=name,
+        got=f"elements of this leaf in {first.name} and in {second.name}",
+        expected="at most one group that is named by the path of the leaf",
+        fix=f"name the other group by a selector: fz.path({name!r})",
     )

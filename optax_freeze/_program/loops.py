@@ -90,6 +90,9 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
 def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
+    if not eqn.params["length"]:
+        walk.whole(eqn, wanted, without_rule=False)
+        return
     _, carried = scan_counts(eqn.params)
     outputs = _outputs(eqn, wanted[carried:], carried)
     carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
@@ -150,7 +153,7 @@ class _Loop:
         for row, output in zip(marks, self.outputs, strict=True):
             row[output.steps.numbers] = True
         inner = (np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(0)) + 1).tolist()
-        spans = zip([0, *inner], [*inner, self.length], strict=True) if self.length else []
+        spans = zip([0, *inner], [*inner, self.length], strict=True)
         return [_Steps(a, b, tuple(o for o, row in zip(self.outputs, marks, strict=True) if row[a])) for a, b in spans]
 
 
@@ -186,9 +189,11 @@ class _Segment:
         self.loop, self.steps, self.outputs = loop, steps, steps.outputs
         self.starts, self.ends, self.after, self.before = starts, ends, dict(after), before
         self.numbers = Rows(0, np.arange(steps.start, steps.stop))
+        # A step that other devices or examples wait for is not skipped.
+        self.waits = any(type(effect).__name__ == "NamedAxisEffect" for effect in loop.eqn.effects)
         conditions: dict[Any, int] = {}
         self.conditions = {
-            o: conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())
+            o: ALWAYS if self.waits else conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())
             for o in self.outputs
             if o.dynamic is not None
         }
@@ -197,7 +202,8 @@ class _Segment:
         """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
         loop, eqn = self.loop, self.loop.eqn
         first, last = loop.consts, loop.consts + loop.carried
-        self.ends_early = not any(carry) and all(o in self.conditions for o in self.outputs) and not eqn.has_effects
+        is_dynamic = all(o in self.conditions for o in self.outputs)
+        self.ends_early = not any(carry) and is_dynamic and not eqn.has_effects and not self.waits
         self.carry, needed, labels = self._fixpoint(carry, labels)
         self.label = functools.reduce(operator.or_, [*labels, *(o.label for o in self.outputs)], 0)
         if eqn.has_effects:
@@ -289,6 +295,7 @@ class _Segment:
             conditions = {
                 bit: hits[o] if o.label in (ALWAYS, self.label) else hits[o] & context.holds(o.label)
                 for o, bit in self.conditions.items()
+                if bit != ALWAYS
             }
             outs = self.body.run(values, context.inside(self.label, conditions))
             rows_of = dict(zip(self.outputs, outs[len(outs) - len(self.outputs) :], strict=True))
@@ -301,11 +308,11 @@ class _Segment:
 
         i = jnp.arange(self.steps.start, self.steps.stop, dtype=jnp.int32)
         state: Any = (start, buffers)
-        if self.ends_early:
-            (carry, buffers), ys = self._until_last(step, state), []
-        elif len(i) == 1:
+        if len(i) == 1:
             (carry, buffers), ys = step(state, (self.steps.start, {}))
             ys = [y[None] for y in ys]
+        elif self.ends_early:
+            (carry, buffers), ys = self._until_last(step, state), []
         else:
             unroll = loop.eqn.params["unroll"]
             (carry, buffers), ys = jax.lax.scan(step, state, (i, whole), reverse=loop.reverse, unroll=unroll)
@@ -322,16 +329,16 @@ class _Segment:
 
     def _until_last(self, step: Any, state: Any) -> Any:
         """Runs the steps until the last one with a wanted result, whose number is a value of the program."""
-        length, reverse = self.loop.length, self.loop.reverse
+        (start, stop, _), reverse = self.steps, self.loop.reverse
         numbers = [o.written.numbers for o in self.conditions]  # type: ignore[attr-defined]
         if reverse:
-            steps = length - functools.reduce(jnp.minimum, [each[0] for each in numbers])
+            steps = stop - jnp.maximum(functools.reduce(jnp.minimum, [each[0] for each in numbers]), start)
         else:
-            steps = jnp.minimum(functools.reduce(jnp.maximum, [each[-1] for each in numbers]) + 1, length)
+            steps = jnp.minimum(functools.reduce(jnp.maximum, [each[-1] for each in numbers]) + 1, stop) - start
 
         def once(state: Any) -> Any:
             n, state = state
-            return n + 1, step(state, (length - 1 - n if reverse else n, {}))[0]
+            return n + 1, step(state, (stop - 1 - n if reverse else start + n, {}))[0]
 
         return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
 

@@ -16,16 +16,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
-from optax_freeze._program.trace import Equation
+from optax_freeze._program.trace import Equation, is_reference
 from optax_freeze._spec.layout import fitting
 
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 
 ELEMENTWISE = f"""
-{UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp conj cos cosh digamma div eq erf
-erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
-min mul name ne nextafter not or population_count pow real rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+{UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+is_finite le lgamma log log1p logistic lt max min mul name ne nextafter not or polygamma population_count pow
+real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
 """The elementwise operations; those in `UNARY` have one operand."""
 
@@ -118,18 +119,20 @@ def elementwise(eqn: Equation, region: Region) -> Any:
 @rule("pvary", "pcast", many=True)
 @rule("optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", cheap=False, many=True)
 def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    """Each result has the rows of one operand."""
+    """Each result has the rows of one operand. A reference, which is not a result of a barrier, need not pass it."""
     if eqn.params.get("axis_index_groups") is not None or any(
         not isinstance(a, str) for a in eqn.params.get("axes", ())
     ):
         return None
+    results = iter(regions)
+    needed = [None if is_reference(aval) else next(results) for aval in eqn.avals_in]
 
     def apply(*operands: Any) -> list[Any]:
-        given = [x for x, region in zip(operands, regions, strict=True) if region is not None]
+        given = [x for x, region in zip(operands, needed, strict=True) if region is not None]
         outs = iter(eqn.bind_all(*given))
         return [None if region is None else next(outs) for region in regions]
 
-    return Computation(regions, apply)
+    return Computation(needed, apply)
 
 
 @rule("sharding_constraint")
@@ -197,7 +200,13 @@ def reshape(eqn: Equation, region: Any) -> Any:
             each = length // size
             finer = (numbers[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
             return rows_of(axis, finer)
-        if size > 1 and length * old_inner == size * inner and size % length == 0 and isinstance(region, Rows):
+        if (
+            size > 1
+            and length > 1
+            and length * old_inner == size * inner
+            and size % length == 0
+            and isinstance(region, Rows)
+        ):
             each = size // length  # a row is a part of one of its rows
             coarse = np.unique(numbers // each)
             whole = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
@@ -302,11 +311,11 @@ def concatenate(eqn: Equation, region: Any) -> Any:
             return parts[0] if len(parts) == 1 else eqn.bind(*parts)
 
         return regions, joined
-    shifted = [region.shifted(-a) for a, _ in spans]
+    shifted = [region.shifted(-a) if a < b else None for a, b in spans]
 
     def selected(*parts: Any) -> Any:
-        out = parts[0]
-        for (a, _), part in list(zip(spans, parts, strict=True))[1:]:
+        (_, out), *others = [(a, part) for (a, _), part in zip(spans, parts, strict=True) if part is not None]
+        for a, part in others:
             out = jnp.where(_where_rows(region.indices >= a, out.ndim, axis), part, out)
         return out
 
@@ -395,8 +404,31 @@ def dot_general(eqn: Equation, region: Any) -> Any:
 
 @rule("ragged_dot_general", cheap=False)
 def ragged_dot_general(eqn: Equation, region: Any) -> Any:
-    """A matmul of each expert: the rows of the experts of a gradient, or columns."""
-    return None
+    """The gradient of experts: the experts between those that are wanted are computed as one."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (of_left, of_right), (batch, _) = numbers.dot_dimension_numbers
+    if batch or not isinstance(region, Rows) or numbers.lhs_ragged_dimensions[0] not in of_left:
+        return None
+    if region.axis > 0:
+        left, right = (
+            [axis for axis in range(len(aval.shape)) if axis not in summed]
+            for aval, summed in zip(eqn.avals_in, (of_left, of_right), strict=False)
+        )
+        of_rows = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
+        regions = [
+            next((r for r in each if r is not EVERYTHING), EVERYTHING)
+            for each in (of_rows[: len(left)], of_rows[len(left) :])
+        ]
+        return [*regions, EVERYTHING], eqn.bind
+    edges = sorted({0, eqn.avals_out[0].shape[0], *region.numbers.tolist(), *(region.numbers + 1).tolist()})
+    places = Rows(0, np.searchsorted(edges, region.numbers))
+
+    def together(left: Any, right: Any, sizes: Any) -> Any:
+        spans = zip(edges, edges[1:], strict=False)
+        joined = jnp.stack([sizes[a:b].sum(dtype=sizes.dtype) for a, b in spans])
+        return places.take(eqn.bind(left, right, joined))
+
+    return [EVERYTHING] * 3, together
 
 
 @rule("conv_general_dilated", cheap=False)
@@ -530,6 +562,7 @@ def scatter(eqn: Equation, region: Any) -> Any:
         place, distinct = region.find(start, operand[axis])
         indices = indices.at[..., component].set(place.astype(indices.dtype))
         unique, ordered = (eqn.params[name] and distinct for name in ("unique_indices", "indices_are_sorted"))
+        ordered = ordered and sizes[axis] == 1  # blocks may overlap
         updates = jax.lax.transpose(updates, order)
         return eqn.bind(x, indices, updates, unique_indices=unique, indices_are_sorted=ordered, **changed)
 

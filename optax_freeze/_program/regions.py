@@ -85,7 +85,8 @@ class _SomeRows(Region):
         """
         i = jnp.asarray(i)
         table = jnp.full(size, -1, jnp.int32)
-        table = table.at[self.indices].set(jnp.arange(self.count, dtype=jnp.int32), mode="drop")
+        positions = jnp.arange(self.count, dtype=jnp.int32)
+        table = table.at[self.indices].set(positions, mode="drop", wrap_negative_indices=False)
         position = jnp.take(table, i, mode="clip")
         return jnp.where((i >= 0) & (i < size), position, -1), False
 
@@ -192,9 +193,7 @@ class DynamicRows(_SomeRows):
     def take(self, array: Any) -> Any:
         array = jnp.asarray(array)
         sharding = explicit_sharding(array, self.shape(array.shape))
-        indices = self.indices
-        indices = jnp.where(indices >= 0, indices, jnp.shape(array)[self.axis]) if self.offset < 0 else indices
-        return laid_out(sharding, functools.partial(get_rows, self.axis), indices, array)
+        return laid_out(sharding, functools.partial(get_rows, self.axis), self.indices, array)
 
     def along(self, axis: int) -> "DynamicRows":
         return DynamicRows(axis, self.numbers, self.offset)
@@ -224,6 +223,11 @@ def region_of(selection: Selection) -> Region:
 def is_whole(region: Region, shape: Sequence[int]) -> bool:
     """Whether a region is all of a value of this shape."""
     return region is EVERYTHING or (isinstance(region, Rows) and region.count == shape[region.axis])
+
+
+def is_scattered(region: Region, shape: Sequence[int]) -> bool:
+    """Whether rows are so many and so scattered that reading them costs more than computing everything."""
+    return isinstance(region, Rows) and region.step is None and len(region.runs) > 1 and region.share(shape) > 0.5
 
 
 def covering(regions: Sequence[Region], shape: Sequence[int]) -> list[Region]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from optax_freeze._program import loops
 from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
-from optax_freeze._program.regions import EVERYTHING, Region
+from optax_freeze._program.regions import EVERYTHING, Region, is_scattered
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -74,6 +74,8 @@ class Walk:
         chosen = regions_apart(wanted, shape)
         if EVERYTHING not in chosen and is_cheap(eqn):
             chosen = wanted
+        elif any(is_scattered(region, shape) for region in chosen):
+            chosen = {EVERYTHING: joined_label([wanted])}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = None if region is EVERYTHING and not is_apart(eqn) else computation(eqn, regions)

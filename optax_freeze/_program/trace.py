@@ -1,7 +1,9 @@
 """A traced function as one list of equations on numbered values.
 
 Calls are entered: ``jit``, which would hide fusions and rows, and in a gradient also ``remat``, of which the barrier
-against merging the repeated operations with the first ones remains. Loops, branches and custom derivatives stay.
+against merging the repeated operations with the first ones remains. Loops, branches and custom derivatives stay: whoever
+differentiates the evaluated program once more needs their derivatives. So do primitives of ``jax.experimental.hijax``,
+as which JAX may bind ``remat``, ``checkpoint_name`` and custom derivatives.
 """
 
 import os
@@ -11,14 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core.primitives import name_p
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
-_REMAT = ("checkpoint", "remat", "remat2")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
+_REMAT = ("checkpoint", "remat", "remat2", "RematTraced")
 
 
 class Source(NamedTuple):
@@ -48,8 +51,8 @@ class Equation(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the operation, or of the called function if it is a call."""
-        name = self.primitive.name
-        return self.params.get("name", name) if name in _CALLS else name
+        name, params = operation_of(self)
+        return params.get("name", name) if name in _CALLS else name
 
     @property
     def reads(self) -> set[int]:
@@ -58,8 +61,9 @@ class Equation(NamedTuple):
 
     @property
     def has_effects(self) -> bool:
-        """Whether the operation has side effects. Naming an axis of a mesh does not count."""
-        return any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
+        """Whether the operation has side effects or may write to a reference. Naming an axis of a mesh does not count."""
+        named = any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
+        return named or any(map(is_reference, self.avals_in))
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
         """Applies the operation to arrays, with some of its params changed."""
@@ -129,19 +133,21 @@ class _Flatten(NamedTuple):
             here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
             line = traceback or eqn.source_info.traceback
             called = inner_program(eqn, self.enter_remat)
+            name, params = operation_of(eqn)
             if called is not None and (self.enter is None or self.enter(eqn, inputs)):
-                name = "checkpoint" if eqn.primitive.name in _REMAT else eqn.params.get("name")
-                inside = here.extend(name) if name else here
-                if eqn.primitive.name in _REMAT:
+                scope = "checkpoint" if name in _REMAT else params.get("name")
+                inside = here.extend(scope) if scope else here
+                if params.get("differentiated"):
                     inputs = self._barrier(eqn, inputs, Source(line, here))
                 of_jax = _JAX in called.jaxpr.debug_info.func_src_info
                 outs = self.jaxpr(called.jaxpr, called.consts, inputs, inside, line if of_jax else traceback)
             else:
                 outs = tuple(program.add(var.aval) for var in eqn.outvars)
+                is_name = name == "CheckpointName"
                 program.eqns.append(
                     Equation(
-                        eqn.primitive,
-                        eqn.params,
+                        name_p if is_name else eqn.primitive,
+                        params if is_name else eqn.params,
                         inputs,
                         outs,
                         tuple(var.aval for var in eqn.invars),
@@ -159,7 +165,7 @@ class _Flatten(NamedTuple):
         prevent, avals = eqn.params["prevent_cse"], [var.aval for var in eqn.invars]
         prevent = prevent if isinstance(prevent, tuple) else (prevent,) * len(inputs)
         behind = [i for i, value in enumerate(inputs) if prevent[i] and isinstance(value, int)]
-        if not eqn.params["differentiated"] or not behind:
+        if not behind:
             return inputs
         new = list(inputs)
         for i in behind:
@@ -183,7 +189,7 @@ class _Flatten(NamedTuple):
 
 def inner_program(eqn: Any, enter_remat: bool) -> ClosedJaxpr | None:
     """The program of a call that can be replaced by its operations, or None."""
-    params, name = eqn.params, eqn.primitive.name
+    name, params = operation_of(eqn)
     if name in _REMAT and enter_remat:
         return ClosedJaxpr(*opened(params["jaxpr"]))
     if name not in _CALLS:
@@ -192,6 +198,13 @@ def inner_program(eqn: Any, enter_remat: bool) -> ClosedJaxpr | None:
     if any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ())):
         return None
     return ClosedJaxpr(*opened(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]))
+
+
+def operation_of(eqn: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the params of an operation, also of one that is called by JAX's primitive for all of ``hijax``."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return eqn.primitive.name, eqn.params
+    return type(eqn.params["_prim"]).__name__, eqn.params["_prim"].params
 
 
 def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
@@ -205,6 +218,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
     return params["num_consts"], params["num_carry"]
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a type is that of a mutable array."""
+    return hasattr(aval, "inner_aval")
 
 
 def is_inexact(aval: Any) -> bool:

@@ -60,7 +60,7 @@ def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
 
 def get_rows(axis: int, indices: Any, full: Any) -> jax.Array:
     """:func:`gather` of values that are moved as they are; it can be transposed."""
-    return at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0)
+    return at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:

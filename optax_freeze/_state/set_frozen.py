@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optax_freeze._errors import described, message, refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
-from optax_freeze._optimizer.groups import group_name
+from optax_freeze._optimizer.given_groups import group_name
 from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.tree import PyTree
 
@@ -21,7 +21,8 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
     Args:
       state: from :func:`optax_freeze.freeze_when`, alone or inside another state (a chain, ``MultiSteps``, a train
         state).
-      frozen: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze.
+      frozen: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze. The
+        groups of :func:`optax_freeze.each` are named by the paths of their leaves; ``fz.each`` sets all of them.
 
     Returns:
       The state with the groups set.
@@ -42,13 +43,17 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
     fix = "name each group by its pattern: fz.set_frozen(state, {'encoder': True})"
     refuse_no_mapping("fz.set_frozen", frozen, "{pattern: bool}", fix=fix)
     known: dict[str, Condition | None] = {}
+    by_key: dict[str, list[str]] = {}
     for node in _states(state):
-        for name, condition in _conditions(node):
+        spec = node.spec
+        for name, given, condition in zip(spec.names, spec.keys, spec.conditions, strict=True):
             known[name] = known.get(name) or condition
+            by_key.setdefault(given, []).append(name)
     new = {}
     for key, value in frozen.items():
         name = group_name(key)
-        if name not in known:
+        own = [name] if name in known else by_key.get(name, [])
+        if not own:
             raise KeyError(
                 _Text(
                     message(
@@ -60,16 +65,17 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
                     )
                 )
             )
-        if known[name] is not None:
+        condition = next((known[each] for each in own if known[each] is not None), None)
+        if condition is not None:
             raise value_error(
                 "this group is frozen by a schedule",
                 at=name,
-                got=f"{value!r}, for a group with the condition {known[name]!r}",
+                got=f"{value!r}, for a group with the condition {condition!r}",
                 expected="a group that was given a bool in fz.freeze_when",
                 fix="in fz.freeze_when, give this group True or False instead of a condition",
             )
         refuse_no_bool(name, value, "fz.set_frozen", fix=f"fz.set_frozen(state, {{{key!r}: True}})")
-        new[name] = value
+        new |= dict.fromkeys(own, value)
 
     def visit(node: Any) -> Any:
         groups = {
@@ -88,7 +94,8 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
       state: from :func:`optax_freeze.freeze_when`, alone or inside another state.
 
     Returns:
-      A bool for each group, by the pattern that names it; a traced bool inside a jitted function.
+      A bool for each group, by the pattern that names it, or by the path of its leaf if it is one of
+      :func:`optax_freeze.each`; a traced bool inside a jitted function.
 
     Raises:
       ValueError: if there is no such state, or one without values; if two states have a group of the same name and only
@@ -171,7 +178,3 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
             fix="pass the state of an optimizer created by fz.freeze_when(inner, {pattern: condition})",
         )
     return found
-
-
-def _conditions(state: FreezeWhenState) -> zip:
-    return zip(state.spec.names, state.spec.conditions, strict=True)

@@ -33,7 +33,7 @@ COLUMNS = (
     "bytes",
     "memory",
     "temporaries",
-    "merged by",
+    "everything by",
 )
 
 
@@ -107,8 +107,8 @@ Each model trains for three steps with AdamW. The columns:
   whole, and to rows put together by hand inside the loss, with `.at[rows].set` or by concatenation, whichever accesses
   fewer bytes. **Memory** is temporaries plus outputs, because XLA uses output buffers for temporary values and the
   gradient of a whole leaf is an output. **Temporaries** alone are listed, too.
-- **merged by**: the operation that needs the whole array ([how operations read frozen
-  rows](api/gradient.md#how-operations-read-frozen-rows)); empty if all operations read the rows in parts.
+- **everything by**: the operation that computes the gradient of the whole leaf ([how the gradient of rows is
+  computed](api/gradient.md#how-the-gradient-of-rows-is-computed)); empty if only rows are computed.
 
 The tests require one compilation, no wrong bits, gradients within rounding, and at most {gallery.LIMIT} times the
 FLOPs, bytes and memory of both. In decoders, encoders, mixtures of experts (MoE), vision transformers (ViT) and

@@ -19,7 +19,7 @@ TOKENS = jnp.array([0, 5])
 def loss(params, tokens, *, power=2):
     x = params["embed"][tokens]
     y = jnp.sort(x @ params["out"] + params["bias"])
-    return jnp.sum(jnp.cumprod(params["out"], 1) @ y.T) ** power
+    return jnp.sum(params["out"].reshape(2, 8) @ y.reshape(8, 1)) ** power
 
 
 def line_of(text):
@@ -30,13 +30,14 @@ def line_of(text):
 def test_operations_and_source_lines():
     embed, out = fz.explain(loss, PARAMS, FROZEN, TOKENS).rows
     assert (embed.path, embed.rows, embed.trainable_rows) == ("embed", 6, 1)
-    assert [operation.name for operation in embed.in_parts] == ["gather"]
-    assert f"test_explain.py:{line_of('tokens]')}" in embed.in_parts[0].source
+    assert [operation.name for operation in embed.in_parts][-1] == "scatter-add"
+    assert f"test_explain.py:{line_of('tokens]')}" in embed.in_parts[-1].source
     assert embed.merged is None
     assert (out.path, out.rows, out.trainable_rows) == ("out", 4, 2)
-    assert [operation.name for operation in out.whole] == ["dot_general"]
-    assert out.merged.name == "cumprod"
-    assert f"test_explain.py:{line_of('cumprod')}" in out.merged.source
+    assert "dot_general" in [operation.name for operation in out.in_parts]
+    assert out.whole == (out.merged,)
+    assert out.merged.name == "reshape"
+    assert f"test_explain.py:{line_of('reshape')}" in out.merged.source
     assert "(loss)" in out.merged.source
 
 
@@ -48,15 +49,15 @@ def test_an_operation_of_jax_numpy_has_the_line_that_calls_it():
     params, frozen = {"embed": PARAMS["embed"]}, {"embed": FROZEN["embed"]}
     [row] = fz.explain(twice, params, frozen).rows
     _, start = inspect.getsourcelines(twice)
-    lines = [operation.source.split(":")[1] for operation in row.in_parts]
-    assert lines == [str(start + 1), str(start + 2)]
+    lines = {operation.source.split(":")[1] for operation in row.in_parts if operation.name == "scatter-add"}
+    assert lines == {str(start + 1), str(start + 2)}
 
 
-def test_prints_one_line_for_each_operation():
+def test_prints_one_line_for_each_costly_operation():
     text = str(fz.explain(loss, PARAMS, FROZEN, TOKENS)).splitlines()
-    assert text[0] == "embed: 1 of 6 rows train; in parts throughout"
-    assert text[1].startswith("  in parts: gather at ")
-    assert text[2].startswith("out: 2 of 4 rows train; merged by cumprod at ")
+    assert text[0] == "embed: 1 of 6 rows train; only their gradient is computed"
+    assert text[1].startswith("  rows: scatter-add at ")
+    assert text[2].startswith("out: 2 of 4 rows train; everything is computed by reshape at ")
 
 
 def test_of_shapes():
@@ -76,7 +77,7 @@ def test_executes_nothing():
 
     def noisy(params):
         number = jax.ShapeDtypeStruct((), jnp.float32)
-        for x in (params["embed"][0, 0], jnp.float32(1), jnp.ones(3).sum()):
+        for x in (jax.lax.stop_gradient(params["embed"][0, 0]), jnp.float32(1), jnp.ones(3).sum()):
             for ordered in (False, True):
                 jax.debug.callback(called, x, ordered=ordered)
                 io_callback(called, number, x, ordered=ordered)
@@ -115,6 +116,8 @@ def test_a_spec_that_does_not_fit():
 def test_a_scan_of_too_many_stretches():
     params = {"w": jnp.ones((80, 2))}
     fun = lambda p: jax.lax.scan(lambda x, w: (x * w, None), jnp.ones(2), p["w"])[0].sum()  # noqa: E731
-    assert fz.explain(fun, params, {"w": fz.rows(slice(None, None, 2))}).rows[0].merged.name == "scan"
-    assert fz.explain(fun, params, {"w": fz.rows(slice(0, 40, 2))}).rows[0].merged.name == "scan"
-    assert fz.explain(fun, params, {"w": fz.rows(slice(0, 20, 2))}).rows[0].merged is None
+    for rows in (slice(None, None, 2), slice(0, 40, 2), slice(0, 20, 2)):
+        frozen = {"w": fz.rows(rows)}
+        assert fz.explain(fun, params, frozen).rows[0].merged is None
+        expected = fz.partition(jax.grad(fun)(params), frozen)[0]
+        np.testing.assert_array_equal(fz.grad(fun, frozen)(params)["w"].values, expected["w"].values)

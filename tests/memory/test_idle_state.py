@@ -20,7 +20,7 @@ def loss(p, x):
 
 
 def optimizer(inner=None):
-    groups = {"encoder": fz.unfreeze_at(2), "middle": lambda step: step >= 1}
+    groups = {fz.each("encoder"): fz.unfreeze_at(2), "middle": lambda step: step >= 1}
     return fz.freeze_when(inner or optax.adam(1e-2), groups, coupled=optax.clip_by_global_norm(1.0))
 
 

@@ -218,6 +218,158 @@ class TestGroups:
         fz.freeze_when(optax.sgd(0.1), {"a": True}, tied="ignore").init(tied)
 
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def small(step, stats):
+    return stats.norm < 1.0
+
+
+class TestEach:
+    """A group of each leaf."""
+
+    @pytest.mark.parametrize(
+        "value",
+        [fz.alternate(2), small, True, (~fz.rows(jnp.array([1])), small)],
+        ids=["step", "stats", "switch", "dynamic rows"],
+    )
+    def test_is_a_group_of_each_path(self, params, value):
+        """The same states under the same names, and the same steps."""
+        paths = ["encoder/layer_0/kernel", "encoder/layer_1/kernel", "head/kernel"]
+        listed = fz.freeze_when(MOMENTUM, {"**/bias": False, **dict.fromkeys(paths, value)})
+        tx = fz.freeze_when(MOMENTUM, {"**/bias": False, fz.each("**/kernel"): value})
+        assert list(fz.currently_frozen(tx.init(params))) == ["**/bias", *paths]
+        assert bits(run(tx, params, 3, jit=True)) == bits(run(listed, params, 3, jit=True))
+
+    def test_a_threshold_on_every_leaf_freezes_any_set_in_one_program(self):
+        """As GradES: each leaf of 30 freezes for good when the norm of its gradient falls below the threshold."""
+        params = {"weights": [jnp.ones(2) * i for i in range(30)], "head": jnp.ones(2)}
+        tx = fz.freeze_when(MOMENTUM, {fz.each("weights"): small})
+        sizes = np.random.default_rng(0).permutation(30) % 5  # the step in which the gradient of a leaf is small
+        state, update = tx.init(params), jax.jit(tx.update)
+        for step in range(5):
+            grads = jax.tree.map(jnp.ones_like, params)
+            grads["weights"] = [jnp.full(2, 0.1 if size == step else 1.0) for size in sizes]
+            before = fz.currently_frozen(state)
+            updates, state = update(grads, state, params)
+            assert list(before.values()) == [size < step for size in sizes]
+            for u, is_frozen in zip(updates["weights"], before.values(), strict=True):
+                assert (bits(u) == bits(jnp.full(2, -0.0))) is is_frozen
+        assert all(fz.currently_frozen(state).values())
+        assert update._cache_size() == 1
+
+    def test_leaves_of_other_groups_are_left_out(self, params):
+        groups = {"head": True, fz.each("encoder/layer_0", "**/bias"): fz.freeze_at(3), fz.each("**"): True}
+        state = fz.freeze_when(optax.adam(0.1), groups).init({**params, "steps": jnp.int32(3)})
+        layers = [f"encoder/layer_{i}/{name}" for i in range(2) for name in ("bias", "kernel")]
+        assert list(fz.currently_frozen(state).items()) == [
+            ("head", True),
+            *((path, False) for path in layers[:3]),
+            (layers[3], True),
+        ]
+
+    def test_what_is_left_of_a_leaf(self, params):
+        groups = {fz.path("head/kernel"): (fz.rows(0), True), fz.each("head"): False}
+        state = fz.freeze_when(optax.scale_by_adam(), groups).init(params)
+        assert state.spec.names == ("fz.path('head/kernel')", "head/bias", "head/kernel")
+        assert state.groups["head/kernel"].inner_state.mu["head"]["kernel"].shape == (4, 2)
+
+    def test_leaves_that_cannot_train_are_in_no_group(self):
+        params = {"n": jnp.arange(2), "w": jnp.ones(2)}
+        tx = fz.freeze_when(optax.sgd(0.1), {fz.each("n"): False, "w": True})
+        state = pickle.loads(pickle.dumps(tx.init(params)))
+        assert fz.currently_frozen(state) == {"w": True}
+        updates, _ = tx.update({**params, "n": np.zeros(2, jax.dtypes.float0)}, state, params)
+        assert not updates["w"].any()
+
+    def test_a_lone_leaf_and_no_leaf(self):
+        tx = fz.freeze_when(optax.adam(0.1), {fz.each("**"): fz.unfreeze_at(1)})
+        assert run(tx, {}, 2)[-1][0] == {}
+        assert fz.currently_frozen(tx.init(jnp.ones(2))) == {"": True}
+        updates = [bits(new) != bits(jnp.ones(2)) for new, _ in run(tx, jnp.ones(2), 2)]
+        assert updates == [False, False, True]
+        assert run(tx, {}, 1)[-1][0] == {}
+
+    @pytest.mark.parametrize(
+        ("patterns", "shown"),
+        [
+            (("a",), "fz.each('a')"),
+            (("a", "b"), "fz.each('a', 'b')"),
+            ((["a", "b"],), "fz.each('a', 'b')"),
+            ((fz.path("a") & "b", "c"), "fz.each((fz.path('a') & fz.path('b')) | fz.path('c'))"),
+        ],
+    )
+    def test_patterns_and_selectors(self, patterns, shown):
+        assert repr(fz.each(*patterns)) == shown
+        assert fz.each(*patterns) == eval(shown)
+
+    def test_switches_are_set_by_path_or_together(self, params):
+        groups = {"head/bias": False, fz.each("**/bias"): False, fz.each("**/kernel"): fz.unfreeze_at(2)}
+        tx = optax.chain(fz.freeze_when(optax.adam(0.1), groups))
+        state = fz.set_frozen(tx.init(params), {fz.each("**/bias"): True, "encoder/layer_0/bias": False})
+        switches = {"head/bias": False, "encoder/layer_0/bias": False, "encoder/layer_1/bias": True}
+        assert dict(list(fz.currently_frozen(state).items())[:3]) == switches
+        with pytest.raises(ValueError, match=r"frozen by a schedule\n  at: fz.each\('\*\*/kernel'\)"):
+            fz.set_frozen(state, {fz.each("**/kernel"): True})
+        with pytest.raises(KeyError, match="no group of this name"):
+            fz.set_frozen(state, {fz.each("**"): True})
+
+    @pytest.mark.parametrize(
+        ("groups", "error"),
+        [
+            ({fz.each("decoder"): True}, "matches no leaf"),
+            ({"head": True, fz.each("head/*"): True}, r"is empty\n  at: head/bias"),
+            ({fz.each("head"): True, "head/bias": True}, r"'head/bias' is empty"),
+            (
+                {fz.each("**/kernel"): (fz.rows(0), True), "head/kernel": True},
+                r"same name\n  at: head/kernel\n  got: elements of this leaf in fz.each\(.* and in head/kernel",
+            ),
+            ({fz.each(fz.rules({"head/kernel": fz.rows(0)})): True}, "must select whole leaves"),
+            ({~fz.each("head"): True}, "only a key of the groups"),
+        ],
+        ids=["nothing", "of another group", "before a group", "one name", "rules", "not each"],
+    )
+    def test_refused_in_init(self, params, groups, error):
+        with pytest.raises((ValueError, TypeError), match=error):
+            fz.freeze_when(optax.sgd(0.1), groups).init(params)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda params: fz.freeze(optax.sgd(0.1), fz.each("head")).init(params),
+            lambda params: fz.resolve(params, fz.rules({fz.each("head"): True})),
+            lambda params: fz.partition(params, "encoder" | fz.each("head")),
+            lambda params: fz.labels_by_path({fz.each("head"): "a"}, default="b")(params),
+            lambda params: fz.replace_masks(
+                fz.freeze(optax.sgd(0.1), {"encoder": True, "head": False}).init(params), {fz.each("head"): True}
+            ),
+        ],
+        ids=["freeze", "rules", "|", "labels", "masks"],
+    )
+    def test_is_not_a_spec(self, params, use):
+        with pytest.raises(
+            TypeError, match=r"fz.each is only a key of the groups of fz.freeze_when\n  at: fz.each\('head"
+        ):
+            use(params)
+
+    def test_freeze_converged_compares_whole_groups(self):
+        with pytest.raises(TypeError, match=r"fz\.freeze_converged cannot compare the groups of fz\.each"):
+            fz.freeze_when(optax.sgd(0.1), fz.freeze_converged([fz.each("encoder"), "head"], 5))
+
+    def test_the_state_of_other_leaves_or_groups(self, params):
+        def make(key, value=True):
+            return fz.freeze_when(optax.sgd(0.1), {key: value})
+
+        state = make(fz.each("**/kernel")).init(params)
+        make(fz.each("**/kernel")).update(params, state, params)
+        names = [fz.where(lambda path, leaf, n=n: path.endswith("kernel") and path[0] in n) for n in ("eh", "h")]
+        for tx, its in ((make(fz.each("**")), state), (make(fz.each(names[1])), make(fz.each(names[0])).init(params))):
+            with pytest.raises(TypeError, match=r"created by a different transformation(.|\n)*fz.migrate"):
+                tx.update(params, its, params)
+        with pytest.raises(ValueError, match=r"a different schedule\n  at: encoder/layer_0/kernel"):
+            make(fz.each("**/kernel"), small).update(params, state, params)
+
+
 ROWS = {"slice": fz.rows(slice(0, 2)), "list": fz.rows([0, 3]), "axis": fz.rows([1], axis=1), "not": ~fz.rows([2])}
 DENSE = np.arange(15).reshape(5, 3) % 2 == 0
 MASKS = {**ROWS, "elements": fz.elements(DENSE), "array": DENSE, "compact": fz.elements(DENSE, compact=True)}
@@ -428,8 +580,10 @@ class TestBadGroups:
             fz.freeze_when(optax.sgd(0.1), {fz.path("a", "b"): True, ("a", "b"): False})
 
     def test_the_state_of_other_groups(self, params):
-        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
-        for state in (optax.sgd(0.1).init(params), fz.freeze_when(optax.sgd(0.1), {"head": True}).init(params)):
+        tx, other = (fz.freeze_when(optax.sgd(0.1), {name: True}) for name in ("encoder", "head"))
+        without_leaves = optax.tree_map_params(other, lambda leaf: leaf, other.init(params))
+        of_another_model = fz.freeze_when(optax.sgd(0.1), {"w": True}).init({"w": jnp.ones(2)})
+        for state in (optax.sgd(0.1).init(params), other.init(params), without_leaves, of_another_model):
             with pytest.raises(TypeError, match="the state was created by a different transformation"):
                 tx.update(params, state, params)
 
@@ -733,7 +887,7 @@ class TestCompany:
 GROUPS = {
     "encoder/**": fz.alternate(2),
     "**/bias": False,
-    fz.path("head"): (fz.rows([0]), fz.unfreeze_at(3)),
+    fz.each("head"): (fz.rows([0]), fz.unfreeze_at(3)),
 }
 
 

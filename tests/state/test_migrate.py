@@ -215,6 +215,15 @@ class TestGroups:
         assert at(new, "layer_0") == at(state, "layer_0")
         jax.jit(lambda state: state, donate_argnums=0)(new)  # no buffer stands there twice
 
+    def test_to_a_group_of_each_leaf_and_back(self, params):
+        _, state = train(optax.adam(0.1), params, 5)
+        tx = fz.freeze_when(optax.adam(0.1), {fz.each("encoder"): True})
+        new, report = fz.migrate(state, tx, params, report=True)
+        assert {int(group.inner_state[0].count) for group in new.groups.values()} == {5}
+        assert report.created == ("step", *(f"groups/{name}/frozen" for name in new.groups))
+        assert bits(fz.migrate(new, tx, params)) == bits(new)
+        assert bits(fz.migrate(new, optax.adam(0.1), params)) == bits(state)
+
     def test_groups_that_join_have_the_count_of_the_one_that_trained_most(self, params):
         _, state = train(fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(3)}), params, 5)
         new, report = fz.migrate(state, fz.freeze(optax.adam(0.1), False), params, report=True)

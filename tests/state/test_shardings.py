@@ -141,7 +141,7 @@ def test_trainable_rows_are_sharded_where_the_mesh_divides_them():
 
 def test_groups_have_shardings():
     params = model(LAYOUTS["both"])
-    tx = fz.freeze_when(optax.adam(0.1), {"embed": (fz.rows(slice(0, 504)), True), "head": fz.unfreeze_at(2)})
+    tx = fz.freeze_when(optax.adam(0.1), {"embed": (fz.rows(slice(0, 504)), True), fz.each("head"): fz.unfreeze_at(2)})
     layout = fz.state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=layout)(params)
 

@@ -1,0 +1,143 @@
+"""The groups as a user gives them to ``freeze_when``, before the parameters are known."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
+from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
+from optax_freeze._optimizer.convergence import Converged, stats_of
+from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements
+from optax_freeze._spec.selector_algebra import Choice, Path, Selectable, Selector, as_selector
+from optax_freeze._spec.selectors import as_choice, path
+from optax_freeze._spec.tree import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Each(Selector):
+    """A key of the groups of ``freeze_when`` that stands for one group per selected leaf. It is not a spec."""
+
+    selector: Selector
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        raise type_error(
+            "fz.each is only a key of the groups of fz.freeze_when",
+            at=repr(self),
+            got="fz.each where a spec is expected, or inside another selector",
+            expected="fz.freeze_when(inner, {fz.each(pattern): condition})",
+            fix=f"use the selector alone: {self.selector!r}; combine selectors inside: fz.each(a | b)",
+        )
+
+    def __repr__(self) -> str:
+        patterns = self.selector.patterns if isinstance(self.selector, Path) else [self.selector]
+        return f"fz.each({', '.join(map(repr, patterns))})"
+
+
+def each(*patterns: Selectable) -> Selector:
+    """Makes each selected leaf a group of its own, as a key of the groups of :func:`optax_freeze.freeze_when`.
+
+    Each group has its own optimizer state and its own gradient statistics, and is named by the path of its leaf. Leaves
+    that belong to earlier groups are left out. So the key stands for one group per path, but does not need the
+    parameters. (``optax.tree_map_params`` knows the groups only after a call of ``init``.)
+
+    Args:
+      *patterns: one or more patterns, as in :func:`optax_freeze.path`, or selectors.
+
+    Returns:
+      A key for :func:`optax_freeze.freeze_when`, and for :func:`optax_freeze.set_frozen`, which then sets all of these
+      groups. It is not a spec.
+
+    Raises:
+      TypeError: if an argument is neither a pattern nor a selector, or is made by ``fz.each``; later, if the result is
+        used as a spec.
+      ValueError: if there is no argument.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"encoder": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones(2)}}
+      >>> tx = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): lambda step, stats: stats.norm < 1.0})
+      >>> state = tx.init(params)
+      >>> grads = {**params, "encoder": {"kernel": jnp.full(2, 0.1), "bias": jnp.ones(2)}}
+      >>> _, state = tx.update(grads, state, params)
+      >>> fz.currently_frozen(state)
+      {'encoder/kernel': True, 'head/kernel': False}
+    """
+    inner = next((pattern for pattern in patterns if isinstance(pattern, Each)), None)
+    if not patterns or inner is not None:
+        raise (value_error if inner is None else type_error)(
+            "fz.each needs a pattern" if inner is None else "fz.each inside fz.each",
+            at="fz.each",
+            got="nothing" if inner is None else repr(inner),
+            expected="one or more patterns or selectors",
+            fix="for a group of each leaf: fz.each('**')" if inner is None else f"use {inner.selector!r} in its place",
+        )
+    if all(isinstance(pattern, str) for pattern in patterns):
+        return Each(path(*map(str, patterns)))
+    return Each(functools.reduce(operator.or_, (as_selector(pattern, "fz.each") for pattern in patterns)))
+
+
+def group_name(key: Any) -> str:
+    """The name of a group: its pattern, or its selector as it is written."""
+    return key if isinstance(key, str) else repr(as_selector(key, "a group"))
+
+
+class Group(NamedTuple):
+    """A group as it is given to ``freeze_when``: some leaves, or those of their elements at which a mask is True.
+
+    With ``each``, it stands for one group per leaf, named by the path of the leaf.
+    """
+
+    name: str
+    selector: Selector
+    each: bool
+    mask: ElementMask | None
+    condition: Condition | None  # None: a switch
+    frozen: Any  # whether a group with a switch is frozen at first
+
+    @property
+    def has_array(self) -> bool:
+        """Whether the state holds the group's dense masks."""
+        return isinstance(self.mask, (Elements, DynamicRows))
+
+
+def parse_groups(groups: Any) -> list[Group]:
+    """The groups of a mapping given to ``freeze_when``."""
+    forms = "{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}"
+    refuse_no_mapping("fz.freeze_when", groups, forms, fix="for a spec that never changes, fz.freeze(inner, frozen)")
+    parsed: dict[str, Group] = {}
+    for key, value in groups.items():
+        name, mask, condition = group_name(key), None, value
+        if isinstance(value, tuple) and len(value) == 2:
+            mask, condition = as_choice(value[0], name), value[1]
+        if name in parsed or isinstance(mask, bool):
+            raise value_error(
+                "a bool where an element mask is expected"
+                if isinstance(mask, bool)
+                else "two groups have the same name",
+                at=name,
+                got=repr(value) if isinstance(mask, bool) else f"{key!r} twice",
+                expected="(element mask, condition), and each group once",
+                fix="for whole leaves give the condition alone: {pattern: condition}",
+            )
+        each = isinstance(key, Each)
+        selector = key.selector if each else as_selector(key, "fz.freeze_when")
+        if each and isinstance(condition, Converged):
+            raise type_error(
+                "fz.freeze_converged cannot compare the groups of fz.each",
+                at=name,
+                got=described(condition),
+                expected="groups that are listed from the input to the output layers",
+                fix="list the layers, or freeze each leaf by its own gradient: lambda step, stats: stats.norm < 0.01",
+            )
+        if callable(condition):
+            stats_of(condition)
+            parsed[name] = Group(name, selector, each, mask, condition, None)
+        else:
+            refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
+            parsed[name] = Group(name, selector, each, mask, None, condition)
+    return list(parsed.values())

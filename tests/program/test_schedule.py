@@ -1,0 +1,319 @@
+"""Schedules: which tasks run, under which conditions, what is stored meanwhile, and how a function is flattened."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, covering, is_whole
+from optax_freeze._program.schedule import schedule
+from optax_freeze._program.tasks import ALWAYS, Context, new_label, one_region
+from optax_freeze._program.trace import flatten
+
+W = jnp.sin(jnp.arange(24.0)).reshape(6, 4)
+RAN = []
+
+
+def noted(name, value):
+    """The value, when it is computed; it is no side effect, so it may be left out."""
+    return jax.pure_callback(lambda value: (RAN.append(name), value)[1], jax.typeof(value), value)
+
+
+def program_of(fun, *operands):
+    return flatten(jax.make_jaxpr(fun)(*operands))
+
+
+def asked(program, *regions_and_labels):
+    return [(v, region, label) for v, (region, label) in zip(program.outputs, regions_and_labels, strict=True)]
+
+
+def names(tasks):
+    return [task.eqn.primitive.name for task in tasks]
+
+
+class TestLabels:
+    def run(self, fun, operands, labels, holds, regions=None):
+        """The results if these conditions hold, and the number of conditions in the program."""
+        program = program_of(fun, *operands)
+        regions = regions or [EVERYTHING] * len(labels)
+        found = schedule(program, asked(program, *zip(regions, labels, strict=True)))
+
+        def run(operands, holds):
+            return found.run(Values(dict(enumerate(operands))), Context(holds))
+
+        RAN.clear()
+        jitted = jax.jit(run)
+        outs = jax.block_until_ready(jitted(operands, holds))
+        conditions = sum(eqn.primitive.name == "cond" for eqn in jax.make_jaxpr(run)(operands, holds).eqns)
+        return outs, conditions, sorted(RAN)
+
+    @pytest.mark.parametrize("holds", [*itertools.product([False, True], repeat=2)])
+    def test_a_task_runs_if_a_condition_holds_that_needs_it(self, holds):
+        def fun(w):
+            both = noted("both", w * 2)
+            one, other = noted("one", jnp.sin(both)), noted("other", both + 1)
+            return one, jnp.cos(one), other, noted("always", w + 3)
+
+        a, b = new_label(), new_label()
+        labels = [a, a, b, ALWAYS]
+        outs, conditions, ran = self.run(fun, [W], labels, dict(zip([a, b], map(jnp.array, holds), strict=True)))
+        needed = {"one": holds[0], "other": holds[1], "both": any(holds), "always": True}
+        assert ran == sorted(name for name, is_needed in needed.items() if is_needed)
+        assert conditions == 3  # of a, b, and both
+        for out, expected, label in zip(outs, fun(W), labels, strict=True):
+            skipped = {a: not holds[0], b: not holds[1]}.get(label, False)
+            np.testing.assert_allclose(out, expected * (not skipped), rtol=1e-6)
+
+    def test_a_chain_has_a_condition_for_each_set(self):
+        """A model of n layers has about 2n of them, not 2^n."""
+
+        def fun(*layers):
+            x = W
+            for w in layers:
+                x = jnp.tanh(x @ w)
+            return jnp.sum(x)
+
+        layers = [W[:4] / (i + 1) for i in range(5)]
+        labels = [new_label() for _ in layers]
+        holds = {label: jnp.array(i in (1, 3)) for i, label in enumerate(labels)}
+        gradient = jax.grad(fun, argnums=range(5))
+        outs, conditions, _ = self.run(gradient, layers, labels, holds)
+        assert conditions < 2 * len(layers)
+        for i, (out, expected) in enumerate(zip(outs, gradient(*layers), strict=True)):
+            np.testing.assert_allclose(out, expected * (i in (1, 3)), rtol=2e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("holds", [(True, False), (False, True), (True, True)])
+    @pytest.mark.parametrize("region", ["known", "dynamic", "inner"])
+    def test_regions_of_a_loop_under_conditions(self, region, holds):
+        def fun(x):
+            def body(c, x):
+                c = jnp.tanh(c + x)
+                return c, (noted("first", c * x), noted("second", c + 1))
+
+            return lax.scan(body, x[0], x)[1]
+
+        a, b = new_label(), new_label()
+        regions, counts = {
+            "known": ([Rows(0, [1, 2]), Rows(0, [2, 3])], (2, 2)),
+            "dynamic": ([DynamicRows(0, jnp.array([1, 4])), DynamicRows(0, jnp.array([2]))], (2, 1)),
+            "inner": ([DynamicRows(0, jnp.array([1, 4])), Rows(1, [0, 3])], (2, 6)),
+        }[region]
+        conditions = {a: jnp.array(holds[0]), b: jnp.array(holds[1])}
+        outs, _, ran = self.run(fun, [W], [a, b], conditions, regions)
+        assert ran == ["first"] * counts[0] * holds[0] + ["second"] * counts[1] * holds[1]
+        for out, expected, each, is_wanted in zip(outs, fun(W), regions, holds, strict=True):
+            if is_wanted:
+                np.testing.assert_allclose(out, each.take(expected), rtol=1e-6)
+
+    def test_what_has_side_effects_runs_always_and_in_order(self):
+        seen = []
+
+        def note(x, i):
+            jax.debug.callback(lambda _: seen.append(i), x, ordered=True)
+            return x
+
+        def fun(w):
+            x = note(jnp.sum(w), 1)
+            y = note(x * 2, 2)
+            return note(y + 1, 3) * 2
+
+        a = new_label()
+        self.run(fun, [W], [a], {a: jnp.array(False)})
+        jax.effects_barrier()
+        assert seen == [1, 2, 3]
+
+
+class Counted(Values):
+    """Values that count how many there are at most."""
+
+    most = 0
+
+    def write(self, number, region, array):
+        super().write(number, region, array)
+        self.most = max(self.most, len(self._stored))
+
+
+def test_values_are_dropped_after_their_last_use():
+    def fun(w):
+        first = w + 1
+        x = first
+        for _ in range(9):
+            x = jnp.sin(x) * 2
+        return x, w
+
+    program = program_of(fun, W)
+    values = Counted({0: W})
+    schedule(program, asked(program, (EVERYTHING, ALWAYS), (EVERYTHING, ALWAYS))).run(values)
+    assert values.most == 3
+    assert set(values._stored) == set(program.outputs)
+
+
+class TestRegionsOfAValue:
+    def tasks(self, fun, *regions):
+        program, log = program_of(fun, W), []
+        found = schedule(program, asked(program, *((region, ALWAYS) for region in regions)), log)
+        outs = found.run(Values({0: W}))
+        for out, region, expected in zip(outs, regions, fun(W), strict=True):
+            np.testing.assert_allclose(out, region.take(expected), rtol=1e-6)
+        return found, names(found.tasks), [extent for _, extent in log]
+
+    def test_a_cheap_operation_is_repeated(self):
+        found, tasks, log = self.tasks(lambda w: (jnp.sin(w),) * 2, Rows(0, [0, 1]), Rows(0, [4]))
+        assert (tasks, log) == (["sin", "sin"], ["rows"] * 2)
+        assert list(found.given[0]) == [Rows(0, [0, 1]), Rows(0, [4])]
+
+    def test_of_everything_and_rows_everything_is_computed_once(self):
+        _, tasks, log = self.tasks(lambda w: (jnp.sin(w),) * 2, Rows(0, [0, 1]), EVERYTHING)
+        assert (tasks, log) == (["sin"], [])
+
+    def test_another_operation_computes_all_of_them_once(self):
+        found, tasks, _ = self.tasks(lambda w: (w @ w.T,) * 2, Rows(0, [0, 1]), Rows(0, [1, 3]))
+        assert tasks == ["transpose", "dot_general"]
+        assert Rows(0, [0, 1, 3]) in found.given[0]
+
+    def test_regions_of_two_axes(self):
+        _, tasks, _ = self.tasks(lambda w: (w @ w.T,) * 2, Rows(0, [0, 1]), Rows(1, [1]))
+        assert tasks.count("dot_general") == 2
+        _, tasks, _ = self.tasks(lambda w: (w @ w.T,) * 2, Rows(0, [0, 1, 2]), Rows(1, [1, 2, 3]))
+        assert tasks.count("dot_general") == 1  # half and half are everything
+
+    def test_without_a_rule_everything_is_computed_and_cut(self):
+        _, tasks, log = self.tasks(lambda w: (lax.cumsum(w * 2, 1), w), Rows(1, [1, 3]), Rows(0, [2]))
+        assert (tasks, log) == (["mul", "cumsum"], ["rows"])
+        _, tasks, log = self.tasks(lambda w: (jnp.fft.fft(w), w), Rows(0, [1, 3]), EVERYTHING)
+        assert log == ["everything"]
+        _, tasks, log = self.tasks(lambda w: lax.sort((w, w * 2), num_keys=1), Rows(0, [1]), Rows(0, [2]))
+        assert log == ["everything"]  # of two results, the rows must be the same
+
+    def test_what_is_not_wanted_is_not_computed(self):
+        program = program_of(lambda w: (jnp.sin(w), jnp.cos(w)), W)
+        found = schedule(program, [(program.outputs[1], Rows(0, [2]), ALWAYS)])
+        assert names(found.tasks) == ["cos"]
+        assert found.given == {0: {Rows(0, [2]): ALWAYS}}
+
+
+class TestRegions:
+    def test_rows(self):
+        rows = Rows(1, [1, 2, 5])
+        assert rows.runs == [(1, 3), (5, 6)]
+        assert (rows.step, Rows(0, [1, 3, 5]).step, Rows(0, [4]).step) == (None, 2, 1)
+        assert rows.shape((3, 8, 2)) == (3, 3, 2)
+        assert (rows.share((3, 6)), EVERYTHING.share((3, 6))) == (0.5, 1.0)
+        assert rows == Rows(1, np.array([1, 2, 5])) != Rows(0, [1, 2, 5])
+        assert rows.inside() == Rows(0, [1, 2, 5])
+        assert Rows(0, [2, 5]).within(Rows(0, [1, 2, 5])) == Rows(0, [1, 2])
+        assert Rows(0, [2, 6]).within(Rows(0, [1, 2, 5])) is None
+        assert Rows(0, [2, 3]).within(Rows(0, [1, 2, 5])) is None
+        assert Rows(1, [2]).within(Rows(0, [1, 2, 5])) is None
+
+    @pytest.mark.parametrize("numbers", [[0, 1], [2, 3], [1, 3, 5], [0, 2, 5], [i * i for i in range(20)]])
+    def test_take_indices_and_find(self, numbers):
+        numbers = np.array(numbers)
+        table = jnp.arange(1000.0).reshape(500, 2)
+        for region in (Rows(0, numbers), DynamicRows(0, jnp.asarray(numbers - 7), 7)):
+            np.testing.assert_array_equal(region.take(table), table[numbers])
+            np.testing.assert_array_equal(region.indices, numbers)
+            asked = np.array([-1, *numbers, 499, 500])
+            found, distinct = region.find(asked, 500)
+            found = np.where((found >= 0) & (found < len(numbers)), found, -1)
+            np.testing.assert_array_equal(found, [-1, *range(len(numbers)), -1, -1])
+            assert not distinct or len(set(np.asarray(region.find(np.arange(500), 500)[0]).tolist())) == 500
+
+    def test_dynamic_rows_out_of_range_are_zeros(self):
+        region = DynamicRows(0, jnp.array([0, 1, 3, 5], jnp.int32), -1)
+        np.testing.assert_array_equal(region.take(W[:4]), jnp.stack([W[0] * 0, W[0], W[2], W[0] * 0]))
+        assert region.shifted(1).offset == 0
+        assert region.shifted(1) != region == region.shifted(0)
+        assert region != DynamicRows(0, jnp.array([0, 1, 3, 5], jnp.int32), -1)  # their numbers may be different
+
+    def test_covering(self):
+        shape, other = (6, 4), DynamicRows(0, jnp.array([0]))
+        assert covering([Rows(0, [1]), Rows(0, [3, 4])], shape) == [Rows(0, [1, 3, 4])]
+        assert covering([Rows(0, [1]), other, other], shape) == [Rows(0, [1]), other]
+        assert covering([Rows(0, [0, 1, 2]), Rows(0, [3, 4, 5])], shape) == [EVERYTHING]
+        assert covering([Rows(0, [0, 1, 2]), Rows(1, [2, 3])], shape) == [EVERYTHING]
+        assert covering([], shape) == []
+        assert one_region([], shape) is None
+        assert one_region([Rows(0, [1]), other], shape) is EVERYTHING
+        assert one_region([Rows(0, [1])], shape) == Rows(0, [1])
+        assert is_whole(Rows(1, range(4)), shape)
+        assert not is_whole(DynamicRows(1, jnp.arange(4)), shape)
+
+    def test_values(self):
+        values = Values({0: W})
+        values.write(1, Rows(0, [1, 2, 4, 5]), W[np.array([1, 2, 4, 5])])
+        np.testing.assert_array_equal(values.read(1, Rows(0, [2, 4])), W[np.array([2, 4])])
+        array, begins = values.read_run(1, Rows(0, [4, 5]))
+        np.testing.assert_array_equal(array[4 - begins], W[4])
+        assert values.read_run(0, Rows(0, [4, 5])) == (W, 0)
+        with pytest.raises(KeyError):
+            values.read(1, Rows(0, [3]))
+        with pytest.raises(KeyError):
+            values.read_run(1, Rows(1, [1]))
+        copy = values.copy()
+        copy.write(1, EVERYTHING, W)
+        copy.write(2, EVERYTHING, W)
+        assert not values.has(2)
+        with pytest.raises(KeyError):
+            values.read(1, Rows(0, [3]))
+
+
+class TestFlatten:
+    def test_calls_are_entered(self):
+        @jax.jit
+        def inner(x):
+            with jax.named_scope("scope"):
+                return jnp.sin(x) + W
+
+        program = program_of(jax.jit(lambda w: jax.named_call(inner, name="called")(w)), W)
+        assert [eqn.name for eqn in program.eqns] == ["sin", "add"]
+        assert [*program.consts.values()] == [W] or program.consts == {}
+        assert "called" in str(program.eqns[0].source.name_stack)
+        assert "scope" in str(program.eqns[0].source.name_stack)
+        assert "test_schedule.py" in program.eqns[0].line
+        kept = flatten(jax.make_jaxpr(inner)(W), enter=lambda eqn, inputs: eqn.params["name"] != "inner")
+        assert [eqn.name for eqn in kept.eqns] == ["inner"]
+
+    def test_calls_of_donated_or_sharded_arrays_are_not_entered(self):
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        for options in ({"donate_argnums": 0}, {"in_shardings": sharding}, {"out_shardings": sharding}):
+            program = program_of(jax.jit(lambda w: w + 1, **options), W)
+            assert [eqn.primitive.name for eqn in program.eqns] in (["jit"], ["pjit"])
+
+    @pytest.mark.parametrize(("prevent_cse", "barriers"), [(True, 1), (False, 0)])
+    def test_remat(self, prevent_cse, barriers):
+        fun = jax.checkpoint(lambda w: jnp.sum(jnp.sin(jnp.sin(w))), prevent_cse=prevent_cse)
+        program = program_of(jax.grad(fun), W)
+        assert [eqn.name for eqn in program.eqns].count("optimization_barrier") == barriers
+        assert "checkpoint" not in {eqn.name for eqn in program.eqns}
+        found = schedule(program, [(program.outputs[0], Rows(0, [2]), ALWAYS)])
+        [out] = found.run(Values({0: W}))
+        np.testing.assert_allclose(out, jax.grad(fun)(W)[2:3], rtol=1e-6)
+        assert list(found.given[0]) == [Rows(0, [2])]
+        left = flatten(jax.make_jaxpr(jax.grad(fun))(W), enter_remat=False)
+        assert any("checkpoint" in eqn.name or "remat" in eqn.name for eqn in left.eqns)
+
+    def test_constants_and_inputs_that_are_results(self):
+        big = jnp.arange(6.0)
+        program = program_of(lambda w, x: (x, 2.5, w + big[:, None], w), W, big)
+        outs = schedule(program, asked(program, *[(EVERYTHING, ALWAYS)] * 2, *[(Rows(0, [1]), ALWAYS)] * 2)).run(
+            Values({0: W, 1: big})
+        )
+        for out, expected in zip(outs, (big, 2.5, W[1:2] + 1, W[1:2]), strict=True):
+            np.testing.assert_array_equal(out, expected)
+
+    def test_operations_keep_their_source_and_context(self):
+        def fun(w):
+            with jax.named_scope("here"), jax.default_matmul_precision("highest"):
+                return jnp.sin(w @ w.T)
+
+        program = program_of(fun, W)
+        found = schedule(program, [(program.outputs[0], Rows(0, [1]), ALWAYS)])
+        jaxpr = jax.make_jaxpr(lambda w: found.run(Values({0: w})))(W)
+        scopes = {eqn.primitive.name: str(eqn.source_info.name_stack) for eqn in jaxpr.eqns}
+        assert scopes["sin"] == scopes["dot_general"] == "here"
+        [dot] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+        assert dot.params["precision"] == (lax.Precision.HIGHEST,) * 2
