@@ -81,7 +81,8 @@ def apply_gradients(
     update: Any = getattr(transformation.update, "update_params", None)
     if update is not None:
         return update(grads, state, params, extra_args)
-    updates, state = transformation.update(grads, state, params, **extra_args)
+    plain_update: Any = transformation.update
+    updates, state = plain_update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
 
