@@ -4,6 +4,7 @@ It also reports how operations read leaves in host memory.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any
@@ -15,14 +16,16 @@ from optax_freeze._errors import is_array, printable
 from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._program.function import Traced, needs_value
 from optax_freeze._program.operations import RULES
-from optax_freeze._program.regions import region_of
+from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
 from optax_freeze._program.trace import Equation, operation_of
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import RowSelection
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.selection import FROZEN, RowSelection
+from optax_freeze._spec.tree import Part, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,40 +170,81 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     abstract = [is_array(leaf) for leaf in everything[:number]]
     abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[number:]]
 
-    def of_rows(*arrays: Any) -> list[Any]:
+    def gradient(trains: Sequence[int], *arrays: Any) -> Any:
         left = iter(arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
         values, params_treedef = _tree.flatten(params)
 
         def outs(leaves: Sequence[Any]) -> list[Any]:
-            filled = dict(zip(in_rows, leaves, strict=True))
+            filled = dict(zip(trains, leaves, strict=True))
             tree = jax.tree.unflatten(params_treedef, [filled.get(i, x) for i, x in enumerate(values)])
             found = jax.tree.leaves(fun(tree, *args, **kwargs))
             return [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        found, vjp = jax.vjp(outs, [values[i] for i in in_rows])
-        return vjp([jnp.ones_like(x) for x in found])[0]
+        found, vjp = jax.vjp(outs, [values[i] for i in trains])
+        return vjp([jnp.ones_like(x) for x in found])[0], found
 
-    explained = []
+    arrays, explained = list(compress(everything, abstract)), []
     if in_rows:
         try:
-            program = Traced(of_rows, list(compress(everything, abstract))).program
+            program = Traced(functools.partial(gradient, in_rows), arrays).program
         except Exception as error:
             if not needs_value(error):
                 raise
             python = (Operation("Python that needs a value", ""),)
             leaves = [(plan.leaves[i].path, plan.selections[i]) for i in in_rows]
             return Explanation(tuple(LeafExplanation(path, s.size, s.count, (), python) for path, s in leaves))
-        for i, value in zip(in_rows, program.outputs, strict=True):
+        for i, value in zip(in_rows, program.outputs, strict=False):
             log: list[tuple[Equation, str]] = []
             selection: Any = plan.selections[i]
             with jax.ensure_compile_time_eval():
-                schedule(program, [(value, region_of(selection), ALWAYS)], log)
+                schedule(program._replace(on_host=()), [(value, region_of(selection), ALWAYS)], log)
             rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
             whole = _operations(eqn for eqn, extent in log if extent == "everything")
             explained.append(LeafExplanation(plan.leaves[i].path, selection.size, selection.count, rows, whole))
-    return Explanation(tuple(explained))
+    return Explanation(tuple(explained), _of_host(gradient, plan, params, arrays))
+
+
+def _of_host(
+    gradient: Callable[..., Any], plan: Plan, params: PyTree, arrays: Sequence[Any]
+) -> tuple[HostExplanation, ...]:
+    """How leaves in host memory, and frozen leaves on the device that are only looked up, are read."""
+    values = _tree.flatten(params)[0]
+    if not any(map(is_on_host, values)):
+        return ()
+    inputs: dict[int, int] = {}  # from the number of an input of the program to that of its leaf
+    for i, value in enumerate(values):
+        for leaf in jax.tree.leaves(value):
+            if is_array(leaf):
+                inputs[len(inputs)] = i
+    pairs = list(zip(plan.leaves, plan.selections, strict=True))
+    trains = [i for i, (leaf, selection) in enumerate(pairs) if selection is not FROZEN and leaf.inexact]
+    try:
+        program = Traced(functools.partial(gradient, trains), arrays).program
+    except Exception as error:
+        if not needs_value(error):
+            raise
+        python = (Operation("Python that needs a value", ""),)
+        return tuple(
+            HostExplanation(leaf.path, True, (), python)
+            for (leaf, _), value in zip(pairs, values, strict=True)
+            if is_on_host(value)
+        )
+    frozen = [n for n, i in inputs.items() if is_on_host(values[i]) or pairs[i][1] is FROZEN]
+    regions = [region_of(pairs[i][1]) if not isinstance(values[i], Part) else EVERYTHING for i in trains]
+    regions += [EVERYTHING] * (len(program.outputs) - len(trains))
+    wanted = [(value, region, ALWAYS) for value, region in zip(program.outputs, regions, strict=True)]
+    with jax.ensure_compile_time_eval():
+        reads = schedule(program._replace(on_host=frozen), wanted).from_host
+    found = []
+    for n in frozen:
+        leaf, on_host = pairs[inputs[n]][0], is_on_host(values[inputs[n]])
+        by_rows = _operations(eqn for number, eqn, rows in reads if number == n and rows and on_host)
+        whole = _operations(eqn for number, eqn, rows in reads if number == n and not (rows and on_host))
+        if on_host or {operation.name for operation in whole} == {"gather"}:
+            found.append(HostExplanation(leaf.path, on_host, by_rows, whole))
+    return tuple(found)
 
 
 def _operations(eqns: Iterable[Equation]) -> tuple[Operation, ...]:

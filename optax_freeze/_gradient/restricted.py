@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
-from optax_freeze._program.function import Traced, as_array, needs_value
-from optax_freeze._program.regions import EVERYTHING, Region, Values, cast_to_vary, region_of, varies, zeros
+from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
+from optax_freeze._program.late import HostArray, LateValue
+from optax_freeze._program.regions import EVERYTHING, Region, Unread, Values, cast_to_vary, region_of, varies, zeros
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Task
-from optax_freeze._program.trace import Program, is_inexact
+from optax_freeze._program.trace import Program, flatten, is_inexact
+from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.partition import assemble
 from optax_freeze._spec.selection import RowSelection
@@ -35,6 +38,16 @@ class _InRows(NamedTuple):
     array: Any
     selection: RowSelection
     rows: Any
+
+    def unread(self, array: HostArray, rows: Any) -> LateValue:
+        """The leaf, of which only the rows are put together that are read."""
+        index, rows = self.selection, jnp.asarray(rows, self.array.dtype)
+
+        def put(array: Any, rows: Any) -> jax.Array:
+            return set_rows(index.axis, index.indices(), array, rows)
+
+        program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows))
+        return LateValue(program, program.outputs[0], Values({0: array, 1: rows}))
 
     def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
         """The selection with these numbers of dynamic rows."""
@@ -108,7 +121,8 @@ class _Call:
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves = leaves
         self.traced = Traced(fun, [x.struct if isinstance(x, _InRows) else x for x in leaves])
-        self.program = self.traced.program
+        on_host = [i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, _InRows) else x)]
+        self.program = self.traced.program._replace(on_host=on_host)
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self) -> Any:
@@ -135,14 +149,30 @@ class _Call:
             ) from error
 
     def whole(self, inputs: _Inputs) -> list[Any]:
-        """The leaves, those in rows put together."""
-        given = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
-        return [x.whole(array, *of_rows) if isinstance(x, _InRows) else array for x, array, *of_rows in given]
+        """The leaves, those in rows put together, and those in host memory unread."""
+        found = list(inputs.arrays)
+        for i, x in enumerate(self.leaves):
+            if i in self.program.on_host:
+                found[i] = self.unread(i, inputs.arrays[i], inputs.rows[i])
+            elif isinstance(x, _InRows):
+                found[i] = x.whole(inputs.arrays[i], inputs.rows[i], inputs.numbers[i])
+        return found
+
+    def unread(self, i: int, array: Any, rows: Any, was_read: bool = False) -> Unread:
+        """A leaf in host memory."""
+        leaf, on_host = self.leaves[i], HostArray(array, was_read=was_read)
+        return leaf.unread(on_host, rows) if isinstance(leaf, _InRows) else on_host
 
     def evaluate(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """The outputs of the function."""
         values = Values(dict(enumerate(whole)) | dict(zip(self.others, others, strict=True)))
         return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs]).run(values)
+
+    def differentiable(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """The outputs of the function as it was written: with ``jax.checkpoint``, which the program does not keep."""
+        left, closed = iter(others), self.traced.closed
+        consts = [next(left) if isinstance(const, Tracer) else const for const in closed.consts]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*whole)
 
     def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads."""
@@ -157,17 +187,20 @@ class _Call:
             task.run(Context(), values)
         outs = transposed.program.outputs[: transposed.outs]
         found = [values.read(x, EVERYTHING) if isinstance(x, int) else x.val for x in outs]
-        return found, (transposed, inputs.numbers, [values.read(*key) for key in stored])
+        of_host = [(inputs.arrays[i], inputs.rows[i]) for i in self.program.on_host]
+        return found, (transposed, inputs.numbers, of_host, [values.read(*key) for key in stored])
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> tuple[_Inputs]:
         """The cotangents of the inputs, given those of the outputs."""
-        transposed, numbers, arrays = residuals
+        transposed, numbers, of_host, arrays = residuals
         program, perturbed = transposed.program, transposed.perturbed
         cts = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         cts = [ct for ct in cts if ct.dtype != jax.dtypes.float0]
         values = _given(program, enumerate(cts, start=program.num_inputs - len(cts)))
         wanted = self._wanted(transposed, numbers)
         _, of_backward, stored = self._tasks(transposed, wanted)
+        for i, (array, rows) in zip(self.program.on_host, of_host, strict=True):
+            values.write_whole(i, self.unread(i, array, rows, was_read=True))
         for key, array in zip(stored, arrays, strict=True):
             values.write(*key, array)
         for task in of_backward:
@@ -204,14 +237,20 @@ class _Call:
             def of_perturbed(some: Sequence[Any]) -> Any:
                 left = iter(some)
                 filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
-                outs = self.evaluate(filled[: len(of_leaf)], filled[len(of_leaf) :])
+                outs = self.differentiable(filled[: len(of_leaf)], filled[len(of_leaf) :])
                 return [out for out, aval in zip(outs, avals, strict=True) if is_inexact(aval)], outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
             return outs, vjp(list(cotangents))
 
-        traced = Traced(value_and_vjp, [*arrays, *cotangents])
-        return _Transposed(traced.program, len(avals), perturbed)
+        given = [
+            as_argument(self.leaves[i].array if isinstance(self.leaves[i], _InRows) else self.leaves[i])
+            if isinstance(x, Unread)
+            else x
+            for i, x in enumerate(arrays)
+        ]
+        program = Traced(value_and_vjp, [*given, *cotangents]).program
+        return _Transposed(program._replace(on_host=self.program.on_host), len(avals), perturbed)
 
     def _wanted(self, transposed: _Transposed, numbers: Sequence[Any]) -> list[tuple[Any, Region, int]]:
         """The outputs and the gradients, with the regions that are wanted of them."""
@@ -232,7 +271,9 @@ class _Call:
             marked.update(task.written_numbers if depends else ())
             (of_backward if depends else of_forward).append(task)
         keys = [write for task in of_forward for write in task.writes if write is not None]
-        keys += [(number, EVERYTHING) for number in range(program.num_inputs) if number not in marked]
+        keys += [
+            (number, EVERYTHING) for number in range(program.num_inputs) if number not in {*marked, *program.on_host}
+        ]
         read = {number for task in of_backward for number in task.read_numbers}
         read |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
         return of_forward, of_backward, [key for key in keys if key[0] in read]

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from optax_freeze._errors import ASKED_FOR_A_VALUE
 from optax_freeze._program.trace import Program, flatten
 from optax_freeze._spec.layout import explicit_sharding
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory import is_on_host, to_device
 
 _TRACED = object()
 _OF_NO_VALUE = (
@@ -37,8 +37,9 @@ class Traced:
             self._flat = [_TRACED if isinstance(out, Tracer) else out for out in outs]
             return [out for out in outs if isinstance(out, Tracer)]
 
-        closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
-        self.program: Program = flatten(closed, **options)
+        self.closed = closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
+        on_host = [number for number, array in enumerate(arrays) if is_on_host(array)]
+        self.program: Program = flatten(closed, **options)._replace(on_host=on_host)
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result of the function, given the outputs of the program."""
@@ -55,6 +56,8 @@ def as_argument(value: Any) -> Any:
         value = value.update(dtype=jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
     if not is_on_host(value):
         return value
+    if isinstance(value, Tracer):
+        return jax.eval_shape(to_device, value)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
 
 

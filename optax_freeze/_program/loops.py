@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Values, covering, zeros
+from optax_freeze._program.late import Late
+from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import (
     ALWAYS,
     Context,
@@ -26,7 +28,7 @@ from optax_freeze._program.tasks import (
     one_region,
     regions_apart,
 )
-from optax_freeze._program.trace import Equation, scan_counts
+from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
 
 _MOST_SEGMENTS = 8
 
@@ -56,30 +58,42 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
     label = joined_label(wanted)
     programs = [walk.body(branch) for branch in eqn.params["branches"]]
+    on_host, available = _late_inputs(walk.late, eqn.inputs[1:])
     branches = [
         schedule(
             program,
             [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None],
             walk.log,
+            Late(program, on_host, available) if on_host else None,
+            walk.is_late,
         )
         for program in programs
     ]
+    for branch in reversed(branches):
+        _record_reads(walk, branch, eqn.inputs[1:])
     reads = [Read(eqn.inputs[0], EVERYTHING)]
     places = []
     for place, value in enumerate(eqn.inputs[1:]):
         needed = dict.fromkeys(region for branch in branches for region in branch.given.get(place, ()))
+        if place in on_host or LAZY in needed:
+            needed = dict.fromkeys([LAZY] if needed else [])
         for region in covering(list(needed), eqn.avals_in[1 + place].shape) if needed else []:
             places.append((place, region))
-            reads.append(Read(value, region))
+            reads.append(walk.read(value, region))
 
     def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
+        index, *given = operands
+        unread = {place: x for (place, _), x in zip(places, given, strict=True) if isinstance(x, Unread)}
+
         def run(branch: Schedule, *parts: Any) -> list[Any]:
-            values = Values()
-            for (place, region), part in zip(places, parts, strict=True):
-                values.write(place, region, part)
+            values = Values({place: x.inside() for place, x in unread.items()})
+            left = iter(parts)
+            for place, region in places:
+                if place not in unread:
+                    values.write(place, EVERYTHING if region is LAZY else region, next(left))
             return branch.run(values, context.inside(label))
 
-        index, *parts = operands
+        parts = [x for x in given if not isinstance(x, Unread)]
         outs = iter(jax.lax.switch(index, [functools.partial(run, branch) for branch in branches], *parts))
         return [None if region is None else next(outs) for region in regions]
 
@@ -94,6 +108,9 @@ def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
         walk.whole(eqn, wanted, without_rule=False)
         return
     _, carried = scan_counts(eqn.params)
+    if not eqn.params["length"]:
+        walk.whole(eqn, wanted, without_rule=False)
+        return
     outputs = _outputs(eqn, wanted[carried:], carried)
     carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
     labels = [joined_label([each]) for each in wanted[:carried]]
@@ -126,6 +143,9 @@ class _Loop:
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.body = walk.body(eqn.params["jaxpr"])
         self.outputs = outputs
+        on_host, self.available = _late_inputs(walk.late, eqn.inputs)
+        self.on_host = {p for p in on_host if p < self.consts or walk.late.has_rows(eqn.inputs[p])}
+        self.available -= set(range(self.consts, self.consts + self.carried))
 
     def add(self, carry: list[Region | None], labels: list[int]) -> None:
         """Adds the tasks, given what is wanted of the last carry."""
@@ -210,13 +230,16 @@ class _Segment:
             self.label = ALWAYS
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
-        self.reads: list[Read] = []
+        _record_reads(loop.walk, self.body, eqn.inputs, from_rows=last)
+        self.reads: list[Any] = []
         self.places: list[int] = []
         for place, value in enumerate(eqn.inputs):
             wanted = self.body.given.get(place, {})
             if first <= place < last:
                 region = needed[place - first]
                 reads = [] if region is None else [Read(self.starts[place - first], region)]
+            elif place in loop.on_host or LAZY in wanted:
+                reads = [loop.walk.read(value, LAZY)] if wanted else []
             elif place < first:
                 reads = [Read(value, r) for r in covering(list(wanted), eqn.avals_in[place].shape)] if wanted else []
             else:
@@ -243,7 +266,13 @@ class _Segment:
             for o in self.outputs:
                 label = self.conditions.get(o, o.label)
                 wanted.append((loop.body.outputs[loop.carried + o.place], o.region, label))
-            self.body = schedule(loop.body, wanted, loop.walk.log)
+            late = Late(loop.body, loop.on_host, loop.available) if loop.on_host else None
+            self.body = schedule(loop.body, wanted, loop.walk.log, late, loop.walk.is_late)
+            in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
+            if in_each:  # what each step would bring to the device is brought once
+                loop.on_host -= in_each
+                loop.available |= in_each
+                continue
             given = [self.body.given.get(loop.consts + k, {}) for k in range(loop.carried)]
             needed = [
                 one_region(each, aval.shape)
@@ -278,14 +307,16 @@ class _Segment:
         buffered = [o for o in self.outputs if o in self.before or o in self.conditions or self._goes_on(o)]
         stacked = [o for o in self.outputs if o not in buffered]
         buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
+        unread = {p: x for p, _, x in given if isinstance(x, Unread)}
+        given = [each for each in given if each[0] not in unread]
         whole = {p: x[0] for p, _, x in given if p >= last and x[0].shape[0] == len(self.numbers.numbers)}
 
         def step(state: Any, of_step: Any) -> Any:
             (carry, buffers), (i, rows) = state, of_step
-            values = Values()
+            values = Values({p: self._row_of(p, x, i) if p >= last else x.inside() for p, x in unread.items()})
             for place, read, x in given:
                 if place < first:
-                    values.write(place, read.region, x)
+                    values.write(place, EVERYTHING if read.region is LAZY else read.region, x)
                 elif place >= last:
                     values.write_whole(place, rows[place] if place in rows else _row(*x, i))
             for (place, read), part in zip(carried, carry, strict=True):
@@ -318,6 +349,11 @@ class _Segment:
             (carry, buffers), ys = jax.lax.scan(step, state, (i, whole), reverse=loop.reverse, unroll=unroll)
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
+
+    def _row_of(self, place: int, array: Unread, i: Any) -> Any:
+        """The row of a step of an array in host memory: read once, unless the step reads only rows of it."""
+        row, given = array.row(i), self.body.given[place]
+        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 
     def _goes_on(self, output: _Output) -> bool:
         """Whether later segments write the result, too."""
@@ -354,3 +390,141 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(buffer, row, place, 0)
 
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
+
+
+def _late_inputs(late: Late | None, inputs: Sequence[Any]) -> tuple[set[int], set[int]]:
+    """Of the operands of a loop or a branch, those that are late values, and others that are stored anyway."""
+    if late is None:
+        return set(), set()
+    on_host = {place for place, value in enumerate(inputs) if value in late}
+    return on_host, {place for place, value in enumerate(inputs) if late.is_given(value)}
+
+
+def _record_reads(walk: Any, body: Schedule, inputs: Sequence[Any], from_rows: int | None = None) -> None:
+    """Adds reads from host memory in a loop or a branch; loops read by rows from the operand ``from_rows`` on."""
+    for place, eqn, by_rows in reversed(body.from_host):
+        by_rows = by_rows or (from_rows is not None and place >= from_rows)
+        walk.from_host += [(number, eqn, by_rows) for number in walk.late.inputs_of(inputs[place])]
+
+
+def late_outputs(late: Late, eqn: Equation) -> Sequence[bool]:
+    """Which results of a loop are late: rows of them are computed from rows of its inputs, and not from its carry."""
+    consts, carried = scan_counts(eqn.params)
+    body = flatten(eqn.params["jaxpr"])
+    on_host, available = _late_inputs(late, eqn.inputs)
+    available -= set(range(consts, consts + carried))
+    inside = Late(body, on_host, available | set(_counters(eqn, body)), scalars=False)
+    return [n >= carried and value in inside for n, value in enumerate(body.outputs)]
+
+
+def late_branches(late: Late, eqn: Equation) -> Sequence[bool]:
+    """Which results of a branch are late."""
+    if not late.is_operand(eqn.inputs[0]) or eqn.params.get("branches_platforms") is not None:
+        return [False] * len(eqn.outputs)
+    on_host, available = _late_inputs(late, eqn.inputs[1:])
+    insides = [
+        (program, Late(program, on_host, available, scalars=False)) for program in map(flatten, eqn.params["branches"])
+    ]
+    found = []
+    for n in range(len(eqn.outputs)):
+        values = [(program.outputs[n], inside) for program, inside in insides]
+        any_late = any(value in inside for value, inside in values)
+        found.append(any_late and all(value in inside or inside.is_given(value) for value, inside in values))
+    return found
+
+
+def _counters(eqn: Equation, body: Program) -> dict[int, tuple[Any, Any]]:
+    """The carried numbers that count the steps: where they begin, and what each step adds."""
+    consts, carried = scan_counts(eqn.params)
+    made_by = {out: each for each in body.eqns for out in each.outputs}
+    found = {}
+    for place in range(consts, consts + carried):
+        begin, add = eqn.inputs[place], made_by.get(body.outputs[place - consts])
+        if add is None or isinstance(begin, int) or add.primitive.name != "add" or body.avals[place].shape:
+            continue
+        first, second = add.inputs
+        if first == place and not isinstance(second, int):
+            found[place] = begin.val, second.val
+    return found
+
+
+def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
+    """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
+    from optax_freeze._program.schedule import schedule
+
+    on_host, available = _late_inputs(walk.late, eqn.inputs)
+    on_host = {place for place in on_host if eqn.inputs[place] in walk.late.on_host}
+    if not on_host or eqn.has_effects:
+        return False
+    params, regions = eqn.params, []
+    for each, aval, spec in zip(wanted, eqn.avals_out, params["out_specs"], strict=True):
+        region = one_region(each, aval.shape)
+        is_cut = isinstance(region, Rows) and (len(spec) <= region.axis or spec[region.axis] is None)
+        regions.append(region if region is None or is_cut else EVERYTHING)
+    program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
+    outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
+    inner = schedule(program, outs, walk.log, Late(program, on_host, available))
+    _record_reads(walk, inner, eqn.inputs)
+    places = [place for place in range(len(eqn.inputs)) if place in inner.given]
+    reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
+
+    def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
+        def of_shards(*shards: Any) -> list[Any]:
+            return inner._replace(program=program._replace(on_host=on_host)).run(
+                Values(dict(zip(places, shards, strict=True))), context
+            )
+
+        mapped = jax.shard_map(
+            of_shards,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"][n] for n in places),
+            out_specs=[spec for spec, r in zip(params["out_specs"], regions, strict=True) if r is not None],
+            check_vma=params["check_vma"],
+            axis_names=set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]),
+        )
+        outs = iter(mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands)))
+        return [None if r is None else next(outs) for r in regions]
+
+    writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
+    walk.add(Task(eqn, reads, writes, apply, joined_label(wanted)))
+    return True
+
+
+def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
+    """Adds the tasks of some rows of a late result, numbered by values of the program; False for other regions."""
+    from optax_freeze._program.schedule import schedule
+
+    consts, carried = scan_counts(eqn.params)
+    if any(not isinstance(region, DynamicRows) or region.axis for each in wanted for region in each):
+        return False
+    program = walk.body(eqn.params["jaxpr"])
+    counters, length, reverse = _counters(eqn, program), eqn.params["length"], eqn.params["reverse"]
+    for place, each in enumerate(wanted):
+        for region in each:
+            body = schedule(program, [(program.outputs[place], EVERYTHING, ALWAYS)], is_late=True)
+            reads, places = [], []
+            for n, needed in body.given.items():
+                if n < consts or n >= consts + carried:
+                    for inner in needed if n < consts else [region]:
+                        reads.append(walk.read(eqn.inputs[n], inner))
+                        places.append((n, inner))
+
+            def apply(
+                _: Any, operands: Sequence[Any], body: Any = body, places: Any = places, rows: Any = region
+            ) -> Any:
+                def row(k: int) -> Any:
+                    values = Values()
+                    for (n, inner), x in zip(places, operands, strict=True):
+                        if n < consts:
+                            values.write(n, EVERYTHING if inner is LAZY else inner, x)
+                        else:
+                            values.write_whole(n, x[k])
+                    i = rows.indices[k]
+                    for n, (begin, step) in counters.items():
+                        values.write_whole(n, begin + step * (length - 1 - i if reverse else i).astype(np.int32))
+                    return body.run(values)[0]
+
+                return [jnp.stack([row(k) for k in range(rows.count)])]
+
+            walk.add(Task(eqn, reads, [(eqn.outputs[place], region)], apply, ALWAYS))
+    return True

@@ -6,7 +6,7 @@ numbers are values of the program. All rows are ascending. A value may be stored
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,44 @@ class _Everything(Region):
 
 
 EVERYTHING = _Everything()
+
+
+class _Lazy(Region):
+    def __repr__(self) -> str:
+        return "LAZY"
+
+
+LAZY = _Lazy()
+"""Of an array in host memory: the parts that turn out to be needed, each where it is read."""
+
+
+class Unread:
+    """An array of which parts are brought to the device, or computed, where they are read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        raise NotImplementedError
+
+    def read(self, region: Region, beside: Any = None) -> jax.Array:
+        """A region on the device; ``beside``: an array that is there before a second read of the same region."""
+        raise NotImplementedError
+
+    def rows(self, region: Region) -> "Unread":
+        """Rows along the first axis, unread."""
+        raise NotImplementedError
+
+    def row(self, i: Any) -> "Unread":
+        """One row along the first axis, without this axis, unread."""
+        raise NotImplementedError
+
+    def inside(self) -> "Unread":
+        """The same array inside a loop."""
+        raise NotImplementedError
+
+    def as_operand(self) -> Any:
+        """The array in host memory, or else on the device."""
+        return self.read(EVERYTHING)
 
 
 class _SomeRows(Region):
@@ -276,6 +314,7 @@ class Values:
 
     def __init__(self, given: dict[int, Any] | None = None) -> None:
         self._stored: dict[int, dict[Region, Any]] = {n: {EVERYTHING: x} for n, x in (given or {}).items()}
+        self.beside: Any = None  # an operand of the task that reads
 
     def write(self, number: int, region: Region, array: Any) -> None:
         """Stores a region of a value."""
@@ -292,6 +331,8 @@ class Values:
     def read(self, number: int, region: Region) -> Any:
         """A region of a value, which is stored or part of one that is."""
         stored = self._stored[number]
+        if isinstance(stored.get(EVERYTHING), Unread) and region is not LAZY:
+            return stored[EVERYTHING].read(region, self.beside)
         if region in stored:
             return stored[region]
         if EVERYTHING in stored:
@@ -307,12 +348,23 @@ class Values:
         """An array with these consecutive first-axis rows, not cut, and the number of its first row."""
         stored = self._stored[number]
         if EVERYTHING in stored:
-            return stored[EVERYTHING], 0
+            return self.read(number, EVERYTHING), 0
         for other, array in stored.items():
             positions = rows.within(other) if isinstance(other, Rows) else None
             if positions is not None:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
+
+    def unread(self, number: int) -> Unread | None:
+        """A value as an unread array, if it is one."""
+        found = self._stored[number].get(EVERYTHING)
+        return found if isinstance(found, Unread) else None
+
+    def only(self, numbers: Iterable[int]) -> "Values":
+        """The values with these numbers."""
+        new = Values()
+        new._stored = {number: dict(self._stored[number]) for number in numbers}
+        return new
 
     def drop(self, number: int) -> None:
         """Forgets a value that is not read any more."""
@@ -320,6 +372,4 @@ class Values:
 
     def copy(self) -> "Values":
         """A copy, to which values can be written that are not stored here."""
-        new = Values()
-        new._stored = {number: dict(stored) for number, stored in self._stored.items()}
-        return new
+        return self.only(self._stored)

@@ -3,34 +3,70 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from optax_freeze._program import loops
+from optax_freeze._program.fusions import Fusions
+from optax_freeze._program.late import Late, LazyRead, part_of
 from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
-from optax_freeze._program.regions import EVERYTHING, Region, is_scattered
+from optax_freeze._program.regions import (
+    EVERYTHING,
+    LAZY,
+    DynamicRows,
+    Region,
+    Rows,
+    Unread,
+    is_scattered,
+    is_whole,
+)
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
-def schedule(program: Program, outputs: Sequence[tuple[Any, Region, int]], log: Any = None) -> Schedule:
-    """The tasks that compute these regions of values, each with its label."""
-    walk = Walk(program, log)
+def schedule(
+    program: Program,
+    outputs: Sequence[tuple[Any, Region, int]],
+    log: Any = None,
+    late: Late | None = None,
+    is_late: bool = False,
+) -> Schedule:
+    """The tasks that compute these regions of values, each with its label.
+
+    ``late`` are the values that are computed where they are read, by default from the inputs in host memory.
+    ``is_late``: the program computes such a value, so slices and loops read only the rows of an array that they need.
+    """
+    if late is None and program.on_host and not is_late:
+        late = Late(program, program.on_host, range(program.num_inputs))
+    walk = Walk(program, log, late, is_late)
     for value, region, label in outputs:
         walk.want(value, region, label)
     walk.run()
-    given = {n: wanted for n, wanted in walk.wanted.items() if n < program.num_inputs or n in program.consts}
-    return Schedule(program, walk.tasks[::-1], given, [(value, region) for value, region, _ in outputs])
+    computed = {n for eqn in program.eqns for n in eqn.outputs}
+    computed.update(n for task in walk.tasks for n in task.written_numbers)
+    given = {n: wanted for n, wanted in walk.wanted.items() if n not in computed}
+    tasks, wanted = walk.tasks[::-1], [(value, region) for value, region, _ in outputs]
+    return Schedule(program, tasks, given, wanted, walk.from_host[::-1])
 
 
 class Walk:
     """The state of a walk: what is wanted of each value, and the tasks found, the last first."""
 
-    def __init__(self, program: Program, log: Any = None) -> None:
-        self.program, self.log = program, log
+    def __init__(self, program: Program, log: Any = None, late: Late | None = None, is_late: bool = False) -> None:
+        self.program, self.log, self.late, self.is_late = program, log, late, is_late
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
+        self.fused = Fusions(program)
+        self.from_host: list[tuple[int, Equation, bool]] = []
 
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
         if isinstance(value, int):
+            aval = self.program.avals[value]
+            region = EVERYTHING if aval is not None and is_whole(region, getattr(aval, "shape", ())) else region
+            if region is LAZY and not self.is_late and (self.late is None or value not in self.late):
+                region = EVERYTHING
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
 
@@ -41,10 +77,31 @@ class Walk:
 
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
+        if self.late is not None:
+            task = task._replace(reads=[self._late_read(task.eqn, read) for read in task.reads])
         self.tasks.append(task)
         for read in task.reads:
-            if read is not None:
-                self.want(read.value, read.region, task.label)
+            for value, region in () if read is None else read.wanted:
+                self.want(value, region, task.label)
+
+    def _late_read(self, eqn: Equation, read: Any) -> Any:
+        """A read of a value that is computed where it is read, if it is one."""
+        if self.late is None or not isinstance(read, Read) or read.value not in self.late:
+            return read
+        found = self.late.read(read)
+        for number, region in reversed(found.wanted):
+            if number in self.late:
+                self.from_host.append((number, eqn, self.late.is_by_rows(number, region)))
+        return found
+
+    def read(self, value: Any, region: Region) -> Read | LazyRead:
+        """The read of a region of a value; of one that is passed on unread, if it is a late one."""
+        if region is not LAZY:
+            return Read(value, region)
+        if self.late is not None:
+            return self.late.lazy(value)
+        program, leaves = part_of(self.program, value)
+        return LazyRead(program, value, leaves)
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
@@ -58,21 +115,63 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects:
                 continue
-            if eqn.primitive.name == "scan":
-                loops.scan(self, eqn, wanted)
-            elif eqn.primitive.name == "cond" and loops.cond(self, eqn, wanted):
-                pass
-            elif len(wanted) == 1 or is_apart(eqn):
+            if self.is_late and self._of_late(eqn, wanted):
+                continue
+            if self._enters(eqn, wanted):
+                continue
+            if len(wanted) == 1 or is_apart(eqn):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
                 self._several(eqn, wanted)
 
+    def _enters(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
+        """Adds the tasks of an equation with programs of its own, if they can be divided."""
+        name = eqn.primitive.name
+        if name == "scan":
+            loops.scan(self, eqn, wanted)
+            return True
+        if name == "cond":
+            return loops.cond(self, eqn, wanted)
+        return name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted)
+
+    def _of_late(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
+        """Adds the tasks of an equation that computes a late value, if they are other ones than elsewhere."""
+        name = eqn.primitive.name
+        if name == "optimization_barrier":
+            for value, out, each in zip(eqn.inputs, eqn.outputs, wanted, strict=True):
+                for region in each:
+                    self.add(Task(eqn, [Read(value, region)], [(out, region)], lambda _, operands: operands, ALWAYS))
+            return True
+        if name == "scan":
+            return loops.rows_of_scan(self, eqn, wanted)
+        [shape, *_] = [aval.shape for aval in eqn.avals_in] or [()]
+        if name not in ("slice", "dynamic_slice") or not shape or eqn.avals_out[0].shape[0] == shape[0]:
+            return False
+        if name == "slice":
+            every = Rows(0, np.arange(eqn.avals_out[0].shape[0]))
+            found = computation(eqn, [every])
+            if EVERYTHING not in wanted[0] or found is None:
+                return False
+            self._compute(eqn, found, [EVERYTHING], ALWAYS)
+            return True
+        operand, *starts = eqn.inputs
+        self.add(
+            Task(
+                eqn,
+                [self.read(operand, LAZY), *(Read(start, EVERYTHING) for start in starts)],
+                [(eqn.outputs[0], EVERYTHING)],
+                lambda _, operands: [_dynamic_slice(eqn, *operands)],
+                ALWAYS,
+            )
+        )
+        return True
+
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
         """The tasks of one result of an equation, which is computed on its own."""
         shape = getattr(eqn.avals_out[place], "shape", ())
         chosen = regions_apart(wanted, shape)
-        if EVERYTHING not in chosen and is_cheap(eqn):
+        if is_cheap(eqn) and not (EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place])):
             chosen = wanted
         elif any(is_scattered(region, shape) for region in chosen):
             chosen = {EVERYTHING: joined_label([wanted])}
@@ -117,3 +216,15 @@ class Walk:
         writes = [(number, EVERYTHING) for number in eqn.outputs]
         label = ALWAYS if eqn.has_effects else joined_label(wanted)
         self.add(Task(eqn, reads, writes, lambda _, operands: eqn.bind_all(*operands), label))
+
+
+def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
+    """A slice of an array of which only the rows are read that it has."""
+    sizes, size = eqn.params["slice_sizes"], array.shape[0]
+    if not isinstance(array, Unread):
+        return eqn.bind(array, *starts)
+    dtype = jnp.asarray(starts[0]).dtype
+    last = jnp.asarray(min(size - sizes[0], jnp.iinfo(dtype).max), dtype)
+    start = jnp.clip(starts[0], jnp.zeros((), dtype), last).astype(jnp.int32)  # in its own dtype, which may not fit
+    rows = array.read(DynamicRows(0, start + jnp.arange(sizes[0], dtype=jnp.int32)))
+    return eqn.bind(rows, jnp.zeros((), dtype), *starts[1:])

@@ -76,7 +76,12 @@ class Read(NamedTuple):
     region: Region
     in_place: bool = False
 
-    def of(self, values: Values) -> Any:
+    @property
+    def wanted(self) -> Sequence[tuple[int, Region]]:
+        """The regions of stored values that are read."""
+        return [(self.value, self.region)] if isinstance(self.value, int) else []
+
+    def of(self, values: Values, _: Any = None) -> Any:
         """What is read."""
         if not isinstance(self.value, int):
             return self.value.val
@@ -114,7 +119,7 @@ class Task(NamedTuple):
     """An operation on regions of values: ``apply(context, values that are read)`` returns those that are written."""
 
     eqn: Equation
-    reads: Sequence[Read | None]
+    reads: Sequence[Any]  # Read, or LateRead and LazyRead, or None
     writes: Sequence[tuple[int, Region] | None]
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
     label: int
@@ -122,7 +127,12 @@ class Task(NamedTuple):
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
         with self.eqn.source.scope(), self.eqn.context.manager:
-            outs = self.apply(context, [None if read is None else read.of(values) for read in self.reads])
+            operands = [read.of(values) if isinstance(read, Read) else None for read in self.reads]
+            beside = next((x for x in operands if isinstance(x, jax.Array)), None)
+            for place, read in enumerate(self.reads):
+                if read is not None and not isinstance(read, Read):
+                    operands[place] = read.of(values, beside)
+            outs = self.apply(context, operands)
         for write, out in zip(self.writes, outs, strict=True):
             if write is not None:
                 values.write(*write, out)
@@ -130,7 +140,7 @@ class Task(NamedTuple):
     @property
     def read_numbers(self) -> Iterable[int]:
         """The numbers of the values that are read."""
-        return (read.value for read in self.reads if read is not None and isinstance(read.value, int))
+        return (number for read in self.reads if read is not None for number, _ in read.wanted)
 
     @property
     def written_numbers(self) -> Iterable[int]:
@@ -145,6 +155,7 @@ class Schedule(NamedTuple):
     tasks: Sequence[Task]
     given: Mapping[int, Mapping[Region, int]]  # of inputs and constants: regions and their labels
     outputs: Sequence[tuple[Any, Region]]
+    from_host: Sequence[tuple[int, Equation, bool]] = ()  # inputs in host memory: which operation reads, some rows?
 
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
@@ -156,6 +167,11 @@ class Schedule(NamedTuple):
 
         Returns False for each value that is read under a condition, as a bool that is known only after it was read.
         """
+        from optax_freeze._program.late import HostArray
+
+        for number in self.program.on_host:
+            if values.has(number) and values.unread(number) is None:
+                values.write_whole(number, HostArray(values.read(number, EVERYTHING)))
         for number, const in self.program.consts.items():
             if not values.has(number):
                 values.write_whole(number, const)

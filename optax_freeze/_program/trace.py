@@ -7,7 +7,7 @@ as which JAX may bind ``remat``, ``checkpoint_name`` and custom derivatives.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +94,7 @@ class Program(NamedTuple):
     eqns: list[Equation]
     num_inputs: int
     outputs: list[Any]
+    on_host: Collection[int] = ()  # the inputs in host memory
 
     def add(self, aval: Any) -> int:
         """A number for a new value."""

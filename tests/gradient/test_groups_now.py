@@ -116,7 +116,7 @@ def test_rows_cost_what_their_static_spec_costs(loss, shape):
         return {"w": fz.rows(numbers) if numbers else False, "head": False}
 
     got, expected = costs(loss, groups, params, sets_of(groups), spec_of)
-    np.testing.assert_allclose(got, expected, rtol=0.03, atol=1500)  # small operations
+    np.testing.assert_allclose(got, expected, rtol=0.03, atol=3 * params["w"].size)  # zeros are joined with rows
     assert min(got) < 0.8 * max(got)
 
 

@@ -1,0 +1,32 @@
+"""Which values does a compiler store? It computes cheap operations again wherever their results are read.
+
+Rows of what is stored are cut out of it. Rows of anything else are computed from rows, because a slice would make the
+compiler store it.
+"""
+
+import collections
+
+from optax_freeze._program.operations import ELEMENTWISE, is_cheap
+from optax_freeze._program.trace import Program
+
+_ELEMENTWISE = frozenset(ELEMENTWISE.split())
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+class Fusions:
+    """What a compiler fuses: elementwise operations into the product before them, if nothing else reads it."""
+
+    def __init__(self, program: Program) -> None:
+        readers = collections.Counter(number for eqn in program.eqns for number in eqn.reads)
+        self._again: set[int] = set()
+        fused: set[int] = set()
+        for eqn in program.eqns:
+            follows = eqn.primitive.name in _ELEMENTWISE and any(value in fused for value in eqn.reads)
+            if is_cheap(eqn) and not follows:
+                self._again.update(eqn.outputs)
+            if follows or eqn.primitive.name in _PRODUCTS:
+                fused.update(number for number in eqn.outputs if readers[number] == 1)
+
+    def is_stored(self, number: int) -> bool:
+        """Whether all of a value is in memory, if all of it is wanted."""
+        return number not in self._again
