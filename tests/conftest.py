@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import functools
 import os
 import tempfile
 
@@ -22,8 +23,11 @@ import jax._src.compiler
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal
 
 import optax_freeze as fz
+from optax_freeze._precompute.flops import flops
+from optax_freeze._program.trace import scan_counts
 
 OPTIMIZED = ("tests/gradient/", "tests/precompute/", "tests/test_benchmarks.py", "tests/test_properties.py")
 LIBC = ctypes.CDLL(None)
@@ -105,6 +109,48 @@ def assert_equal_up_to_rounding(got, expected, dtype=None, roundings=16):
             np.testing.assert_allclose(a, b, rtol=0, atol=roundings * eps * largest, err_msg=row[0])
         else:
             assert row == expected_row
+
+
+def counting_flops(program):
+    """A program as a function of its inputs that counts the FLOPs of the branches taken and of all iterations."""
+
+    def call(program, operands, so_far=0):
+        jaxpr, total = program.jaxpr, jnp.int32(so_far)
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *operands], strict=True))
+        read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            operands, params, name = [read(atom) for atom in eqn.invars], eqn.params, eqn.primitive.name
+            if name == "cond":
+                branches = [functools.partial(call, branch) for branch in params["branches"]]
+                outs, total = jax.lax.switch(operands[0], branches, operands[1:], total)
+            elif name == "while":
+                test, step, n, m = (params[k] for k in ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"))
+                ofcond, ofbody, outs = operands[:n], operands[n : n + m], operands[n + m :]
+                outs, total = jax.lax.while_loop(
+                    lambda state, test=test, consts=ofcond: call(test, [*consts, *state[0]])[0][0],
+                    lambda state, step=step, consts=ofbody: call(step, [*consts, *state[0]], state[1]),
+                    (outs, total),
+                )
+            elif name == "scan":
+                n, m = scan_counts(params)
+
+                def step(state, rows, body=params["jaxpr"], consts=operands[:n], m=m):
+                    outs, total = call(body, [*consts, *state[0], *rows], state[1])
+                    return (outs[:m], total), outs[m:]
+
+                start = operands[n : n + m], total
+                (outs, total), rows = jax.lax.scan(step, start, operands[n + m :], reverse=params["reverse"])
+                outs = [*outs, *rows]
+            elif name in ("jit", "pjit"):
+                outs, total = call(params["jaxpr"], operands, total)
+            else:
+                total += flops([eqn])
+                out = eqn.primitive.bind(*operands, **params)
+                outs = out if eqn.primitive.multiple_results else [out]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars], total
+
+    return jax.jit(lambda *args: call(program, jax.tree.leaves(args))[1])
 
 
 def state_bytes(state):

@@ -1,14 +1,15 @@
 """The gradient of what trains: the dense gradient is traced, and only the wanted rows of it are computed."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from optax_freeze._program.function import Traced, as_array, needs_value
 from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of
 from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS
+from optax_freeze._program.tasks import ALWAYS, Schedule
+from optax_freeze._program.trace import Program
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
@@ -16,34 +17,91 @@ from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 
 
+class AtLeaves:
+    """``fun(params)`` as a function of the leaves that train under a plan, and of those on the host.
+
+    Attributes:
+      values: all leaves of the parameters, with their ``treedef``.
+      trains: the numbers of the leaves that train.
+      leaves: these leaves.
+      others: the other leaves on the host.
+      value_and_grad: called with ``leaves`` and ``others``, returns the value and the dense gradients of ``leaves``.
+    """
+
+    def __init__(self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool) -> None:
+        self.values, self.treedef = plan.align(params, "params")
+        self.trains = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
+        self.late = [i for i, value in enumerate(self.values) if is_on_host(value)]
+        late = [i for i in self.late if i not in self.trains]
+
+        def dense(leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+            filled = list(self.values)
+            for i, leaf in zip([*self.trains, *late], [*leaves, *others], strict=True):
+                filled[i] = leaf
+            return fun(jax.tree.unflatten(self.treedef, filled))
+
+        self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in late]
+        self.value_and_grad = jax.value_and_grad(dense, has_aux=has_aux, holomorphic=holomorphic)
+
+    def whole(self) -> tuple[Any, list[Any]]:
+        """The value and the dense gradients."""
+        return self.value_and_grad(list(map(to_device, self.leaves)), list(map(to_device, self.others)))
+
+    def trace(self) -> "TracedGradient | None":
+        """The program of :meth:`whole`; None if the function cannot be traced."""
+        arrays, structure = jax.tree.flatten((self.leaves, self.others))
+        try:
+            traced = Traced(lambda *arrays: self.value_and_grad(*jax.tree.unflatten(structure, arrays)), arrays)
+        except Exception as error:
+            if not needs_value(error):
+                raise
+            return None
+        return TracedGradient(traced, arrays, len(traced.program.outputs) - len(self.leaves))
+
+
+class TracedGradient(NamedTuple):
+    """The program of a value and of the gradients of leaves, which are its last outputs."""
+
+    traced: Traced
+    arrays: Sequence[Any]
+    of_value: int  # the number of outputs of the value
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.traced.program
+
+    @property
+    def grads(self) -> list[Any]:
+        """The numbers of the gradients."""
+        return self.program.outputs[self.of_value :]
+
+    def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> Schedule:
+        """The tasks that compute the value and these regions of gradients."""
+        value = [(number, EVERYTHING, ALWAYS) for number in self.program.outputs[: self.of_value]]
+        return schedule(self.program, [*value, *wanted])
+
+    def inputs(self) -> Values:
+        """The arrays that the program reads."""
+        return Values(dict(enumerate(map(as_array, self.arrays))))
+
+
 def value_and_grad_of_plan(
     fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool
 ) -> tuple[Any, PyTree]:
     """The value of ``fun(params)`` and its gradient with respect to what trains under a plan."""
-    values, treedef = plan.align(params, "params")
-    trains = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
-    late = [i for i, value in enumerate(values) if is_on_host(value)]
-
-    def dense(leaves: Sequence[Any], others: Sequence[Any]) -> Any:
-        filled = list(values)
-        for i, leaf in zip([*trains, *(i for i in late if i not in trains)], [*leaves, *others], strict=True):
-            filled[i] = leaf
-        return fun(jax.tree.unflatten(treedef, filled))
-
-    at_leaves = jax.value_and_grad(dense, has_aux=has_aux, holomorphic=holomorphic)
-    leaves, others = [values[i] for i in trains], [values[i] for i in late if i not in trains]
-    parts = [plan.selections[i] for i in trains]
-    found = None
-    if late or any(isinstance(selection, RowSelection) for selection in parts):
-        found = _of_rows(at_leaves, leaves, others, parts)
-    if found is None:
-        value, grads = at_leaves(list(map(to_device, leaves)), list(map(to_device, others)))
-        found = value, [taken(selection, grad) for selection, grad in zip(parts, grads, strict=True)]
-    value, grads = found
-    full: list[Any] = [_tree.HOLE] * len(values)
-    for i, grad in zip(trains, grads, strict=True):
+    at = AtLeaves(fun, plan, params, has_aux, holomorphic)
+    parts = [plan.selections[i] for i in at.trains]
+    traced = at.trace() if at.late or any(isinstance(selection, RowSelection) for selection in parts) else None
+    if traced is None:
+        value, grads = at.whole()
+        grads = [taken(selection, grad) for selection, grad in zip(parts, grads, strict=True)]
+    else:
+        value, grads = _of_rows(traced, at.leaves, parts)
+    full: list[Any] = [_tree.HOLE] * len(at.values)
+    for i, grad in zip(at.trains, grads, strict=True):
         full[i] = grad
-    return value, jax.tree.unflatten(treedef, plan.with_sources(full, values))
+    return value, jax.tree.unflatten(at.treedef, plan.with_sources(full, at.values))
 
 
 def taken(selection: Selection, grad: Any) -> Any:
@@ -51,37 +109,21 @@ def taken(selection: Selection, grad: Any) -> Any:
     return grad if isinstance(grad, Part) else selection.take(grad)
 
 
-def _of_rows(
-    at_leaves: Callable[..., Any], leaves: Sequence[Any], others: Sequence[Any], parts: Sequence[Selection]
-) -> tuple[Any, list[Any]] | None:
-    """The value and the gradient, of which only rows are computed; None if the function cannot be traced."""
-    arrays, structure = jax.tree.flatten((list(leaves), list(others)))
-
-    def at_arrays(*arrays: Any) -> Any:
-        value, grads = at_leaves(*jax.tree.unflatten(structure, arrays))
-        return value, grads
-
-    try:
-        traced = Traced(at_arrays, arrays)
-    except Exception as error:
-        if not needs_value(error):
-            raise
-        return None
-    program = traced.program
-    number = len(jax.tree.leaves(list(leaves)))
-    regions: list[Region] = [EVERYTHING] * (len(program.outputs) - number)
-    of_leaf = [
-        region_of(selection) if not isinstance(x, Part) else EVERYTHING
-        for selection, x in zip(parts, leaves, strict=True)
-    ]
-    regions += of_leaf
-    wanted = [(value, region, ALWAYS) for value, region in zip(program.outputs, regions, strict=True)]
-    outs = schedule(program, wanted).run(Values(dict(enumerate(map(as_array, arrays)))))
-    value, grads = traced.result(outs)
-    return value, [_as_part(selection, leaf, grad) for selection, leaf, grad in zip(parts, leaves, grads, strict=True)]
+def _of_rows(traced: TracedGradient, leaves: Sequence[Any], parts: Sequence[Selection]) -> tuple[Any, list[Any]]:
+    """The value and the gradient, of which only rows are computed."""
+    regions = [region_of_leaf(selection, leaf) for selection, leaf in zip(parts, leaves, strict=True)]
+    wanted = [(number, region, ALWAYS) for number, region in zip(traced.grads, regions, strict=True)]
+    value, grads = traced.traced.result(traced.schedule(wanted).run(traced.inputs()))
+    return value, [as_part(selection, leaf, grad) for selection, leaf, grad in zip(parts, leaves, grads, strict=True)]
 
 
-def _as_part(selection: Selection, leaf: Any, grad: Any) -> Any:
+def region_of_leaf(selection: Selection, leaf: Any) -> Region:
+    """The part of the gradient of a leaf that is computed; of a leaf that is a ``Part`` all of it."""
+    return EVERYTHING if isinstance(leaf, Part) else region_of(selection)
+
+
+def as_part(selection: Selection, leaf: Any, grad: Any) -> Any:
+    """The gradient of what trains of a leaf, given that of :func:`region_of_leaf`."""
     if isinstance(selection, RowSelection) and not isinstance(leaf, Part):
         return Part(grad, selection.part_index, leaf.shape)
     return taken(selection, grad)

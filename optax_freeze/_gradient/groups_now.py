@@ -1,12 +1,11 @@
 """Gradients of only those groups of ``freeze_when`` that are trainable at the current step.
 
-Which groups are frozen is known only at run time. There is one program for each set of groups that can be frozen at the
-same time, and a ``lax.switch`` selects one of them.
+Which groups are frozen is known only at run time. The dense gradient is one program, of which each operation is
+evaluated if a group that needs it is trainable now. So every set of frozen groups costs what it must.
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,22 +15,19 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._gradient.row_numbers import numbers
+from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
+from optax_freeze._program.regions import Region, region_of
+from optax_freeze._program.tasks import ALWAYS, Context, if_, new_label, read
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
 
-FrozenSet = tuple[bool, ...]
-"""One bool per group: whether it is frozen."""
-
-_MOST_SETS = 4096
-
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["frozen", "selections"], meta_fields=["names", "leaves", "sets"]
+    jax.tree_util.register_dataclass, data_fields=["frozen", "selections"], meta_fields=["names", "leaves"]
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class GroupsNow(Selector):
@@ -39,9 +35,8 @@ class GroupsNow(Selector):
 
     names: tuple[str, ...]
     leaves: tuple[Leaf, ...]
-    selections: tuple[tuple[Selection, ...], ...]  # for each group and leaf, the part that the group owns, as trainable
+    selections: tuple[tuple[Selection, ...], ...]  # of each group, then of the rest: what it owns of each leaf
     frozen: tuple[Any, ...]  # one bool or tracer per group: whether it is frozen
-    sets: tuple[FrozenSet, ...] | None  # the sets that can occur; None if there are too many to list
 
     @property
     def is_known(self) -> bool:
@@ -59,42 +54,13 @@ class GroupsNow(Selector):
             )
         return self.spec_of_set(tuple(map(bool, self.frozen))).select(leaves)
 
-    def spec_of_set(self, frozen: FrozenSet) -> ResolvedSpec:
+    def spec_of_set(self, frozen: Sequence[bool]) -> ResolvedSpec:
         """The spec of the parameters that are frozen if these groups are frozen."""
-        by_leaf = zip(*self.selections, strict=True) if self.selections else [()] * len(self.leaves)
         choices = [
-            _union(leaf, [s for s, is_frozen in zip(own, frozen, strict=True) if is_frozen])
-            for leaf, own in zip(self.leaves, by_leaf, strict=True)
+            _union(leaf, [s for s, is_frozen in zip(own, frozen, strict=False) if is_frozen])
+            for leaf, own in zip(self.leaves, zip(*self.selections, strict=True), strict=True)
         ]
         return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(choices))
-
-    def branches(self, most: int) -> list[FrozenSet]:
-        """The sets that get their own program: all that can occur, or up to ``most`` that save the most work."""
-        sizes = [self._elements(own) for own in self.selections]
-        none = (False,) * len(self.names)
-        alone = [tuple(i == n for i in range(len(sizes))) for n in range(len(sizes))]
-        sets = list(self.sets) if self.sets is not None else list(dict.fromkeys(_from_ends(len(sizes)) + alone))
-        if len(sets) <= most and self.sets is not None:
-            return sets
-        common = tuple(map(all, zip(*sets, strict=True))) if self.sets is not None else none
-        return _saving_most(sets, common, sizes, most)
-
-    def which(self, branches: Sequence[FrozenSet]) -> jax.Array:
-        """The index of the cheapest program among those that freeze no group that is trainable now."""
-        now = jnp.stack([jnp.asarray(each, bool) for each in self.frozen])
-        sizes = [self._elements(own) for own in self.selections]
-        # Ranks instead of sizes: only the order matters, and sizes would be rounded in float32.
-        saved = [sum(size for size, here in zip(sizes, each, strict=True) if here) for each in branches]
-        rank = np.argsort(np.argsort(saved, kind="stable"), kind="stable").astype(np.int32)
-        fits = jnp.all(now[None] | ~jnp.array(branches, bool).reshape(len(branches), len(sizes)), axis=1)
-        return jnp.argmax(jnp.where(fits, rank, -1))
-
-    def _elements(self, own: Sequence[Selection]) -> int:
-        return sum(
-            leaf.struct.size if isinstance(selection, DenseMask) else int(selection.elements(leaf.shape or ()))
-            for leaf, selection in zip(self.leaves, own, strict=True)
-            if leaf.shape is not None and selection is not FROZEN
-        )
 
     def __repr__(self) -> str:
         return f"fz.spec_of(<state of {len(self.names)} groups>)"
@@ -107,7 +73,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         return bool(frozen)
     if isinstance(frozen[0], RowIndex):
         axis, size = frozen[0].axis, frozen[0].size
-        found = functools.reduce(np.union1d, [numbers(index) for index in frozen if isinstance(index, RowIndex)])
+        found = functools.reduce(np.union1d, [region_of(index).numbers for index in frozen])  # type: ignore[attr-defined]
         return len(found) == size or rows(found.tolist(), axis)
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
         return len(frozen) > 1 or ~frozen[0].as_spec()
@@ -115,91 +81,133 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
     return elements(functools.reduce(jnp.logical_or, arrays))
 
 
-def _from_ends(groups: int) -> list[FrozenSet]:
-    """The sets of the first n groups and of the last n groups, for every n."""
-    first = [tuple(i < n for i in range(groups)) for n in range(groups + 1)]
-    return list(dict.fromkeys(first + [tuple(i >= n for i in range(groups)) for n in range(groups)]))
+class GradientOfGroups:
+    """The value of a function, and for each group its gradient, which is computed where it is asked for.
 
+    What several groups need is evaluated at once, each operation if one of these groups is trainable now.
 
-def _saving_most(sets: Sequence[FrozenSet], common: FrozenSet, sizes: Sequence[int], most: int) -> list[FrozenSet]:
-    """Chooses up to ``most`` sets greedily: first ``common``, which fits every set, then those that save the most.
-
-    Sets from one end of the list of groups have more weight than all others together, because layers mostly freeze in
-    order.
+    Attributes:
+      value: the value.
+      frozen: whether each group and the rest is frozen, known only after gradients of other groups have read its
+        parameters. Without this order XLA copies parameters that are updated in place.
     """
-    ordered = set(_from_ends(len(sizes)))
-    importance = np.array([len(sets) if each in ordered else 1 for each in sets])
-    matrix, weights = np.array(sets, bool), np.array(sizes, float)
-    saves = matrix @ weights
-    fits = np.array([(matrix | ~row).all(axis=1) for row in matrix])  # [candidate, set]
-    chosen, best = [common], np.full(len(sets), float(np.array(common, bool) @ weights))
-    for _ in range(most - 1):
-        gains = np.where(fits, np.maximum(saves[:, None] - best, 0) * importance, 0).sum(axis=1)
-        i = int(gains.argmax())
-        if gains[i] <= 0:
-            break
-        chosen.append(sets[i])
-        best = np.where(fits[i], np.maximum(best, saves[i]), best)
-    return chosen
+
+    def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
+        self._at, self._spec = at, spec
+        self._owners = [*(new_label() for _ in spec.names), ALWAYS]
+        owned = [
+            (number, region_of_leaf(selections[i], leaf), n)
+            for number, i, leaf in zip(traced.grads, at.trains, at.leaves, strict=True)
+            for n, selections in enumerate(spec.selections)
+            if selections[i] is not FROZEN
+        ]
+        wanted: list[tuple[Any, Region, int]] = [(number, region, self._owners[n]) for number, region, n in owned]
+        self._grads: list[list[tuple[Any, Region]]] = [
+            [(number, region) for number, region, owner in owned if owner == n] for n in range(len(self._owners))
+        ]
+        self._schedule, self._values = traced.schedule(wanted), traced.inputs()
+        self._trains = [~jnp.asarray(each) for each in spec.frozen]
+        self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
+        numbers = [{number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections]
+        self._late = [
+            self._schedule.late(label, {*range(len(traced.arrays))} - own)
+            for label, own in zip(self._owners[:-1], numbers, strict=False)
+        ]
+        late = {i for each in self._late for i in each}
+        after = self._schedule.run_except(late, self._values, self._context)
+        self.frozen = [
+            functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
+            for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
+        ]
+        outputs = [read(self._values, *output) for output in self._schedule.outputs[: traced.of_value]]
+        self.value = traced.traced.result([*outputs, *traced.grads])[0]
+
+    def of_group(self, n: int) -> list[Any]:
+        """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
+        values = self._values
+        if n < len(self._late):
+            values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)
+        grads, found = [read(values, *output) for output in self._grads[n]], [HOLE] * len(self._at.values)
+        owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
+        for i, grad in zip(owned, grads, strict=True):
+            leaf, selection = self._at.values[i], self._spec.selections[n][i]
+            grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])
+            found[i] = as_part(selection, leaf, grad)
+        return found
+
+    def tree(self) -> PyTree:
+        """The gradient of all leaves, with zeros for frozen groups."""
+        found = [HOLE] * len(self._at.values)
+        for n, own in enumerate(self._spec.selections):
+            run = functools.partial(self.of_group, n)
+            grads = if_(self._trains[n], run) if n < len(self._trains) else run()
+            for i in self._at.trains:
+                if own[i] is not FROZEN:
+                    found[i] = _joined(found[i], grads[i], own[i], self._at.values[i])
+        return jax.tree.unflatten(self._at.treedef, found)
 
 
-def sets_of(free: int, known: Sequence[FrozenSet], places: Sequence[int]) -> tuple[FrozenSet, ...] | None:
-    """The sets that can occur: one of the ``known`` sets for the groups at ``places``, any set of ``free`` others."""
-    if len(known) << free > _MOST_SETS:
-        return None
-    total, found = free + len(places), []
-    others = [i for i in range(total) if i not in places]
-    for these in known:
-        for those in itertools.product([False, True], repeat=free):
-            of_group = dict(zip([*places, *others], [*these, *those], strict=True))
-            found.append(tuple(of_group[i] for i in range(total)))
-    return tuple(found)
+def _joined(others: Any, grad: Any, selection: Selection, value: Any) -> Any:
+    """The gradient of a leaf with that of a group put to what other groups own."""
+    if selection is TRAINABLE or isinstance(value, Part):
+        return grad
+    if _tree.is_hole(others):
+        return selection.spread(grad, jnp.zeros((), grad.dtype), value) if isinstance(grad, Part) else grad
+    return selection.put(others, grad)
 
 
-def value_and_grad_of_groups(
-    at_params: Callable[..., tuple[Any, PyTree]],
-    value_of: Callable[..., Any],
+def gradient_of_groups(
+    fun: Callable[..., Any],
     spec: GroupsNow,
     make_plan: Callable[[PyTree, Any], Plan],
     params: PyTree,
-    most: int,
-) -> tuple[Any, PyTree]:
-    """Returns the value and the gradient of the groups that are trainable now, with zeros for the others.
-
-    Args:
-      at_params: called with a spec, returns the value and the gradient of the parameters that are trainable under it.
-      value_of: returns only the value, if every parameter is frozen.
-      spec: the spec of the groups.
-      make_plan: makes the plan of a spec.
-      params: the parameters.
-      most: the maximum number of programs.
-    """
-
-    def of_set(frozen: FrozenSet) -> tuple[Any, PyTree]:
-        resolved = spec.spec_of_set(frozen)
-        plan = make_plan(params, resolved)
-        values, treedef = _tree.flatten(params)
-        if plan.all_frozen:
-            value, grads = value_of(), [HOLE] * len(values)
-        else:
-            value, tree = at_params(resolved)
-            grads = _tree.flatten(tree)[0]
-        full = [
-            _full(leaf, selection, x, g)
-            for leaf, selection, x, g in zip(plan.leaves, plan.selections, values, grads, strict=True)
-        ]
-        return value, jax.tree.unflatten(treedef, full)
-
+    has_aux: bool,
+    holomorphic: bool = False,
+) -> GradientOfGroups | None:
+    """The gradient of ``fun(params)`` for each group; None if the function cannot be traced."""
     _refuse_constant_rows(spec, params)
+    at = AtLeaves(fun, make_plan(params, spec.spec_of_set(())), params, has_aux, holomorphic)
+    traced = at.trace()
+    return None if traced is None else GradientOfGroups(at, traced, spec)
+
+
+def value_and_grad_of_groups(
+    fun: Callable[..., Any],
+    spec: GroupsNow,
+    make_plan: Callable[[PyTree, Any], Plan],
+    params: PyTree,
+    has_aux: bool,
+    holomorphic: bool,
+) -> tuple[Any, PyTree]:
+    """The value of ``fun(params)`` and the gradient of the groups that are trainable now, with zeros for the others."""
     if spec.is_known:
-        return of_set(tuple(map(bool, spec.frozen)))
-    branches = spec.branches(most)
-    programs = [functools.partial(of_set, each) for each in branches]
-    value, grads = jax.lax.switch(spec.which(branches), programs) if len(programs) > 1 else programs[0]()
-    if spec.sets and len(spec.sets) == len(branches):
-        return value, grads
-    values, treedef = _tree.flatten(grads)  # a program may also have computed gradients of frozen groups
+        _refuse_constant_rows(spec, params)
+        plan = make_plan(params, spec.spec_of_set(tuple(map(bool, spec.frozen))))
+        return _of_known(fun, plan, params, has_aux, holomorphic)
+    found = gradient_of_groups(fun, spec, make_plan, params, has_aux, holomorphic)
+    if found is not None:
+        return found.value, found.tree()
+    whole = make_plan(params, spec.spec_of_set(()))
+    value, grads = value_and_grad_of_plan(fun, whole, params, has_aux, holomorphic)
+    values, treedef = _tree.flatten(grads)
     return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
+
+
+def _of_known(
+    fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool
+) -> tuple[Any, PyTree]:
+    """The value and the gradient of what trains under a plan, with zeros for the rest."""
+    values, treedef = _tree.flatten(params)
+    if plan.all_frozen:
+        value, grads = fun(params), [HOLE] * len(values)
+    else:
+        value, tree = value_and_grad_of_plan(fun, plan, params, has_aux, holomorphic)
+        grads = _tree.flatten(tree)[0]
+    full = [
+        _full(leaf, selection, x, g)
+        for leaf, selection, x, g in zip(plan.leaves, plan.selections, values, grads, strict=True)
+    ]
+    return value, jax.tree.unflatten(treedef, full)
 
 
 def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
@@ -221,9 +229,9 @@ def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
 
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:
-    """Replaces the gradients of frozen groups by zeros; ``own`` contains the selections of each group."""
+    """Replaces the gradients of frozen groups by zeros; ``own``: the selections of each group and of the rest."""
     new = list(values)
-    for is_frozen, selections in zip(frozen, own, strict=True):
+    for is_frozen, selections in zip(frozen, own, strict=False):
         for i, selection in enumerate(selections):
             if selection is not FROZEN:
                 zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), jnp.result_type(x)), x), new[i])
@@ -233,11 +241,11 @@ def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[
 
 def _full(leaf: Leaf, selection: Selection, value: Any, grad: Any) -> Any:
     """Expands the gradient of a leaf to the leaf's shape."""
-    if not leaf.inexact or isinstance(value, Part):
+    if not leaf.inexact:
         return grad
     if selection is FROZEN:
-        return jnp.where(True, jnp.zeros((), jnp.result_type(value)), value)
-    if isinstance(grad, Part):
+        return jax.tree.map(lambda x: jnp.where(True, jnp.zeros((), jnp.result_type(x)), x), value)
+    if isinstance(grad, Part) and not isinstance(value, Part):
         zero = jnp.zeros((), grad.dtype)
         return jnp.where(True, selection.spread(grad, zero, value), value)
     return grad

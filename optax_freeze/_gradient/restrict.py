@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
-from optax_freeze._errors import described, is_int, type_error, value_error, whole_number
+from optax_freeze._errors import described, is_int, type_error, value_error
 from optax_freeze._gradient.gradient import value_and_grad_of_plan
 from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
 from optax_freeze._gradient.restricted import call_restricted
@@ -77,7 +77,6 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[Concatenate[Tree, P], tuple[T, Tree]]: ...
 @overload
 def value_and_grad(
@@ -87,7 +86,6 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[P, tuple[T, PyTree]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
@@ -96,13 +94,12 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Like ``jax.value_and_grad``, but differentiates only with respect to the trainable parameters.
 
     If ``frozen`` is the spec of a :func:`optax_freeze.freeze_when` state (from :func:`optax_freeze.spec_of`), only the
-    groups that are trainable at this step are differentiated: there is one program for each set of groups that can be
-    frozen at the same time, and the state selects one of them at run time. Gradients of frozen groups are zeros.
+    groups that are trainable at this step are differentiated: each operation of the gradient is evaluated if a group
+    that needs it is trainable. Gradients of frozen groups are zeros.
 
     Args:
       fun: the function to differentiate. It returns a scalar, or a pair of a scalar and auxiliary data if ``has_aux``.
@@ -110,8 +107,6 @@ def value_and_grad(
       argnums: the position of the parameters among the arguments of ``fun``.
       has_aux: whether ``fun`` returns a pair.
       holomorphic: as in ``jax.value_and_grad``.
-      branches: the maximum number of programs for the groups of ``freeze_when``. If more sets of frozen groups can
-        occur, some sets use a program that also differentiates groups that are frozen at this step.
 
     Returns:
       A function with the arguments of ``fun``, called with the full tree of parameters. It returns the value (with the
@@ -119,9 +114,9 @@ def value_and_grad(
       ``optax.MaskedNode()`` for frozen leaves. :func:`optax_freeze.freeze` and every Optax transformation accept it.
 
     Raises:
-      TypeError: if ``fun`` is not a function, or ``branches`` is not an int.
-      ValueError: if ``argnums`` is not a single int, or ``branches`` is less than 1; when called, if ``argnums`` is out
-        of range, if the spec does not fit the parameters, or if every parameter is frozen.
+      TypeError: if ``fun`` is not a function.
+      ValueError: if ``argnums`` is not a single int; when called, if ``argnums`` is out of range, if the spec does not
+        fit the parameters, or if every parameter is frozen.
 
     Example:
       >>> import optax_freeze as fz
@@ -140,8 +135,6 @@ def value_and_grad(
             fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
         )
 
-    most = whole_number("branches", branches, least=1, fix="branches=16")
-
     @functools.wraps(fun)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         if not -len(args) <= argnums < len(args):
@@ -153,22 +146,14 @@ def value_and_grad(
                 fix="pass the parameters by position, not by keyword",
             )
         i = argnums % len(args)
-        if isinstance(frozen, GroupsNow):
-            return value_and_grad_of_groups(
-                lambda spec: value_and_grad(fun, spec, argnums, has_aux, holomorphic=holomorphic)(*args, **kwargs),
-                lambda: fun(*args, **kwargs),
-                frozen,
-                make_plan,
-                args[i],
-                most,
-            )
-        plan = _something_trains(args[i], frozen)
 
         def of_params(params: PyTree) -> Any:
             with_params: Any = (*args[:i], params, *args[i + 1 :])
             return fun(*with_params, **kwargs)
 
-        return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
+        if isinstance(frozen, GroupsNow):
+            return value_and_grad_of_groups(of_params, frozen, make_plan, args[i], has_aux, holomorphic)
+        return value_and_grad_of_plan(of_params, _something_trains(args[i], frozen), args[i], has_aux, holomorphic)
 
     return value_and_grad_fn
 
@@ -181,7 +166,6 @@ def grad(
     has_aux: Literal[False] = False,
     *,
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[Concatenate[Tree, P], Tree]: ...
 @overload
 def grad(
@@ -191,7 +175,6 @@ def grad(
     *,
     has_aux: Literal[True],
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[Concatenate[Tree, P], tuple[Tree, Aux]]: ...
 @overload
 def grad(
@@ -201,7 +184,6 @@ def grad(
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
@@ -210,7 +192,6 @@ def grad(
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
-    branches: int = 16,
 ) -> Callable[..., Any]:
     """Like ``jax.grad``, but differentiates only with respect to the trainable parameters.
 
@@ -220,7 +201,6 @@ def grad(
       argnums: the position of the parameters among the arguments of ``fun``.
       has_aux: whether ``fun`` returns a pair.
       holomorphic: as in ``jax.grad``.
-      branches: the maximum number of programs for the groups of ``freeze_when``, as in :func:`value_and_grad`.
 
     Returns:
       A function with the arguments of ``fun``, called with the full tree of parameters. It returns the gradient as
@@ -235,7 +215,7 @@ def grad(
       >>> fz.grad(lambda p: p["encoder"] * p["head"], "encoder")(params)
       {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)}
     """
-    both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic, branches=branches)
+    both = value_and_grad(fun, frozen, argnums, has_aux, holomorphic=holomorphic)
 
     @functools.wraps(fun)
     def grad_fn(*args: Any, **kwargs: Any) -> Any:

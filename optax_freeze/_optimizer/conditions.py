@@ -1,9 +1,6 @@
 """When a group is frozen: functions of the step, for :func:`optax_freeze.freeze_when`, and what conditions say."""
 
-import collections
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error, value_error, whole_number
-from optax_freeze._optimizer.convergence import Converged, calls_of, initial_stats, stats_of
+from optax_freeze._optimizer.convergence import initial_stats, stats_of
 from optax_freeze._spec.selectors import distinct
 
 Condition: TypeAlias = Callable[..., Any]
@@ -137,45 +134,6 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition
     """
     every = _whole("every", every, 1)
     return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
-
-
-def occurring(conditions: Sequence[Any]) -> list[tuple[bool, ...]] | None:
-    """What these conditions say together, each combination once, in order; None if one cannot be listed.
-
-    Conditions of the step change at known steps, and a call of ``freeze_converged`` freezes its groups in their order,
-    but for the last. What a function says is not known.
-    """
-    by_step, by_call = [], calls_of(conditions)
-    for i, condition in enumerate(conditions):
-        if isinstance(condition, (_UnfreezeAt, _FreezeAt, _Alternate)):
-            by_step.append(i)
-        elif not isinstance(condition, Converged):
-            return None
-    of_steps = _occurring_in_steps([conditions[i] for i in by_step])
-    if of_steps is None or len(of_steps) * math.prod(map(len, by_call)) > _MOST_STEPS:
-        return None
-    choices = [[dict(zip(by_step, says, strict=True)) for says in of_steps]]
-    for groups in by_call:
-        choices.append([{i: place < number for place, i in enumerate(groups)} for number in range(len(groups))])
-    together = (collections.ChainMap(*each) for each in itertools.product(*choices))
-    return [tuple(says[i] for i in range(len(conditions))) for says in together]
-
-
-def _occurring_in_steps(conditions: Sequence[Any]) -> list[tuple[bool, ...]] | None:
-    changes = sorted({0, *(c.at for c in conditions if isinstance(c, (_UnfreezeAt, _FreezeAt)))})
-    turns = [condition for condition in conditions if isinstance(condition, _Alternate)]
-    cycle = math.lcm(*(2 * turn.period for turn in turns))
-    if sum(cycle // turn.period for turn in turns) * len(changes) > _MOST_STEPS:
-        return None
-    steps = set(changes)
-    for start, stop in zip(changes, [*changes[1:], changes[-1] + cycle], strict=True):
-        for turn in turns:
-            first = start + (-(start + turn.offset)) % turn.period
-            steps.update(range(first, min(stop, start + cycle), turn.period))
-    return list(dict.fromkeys(tuple(bool(c(step)) for c in conditions) for step in sorted(steps)))
-
-
-_MOST_STEPS = 100_000
 
 
 def check(name: str, condition: Condition) -> None:

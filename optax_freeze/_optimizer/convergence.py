@@ -7,7 +7,7 @@ only for groups whose condition asks for them. What is frozen in an update follo
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -217,7 +217,7 @@ def next_stats(
     stats: Sequence[Any],
     frozen: Sequence[Any],
     step: jax.Array,
-    gradient: Callable[[int], PyTree],
+    norms: Sequence[Any],
 ) -> list[Any]:
     """The statistics of all groups after an update.
 
@@ -226,14 +226,14 @@ def next_stats(
       stats: those before the update, and whatever stands in their place for groups that have none.
       frozen: whether each group was frozen in the update.
       step: the number of updates before it.
-      gradient: called with the number of a group, gives its gradient.
+      norms: the norms of the gradients, of those groups that have statistics and were trainable.
     """
     new = list(stats)
     for i, condition in enumerate(conditions):
         kind = stats_of(condition)
         if kind is None:
             continue
-        old, norm = kind(*jax.tree.leaves(stats[i])), _norm(gradient(i))
+        old, norm = kind(*jax.tree.leaves(stats[i])), norms[i]
         trained = ~jnp.asarray(frozen[i])
         if isinstance(old, Interval):
             old = old._replace(converged=~trained)
@@ -251,7 +251,7 @@ def next_stats(
     return new
 
 
-def _norm(gradient: PyTree) -> jax.Array:
+def global_norm(gradient: PyTree) -> jax.Array:
     """The global norm in float32."""
     squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(gradient)]
     return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))

@@ -197,9 +197,8 @@ def freeze(
         return update(full_updates, updates, state, params, extra_args)
 
     def update_params_fn(
-        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any], frozen: None
+        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        del frozen  # it is in the plan
         updates, state = update(False, grads, state, params, extra_args)
         return add_updates(params, updates, plan_of(state).selections), state
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._gradient.groups_now import zeroed
+from optax_freeze._gradient.groups_now import GradientOfGroups, zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check
-from optax_freeze._optimizer.convergence import in_order, initial_stats, next_stats, stats_of
+from optax_freeze._optimizer.convergence import global_norm, in_order, initial_stats, next_stats, stats_of
 from optax_freeze._optimizer.given_groups import Group, parse_groups
 from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
 from optax_freeze._optimizer.inner_update import parts_outside
@@ -136,35 +136,37 @@ def freeze_when(
         return FreezeWhenState(jnp.zeros([], jnp.int32), spec, of_groups, rest_state, coupled_state)
 
     def update(
-        of_groups: Any,
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None,
-        extra_args: dict[str, Any],
-        known: Any = None,
+        of_groups: Any, updates: Any, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
         state = _with_plans(state, updates if params is None else params, given, accepted)
         plans = plans_of(state)
-        values, treedef, missing = plans.whole.align_gradients(updates, params, _ALL_GRADIENTS)
-        olds, params_treedef = [None] * len(values), None
+        olds, params_treedef, missing = [None] * len(plans.leaves), None, frozenset()
         if params is not None:
             olds, params_treedef = plans.whole.align(params, "params")
+        frozen = list(frozen_groups(state).values())
+        if isinstance(updates, GradientOfGroups) and coupled is not None:
+            updates = updates.tree()
+        if isinstance(updates, GradientOfGroups):
+            values, treedef, of_group, after = olds, params_treedef, updates.of_group, updates.frozen
+        else:
+            values, treedef, missing = plans.whole.align_gradients(updates, params, _ALL_GRADIENTS)
+            of_group, after = None, [*frozen, False]
         call = UpdateCall(treedef, values, params, olds, params_treedef, extra_args, missing)
         group_states = [state.groups[name] for name in plans.names]  # jit sorts the keys of a dict
-        frozen = list(frozen_groups(state).values() if known is None else known)
         grads, coupled_state = values, state.coupled_state
         if coupled is not None:
-            grads = zeroed(values, frozen, [plan.selections for plan in plans.plans[: len(frozen)]])
+            grads = zeroed(values, frozen, [plan.selections for plan in plans.plans])
             grads, coupled_state = call.run(coupled, plans.whole, coupled_state, grads, False)
+
+        def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
+            own = values if of_group is None else of_group(n)
+            has_stats = n < len(plans.names) and stats_of(plans.conditions[n]) is not None
+            norm = global_norm(plans.plans[n].trainable(treedef, own)) if has_stats else jnp.zeros([], jnp.float32)
+            return grads if of_group is None else own, norm
+
         states = [*(group.inner_state for group in group_states), state.rest_state]
-        new, [*states, rest_state] = of_groups(call, inner, plans, states, grads, [*frozen, False])
-        stats = next_stats(
-            plans.conditions,
-            [group.frozen for group in group_states],
-            frozen,
-            state.step,
-            lambda i: plans.plans[i].trainable(treedef, values),
-        )
+        new, [*states, rest_state], norms = of_groups(call, inner, plans, states, gradient, after)
+        stats = next_stats(plans.conditions, [group.frozen for group in group_states], frozen, state.step, norms)
         by_name = {
             name: group_state._replace(frozen=its, inner_state=inner_state)
             for name, group_state, its, inner_state in zip(plans.names, group_states, stats, states, strict=True)
@@ -178,9 +180,9 @@ def freeze_when(
         return update(UpdateCall.updates, updates, state, params, extra_args)
 
     def update_params_fn(
-        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any], frozen: Sequence[Any] | None
+        grads: PyTree | GradientOfGroups, state: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        return update(UpdateCall.new_params, grads, state, params, extra_args, frozen)
+        return update(UpdateCall.new_params, grads, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, with_update_params(update_fn, update_params_fn))
 

@@ -1,9 +1,10 @@
 """One update of the groups of ``freeze_when``: to the updates of all leaves, or to new parameters."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
@@ -14,6 +15,9 @@ from optax_freeze._spec.partition import updated
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree
+
+GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
+"""Called with the number of a group: the gradient of its leaves, in a list of all leaves, and its norm."""
 
 
 class UpdateCall(NamedTuple):
@@ -31,44 +35,48 @@ class UpdateCall(NamedTuple):
     missing: frozenset[int] = frozenset()
 
     def updates(
-        self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], grads: Sequence[Any], frozen: Sequence[Any]
-    ) -> tuple[PyTree, list[PyTree]]:
-        """The updates of all leaves, and the state of each group."""
-        runs = [
-            self.run(tx, plan, state, grads, is_frozen)
-            for plan, state, is_frozen in zip(plans.plans, states, frozen, strict=True)
-        ]
+        self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
+    ) -> tuple[PyTree, list[PyTree], list[Any]]:
+        """The updates of all leaves, and the state and the gradient norm of each group."""
+        runs = []
+        for n, (plan, state, is_frozen) in enumerate(zip(plans.plans, states, frozen, strict=True)):
+            grads, norm = gradient(n)
+            runs.append((*self.run(tx, plan, state, grads, is_frozen), norm))
         new = [
             zero(leaf, value, old)
             if selection is FROZEN or i in self.missing
-            else plans.merge(i, [parts[i] for parts, _ in runs], value if old is None else old)
+            else plans.merge(i, [parts[i] for parts, *_ in runs], value if old is None else old)
             for i, (leaf, selection, value, old) in enumerate(
                 zip(plans.leaves, plans.whole.selections, self.values, self.olds, strict=True)
             )
         ]
         new = plans.whole.with_sources(new, self.values)
-        return jax.tree.unflatten(self.treedef, new), [state for _, state in runs]
+        return jax.tree.unflatten(self.treedef, new), [state for _, state, _ in runs], [norm for *_, norm in runs]
 
     def new_params(
-        self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], grads: Sequence[Any], frozen: Sequence[Any]
-    ) -> tuple[PyTree, list[PyTree]]:
-        """The new parameters, and the state of each group; groups that share a leaf add to it in turn."""
-        new, new_states = list(self.olds), []
-        for plan, state, is_frozen in zip(plans.plans, states, frozen, strict=True):
+        self, tx: Any, plans: GroupPlans, states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
+    ) -> tuple[PyTree, list[PyTree], list[Any]]:
+        """The new parameters, and the state and the gradient norm of each group; what is frozen is not computed.
+
+        Groups that share a leaf add to it in turn.
+        """
+        new, new_states, norms = list(self.olds), [], []
+        for n, (plan, state, is_frozen) in enumerate(zip(plans.plans, states, frozen, strict=True)):
             own = [i for i, s in enumerate(plan.selections) if s is not FROZEN and i not in self.missing]
 
-            def step(carry: Any, plan: Plan = plan, own: Sequence[int] = own) -> Any:
-                leaves = list(self.olds)
+            def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own) -> Any:
+                leaves, (grads, norm) = list(self.olds), gradient(n)
                 for i, leaf in zip(own, carry[0], strict=True):
                     leaves[i] = leaf
                 changes, state = self._replace(olds=leaves).run(tx, plan, carry[1], grads, False)
-                return [updated(leaves[i], changes[i], plan.selections[i]) for i in own], state
+                return [updated(leaves[i], changes[i], plan.selections[i]) for i in own], state, norm
 
-            leaves, state = unless(is_frozen, step, ([new[i] for i in own], state))
+            leaves, state, norm = unless(is_frozen, step, ([new[i] for i in own], state, jnp.zeros([], jnp.float32)))
             for i, leaf in zip(own, leaves, strict=True):
                 new[i] = leaf
             new_states.append(state)
-        return jax.tree.unflatten(self.params_treedef, new), new_states
+            norms.append(norm)
+        return jax.tree.unflatten(self.params_treedef, new), new_states, norms
 
     def run(self, tx: Any, plan: Plan, state: PyTree, grads: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
         """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""

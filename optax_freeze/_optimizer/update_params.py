@@ -4,12 +4,13 @@ What a transformation returns are updates, and those of frozen parameters are ze
 added. Here the transformation adds its updates itself, where it knows how.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from optax_freeze._errors import described, type_error
+from optax_freeze._gradient.groups_now import GradientOfGroups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import apply_updates
@@ -58,17 +59,14 @@ def update_params(
       >>> params
       {'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}
     """
-    return update_where_frozen(tx, grads, state, params, None, extra_args)
+    return apply_gradients(tx, grads, state, params, extra_args)
 
 
-def update_where_frozen(
-    tx: Any, grads: PyTree, state: PyTree, params: PyTree, frozen: Sequence[Any] | None, extra_args: Any = None
+def apply_gradients(
+    tx: Any, grads: Any, state: PyTree, params: PyTree, extra_args: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    """Updates the parameters as :func:`update_params` does.
-
-    ``frozen`` says of each group of ``freeze_when`` whether it is frozen, where that is known better than by the state.
-    """
-    transformation, extra_args = as_transformation(tx, _CALL, other=grads), extra_args or {}
+    """:func:`update_params`, which :func:`optax_freeze.freeze_when` also does with gradients not yet computed."""
+    transformation = as_transformation(tx, _CALL, other=grads)
     if params is None:
         raise type_error(
             "fz.update_params needs the parameters",
@@ -78,17 +76,23 @@ def update_where_frozen(
             fix="pass the parameters; only tx.update works without them",
         )
     treedef = _tree.flatten(params)[1]
-    if _tree.flatten_beside(treedef, grads)[1] != treedef:
+    if not isinstance(grads, GradientOfGroups) and _tree.flatten_beside(treedef, grads)[1] != treedef:
         _tree.refuse_other_structure(grads, params, "grads", f"pass the arguments in this order: {_CALL}")
     update: Any = getattr(transformation.update, "update_params", None)
     if update is not None:
-        return update(grads, state, params, extra_args, frozen)
-    updates, state = transformation.update(grads, state, params, **extra_args)
+        return update(grads, state, params, extra_args)
+    plain_update: Any = transformation.update
+    updates, state = plain_update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
 
+def updates_in_place(tx: Any) -> bool:
+    """Whether a transformation adds its updates itself."""
+    return hasattr(as_transformation(tx, _CALL).update, "update_params")
+
+
 def with_update_params(update: Any, update_params: Callable[..., Any]) -> Any:
-    """An update function with its other form, ``(grads, state, params, extra_args, frozen) -> (params, state)``.
+    """An update function with its other form, ``(grads, state, params, extra_args) -> (params, state)``.
 
     It is an attribute of the function, and not of the transformation: it stays wherever the function is used, and is
     gone wherever another one is put around it.

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import is_number
-from optax_freeze._gradient.split_array import varies
 from optax_freeze._optimizer.inner_update import negative_zero, zero
+from optax_freeze._program.regions import cast_to_vary, varies
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.tree import Leaf, PyTree
 
@@ -49,7 +49,7 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
 
     def once(carry: Any) -> Any:
         # A constant, or XLA would copy the carry; inside `jax.shard_map` it varies over devices as `frozen` does.
-        return jnp.ones_like(carry[0]), step(carry[1])
+        return jnp.ones_like(carry[0]), jax.tree.map(_varying_as, step(carry[1]), carry[1])
 
     start: Any = (frozen, carry)
     return jax.lax.while_loop(lambda carry: ~carry[0], once, start)[1]
@@ -62,11 +62,13 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     what is equal on all devices before the step may vary after it.
     """
     old = jnp.asarray(old, new.dtype) if is_number(old) else old
-    axes = tuple(sorted((varies(new) | varies(frozen)) - varies(old)))
-    if axes:
-        lax: Any = jax.lax  # `pcast` is newer than the oldest supported JAX
-        old = lax.pcast(old, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(old, axes)
+    old = cast_to_vary(old, varies(jax.typeof(new)) | varies(jax.typeof(frozen)))
     return old if old.dtype == new.dtype else old.astype(new.dtype)
+
+
+def _varying_as(new: Any, old: Any) -> Any:
+    """A value that varies over devices, inside ``jax.shard_map``, where another one does."""
+    return cast_to_vary(new, varies(jax.typeof(old)))
 
 
 def _filled(like: Any, value: Any, shape: Any) -> jax.Array:

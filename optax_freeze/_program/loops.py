@@ -17,7 +17,17 @@ from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._program.late import Late
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
-from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task, joined_label, new_label, one_region
+from optax_freeze._program.tasks import (
+    ALWAYS,
+    Context,
+    Read,
+    Schedule,
+    Task,
+    joined_label,
+    new_label,
+    one_region,
+    regions_apart,
+)
 from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
 
 _MOST_SEGMENTS = 8
@@ -111,15 +121,14 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output
     """What is wanted of each stacked result, in the regions in which it will be stored."""
     everything, found = Rows(0, np.arange(eqn.params["length"])), []
     for place, each in enumerate(wanted):
-        shape, label = eqn.avals_out[carried + place].shape, functools.reduce(operator.or_, each.values(), 0)
-        chosen = covering(list(each), shape)
+        chosen = regions_apart(each, eqn.avals_out[carried + place].shape)
         if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "offset", 0) for r in chosen):
-            chosen = [EVERYTHING]
-        for region in chosen:
+            chosen = {EVERYTHING: joined_label([each])}
+        for region, label in chosen.items():
             if isinstance(region, Rows) and region.axis == 0:
                 found.append(_Output(place, EVERYTHING, region, region, label))
             elif region.axis == 0:
-                found.append(_Output(place, EVERYTHING, everything, region, each.get(region, label)))
+                found.append(_Output(place, EVERYTHING, everything, region, label))
             else:
                 found.append(_Output(place, region.inside(), everything, region, label))
     return found

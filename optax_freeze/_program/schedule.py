@@ -18,11 +18,10 @@ from optax_freeze._program.regions import (
     Region,
     Rows,
     Unread,
-    covering,
     is_scattered,
     is_whole,
 )
-from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region
+from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
@@ -171,13 +170,12 @@ class Walk:
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
         """The tasks of one result of an equation, which is computed on its own."""
         shape = getattr(eqn.avals_out[place], "shape", ())
-        chosen = covering(list(wanted), shape)
+        chosen = regions_apart(wanted, shape)
         if is_cheap(eqn) and not (EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place])):
-            chosen = list(wanted)
+            chosen = wanted
         elif any(is_scattered(region, shape) for region in chosen):
-            chosen = [EVERYTHING]
-        for region in chosen:
-            label = label_of(wanted, region, chosen)
+            chosen = {EVERYTHING: joined_label([wanted])}
+        for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = None if region is EVERYTHING and not is_apart(eqn) else computation(eqn, regions)
             if found is None:
@@ -218,12 +216,6 @@ class Walk:
         writes = [(number, EVERYTHING) for number in eqn.outputs]
         label = ALWAYS if eqn.has_effects else joined_label(wanted)
         self.add(Task(eqn, reads, writes, lambda _, operands: eqn.bind_all(*operands), label))
-
-
-def label_of(wanted: Wanted, region: Region, chosen: Sequence[Region]) -> int:
-    """The label of one of the regions in which a value is computed."""
-    alone = wanted.get(region, 0) if len(chosen) > 1 and all(each in wanted for each in chosen) else None
-    return joined_label([wanted]) if alone is None else alone
 
 
 def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:

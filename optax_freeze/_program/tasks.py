@@ -8,12 +8,13 @@ and those of larger sets come first.
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, covering, zeros
 from optax_freeze._program.trace import Equation, Program
@@ -36,6 +37,30 @@ Wanted = Mapping[Region, int]
 def joined_label(wanted: Sequence[Wanted]) -> int:
     """The label of a task that computes all that is wanted."""
     return functools.reduce(operator.or_, [label for each in wanted for label in each.values()], 0)
+
+
+def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
+    """The regions in which a value is computed, with their labels: :func:`covering`, for each label on its own.
+
+    Where regions of different labels overlap, they are computed together.
+    """
+    labels = {label: [region for region, other in wanted.items() if other == label] for label in wanted.values()}
+    apart = [(region, label) for label, regions in labels.items() for region in covering(regions, shape)]
+    if len(labels) == 1 or not _overlap([region for region, _ in apart], shape):
+        return dict(apart)
+    together = covering(list(wanted), shape)
+    if len(together) > 1 and all(region in wanted for region in together):
+        return {region: wanted[region] for region in together}
+    return dict.fromkeys(together, joined_label([wanted]))
+
+
+def _overlap(regions: Sequence[Region], shape: Sequence[int]) -> bool:
+    """Whether two regions have elements in common, as far as it is known."""
+    if EVERYTHING in regions or len({region.axis for region in regions}) > 1:
+        return True
+    known = [np.zeros(0, np.int64), *(region.numbers for region in regions if isinstance(region, Rows))]
+    numbers = np.concatenate(known)
+    return len(np.unique(numbers)) < len(numbers) or sum(region.share(shape) for region in regions) > 1.001
 
 
 def one_region(wanted: Iterable[Region], shape: Sequence[int]) -> Region | None:
@@ -74,8 +99,16 @@ class Context(NamedTuple):
 
     def holds(self, label: int) -> Any:
         """Whether one of the conditions of a label holds."""
-        found = [holds for bit, holds in self.conditions.items() if bit & label]
-        return functools.reduce(jnp.logical_or, found)
+        return self.each_holds([label])[label]
+
+    def each_holds(self, labels: Iterable[int]) -> dict[int, Any]:
+        """:meth:`holds` for several labels; each begins with the largest one that it contains."""
+        found: dict[int, Any] = {}
+        for label in sorted(labels, key=int.bit_count):
+            largest = max((each for each in found if each | label == label), key=int.bit_count, default=0)
+            others = [holds for bit, holds in self.conditions.items() if bit & label & ~largest]
+            found[label] = functools.reduce(jnp.logical_or, [*([found[largest]] if largest else []), *others])
+        return found
 
     def inside(self, label: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this label."""
@@ -126,6 +159,14 @@ class Schedule(NamedTuple):
 
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
+        self.run_except((), values, context)
+        return [read(values, *output) for output in self.outputs]
+
+    def run_except(self, late: Collection[int], values: Values, context: Context) -> dict[int, Any]:
+        """Evaluates the tasks, given the inputs, except those at these positions.
+
+        Returns False for each value that is read under a condition, as a bool that is known only after it was read.
+        """
         from optax_freeze._program.late import HostArray
 
         for number in self.program.on_host:
@@ -135,14 +176,47 @@ class Schedule(NamedTuple):
             if not values.has(number):
                 values.write_whole(number, const)
         kept = {value for value, _ in self.outputs if isinstance(value, int)}
+        kept.update(number for i in late for number in self.tasks[i].read_numbers)
         sets: dict[int, list[Task]] = {}
-        for task in self.tasks:
-            sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
+        for i, task in enumerate(self.tasks):
+            if i not in late:
+                sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
+        conditions, after = context.each_holds(sets), {}
         for label in sorted(sets, key=lambda label: -label.bit_count()):
             others = [task for each, tasks in sets.items() if each != label for task in tasks]
-            _run_if(context.holds(label), sets[label], values, context.inside(label), others, kept)
-        return [value.val if not isinstance(value, int) else values.read(value, r) for value, r in self.outputs]
+            has_run = _run_if(conditions[label], sets[label], values, context.inside(label), others, kept)
+            for number in {number for task in sets[label] for number in task.read_numbers}:
+                after[number] = after.get(number, False) | (has_run != conditions[label])
+        return after
+
+    def late(self, label: int, apart: Collection[int]) -> list[int]:
+        """The positions of the tasks of a label that can be left for later.
+
+        They read none of the values ``apart``, and no other task that does reads their results.
+        """
+        needed: set[int] = set()
+        found = []
+        for i in reversed(range(len(self.tasks))):
+            task = self.tasks[i]
+            if task.label != label:
+                continue
+            if needed.isdisjoint(task.written_numbers) and set(apart).isdisjoint(task.read_numbers):
+                found.append(i)
+            else:
+                needed.update(task.read_numbers)
+        return found[::-1]
+
+    def run_late(self, late: Sequence[int], label: int, values: Values, context: Context) -> Values:
+        """The values with those of the tasks of a label at these positions."""
+        inside = values.copy()
+        _run_all([self.tasks[i] for i in late], inside, context.inside(label), None)
+        return inside
+
+
+def read(values: Values, value: Any, region: Region) -> Any:
+    """A region of a value, which may be a literal."""
+    return values.read(value, region) if isinstance(value, int) else value.val
 
 
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
@@ -160,22 +234,27 @@ def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[
 
 def _run_if(
     condition: Any, tasks: Sequence[Task], values: Values, context: Context, others: Sequence[Task], kept: set[int]
-) -> None:
-    """Evaluates tasks if a condition holds; else what others read of them is zeros, which are not used."""
+) -> Any:
+    """Evaluates tasks if a condition holds; else what others read of them is zeros, which are not used.
+
+    Returns the condition as a result of the tasks.
+    """
     read = {number for task in others for number in task.read_numbers} | kept
     writes = [write for task in tasks for write in task.writes if write is not None and write[0] in read]
 
-    def run() -> list[Any]:
+    def run() -> tuple[list[Any], Any]:
         inside = values.copy()
         _run_all(tasks, inside, context, None)
-        return [inside.read(*write) for write in writes]
+        return [inside.read(*write) for write in writes], jnp.ones((), bool)
 
-    jitted = jax.jit(run)  # traced once, though called for its shapes and in the branch
-    shapes = jax.eval_shape(jitted)
-    for write, out in zip(writes, if_(condition, jitted, shapes), strict=True):
+    outs, has_run = if_(condition, run)
+    for write, out in zip(writes, outs, strict=True):
         values.write(*write, out)
+    return has_run
 
 
-def if_(condition: Any, run: Callable[[], Any], shapes: Any) -> Any:
+def if_(condition: Any, run: Callable[[], Any]) -> Any:
     """``run()`` if a condition holds, or else zeros."""
+    run = jax.jit(run)  # traced once, though called for its shapes and in the branch
+    shapes = jax.eval_shape(run)
     return jax.lax.cond(condition, run, lambda: jax.tree.map(lambda shape: zeros(jax.typeof(shape)), shapes))

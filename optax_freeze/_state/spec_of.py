@@ -7,8 +7,7 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._gradient.groups_now import GroupsNow, sets_of
-from optax_freeze._optimizer.conditions import occurring
+from optax_freeze._gradient.groups_now import GroupsNow
 from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
 from optax_freeze._optimizer.plan_in_state import plan_of
@@ -65,12 +64,8 @@ def _differ(a: Any, b: Any) -> bool:
 def _groups_now(state: FreezeWhenState) -> GroupsNow:
     """The groups of a state, the elements of each, and which are frozen now."""
     plans = plans_of(state)
-    schedules = [i for i, condition in enumerate(plans.conditions) if condition is not None]
-    known = occurring([condition for condition in plans.conditions if condition is not None])
-    places = [] if known is None else schedules
-    sets = sets_of(len(plans.names) - len(places), known or [()], places)
-    own = tuple(plan.selections for plan in plans.plans[:-1])
-    return GroupsNow(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()), sets)
+    own = tuple(plan.selections for plan in plans.plans)
+    return GroupsNow(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()))
 
 
 def _scheduled(state: optax.OptState) -> list[FreezeWhenState]:

@@ -8,9 +8,10 @@
    on a CPU in CPU time.
 3. Updating parameters that are donated with the state: ``fz.update_params`` compared with ``tx.update`` and
    ``optax.apply_updates``, with none, half and all of 8 groups frozen; times relative to the plain optimizer.
-4. A training step of 8 layers with the first k frozen: the gradient with ``fz.spec_of(state)`` followed by an update,
-   and ``fz.train_step``, compared with a static phase that freezes the same layers (``fz.freeze``,
-   ``fz.apply_updates``).
+4. A training step of 8 layers with the first k frozen, and of 28 layers with any of them frozen: the gradient with
+   ``fz.spec_of(state)`` followed by an update, and ``fz.train_step``, compared with a static phase that freezes the
+   same layers (``fz.freeze``, ``fz.apply_updates``). The size of the program (equations, and bytes of compiled text)
+   and the time to compile it, compared with the step of the plain optimizer.
 5. A training step of the decoder of ``transformer.py``, nothing frozen, compiled for one TPU v5e chip.
 6. Static phases of that decoder, unfrozen from the head on: FLOPs of each phase, compared with the phase written by
    hand.
@@ -20,7 +21,9 @@ Run with ``python tests/benchmarks/schedules.py`` (``--no-times`` leaves the tim
 
 import argparse
 import functools
+import itertools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +38,6 @@ import transformer
 import optax_freeze as fz
 
 GROUPS, ROUNDS = 8, 50
-LONG = 10**6  # steps of a phase, more than any measurement runs
 NAMES = [f"group_{i}" for i in range(GROUPS)]
 ADAMW = optax.adamw(1e-3)
 
@@ -180,11 +182,18 @@ def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
 
 
 class Stepping:
-    """A step with donated parameters and state, to be repeated."""
+    """A step with donated parameters and state, to be repeated; ``like`` is one with the same program."""
 
-    def __init__(self, step: Callable[..., Any], params: Any, state: Any, batch: Any) -> None:
+    def __init__(self, step: Callable[..., Any], params: Any, state: Any, batch: Any, like: Any = None) -> None:
         self.params, self.state, self.batch = *jax.tree.map(jnp.copy, (params, state)), batch
-        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
+        if like is not None:
+            self.compiled, self.sizes = like.compiled, like.sizes
+            return
+        traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, batch)
+        start = time.process_time()
+        self.compiled = traced.lower().compile()
+        seconds = time.process_time() - start
+        self.sizes = equations(traced.jaxpr.jaxpr), len(self.compiled.as_text()), seconds
 
     def __call__(self) -> None:
         self.params, self.state = jax.block_until_ready(self.compiled(self.params, self.state, self.batch))
@@ -193,6 +202,12 @@ class Stepping:
     def temporary(self) -> str:
         memory: Any = self.compiled.memory_analysis()
         return f"{memory.temp_size_in_bytes / 1e6:.2f}"
+
+
+def equations(jaxpr: Any) -> int:
+    """The number of equations of a program and of the programs in it."""
+    inner = [jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")) for eqn in jaxpr.eqns]
+    return len(jaxpr.eqns) + sum(equations(each.jaxpr) for each in itertools.chain(*inner) if hasattr(each, "jaxpr"))
 
 
 def apply_after(tx: Any, apply: Any = optax.apply_updates) -> Callable[..., Any]:
@@ -232,44 +247,53 @@ def in_place(times: bool, side: int) -> None:
     measure.show(table)
 
 
-def whole_steps(times: bool, side: int, batch: int) -> None:
-    """A training step with the first layers frozen, compared with a static phase."""
-    params = {name: jax.random.normal(jax.random.key(i), (side, side)) / side**0.5 for i, name in enumerate(NAMES)}
-    x = jax.random.normal(jax.random.key(GROUPS), (batch, side))
+def whole_steps(times: bool, layers: int, side: int, batch: int, sets: dict[str, list[int]]) -> None:
+    """A training step with some layers frozen, compared with a static phase."""
+    names = [f"layer_{i:02d}" for i in range(layers)]
+    params = {name: jax.random.normal(jax.random.key(i), (side, side)) / side**0.5 for i, name in enumerate(names)}
+    x = jax.random.normal(jax.random.key(layers), (batch, side))
 
     def loss(params: Any, x: Any) -> Any:
-        for name in NAMES:
+        for name in names:
             x = jnp.tanh(x @ params[name])
         return jnp.mean(x**2)
 
     def stepping(update: Any, p: Any, s: Any, x: Any) -> Any:
         return update(fz.value_and_grad(loss, fz.spec_of(s))(p, x)[1], s, p)
 
-    tx = fz.freeze_when(ADAMW, {name: fz.unfreeze_at(LONG * (GROUPS - i)) for i, name in enumerate(NAMES)})
+    tx = fz.freeze_when(ADAMW, dict.fromkeys(names, False))
     ways = {
         "tx.update, optax.apply_updates": functools.partial(stepping, apply_after(tx)),
         "fz.update_params": functools.partial(stepping, functools.partial(fz.update_params, tx)),
         "fz.train_step": lambda p, s, x: fz.train_step(loss, tx)(p, s, x)[:2],
     }
-    counts, runs = (0, 2, 4, 6), {}
-    for k in counts:
-        phase = fz.freeze(ADAMW, {name: i < k for i, name in enumerate(NAMES)}, full_updates=False)
+    runs = {}
+    for label, frozen in sets.items():
+        spec = {name: i in frozen for i, name in enumerate(names)}
+        phase = fz.freeze(ADAMW, spec, full_updates=False)
         static = functools.partial(stepping, apply_after(phase, fz.apply_updates))
-        runs[f"phase {k}"] = Stepping(static, params, phase.init(params), x)
+        runs[f"phase {label}"] = Stepping(static, params, phase.init(params), x)
         for way, step in ways.items():
-            state: Any = tx.init(params)
-            state = state._replace(step=jnp.int32(LONG * (GROUPS - k)))
-            runs[f"{way} {k}"] = Stepping(step, params, state, x)
+            first = runs.get(f"{way} {next(iter(sets))}")
+            runs[f"{way} {label}"] = Stepping(step, params, fz.set_frozen(tx.init(params), spec), x, first)
+    plain = lambda p, s, x: apply_after(ADAMW)(jax.grad(loss)(p, x), s, p)  # noqa: E731
+    everything = Stepping(plain, params, ADAMW.init(params), x)
     seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
     table = measure.table(
-        f"A training step of {GROUPS} layers of {side} x {side} on {batch} examples, the first k frozen",
-        "k = 4: MB temporary",
-        timed=[f"k = {k}: time / static phase" for k in counts],
+        f"A training step of {layers} layers of {side} x {side} on {batch} examples, some of them frozen",
+        *("MB temporary", "program: equations", "compiled bytes"),
+        timed=["time to compile", *(f"{label}: time / static phase" for label in sets)],
     )
-    table.add_row("static phase, fz.freeze", runs["phase 4"].temporary, *["(1.00)"] * len(counts))
+    last = [*sets][-1]
+    table.add_row("plain optimizer", everything.temporary, "(1.00)", "(1.00)", "(1.00)")
+    table.add_row(
+        f"static phase, fz.freeze, {last}", runs[f"phase {last}"].temporary, "", "", "", *["(1.00)"] * len(sets)
+    )
     for way in ways:
-        ratios = (ratio(seconds[f"{way} {k}"], seconds[f"phase {k}"]) for k in counts)
-        table.add_row(f"fz.freeze_when, {way}", runs[f"{way} 4"].temporary, *ratios)
+        run = runs[f"{way} {next(iter(sets))}"]
+        sizes = (ratio(a, b) for a, b in zip(run.sizes, everything.sizes, strict=True))
+        ratios = (ratio(seconds[f"{way} {label}"], seconds[f"phase {label}"]) for label in sets)
+        table.add_row(f"fz.freeze_when, {way}", run.temporary, *sizes, *ratios)
     measure.show(table)
 
 
@@ -335,7 +359,11 @@ def main() -> None:
     frozen_groups(times, "Muon", optax.contrib.muon(1e-3), 256)
     in_place(times, 1024)
     for batch in (64, 512):
-        whole_steps(times, 1024, batch)
+        whole_steps(times, GROUPS, 1024, batch, {f"k = {k}": [*range(k)] for k in (0, 2, 4, 6)})
+    mixed = np.flatnonzero(np.random.default_rng(0).integers(2, size=28)).tolist()
+    sets = {"none": [], "every second": [*range(0, 28, 2)], f"{len(mixed)} mixed": mixed, "the first 20": [*range(20)]}
+    sets |= {"all but the fourth": [*range(3), *range(4, 28)], "all but the last": [*range(27)]}
+    whole_steps(times, 28, 512, 256, sets)
     decoder(measure.tpu_sharding())
 
 

@@ -1,17 +1,17 @@
 """The gradient of the groups of ``freeze_when`` that train now."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import bits
+from conftest import bits, counting_flops
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze._optimizer.conditions import occurring
 from optax_freeze._precompute.flops import flops
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -69,82 +69,169 @@ def test_gradients_are_those_of_the_groups_that_train_and_zeros(jit):
     assert len(traces) == (1 if jit else len(SETS))
 
 
-def branches_of(fun, *args):
-    """The programs of the one switch in a function."""
-    eqns = jax.make_jaxpr(fun)(*args).eqns
-    [switch] = [eqn for eqn in eqns if eqn.primitive.name == "cond"]
-    return switch.params["branches"]
+def sets_of(names):
+    """Every set of these groups."""
+    return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
 
 
-def test_a_program_costs_what_its_groups_cost():
-    state, params = state_of(dict.fromkeys("abc", True)), init()
-    costs = {flops(branch.eqns) for branch in branches_of(lambda state, params: grad_of(state, params), state, params)}
-    assert len(costs) > 4
-    step = jax.make_jaxpr(lambda params: fz.grad(loss, fz.only("head"))(params, X))(params)
-    whole = jax.make_jaxpr(lambda params: fz.grad(loss, False)(params, X))(params)
-    assert min(costs) == pytest.approx(flops(step.eqns), rel=0.1)  # and zeros
-    assert max(costs) == pytest.approx(flops(whole.eqns), rel=0.1)
+def costs(loss, groups, params, sets, spec_of):
+    """The FLOPs of gradients with these groups frozen, and with the spec of each set; checks the gradients."""
+    state = fz.freeze_when(optax.sgd(0.1), groups).init(params)
+    gradient = lambda state, params: fz.value_and_grad(loss, fz.spec_of(state))(params, X)  # noqa: E731
+    counted, compiled, found = counting_flops(jax.make_jaxpr(gradient)(state, params)), jax.jit(gradient), []
+    for frozen in sets:
+        now, spec = fz.set_frozen(state, {name: name in frozen for name in groups}), spec_of(frozen)
+        close(compiled(now, params), gradient(now, params))
+        static = jax.make_jaxpr(lambda params, spec=spec: fz.value_and_grad(loss, spec)(params, X))(params)
+        found.append((counted(now, params), flops(static.eqns)))
+    assert compiled._cache_size() == 1
+    return np.array(found).T
 
 
-@pytest.mark.parametrize(
-    ("groups", "sets"),
-    [
-        (fz.gradual_unfreeze(["c", "b", "a"], 10), 3),  # c trains from step 0
-        ({"a": fz.freeze_at(5), "b": fz.unfreeze_at(5)}, 2),
-        ({"a": fz.freeze_at(5), "b": fz.unfreeze_at(9)}, 3),
-        ({"a": fz.alternate(3), "b": fz.alternate(3, 3)}, 2),
-        ({"a": fz.alternate(3), "b": fz.alternate(2)}, 4),
-        ({"a": fz.alternate(3), "b": fz.unfreeze_at(4), "c": False}, 8),
-        ({"a": lambda step: step < 3, "b": fz.unfreeze_at(3)}, 4),
-        ({"a": True, "b": True, "c": False}, 8),
-    ],
-)
-def test_there_is_a_program_for_each_set_that_can_occur(groups, sets):
-    state, params = state_of(groups), init()
-    step = lambda state, params: grad_of(state, params)  # noqa: E731
-    assert len(branches_of(step, state, params)) == sets
-    few = branches_of(lambda state, params: grad_of(state, params, branches=2), state, params)
-    assert len(few) == 2
-    for step_now in (0, 2, 3, 4, 5, 9, 10, 20):
-        now = state._replace(step=jnp.int32(step_now))
-        frozen = [name for name, is_frozen in fz.currently_frozen(now).items() if is_frozen]
-        for options in ({}, {"branches": 2}, {"branches": 1}):
-            close(jax.jit(functools.partial(grad_of, **options))(now, params), masked(params, frozen))
+def test_any_set_costs_what_its_static_spec_costs():
+    spec_of = lambda frozen: dict.fromkeys(NAMES, False) | {"steps": True} | dict.fromkeys(frozen, True)  # noqa: E731
+    got, expected = costs(loss, dict.fromkeys("abc", True), init(), sets_of("abc"), spec_of)
+    np.testing.assert_allclose(got, expected, rtol=0.02)
+    assert min(got) < 0.6 * max(got)
 
 
-def test_the_sets_that_occur_are_those_of_all_steps():
-    for conditions in (
-        [fz.alternate(3, 1), fz.alternate(5), fz.unfreeze_at(17)],
-        [fz.alternate(4), fz.freeze_at(9), fz.unfreeze_at(22)],
-        [fz.unfreeze_at(0), fz.freeze_at(0)],
-    ):
-        of_steps = {tuple(bool(condition(step)) for condition in conditions) for step in range(200)}
-        assert set(occurring(conditions)) == of_steps
+def stacked(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+    return jnp.mean((x @ params["head"]) ** 2)
 
 
-def test_many_switches_take_the_programs_that_save_most():
-    params = {f"w{i:02d}": jnp.full((2, 2), 0.1) for i in range(14)}
-
-    def loss(params):
-        return functools.reduce(lambda x, w: jnp.tanh(x @ w + 1), params.values(), jnp.eye(2)).sum()
-
-    state = fz.freeze_when(optax.sgd(0.1), dict.fromkeys([*params][:13], True)).init(params)
-    step = lambda state, params: fz.grad(loss, fz.spec_of(state))(params)  # noqa: E731
-    assert len(branches_of(step, state, params)) == 16
-    got = jax.jit(step)(state, params)
-    np.testing.assert_allclose(got["w13"], fz.grad(loss, False)(params)["w13"], rtol=1e-5)
-    assert not got["w00"].any()
+def matrix(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"].T) @ params["head"]) ** 2)
 
 
-def test_layers_that_freeze_in_their_order_have_programs():
-    names = [f"w{i}" for i in range(8)]
-    params = {name: jnp.full((2, 2), 0.1) for name in names}
-    state = fz.freeze_when(optax.sgd(0.1), dict.fromkeys(names[:7], True)).init(params)
-    branches = fz.spec_of(state).branches(16)
-    assert len(branches) == 16
-    for n in range(8):
-        assert tuple(i < n for i in range(7)) in branches
-        assert tuple(i >= n for i in range(7)) in branches
+@pytest.mark.parametrize(("loss", "shape"), [(stacked, (8, 8, 8)), (matrix, (256, 8))])
+def test_rows_cost_what_their_static_spec_costs(loss, shape):
+    n = shape[0] // 8
+    rows = {"w": range(3 * n), "[w]": range(3 * n, 5 * n), "w*": range(5 * n, 8 * n)}
+    params = {"w": jax.random.normal(jax.random.key(2), shape) / 3, "head": jnp.eye(8 * n, 8) + 0.1}
+    groups = {name: (fz.rows([*here]), True) for name, here in rows.items()}
+
+    def spec_of(frozen):
+        numbers = [i for name in frozen for i in rows[name]]
+        return {"w": fz.rows(numbers) if numbers else False, "head": False}
+
+    got, expected = costs(loss, groups, params, sets_of(groups), spec_of)
+    np.testing.assert_allclose(got, expected, rtol=0.03, atol=3 * params["w"].size)  # zeros are joined with rows
+    assert min(got) < 0.8 * max(got)
+
+
+def equations(jaxpr):
+    """The number of equations of a program and of the programs in it."""
+    inner = [jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")) for eqn in jaxpr.eqns]
+    return len(jaxpr.eqns) + sum(equations(each.jaxpr) for each in itertools.chain(*inner) if hasattr(each, "jaxpr"))
+
+
+def test_28_groups_are_one_program_of_the_size_of_few():
+    names = [f"w{i:02d}" for i in range(28)]
+    params = dict(zip(names, jax.random.normal(jax.random.key(3), (28, 8, 8)) / 3, strict=True))
+
+    def loss(params, x):
+        return jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), params.values(), x) ** 2)
+
+    mixed = [names[i] for i in np.flatnonzero(np.random.default_rng(0).integers(2, size=28))]
+    sets = [(), names[::2], names[:20], mixed, names[:3] + names[4:], names[:-1]]
+    groups = dict.fromkeys(names, True)
+    got, expected = costs(loss, groups, params, sets, lambda frozen: {name: name in frozen for name in names})
+    np.testing.assert_allclose(got, expected, rtol=0.01, atol=28 * 20)  # the conditions
+    state = fz.freeze_when(optax.sgd(0.1), groups).init(params)
+    program = jax.make_jaxpr(lambda state, params: fz.grad(loss, fz.spec_of(state))(params, X))(state, params)
+    assert equations(program.jaxpr) < 6 * equations(jax.make_jaxpr(jax.grad(loss))(params, X).jaxpr)
+
+
+class TestSharedOperations:
+    """What groups share, whatever is frozen."""
+
+    W = jnp.arange(1.0, 5).reshape(2, 2)
+
+    def check(self, loss, jit=jax.jit):
+        params = {"a": self.W, "b": 2 * self.W}
+        tx = fz.freeze_when(optax.sgd(0.5), {"a": True, "b": True})
+        exact = jax.grad(loss)(params)
+        step = jit(fz.train_step(loss, tx))
+        for frozen in sets_of("ab"):
+            state = fz.set_frozen(tx.init(params), {name: name in frozen for name in "ab"})
+            expected = {name: g * (name not in frozen) for name, g in exact.items()}
+            value, grads = jit(lambda state: fz.value_and_grad(loss, fz.spec_of(state))(params))(state)
+            close((value, grads), (loss(params), expected))
+            new, _, value = step(params, state)
+            close((new, value), (jax.tree.map(lambda p, g: p - g / 2, params, expected), loss(params)))
+            assert [bits(new[name]) == bits(params[name]) for name in frozen] == [True] * len(frozen)
+
+    def test_the_same_gradient(self):
+        self.check(lambda p: jnp.sum((p["a"] + p["b"]) ** 2))
+
+    def test_a_constant_gradient(self):
+        self.check(lambda p: jnp.sum(p["a"]) + 3 * p["b"][0, 0])
+
+    def test_gradients_that_read_the_parameters_of_each_other(self):
+        self.check(lambda p: jnp.sum(p["a"] * p["b"]))
+        scaled = jax.custom_vjp(jnp.multiply)  # only with respect to the first
+        scaled.defvjp(lambda a, b: (a * b, b), lambda b, ct: (ct * b, jnp.zeros_like(b)))
+        self.check(lambda p: jnp.sum(jnp.sin(scaled(p["a"], p["b"])) + p["b"]))
+
+    def test_conditions_that_are_constants(self):
+        params = {"a": self.W, "b": 2 * self.W, "c": self.W + 1}
+        groups = {"a": lambda step: True, "b": lambda step: False, "c": True}
+        state = fz.freeze_when(optax.sgd(0.5), groups).init(params)
+        grads = jax.jit(lambda state: fz.grad(lambda p: sum(map(jnp.sum, p.values())), fz.spec_of(state))(params))(
+            state
+        )
+        close(grads, {"a": 0 * self.W, "b": jnp.ones((2, 2)), "c": 0 * self.W})
+
+    def test_a_function_that_cannot_be_traced(self):
+        def loss(params):
+            return jnp.sum(params["a"] ** 2 * (2 if params["b"][0, 0] > 1 else 3) + params["b"])
+
+        params = {"a": self.W, "b": 2 * self.W}
+        state = fz.freeze_when(optax.sgd(0.5), {"a": True}).init(params)
+        states = jax.tree.map(lambda *x: jnp.stack(x), state, fz.set_frozen(state, {"a": False}))
+        value, grads = jax.vmap(lambda state: fz.value_and_grad(loss, fz.spec_of(state))(params))(states)
+        close((value[0], grads), (loss(params), {"a": jnp.stack([0 * self.W, 4 * self.W]), "b": jnp.ones((2, 2, 2))}))
+
+    def test_under_vmap(self):
+        params = {"a": self.W, "b": 2 * self.W}
+        state = fz.freeze_when(optax.sgd(0.5), {"a": True, "b": True}).init(params)
+        states = [fz.set_frozen(state, {name: name in frozen for name in "ab"}) for frozen in sets_of("ab")]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+        loss = lambda p: jnp.sum(p["a"] @ p["b"])  # noqa: E731
+        got = jax.vmap(lambda state: fz.grad(loss, fz.spec_of(state))(params))(stacked)
+        for name, g in jax.grad(loss)(params).items():
+            close(got[name], jnp.stack([g * (name not in frozen) for frozen in sets_of("ab")]))
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_effects_happen_once_in_order_whatever_is_frozen(step):
+    seen = []
+
+    @jax.custom_vjp
+    def told(x):
+        return x
+
+    def backward(_, ct):
+        jax.debug.callback(lambda: seen.append("backward"), ordered=True)
+        return (ct,)
+
+    told.defvjp(lambda x: (x, None), backward)
+
+    def loss(params, x):
+        jax.debug.callback(lambda: seen.append("first"), ordered=True)
+        x = told(jnp.tanh(x @ params["a"]))
+        jax.debug.callback(lambda: seen.append("second"), ordered=True)
+        return jnp.mean((x @ params["b"]) ** 2)
+
+    params, tx = {name: init()[name] for name in "ab"}, fz.freeze_when(optax.sgd(0.1), {"a": True, "b": True})
+    fun = fz.train_step(loss, tx) if step else lambda p, s, x: fz.value_and_grad(loss, fz.spec_of(s))(p, x)
+    fun = jax.jit(fun)
+    for frozen in sets_of("ab"):
+        seen.clear()
+        jax.block_until_ready(fun(params, fz.set_frozen(tx.init(params), {n: n in frozen for n in "ab"}), X))
+        jax.effects_barrier()
+        assert seen == ["first", "second", "backward"]
 
 
 class TestElements:
@@ -255,7 +342,7 @@ def test_under_strict_promotion(kind):
         state = tx.init(params)
         jax.eval_shape(grad_of, state, params)
         jax.eval_shape(tx.update, params, state, params)
-        jax.eval_shape(fz.train_step(loss, tx, branches=2), params, state, X)
+        jax.eval_shape(fz.train_step(loss, tx), params, state, X)
         new, _ = fz.update_params(tx, grad_of(state, params), state, params)
         assert str(fz.summary(params, fz.spec_of(state)))
         assert fz.currently_frozen(fz.migrate(state, tx, params)) == fz.currently_frozen(state)
@@ -269,11 +356,6 @@ class TestErrors:
             jax.jit(lambda state: fz.partition(params, fz.spec_of(state)))(state)
         assert fz.resolve(params, fz.spec_of(state))["a"] is True
         assert fz.resolve(params, fz.spec_of(fz.set_frozen(state, {"a": False})))["a"] is False
-
-    @pytest.mark.parametrize(("branches", "error"), [(0, ValueError), ("all", TypeError)])
-    def test_branches(self, branches, error):
-        with pytest.raises(error, match="`branches` must be a positive int"):
-            fz.grad(loss, False, branches=branches)
 
     def test_other_parameters(self):
         with pytest.raises(ValueError, match="encoder"):

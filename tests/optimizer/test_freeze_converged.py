@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 from optax_freeze import checkpoint
-from optax_freeze._optimizer.conditions import occurring
 
 NAMES = ("a", "b", "c", "d", "head")
 SHAPES = {"a": (3,), "b": (40, 2), "c": (2, 2, 2), "d": (1,), "head": (5,)}
@@ -201,32 +200,10 @@ def net():
     return {name: jax.random.normal(key, (8, 8)) / 3 for name, key in zip([*"abc", "head"], keys, strict=True)}
 
 
-def branches_of(state, params):
-    eqns = jax.make_jaxpr(lambda state, params: fz.grad(loss, fz.spec_of(state))(params, X))(state, params).eqns
-    [switch] = [eqn for eqn in eqns if eqn.primitive.name == "cond"]
-    return switch.params["branches"]
-
-
 LAYERS = [*"abc", "head"]
 
 
 class TestTheBackwardPass:
-    def test_has_a_program_for_each_number_of_frozen_groups(self):
-        state = fz.freeze_when(optax.sgd(0.1), settle(LAYERS)).init(net())
-        assert len(branches_of(state, net())) == 4
-        assert fz.spec_of(state).branches(16) == [tuple(i < n for i in range(4)) for n in range(4)]
-
-    def test_sets_with_conditions_of_the_step_and_other_calls(self):
-        conditions = settle("xyz")
-        groups = [conditions["z"], fz.unfreeze_at(3), conditions["x"], conditions["y"], fz.freeze_at(5)]
-        steps = [(True, False), (False, False), (False, True)]
-        prefixes = [(False, False, False), (False, True, False), (False, True, True)]  # of z, x, y
-        assert occurring(groups) == [(z, a, x, y, b) for a, b in steps for z, x, y in prefixes]
-        assert len(occurring([*settle("ab").values(), *settle("cd").values()])) == 4
-        assert occurring([*settle("ab").values(), lambda step: step > 3]) is None
-        many = [settle([f"{i}{name}" for name in "abcdefghij"]) for i in range(6)]
-        assert occurring([condition for call in many for condition in call.values()]) is None
-
     def test_training_is_that_of_the_full_gradient_in_one_compilation(self):
         tx = fz.freeze_when(optax.adam(1e-2), settle(LAYERS, interval=3, percentile=100))
         traces, runs = [], {}
