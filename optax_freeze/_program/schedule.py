@@ -21,6 +21,7 @@ from optax_freeze._program.regions import (
     is_scattered,
     is_whole,
 )
+from optax_freeze._program.residuals import computed_again
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -105,7 +106,7 @@ class Walk:
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
-        return flatten(closed)
+        return computed_again(flatten(closed))
 
     def run(self) -> None:
         """Walks over all equations, the last first."""
@@ -175,11 +176,14 @@ class Walk:
             chosen = wanted
         elif any(is_scattered(region, shape) for region in chosen):
             chosen = {EVERYTHING: joined_label([wanted])}
+        if EVERYTHING in chosen and not is_apart(eqn):
+            self.whole(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
+            chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
-            found = None if region is EVERYTHING and not is_apart(eqn) else computation(eqn, regions)
+            found = computation(eqn, regions)
             if found is None:
-                self.whole(eqn, [wanted], without_rule=region is not EVERYTHING)
+                self.whole(eqn, [wanted], without_rule=True)
                 return
             self._compute(eqn, found, regions, label)
 
