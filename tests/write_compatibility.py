@@ -210,15 +210,16 @@ These combinations raise the same error without freezing, with the same paramete
 ## Calls as hijax primitives
 
 JAX plans to bind some calls as primitives of `jax.experimental.hijax`. In JAX 0.12 `JAX_REMAT3=1` and
-`JAX_CUSTOM_VJP3=1` turn this on. A workflow runs the tests of gradients, `precompute`, Linen and NNX with both flags and
-the newest JAX. Where everything is computed, the gradient is the same, and `fz.explain` names the primitive.
+`JAX_CUSTOM_VJP3=1` turn this on. A workflow runs the tests of gradients, `precompute`, Linen and NNX with both flags
+and the newest JAX. Where everything is computed, the gradient is the same, and `fz.explain` names the primitive.
 
 | call | primitive | gradient of rows |
 |---|---|---|
 | `jax.checkpoint` | `RematTraced` | only the rows, as without the flag |
 | `checkpoint_name` | `CheckpointName` | only the rows; policies of a `jax.checkpoint` outside see the name |
 | `jax.custom_vjp` | `CustomVJPTraced` | its rule is part of the gradient; everything, where it is not differentiated |
-| `jnp.searchsorted`, `interp`, `digitize`, `nonzero`, `ldexp`, `frexp` | `SearchSorted`, `Nonzero`, `Ldexp`, `Frexp`, without a flag in JAX 0.12 | everything |
+| `jnp.searchsorted`, `interp`, `digitize` | `SearchSorted`, in JAX 0.12 without a flag | everything |
+| `jnp.nonzero`, `ldexp`, `frexp` | `Nonzero`, `Ldexp`, `Frexp`, in JAX 0.12 without a flag | everything |
 | your own primitive | its class | everything; derivatives of the gradient use its rules |
 | variables of `nnx.var_defaults(hijax=True)` | `NewVariable`, `GetVariable` | everything |
 | `jax.lax.scan` with `JAX_SCAN3=1`, a prototype | `Scan3` | `NotImplementedError`, as from `jax.grad` |

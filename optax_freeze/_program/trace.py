@@ -1,9 +1,9 @@
 """A traced function as one list of equations on numbered values.
 
 Calls are entered: ``jit``, which would hide fusions and rows, and in a gradient also ``remat``, of which the barrier
-against merging the repeated operations with the first ones remains. Loops, branches and custom derivatives stay: whoever
-differentiates the evaluated program once more needs their derivatives. So do primitives of ``jax.experimental.hijax``,
-as which JAX may bind ``remat``, ``checkpoint_name`` and custom derivatives.
+against merging the repeated operations with the first ones remains. Loops and branches stay, and so do calls that have
+derivatives of their own, for derivatives of the evaluated program. JAX may bind any call but ``jit`` as a primitive of
+``jax.experimental.hijax``.
 """
 
 import os
@@ -61,7 +61,7 @@ class Equation(NamedTuple):
 
     @property
     def has_effects(self) -> bool:
-        """Whether the operation has side effects or may write to a reference. Naming an axis of a mesh does not count."""
+        """Whether the operation has side effects or reads a reference. Naming an axis of a mesh does not count."""
         named = any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
         return named or any(map(is_reference, self.avals_in))
 
@@ -119,7 +119,7 @@ class _Flatten(NamedTuple):
     def jaxpr(
         self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], stack: Any, traceback: Any
     ) -> list[Any]:
-        """Adds the operations of a jaxpr. Operations of JAX's own functions get the ``traceback`` of the user's call."""
+        """Adds the operations of a jaxpr. Operations of JAX's own functions get the user's ``traceback``."""
         program = self.program
         env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
