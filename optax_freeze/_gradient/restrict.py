@@ -163,6 +163,8 @@ def value_and_grad(
                 most,
             )
         plan = _something_trains(args[i], frozen)
+        if hasattr(fun, "refuse_gradient"):  # `after` of fz.precompute
+            fun.refuse_gradient(plan, args[i])
 
         def of_params(params: PyTree) -> Any:
             with_params: Any = (*args[:i], params, *args[i + 1 :])
