@@ -162,7 +162,7 @@ class _Tracing(NamedTuple):
         if self.axis is not None:
             at = [x if _has_all(region, x) else Mixed("") for x, (_, region) in zip(at, tasks.regions, strict=True)]
             count = max(self.count(inputs), 1)
-            cost = [size // count if isinstance(x, Examples) else None for size, x in zip(cost, at, strict=True)]
+            cost = [(size or 0) // count if isinstance(x, Examples) else None for size, x in zip(cost, at, strict=True)]
             for i, node in enumerate(tasks.nodes):
                 if all(at[n] is None for n in node.outputs):
                     cheap[i], of_trunk[i] = True, False
