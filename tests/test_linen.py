@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import optax_freeze as fz
-from optax_freeze._gradient.jaxprs import depends_on
+from optax_freeze._program.dependence import depends_on
 from optax_freeze.linen import Frozen, freeze_variables, frozen_mask
 
 KEY = jax.random.key(0)

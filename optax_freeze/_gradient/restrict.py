@@ -153,7 +153,10 @@ def value_and_grad(
 
         if isinstance(frozen, GroupsNow):
             return value_and_grad_of_groups(of_params, frozen, make_plan, args[i], has_aux, holomorphic)
-        return value_and_grad_of_plan(of_params, _something_trains(args[i], frozen), args[i], has_aux, holomorphic)
+        plan = _something_trains(args[i], frozen)
+        if hasattr(fun, "refuse_gradient"):  # `after` of fz.precompute
+            fun.refuse_gradient(plan, args[i])
+        return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
 
     return value_and_grad_fn
 

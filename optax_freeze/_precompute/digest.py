@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from optax_freeze._errors import is_int
-from optax_freeze._gradient.constants import known
-from optax_freeze._gradient.jaxprs import opened
 from optax_freeze._precompute.cut import Cut
-from optax_freeze._precompute.program import Node, Program
+from optax_freeze._precompute.graph import Graph, Node
+from optax_freeze._program.regions import EVERYTHING, Rows
+from optax_freeze._program.tasks import Read
+from optax_freeze._program.trace import opened
 
 
 def digest(text: str) -> str:
@@ -25,24 +27,31 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def text_of(program: Program, inputs: Sequence[str], cut: Cut) -> str:
+def text_of(graph: Graph, inputs: Sequence[str], cut: Cut) -> str:
     """The operations before a cut as text, the same in every process. ``inputs`` are the names of the inputs."""
-    names, lines, count = dict(enumerate(inputs)), [], itertools.count()
-    names |= {value: f"constant {_of_constant(const)}" for value, const in program.consts.items()}
+    program, lines, count = graph.program, [], itertools.count()
+    of_values = dict(enumerate(inputs))
+    of_values |= {value: f"constant {_of_constant(const)}" for value, const in program.consts.items()}
+    names = {n: of_values[value] for n, (value, _) in enumerate(graph.regions) if value in of_values}
 
-    def name_of(value: Any) -> str:
-        return names.get(value) or names.setdefault(value, f"%{next(count)}")
+    def name_of(number: int) -> str:
+        return names.get(number) or names.setdefault(number, f"%{next(count)}")
 
-    def text(value: Any) -> str:
-        if isinstance(value, Literal):
-            return _of_literal(value)
-        return f"{name_of(value)}:{_type(program.avals[value])}"
+    def text(number: int) -> str:
+        value, region = graph.regions[number]
+        rows = region.runs if isinstance(region, Rows) else "" if region is EVERYTHING else region
+        return f"{name_of(number)}:{_type(program.avals[value])}{rows}"
+
+    def operand(number: int | None, read: Read | None) -> str:
+        return text(number) if number is not None else "" if read is None else _of_literal(read.value)
 
     for node in cut.before:
-        if node.eqn.primitive.name in _OF_TYPES or _changes_weak_type_alone(program, node):
-            names |= zip(node.outputs, map(name_of, node.inputs), strict=True)
+        if node.eqn.primitive.name in _OF_TYPES or _changes_weak_type_alone(node):
+            [number] = node.reads
+            names |= dict.fromkeys(node.outputs, name_of(number))
             continue
-        ins, outs = (" ".join(map(text, values)) for values in (node.inputs, node.outputs))
+        ins = " ".join(map(operand, node.operands, node.task.reads))
+        outs = " ".join(map(text, node.outputs))
         lines.append(f"{node.eqn.primitive.name} {_text(node.eqn.params)} {ins} -> {outs}")
     return "\n".join([*lines, " ".join(map(text, cut.stored))])
 
@@ -83,14 +92,20 @@ def _of_value(value: Any) -> str:
 
 def _of_constant(const: Any) -> str:
     """A digest of the values of a constant, without digits. Of a large constant, only some of the values are hashed."""
-    if hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key):
-        const = jax.random.key_data(const)
     const = known(const)
-    if not isinstance(const, np.ndarray):
+    if const is None:
         return ""
     step = -(-const.nbytes // _MOST_BYTES) or 1
     found = hashlib.sha256(np.ascontiguousarray(const.ravel()[::step]).tobytes()).hexdigest()[:16]
     return found.translate(_WITHOUT_DIGITS)
+
+
+def known(const: Any) -> np.ndarray | None:
+    """The values of a constant, if this process knows them."""
+    if isinstance(const, Tracer) or not getattr(const, "is_fully_addressable", True):
+        return None
+    is_key = hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(const) if is_key else const)
 
 
 _WITHOUT_DIGITS = str.maketrans("0123456789", "ghijklmnop")
@@ -100,11 +115,14 @@ _OF_TYPES = ("pvary", "pcast")
 """Operations inside ``jax.shard_map`` that mark a value as varying over a mesh and compute nothing."""
 
 
-def _changes_weak_type_alone(program: Program, node: Node) -> bool:
+def _changes_weak_type_alone(node: Node) -> bool:
     """Whether an operation converts an array to its own dtype: one that was made of a Python number."""
-    if node.eqn.primitive.name != "convert_element_type" or not isinstance(node.inputs[0], int):
-        return False
-    return program.avals[node.inputs[0]].dtype == program.avals[node.outputs[0]].dtype
+    eqn = node.eqn
+    return (
+        eqn.primitive.name == "convert_element_type"
+        and bool(node.reads)
+        and eqn.avals_in[0].dtype == eqn.avals_out[0].dtype
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,45 +1,53 @@
 """Finds the axis of the examples of a batch in each value of a program, and the operations that mix examples.
 
-A value either has one entry per example, along one axis, or is shared by all examples. A shared value may be combined
-with per-example values only if it is uniform along the example axis. Otherwise the result for an example would depend
-on its position in the batch.
+The table of operations says which region of its operands an operation needs for the entries of one example. These must
+be the entries of the same example, and the computation the same for each example. Where an operand is shared by all
+examples, the operation needs the same region of it for each, or its entries must be equal for all examples: otherwise
+the result for an example would depend on its position in the batch.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._gradient.constants import known
-from optax_freeze._gradient.jaxprs import opened, scan_counts
-from optax_freeze._precompute.program import Node, Program
+from optax_freeze._precompute.digest import known
+from optax_freeze._program.operations import computation
+from optax_freeze._program.regions import Rows
+from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
 
 
-class Layout(NamedTuple):
-    """The position of the examples: along ``axis``, ``block`` entries each. ``axis`` is None for a shared value."""
+class Examples(NamedTuple):
+    """The position of the examples in a value: along ``axis``, ``block`` entries each."""
 
-    axis: int | None = None
+    axis: int
     block: int = 1
-    uniform: frozenset[int] = frozenset()  # axes along which all entries are equal
 
-    @property
-    def examples(self) -> tuple[int, int] | None:
-        """The axis and the block, or None."""
-        return None if self.axis is None else (self.axis, self.block)
+    def rows(self, k: int) -> Rows:
+        """The entries of one example."""
+        return Rows(self.axis, self.block * k + np.arange(self.block))
 
-    def moved(self, axes: dict[int, int]) -> "Layout":
-        """The layout after axes have moved, as a dict from old to new. An axis that is not in it has been removed.
-
-        Raises:
-          MixedError: if the axis of the examples has been removed.
-        """
-        uniform = frozenset(axes[axis] for axis in self.uniform if axis in axes)
-        if self.axis is not None and self.axis not in axes:
+    def moved(self, by: int) -> "Examples":
+        """The position after an axis has been added before the others, or removed."""
+        if self.axis + by < 0:
             raise MixedError
-        return Layout(None if self.axis is None else axes[self.axis], self.block, uniform)
+        return self._replace(axis=self.axis + by)
+
+    def first(self, array: Any) -> Any:
+        """An array with the examples along its first axis."""
+        axis, shape = self.axis, array.shape
+        if self.block > 1:
+            array = array.reshape(*shape[:axis], shape[axis] // self.block, self.block, *shape[axis + 1 :])
+        return jnp.moveaxis(array, axis, 0) if axis else array
+
+    def back(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """An array of this shape, given :meth:`first` of it."""
+        array = jnp.moveaxis(array, 0, self.axis) if self.axis else array
+        return array.reshape(shape) if self.block > 1 else array
 
 
 class Mixed(NamedTuple):
@@ -55,144 +63,199 @@ class MixedError(Exception):
         self.operation = operation
 
 
-def layouts(program: Program, inputs: Sequence[Layout]) -> list[Layout | Mixed | None]:
-    """The layout of each value of a program that is known beforehand, and None for each other value."""
-    found: dict[int, Any] = dict(enumerate(inputs))
-    found |= {value: _of_constant(const) for value, const in program.consts.items()}
-    for node in program.nodes:
-        if not all(program.known[value] for value in node.outputs):
-            continue
-        operands = [_of_constant(x.val) if isinstance(x, Literal) else found[x] for x in node.inputs]
-        if mixed := next((x for x in operands if isinstance(x, Mixed)), None):
-            found |= dict.fromkeys(node.outputs, mixed)
-            continue
-        try:
-            found |= zip(node.outputs, _through(node.eqn, operands), strict=True)
-        except MixedError as error:
-            found |= dict.fromkeys(node.outputs, Mixed(error.operation or str(node)))
-    return [found.get(value) for value in range(len(program.avals))]
+class _Value(NamedTuple):
+    """Where the examples are in a value; None if all examples share it.
 
+    ``is_same`` says whether a shared value has equal entries for all examples where they are at a position.
+    """
 
-def _of_constant(const: Any) -> Layout:
-    """The layout of a constant: shared, and uniform along each axis along which its bits are equal."""
-    is_key = hasattr(const, "dtype") and jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
-    const = const if is_key else known(const)
-    if not isinstance(const, np.ndarray) or not 0 < const.size <= 2**20:
-        return Layout()
-    bits = np.frombuffer(np.ascontiguousarray(const).tobytes(), np.uint8).reshape(*const.shape, const.dtype.itemsize)
-    return Layout(uniform=frozenset(axis for axis in range(const.ndim) if (bits == bits.take([0], axis)).all()))
+    at: Examples | Mixed | None
+    is_same: Callable[[Examples], bool] = lambda at: False
 
+    def has(self, at: Examples) -> bool:
+        """Whether the entries of the examples are at this position, or would be the same there."""
+        return self.is_same(at) if self.at is None else self.at == at
 
-def _through(eqn: Any, operands: Sequence[Layout]) -> list[Layout]:
-    """The layouts of the outputs of an operation, by its rule."""
-    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
-    rule = RULES.get(eqn.primitive.name)
-    counts: set[int] = {of[x.axis] // x.block for of, x in zip(shapes, operands, strict=True) if x.axis is not None}
-    if rule is None:
-        if counts:
+    def moved(self, by: int) -> "_Value":
+        """The value after an axis has been added before the others, or removed."""
+        if self.at is not None:
+            return _Value(self.at.moved(by))  # type: ignore[union-attr]
+        return _Value(None, lambda at: at.axis >= by and self.is_same(at.moved(-by)))
+
+    def joined(self, other: "_Value") -> "_Value":
+        """A value that may be either of two."""
+        at = other.at if self.at is None else self.at
+        if isinstance(at, Examples):
+            if self.has(at) and other.has(at):
+                return _Value(at)
             raise MixedError
-        return [Layout()] * len(eqn.outvars)
-    found = rule(eqn, shapes, operands)
-    outs = found if isinstance(found, list) else [found] * len(eqn.outvars)
-    return [_of_shape(getattr(var.aval, "shape", ()), out, counts) for var, out in zip(eqn.outvars, outs, strict=True)]
+        return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
 
 
-def _of_shape(shape: Sequence[int], layout: Layout, counts: set[int]) -> Layout:
-    """The layout for a value of this shape, which must have as many examples as the operands."""
-    if layout.axis is not None and (
-        layout.axis >= len(shape) or {shape[layout.axis]} != {n * layout.block for n in counts}
-    ):
+def examples_of(program: Program, eqns: Iterable[Equation], batch: dict[int, Examples], count: int) -> dict[int, Any]:
+    """Where ``count`` examples are in each result of these operations: Examples, Mixed, or None if they share it."""
+    inputs = [_Value(batch.get(i)) for i in range(program.num_inputs)]
+    found = _Analysis(program, inputs, max(count, 1))
+    found.run(eqns)
+    return {number: value.at for number, value in found.values.items()}
+
+
+class _Analysis:
+    """The search for the examples in the values of one program."""
+
+    def __init__(self, program: Program, inputs: Sequence[_Value], count: int) -> None:
+        self.program, self.count = program, count
+        self.values = dict(enumerate(inputs))
+        self.values |= {number: self._of_constant(const) for number, const in program.consts.items()}
+
+    def run(self, eqns: Iterable[Equation]) -> None:
+        """Finds the examples in the results of operations; those that are mixed are marked."""
+        for eqn in eqns:
+            operands = [self.value(x) for x in eqn.inputs]
+            found: Any = next((x for x in operands if isinstance(x.at, Mixed)), None)
+            try:
+                found = [found] * len(eqn.outputs) if found else self._through(eqn, operands)
+            except MixedError as error:
+                found = [_Value(Mixed(error.operation or str(eqn)))] * len(eqn.outputs)
+            self.values |= zip(eqn.outputs, found, strict=True)
+
+    def value(self, x: Any) -> _Value:
+        """Where the examples are in an operand."""
+        if not isinstance(x, int):
+            return self._of_constant(x.val)
+        return self.values.get(x, _Value(None))
+
+    def _of_constant(self, const: Any) -> _Value:
+        """A constant is shared, and compared bit by bit."""
+
+        def is_same(at: Examples) -> bool:
+            array = known(const)
+            if array is None or not 0 < array.size <= 2**20 or at.axis >= array.ndim:
+                return False
+            rows = np.moveaxis(array, at.axis, 0).reshape(self.count, -1)
+            return len({row.tobytes() for row in rows}) == 1
+
+        return _Value(None, is_same)
+
+    def _through(self, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
+        """Where the examples are in the results of an operation."""
+        if eqn.primitive.name == "optimization_barrier":
+            return list(operands)
+        of_program = _PROGRAMS.get(eqn.primitive.name)
+        if of_program is not None:
+            return of_program(self, eqn, operands)
+        return [self._of_result(eqn, operands, place) for place in range(len(eqn.outputs))]
+
+    def _of_result(self, eqn: Equation, operands: Sequence[_Value], place: int) -> _Value:
+        if all(x.at is None for x in operands):
+            return _Value(None, functools.cache(lambda at: self._is_of_example(eqn, operands, place, at)))
+        shape = getattr(eqn.avals_out[place], "shape", ())
+        for axis, size in enumerate(shape):
+            at = Examples(axis, size // self.count)
+            if size % self.count == 0 and self._is_of_example(eqn, operands, place, at):
+                return _Value(at)
         raise MixedError
-    return layout._replace(uniform=layout.uniform & frozenset(range(len(shape))))
+
+    def _is_of_example(self, eqn: Equation, operands: Sequence[_Value], place: int, at: Examples) -> bool:
+        """Whether the entries of an example in a result are computed from those of the same example in the operands."""
+        numbers = sorted({0, self.count - 1})
+        wanted = [[at.rows(k) if i == place else None for i in range(len(eqn.outputs))] for k in numbers]
+        found: list[Any] = [computation(eqn, regions) for regions in wanted]
+        if None in found:
+            return False
+        for operand, regions in zip(operands, zip(*(each.regions for each in found), strict=True), strict=True):
+            first = regions[0]
+            if operand.at is None and all(region == first for region in regions):
+                continue
+            if not isinstance(first, Rows):
+                return False
+            if self.count == 1 and eqn.primitive.name == "reshape" and operand.at is not None:
+                continue  # all of an array has no other place for one example, whichever axis the rows are along
+            at = Examples(first.axis, first.count)
+            if regions != tuple(map(at.rows, numbers)) or not operand.has(at):
+                return False
+        return _is_one_computation(eqn, found)
+
+    def inside(self, closed: Any, operands: Sequence[_Value]) -> list[_Value]:
+        """Where the examples are in the results of a program that is a parameter of an operation."""
+        program = flatten(ClosedJaxpr(*opened(closed)))
+        found = _Analysis(program, operands, self.count)
+        found.run(program.eqns)
+        outs = [found.value(x) for x in program.outputs]
+        mixed = next((out.at for out in outs if isinstance(out.at, Mixed)), None)
+        if mixed is not None:
+            raise MixedError(mixed.operation)
+        return outs
+
+    def carried(self, body: Any, consts: Sequence[_Value], carry: Sequence[_Value], xs: Sequence[_Value]) -> Any:
+        """Where the examples are in the values that a loop carries, the same at each step, and in its other results."""
+        while True:
+            outs = self.inside(body, [*consts, *carry, *xs])
+            new = [a.joined(b) for a, b in zip(carry, outs, strict=False)]
+            if [x.at for x in new] == [x.at for x in carry]:
+                break
+            carry = new
+        carry = [x if x.at is not None else _Value(None) for x in carry]  # the first value says nothing of later ones
+        return carry, self.inside(body, [*consts, *carry, *xs])[len(carry) :]
 
 
-RULES: dict[str, Callable[[Any, Sequence[Any], Sequence[Layout]], Any]] = {}
+def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:
+    """Whether the same is computed for each example."""
+    first, *others = (each.apply for each in found)
+    if all(_is_same_function(first, other) for other in others):
+        return True
+
+    def text(each: Any) -> Any:
+        given = zip(each.regions, eqn.inputs, eqn.avals_in, strict=True)
+        operands = [
+            None
+            if region is None
+            else jax.ShapeDtypeStruct(region.shape(aval.shape), aval.dtype)
+            if isinstance(value, int)
+            else value.val
+            for region, value, aval in given
+        ]
+        with eqn.context.manager:
+            closed = jax.make_jaxpr(each.apply)(*operands)
+        return str(closed), [np.asarray(const).tobytes() for const in closed.consts]
+
+    return all(text(each) == text(found[0]) for each in found[1:])
 
 
-def rule(names: str) -> Callable[..., Any]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        RULES.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return register
+def _is_same_function(one: Any, other: Any) -> bool:
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return one.func == other.func and one.keywords == other.keywords and one.args == other.args == ()
+    return one == other
 
 
-def joined(shape: Sequence[int], shapes: Sequence[Any], operands: Sequence[Layout]) -> Layout:
-    """The layout of the result of an elementwise operation."""
-    axes = range(len(shape))
-    found = {(x.axis, x.block) for x in operands if x.axis is not None}
-    uniform = [
-        x.uniform | {axis for axis in axes if not of or of[axis] == 1} for x, of in zip(operands, shapes, strict=True)
-    ]
-    if not found:
-        return Layout(uniform=frozenset(axes).intersection(*uniform))
-    (axis, block), *others = found
-    shared = (u for x, u in zip(operands, uniform, strict=True) if x.axis is None)
-    if others or not all(axis in u for u in shared):
-        raise MixedError
-    return Layout(axis, block, frozenset(axes).intersection(*uniform) - {axis})
-
-
-@rule("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat remat2")
-def _call(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
+def _call(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     closed = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
-    return _of_program(closed, operands)
+    return analysis.inside(closed, operands)
 
 
-def _of_program(program: Any, operands: Sequence[Layout]) -> list[Layout]:
-    """The layouts of the outputs of a program that is a parameter of an operation."""
-    jaxpr, consts = opened(program)
-    found: dict[Any, Layout] = dict(zip(jaxpr.invars, operands, strict=True))
-    found |= zip(jaxpr.constvars, map(_of_constant, consts), strict=True)
-
-    def read(atom: Any) -> Layout:
-        return _of_constant(atom.val) if isinstance(atom, Literal) else found[atom]
-
-    for eqn in jaxpr.eqns:
-        try:
-            found |= zip(eqn.outvars, _through(eqn, [read(atom) for atom in eqn.invars]), strict=True)
-        except MixedError as error:
-            raise MixedError(error.operation or str(Node(eqn, (), (), None, eqn.source_info.traceback))) from None
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-@rule("cond")
-def _cond(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
+def _cond(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     which, *others = operands
-    if which.axis is not None:
+    if which.at is not None:
         raise MixedError
-    results = zip(*(_of_program(branch, others) for branch in eqn.params["branches"]), strict=True)
-    outs = zip(eqn.outvars, results, strict=True)
-    return [joined(var.aval.shape, [var.aval.shape] * len(found), found) for var, found in outs]
+    results = [analysis.inside(branch, others) for branch in eqn.params["branches"]]
+    return [functools.reduce(_Value.joined, found) for found in zip(*results, strict=True)]
 
 
-@rule("scan")
-def _scan(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
+def _scan(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     first, carried = scan_counts(eqn.params)
-    body, start = eqn.params["jaxpr"], first + carried
-    stacked = zip(operands[start:], shapes[start:], strict=True)
-    xs = [x.moved({axis: axis - 1 for axis in range(1, len(of))}) for x, of in stacked]
-    carry = _carried(body, operands[:first], operands[first:][:carried], xs, shapes[first:][:carried])
-    ys = zip(_of_program(body, [*operands[:first], *carry, *xs])[carried:], eqn.outvars[carried:], strict=True)
-    return [*carry, *(y.moved({axis: axis + 1 for axis in range(len(var.aval.shape))}) for y, var in ys)]
+    xs = [x.moved(-1) for x in operands[first + carried :]]
+    carry, ys = analysis.carried(eqn.params["jaxpr"], operands[:first], operands[first:][:carried], xs)
+    return [*carry, *(y.moved(1) for y in ys)]
 
 
-@rule("while")
-def _while(eqn: Any, shapes: Any, operands: Any) -> list[Layout]:
+def _while(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    consts, start = operands[of_condition:][:of_body], of_condition + of_body
-    carry = _carried(eqn.params["body_jaxpr"], consts, operands[start:], [], shapes[start:])
-    if _of_program(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry])[0].axis is not None:
+    consts, carry = operands[of_condition:][:of_body], operands[of_condition + of_body :]
+    carry, _ = analysis.carried(eqn.params["body_jaxpr"], consts, carry, [])
+    if analysis.inside(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry])[0].at is not None:
         raise MixedError
     return carry
 
 
-def _carried(body: Any, consts: Any, carry: Any, xs: Any, shapes: Any) -> list[Layout]:
-    """The layouts of the values that a loop carries, the same before and after each step."""
-    carry = list(carry)
-    while True:
-        outs = _of_program(body, [*consts, *carry, *xs])[: len(carry)]
-        new = [joined(of, [of, of], pair) for of, *pair in zip(shapes, carry, outs, strict=True)]
-        if new == carry:
-            return carry
-        carry = new
+_CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat remat2"
+_PROGRAMS = {"cond": _cond, "scan": _scan, "while": _while, **dict.fromkeys(_CALLS.split(), _call)}

@@ -4,10 +4,12 @@ XLA's own count includes the body of a loop only once, and many models are loops
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr
+
+from optax_freeze._program.tasks import Task
 
 _FREE = """
 bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice
@@ -21,13 +23,19 @@ def flops(eqns: Iterable[Any]) -> int:
 
     A ``while`` loop counts as one iteration, and a ``cond`` as its most expensive branch.
     """
-    return sum(map(_of_operation, eqns))
+    return sum(_of_operation(eqn, *([x.aval for x in each] for each in (eqn.invars, eqn.outvars))) for eqn in eqns)
 
 
-def _of_operation(eqn: Any) -> int:
+def flops_of_tasks(tasks: Iterable[Task]) -> int:
+    """Counts the operations of tasks, each of which may compute a part of the results of an operation."""
+    found = ((task.share, task.eqn) for task in tasks)
+    return sum(round(share * _of_operation(eqn, eqn.avals_in, eqn.avals_out)) for share, eqn in found)
+
+
+def _of_operation(eqn: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> int:
     name, params = eqn.primitive.name, eqn.params
-    out: int = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
-    operands: list[Any] = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
+    out: int = max((math.prod(getattr(aval, "shape", ())) for aval in avals_out), default=0)
+    operands: list[Any] = [getattr(aval, "shape", ()) for aval in avals_in]
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * out * math.prod(operands[0][axis] for axis in contracted)

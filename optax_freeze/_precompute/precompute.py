@@ -4,23 +4,25 @@ The transfer-learning guides of Keras and Flax split the model by hand to store 
 the loss stays as it is: it is traced, and its program is divided.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+from jax.sharding import NamedSharding
 
 from optax_freeze._errors import described, is_array, value_error, whole_number
-from optax_freeze._gradient.in_parts import OfParts
 from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._precompute.arguments import Arguments
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
-from optax_freeze._precompute.leaf_parts import LeafParts, of_leaf, of_pair, without_frozen
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.layout import fitting
+from optax_freeze._spec.memory import on_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
-from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree, Rest
+from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
+from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
 
 if TYPE_CHECKING:
     from optax_freeze._precompute.divide import Division
@@ -159,13 +161,11 @@ class Precomputed:
                  [1.]], dtype=float32)}
         """
         division = self._of_params(params, args, kwargs)
+        plan, read_again = division.plan, division.read_again
         values, treedef = _tree.flatten(params)
-        read_again = division.read_again
         needed = [
-            value if i in read_again else without_frozen(selection, leaf, value)
-            for i, (value, leaf, selection) in enumerate(
-                zip(values, division.plan.leaves, division.plan.selections, strict=True)
-            )
+            value if i in read_again else _without_frozen(selection, leaf, value)
+            for i, (value, leaf, selection) in enumerate(zip(values, plan.leaves, plan.selections, strict=True))
         ]
         return jax.tree.unflatten(treedef, needed)
 
@@ -197,7 +197,7 @@ class Precomputed:
           first on its path that cannot be computed once:
             dot_general at ...: depends on head, which trains
         """
-        from optax_freeze._precompute.flops import flops
+        from optax_freeze._precompute.flops import flops_of_tasks
 
         division = self._of_params(params, args, kwargs)
         read_again = division.read_again
@@ -213,8 +213,8 @@ class Precomputed:
         ]
         return CutExplanation(
             tuple(features),
-            flops(node.eqn for node in division.cut.before),
-            flops(node.eqn for node in division.cut.after),
+            flops_of_tasks(node.task for node in division.cut.before),
+            flops_of_tasks(node.task for node in division.cut.after),
             tuple(path for path, _ in gone),
             sum(size for _, size in gone),
             tuple((str(node), why) for node, why in division.stopped_by),
@@ -226,22 +226,16 @@ class Precomputed:
         fix = "give the full parameters here, and what `needed` returned to `after` alone"
         _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
         plan = make_plan(params, self.frozen)
-        parts = [
-            LeafParts(value if s is TRAINABLE else HOLE, value)
-            for s, value in zip(plan.selections, values, strict=True)
-        ]
-        return self._divide(plan, parts, args, kwargs)
+        return self._divide(plan, values, args, kwargs)
 
-    def _divide(
-        self, plan: Plan, parts: Sequence[LeafParts], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> "Division":
+    def _divide(self, plan: Plan, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
         from optax_freeze._precompute.divide import divide
 
         arguments, treedef = self.arguments.flatten(args, kwargs)
-        return divide(self.fun, plan, parts, arguments, treedef, self.example_axis)
+        return divide(self.fun, plan, values, arguments, treedef, self.example_axis)
 
 
-class _After(OfParts):
+class _After:
     """``after`` of :class:`Precomputed`: computes the result of the function from the features."""
 
     def __init__(self, once: Precomputed) -> None:
@@ -253,25 +247,24 @@ class _After(OfParts):
     def __call__(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         self._refuse_elsewhere((features, *args))
         plan, shapes = self._plan(params, features)
-        leaves = zip(plan.selections, _tree.flatten(params)[0], shapes, strict=True)
-        parts = [of_leaf(selection, shape if _tree.is_hole(x) else x) for selection, x, shape in leaves]
-        return self._run(plan, parts, features, args, kwargs)
+        pairs = zip(_tree.flatten(params)[0], shapes, strict=True)
+        return self._run(plan, [shape if _tree.is_hole(x) else x for x, shape in pairs], features, args, kwargs)
 
-    def of_parts(self, trainable: PyTree, rest: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_elsewhere(args)
-        features, *others = args
-        left, treedef = _tree.flatten(trainable)
-        right = _tree.flatten(rest)[0]
-        whole = [
-            a if _tree.is_hole(b) else b.array if isinstance(b, Rest) else b for a, b in zip(left, right, strict=True)
-        ]
-        plan, shapes = self._plan(jax.tree.unflatten(treedef, whole), features)
-        right = [
-            shape if _tree.is_hole(a) and _tree.is_hole(b) else b
-            for a, b, shape in zip(left, right, shapes, strict=True)
-        ]
-        pairs = zip(plan.leaves, plan.selections, left, right, strict=True)
-        return self._run(plan, [of_pair(*pair) for pair in pairs], features, tuple(others), kwargs)
+    def refuse_gradient(self, plan: Plan, params: PyTree) -> None:
+        """Raises ``ValueError`` if a gradient is taken of what is frozen here, where it would be zero."""
+        values, treedef = _tree.flatten(params)
+        if any(map(_tree.is_hole, values)):
+            return
+        own = make_plan(jax.tree.unflatten(treedef, list(map(_whole, values))), self._once.frozen)
+        for leaf, theirs, selection in zip(plan.leaves, plan.selections, own.selections, strict=True):
+            if selection is FROZEN and theirs is not FROZEN:
+                raise value_error(
+                    "the features were computed with a different spec",
+                    at=leaf.path,
+                    got="a leaf with more trainable elements",
+                    expected=f"a leaf that {selection}, as in fz.precompute",
+                    fix="pass the same `frozen` to fz.precompute and to the gradient",
+                )
 
     def _refuse_elsewhere(self, args: tuple[Any, ...]) -> None:
         place = next((i for i, each in enumerate(args) if isinstance(each, Features)), 0)
@@ -306,18 +299,19 @@ class _After(OfParts):
         return make_plan(jax.tree.unflatten(treedef, shapes), self._once.frozen), shapes
 
     def _run(
-        self, plan: Plan, parts: Sequence[LeafParts], features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: Plan, values: Sequence[Any], features: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        division = self._once._divide(plan, parts, args, kwargs)
+        division = self._once._divide(plan, values, args, kwargs)
         read_again = division.read_again
-        for i, (leaf, selection, part) in enumerate(zip(plan.leaves, plan.selections, parts, strict=True)):
-            trains = selection is not FROZEN and _is_missing(part.trainable)
-            if trains or (leaf.dtype is not None and _is_missing(part.frozen) and i in read_again):
+        for i, (leaf, selection, value) in enumerate(zip(plan.leaves, plan.selections, values, strict=True)):
+            is_missing = isinstance(value, jax.ShapeDtypeStruct)
+            trains = selection is not FROZEN and is_missing
+            if trains or ((is_missing or isinstance(value, Part)) and i in read_again):
                 node = read_again.get(i)
                 raise value_error(
                     "a parameter is missing",
                     at=leaf.path,
-                    got="a hole" if selection is FROZEN or trains else "only the trainable rows",
+                    got="a hole" if is_missing else "only the trainable rows",
                     expected="a trainable leaf" if trains else f"the leaf: it is read by {node or 'the result'}",
                     fix="give what `needed` returned, or the full parameters",
                 )
@@ -396,6 +390,21 @@ def precompute(
     return Precomputed(fun, frozen, recurring, example_axis)
 
 
+def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
+    """The leaf without its frozen part."""
+    if selection is FROZEN:
+        return value if leaf.dtype is None else HOLE
+    if not isinstance(selection, RowIndex) or isinstance(value, Part):
+        return value
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return selection.take(value)
+    part = jax.eval_shape(selection.take, value)
+    shape, sharding = part.values.shape, value.sharding and on_device(value.sharding)
+    if isinstance(sharding, NamedSharding):
+        sharding = fitting(sharding, len(shape), shape)
+    return dataclasses.replace(part, values=jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding))
+
+
 def _structs(params: PyTree) -> tuple[tuple[str, Any], ...]:
     """The path of each leaf, and its shape and dtype if it has them."""
     leaves = zip(_tree.leaves(params), _tree.flatten(params)[0], strict=True)
@@ -410,10 +419,6 @@ def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct:
 def _whole(value: Any) -> Any:
     """The shape of the full leaf for a ``Part``; any other value unchanged."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype) if isinstance(value, Part) else value
-
-
-def _is_missing(value: Any) -> bool:
-    return _tree.is_hole(value) or isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _bytes(shape: Any, dtype: Any) -> int:

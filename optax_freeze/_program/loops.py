@@ -6,6 +6,7 @@ segment. A step whose number is a value of the program is recognised while the l
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,8 +52,6 @@ class _Output(NamedTuple):
 
 def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     """Adds the task of a branch; False if its branches have to be left as they are."""
-    from optax_freeze._program.schedule import schedule
-
     if eqn.params.get("branches_platforms") is not None or eqn.has_effects:
         return False
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
@@ -60,12 +59,10 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     programs = [walk.body(branch) for branch in eqn.params["branches"]]
     on_host, available = _late_inputs(walk.late, eqn.inputs[1:])
     branches = [
-        schedule(
+        walk.inside(
             program,
             [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None],
-            walk.log,
             Late(program, on_host, available) if on_host else None,
-            walk.is_late,
         )
         for program in programs
     ]
@@ -146,6 +143,13 @@ class _Loop:
         on_host, self.available = _late_inputs(walk.late, eqn.inputs)
         self.on_host = {p for p in on_host if p < self.consts or walk.late.has_rows(eqn.inputs[p])}
         self.available -= set(range(self.consts, self.consts + self.carried))
+        self.known = walk.known.steps.get(eqn.outputs[0], 0) if walk.known and eqn.outputs else 0
+        self.known_stop = self.length - self.known if self.reverse else self.known
+
+    def is_read_in_place(self, start: int) -> bool:
+        """Whether steps from ``start`` on read rows in place: slices take memory, but are transposed at less cost."""
+        is_known = start >= self.known_stop if self.reverse else start < self.known
+        return self.walk.known is None or is_known
 
     def add(self, carry: list[Region | None], labels: list[int]) -> None:
         """Adds the tasks, given what is wanted of the last carry."""
@@ -160,19 +164,27 @@ class _Loop:
             if not segment.outputs and not any(carry) and not self.eqn.has_effects:
                 continue
             avals = self.eqn.avals_in[self.consts : self.consts + self.carried]
-            starts = self.eqn.inputs[self.consts :] if n == 0 else [self.walk.program.add(aval) for aval in avals]
+            results = zip(avals, self.eqn.outputs, strict=False)
+            starts = (
+                self.eqn.inputs[self.consts :] if n == 0 else list(itertools.starmap(self.walk.program.add, results))
+            )
             earlier = {o for other in segments[:n] for o in other.outputs}
-            before = {o: self.walk.program.add(None) for o in segment.outputs if o in earlier}
+            before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
             carry, labels = _Segment(self, segment, starts, ends, numbers, before).add(carry, labels)
             numbers |= before
             ends = starts
 
+    def _result(self, output: _Output) -> tuple[Any, int]:
+        place = self.carried + output.place
+        return self.eqn.avals_out[place], self.eqn.outputs[place]
+
     def _segments(self) -> list["_Steps"]:
-        """The runs of steps at which the same results are wanted."""
+        """The runs of steps at which the same results are wanted, divided after the known steps."""
         marks = np.zeros((len(self.outputs), self.length), bool)
         for row, output in zip(marks, self.outputs, strict=True):
             row[output.steps.numbers] = True
-        inner = (np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(0)) + 1).tolist()
+        edges = {*(np.flatnonzero((marks[:, 1:] != marks[:, :-1]).any(0)) + 1).tolist(), self.known_stop}
+        inner = sorted(edges - {0, self.length})
         spans = zip([0, *inner], [*inner, self.length], strict=True)
         return [_Steps(a, b, tuple(o for o, row in zip(self.outputs, marks, strict=True) if row[a])) for a, b in spans]
 
@@ -243,21 +255,22 @@ class _Segment:
             elif place < first:
                 reads = [Read(value, r) for r in covering(list(wanted), eqn.avals_in[place].shape)] if wanted else []
             else:
-                reads = [Read(value, self.numbers, in_place=True)] if wanted else []
+                in_place = loop.is_read_in_place(self.steps.start)
+                reads = [Read(value, self.numbers, in_place)] if wanted else []
             self.reads += reads
             self.places += [place] * len(reads)
         old = [Read(number, o.written) for o, number in self.before.items()]
         writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
-        loop.walk.add(Task(eqn, self.reads + old, writes, self.apply, self.label))
+        loop.walk.add(
+            Task(eqn, self.reads + old, writes, self.apply, self.label, len(self.numbers.numbers) / max(loop.length, 1))
+        )
         return needed, [self.label] * loop.carried
 
     def _fixpoint(
         self, carry: list[Region | None], labels: list[int]
     ) -> tuple[list[Region | None], list[Region | None], list[int]]:
         """What a step computes of the carry and what it needs of it, the same unless there is one step."""
-        from optax_freeze._program.schedule import schedule
-
         loop = self.loop
         shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
         while True:
@@ -267,7 +280,7 @@ class _Segment:
                 label = self.conditions.get(o, o.label)
                 wanted.append((loop.body.outputs[loop.carried + o.place], o.region, label))
             late = Late(loop.body, loop.on_host, loop.available) if loop.on_host else None
-            self.body = schedule(loop.body, wanted, loop.walk.log, late, loop.walk.is_late)
+            self.body = loop.walk.inside(loop.body, wanted, late)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
             if in_each:  # what each step would bring to the device is brought once
                 loop.on_host -= in_each
@@ -300,7 +313,10 @@ class _Segment:
         """Runs the steps."""
         loop, n = self.loop, len(self.places)
         first, last = loop.consts, loop.consts + loop.carried
-        given = list(zip(self.places, self.reads, operands, strict=False))
+        given = [
+            (place, read, x if place < last or read.in_place else (x, self.steps.start))
+            for place, read, x in zip(self.places, self.reads, operands, strict=False)
+        ]
         carried = [(place, read) for place, read, _ in given if first <= place < last]
         start = [x for place, _, x in given if first <= place < last]
         previous = dict(zip(self.before, operands[n:], strict=True))
@@ -360,7 +376,7 @@ class _Segment:
         return self.after[output] not in self.loop.eqn.outputs
 
     def _buffer(self, output: _Output) -> jax.Array:
-        aval = self.loop.eqn.avals_out[self.loop.carried + output.place]
+        aval, _ = self.loop._result(output)
         return zeros(aval, output.written.shape(aval.shape))
 
     def _until_last(self, step: Any, state: Any) -> Any:

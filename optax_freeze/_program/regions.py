@@ -6,7 +6,7 @@ numbers are values of the program. All rows are ascending. A value may be stored
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -311,6 +311,14 @@ def zeros(aval: Any, shape: Sequence[int] | None = None) -> jax.Array:
     return cast_to_vary(new, varies(aval))
 
 
+def stored_region(stored: Collection[Region], region: Region) -> Region | None:
+    """Which of the stored regions of a value another region of it is read from."""
+    if region in stored or EVERYTHING in stored:
+        return region if region in stored else EVERYTHING
+    known = (other for other in stored if isinstance(other, Rows) and isinstance(region, Rows))
+    return next((other for other in known if region.within(other) is not None), None)
+
+
 class Values:
     """The stored regions of the values of a program, by number."""
 
@@ -335,16 +343,13 @@ class Values:
         stored = self._stored[number]
         if isinstance(stored.get(EVERYTHING), Unread) and region is not LAZY:
             return stored[EVERYTHING].read(region, self.beside)
-        if region in stored:
-            return stored[region]
-        if EVERYTHING in stored:
-            return region.take(stored[EVERYTHING])
-        for other, array in stored.items():
-            if isinstance(other, Rows) and isinstance(region, Rows):
-                positions = region.within(other)
-                if positions is not None:
-                    return positions.take(array)
-        raise KeyError((number, region, list(stored)))
+        other = stored_region(stored, region)
+        if other is None:
+            raise KeyError((number, region, list(stored)))
+        if other == region:
+            return stored[other]
+        positions = region if other is EVERYTHING else region.within(other)  # type: ignore[attr-defined]
+        return positions.take(stored[other])
 
     def read_run(self, number: int, rows: Rows) -> tuple[Any, int]:
         """An array with these consecutive first-axis rows, not cut, and the number of its first row."""

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program import loops
+from optax_freeze._program import more_operations as more_operations
+from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, LazyRead, part_of
-from optax_freeze._program.operations import computation, gives_list, is_apart, is_cheap
+from optax_freeze._program.operations import Computation, computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import (
     EVERYTHING,
     LAZY,
@@ -32,15 +34,19 @@ def schedule(
     log: Any = None,
     late: Late | None = None,
     is_late: bool = False,
+    known: Known | None = None,
 ) -> Schedule:
     """The tasks that compute these regions of values, each with its label.
 
     ``late`` are the values that are computed where they are read, by default from the inputs in host memory.
     ``is_late``: the program computes such a value, so slices and loops read only the rows of an array that they need.
+    A program that will be differentiated has a ``known`` part: loops are divided after their known steps, and what
+    later steps read is cut, since the transpose of a row of an array that is read in place is an array of zeros in each
+    step. Other regions are wanted only of values that are known in part.
     """
     if late is None and program.on_host and not is_late:
         late = Late(program, program.on_host, range(program.num_inputs))
-    walk = Walk(program, log, late, is_late)
+    walk = Walk(program, log, late, is_late, known)
     for value, region, label in outputs:
         walk.want(value, region, label)
     walk.run()
@@ -54,8 +60,15 @@ def schedule(
 class Walk:
     """The state of a walk: what is wanted of each value, and the tasks found, the last first."""
 
-    def __init__(self, program: Program, log: Any = None, late: Late | None = None, is_late: bool = False) -> None:
-        self.program, self.log, self.late, self.is_late = program, log, late, is_late
+    def __init__(
+        self,
+        program: Program,
+        log: Any = None,
+        late: Late | None = None,
+        is_late: bool = False,
+        known: Known | None = None,
+    ) -> None:
+        self.program, self.log, self.late, self.is_late, self.known = program, log, late, is_late, known
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
         self.fused = Fusions(program)
@@ -66,7 +79,8 @@ class Walk:
         if isinstance(value, int):
             aval = self.program.avals[value]
             region = EVERYTHING if aval is not None and is_whole(region, getattr(aval, "shape", ())) else region
-            if region is LAZY and not self.is_late and (self.late is None or value not in self.late):
+            is_cut = self.known is None or value in self.known.in_part or region is LAZY
+            if not is_cut or (region is LAZY and not self.is_late and (self.late is None or value not in self.late)):
                 region = EVERYTHING
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
@@ -106,7 +120,12 @@ class Walk:
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
-        return computed_again(flatten(closed))
+        program = flatten(closed, enter_remat=self.known is None)
+        return computed_again(program) if self.known is None else program
+
+    def inside(self, program: Program, outputs: Sequence[tuple[Any, Region, int]], late: Late | None) -> Schedule:
+        """The tasks of a step or a branch that compute these regions of values."""
+        return schedule(program, outputs, self.log, late, self.is_late, None if self.known is None else Known())
 
     def run(self) -> None:
         """Walks over all equations, the last first."""
@@ -120,7 +139,7 @@ class Walk:
                 continue
             if self._enters(eqn, wanted):
                 continue
-            if len(wanted) == 1 or is_apart(eqn):
+            if len(wanted) == 1 or (is_apart(eqn) and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
@@ -172,20 +191,42 @@ class Walk:
         """The tasks of one result of an equation, which is computed on its own."""
         shape = getattr(eqn.avals_out[place], "shape", ())
         chosen = regions_apart(wanted, shape)
-        if is_cheap(eqn) and not (EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place])):
+        in_part = self._is_in_part(eqn)
+        is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
+        if is_cheap(eqn) and not is_stored:
             chosen = wanted
         elif any(is_scattered(region, shape) for region in chosen):
             chosen = {EVERYTHING: joined_label([wanted])}
-        if EVERYTHING in chosen and not is_apart(eqn):
+        if EVERYTHING in chosen and not is_apart(eqn) and not (in_part and self._of_known_rows(eqn, place)):
             self.whole(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
             chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
-            found = computation(eqn, regions)
+            found = self._of_known_rows(eqn, place) if in_part and region is EVERYTHING else None
+            found = found or computation(eqn, regions)
             if found is None:
                 self.whole(eqn, [wanted], without_rule=True)
                 return
             self._compute(eqn, found, regions, label)
+
+    def _is_in_part(self, eqn: Equation) -> bool:
+        """Whether some rows of an operand are known beforehand and others are not."""
+        return self.known is not None and is_cheap(eqn) and not eqn.reads.isdisjoint(self.known.in_part)
+
+    def _of_known_rows(self, eqn: Equation, place: int) -> Computation | None:
+        """How all of a result is computed from some rows of an operand that is known in part."""
+        assert self.known is not None
+        in_part = self.known.in_part
+        for axis, size in enumerate(eqn.avals_out[place].shape):
+            rows = Rows(axis, np.arange(size))
+            found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
+            reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
+            if any(
+                isinstance(v, int) and v in in_part and r is not None and not is_whole(r, aval.shape)
+                for v, r, aval in reads
+            ):
+                return found
+        return None
 
     def _several(self, eqn: Equation, wanted: Sequence[Wanted]) -> None:
         """The task of an equation with several results."""
@@ -210,7 +251,8 @@ class Walk:
             out = found.apply(*operands)
             return out if gives_list(eqn) else [out] * len(writes)
 
-        self.add(Task(eqn, reads, writes, apply, label))
+        shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
+        self.add(Task(eqn, reads, writes, apply, label, max(shares, default=1.0)))
 
     def whole(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
         """The task that computes all of an equation; ``without_rule`` although less is wanted."""

@@ -123,6 +123,7 @@ class Task(NamedTuple):
     writes: Sequence[tuple[int, Region] | None]
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
     label: int
+    share: float = 1.0  # of the operation
 
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""

@@ -95,16 +95,23 @@ class Program(NamedTuple):
     num_inputs: int
     outputs: list[Any]
     on_host: Collection[int] = ()  # the inputs in host memory
+    of_steps: dict[int, int] = {}  # noqa: RUF012
 
-    def add(self, aval: Any) -> int:
-        """A number for a new value."""
+    def add(self, aval: Any, of_steps: int | None = None) -> int:
+        """A number for a new value, which may be that of a loop's result ``of_steps`` after some of its steps."""
         self.avals.append(aval)
+        if of_steps is not None:
+            self.of_steps[len(self.avals) - 1] = of_steps
         return len(self.avals) - 1
+
+    def like(self, number: int) -> int:
+        """The number of the loop's result if this is its value after some steps; else the number itself."""
+        return self.of_steps.get(number, number)
 
 
 def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter: Callable[..., bool] | None = None) -> Program:
     """Lists the operations of a jaxpr; ``enter(jaxpr, inputs)`` says whether a call is entered: by default each."""
-    program = Program([], {}, [], len(closed.in_avals), [])
+    program = Program([], {}, [], len(closed.in_avals), [], of_steps={})
     values = [program.add(aval) for aval in closed.in_avals]
     walk = _Flatten(program, enter_remat, enter)
     program.outputs.extend(walk.jaxpr(closed.jaxpr, closed.consts, values, None, None))

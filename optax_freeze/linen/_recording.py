@@ -20,7 +20,7 @@ from flax.core import DenyList, Scope, apply, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from optax_freeze._errors import value_error
-from optax_freeze._gradient.jaxprs import depends_on
+from optax_freeze._program.dependence import depends_on
 from optax_freeze._spec.masks import Elements
 
 Path: TypeAlias = tuple[str, ...]

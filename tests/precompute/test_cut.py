@@ -12,7 +12,8 @@ from jax import lax
 
 import optax_freeze as fz
 from optax_freeze._precompute.cut import Cut, is_cheap, minimum_cut
-from optax_freeze._precompute.program import flatten
+from optax_freeze._precompute.graph import graph
+from optax_freeze._program.trace import flatten
 
 SIZES = st.integers(1, 5)
 
@@ -37,14 +38,14 @@ def programs(draw):
                 values.append(jnp.concatenate([a, b])[:size])
         return sum(jnp.sum(values[i % len(values)]) * trained for i in wanted)
 
-    return flatten(jax.make_jaxpr(function)(jnp.ones(4), 1.0), [True, False])
+    return graph(flatten(jax.make_jaxpr(function)(jnp.ones(4), 1.0)), (), lambda i, region: i == 0)
 
 
 @hypothesis.given(programs())
 @hypothesis.settings(max_examples=150, deadline=None)
 def test_it_is_the_least_of_all(program):
     dear = [not is_cheap(node.eqn) for node in program.nodes]
-    cost = [4 * int(np.prod(aval.shape)) for aval in program.avals]
+    cost = [4 * int(np.prod(program.shape(n))) for n in range(len(program.regions))]
     cut = minimum_cut(program, dear, cost)
     assert isinstance(cut, Cut)
     made_by = {value: i for i, node in enumerate(program.nodes) for value in node.outputs if program.known[value]}

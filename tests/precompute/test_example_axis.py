@@ -123,6 +123,7 @@ MIXED = {
     "a loop by all": lambda h, w: lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, h),
     "in a scan": lambda h, w: lax.scan(lambda c, layer: (c * layer - c.mean(0), None), h, w)[0],
     "window": lambda h, w: lax.reduce_window(h, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "VALID"),
+    "padded window": lambda h, w: lax.reduce_window(h, 0.0, lax.add, (3, 1, 1), (1, 1, 1), "SAME"),
     "update of an example": lambda h, w: h.at[0].set(1.0),
 }
 
@@ -279,6 +280,9 @@ SUBTLY_MIXED = {
     "signs of zeros": lambda h, w: h * jnp.arctan2(jnp.array([0.0, -0.0] + 4 * [0.0])[:, None, None], -1.0),
     "every second example": lambda h, w: h[::2],
     "every second place of a block": lambda h, w: h.reshape(N * 3, 4)[::2],
+    "a carry that begins as zeros": lambda h, w: lax.scan(
+        lambda c, _: ((c[0] + c[1][:, None, None], c[1] + jnp.arange(6.0)), None), (h, jnp.zeros(N)), None, 3
+    )[0][0],
     "array of NumPy": lambda h, w: h * np.arange(6.0, dtype=np.float32)[:, None, None],
 }
 

@@ -1,0 +1,100 @@
+"""Which values of a program depend on some of its inputs, and how many steps of a loop do not.
+
+All results of an operation that is not understood depend on each of its operands, and so do reads of a reference.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from optax_freeze._program.operations import computation, is_cheap
+from optax_freeze._program.regions import EVERYTHING, Region, Rows
+from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
+
+
+def dependent(program: Program, marked: Iterable[int]) -> set[int]:
+    """The values that depend on marked ones, or on side effects."""
+    found = set(marked)
+    for eqn in program.eqns:
+        given = [isinstance(value, int) and value in found for value in eqn.inputs]
+        if any(given) or eqn.has_effects:
+            found.update(n for n, mark in zip(eqn.outputs, _through(eqn, given), strict=True) if mark)
+    return found
+
+
+def depends_on(closed: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Returns for each output of a jaxpr whether it depends on one of the marked inputs.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(lambda a, b: (a, b))(x, y)))(1.0, 2.0)
+    >>> depends_on(jaxpr, [True, False])
+    [True, True, False]
+    """
+    program = flatten(ClosedJaxpr(*opened(closed)))
+    found = dependent(program, np.flatnonzero(inputs).tolist())
+    return [isinstance(value, int) and value in found for value in program.outputs]
+
+
+def _through(eqn: Equation, given: list[bool]) -> list[bool]:
+    """Which results of one operation depend on its marked operands."""
+    if eqn.primitive.name == "cond":
+        branches = [depends_on(branch, given[1:]) for branch in eqn.params["branches"]]
+        return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
+    programs = (getattr(value, "jaxpr", value) for value in eqn.params.values())
+    inner = [program for program in programs if isinstance(program, Jaxpr)]
+    if len(inner) != 1 or (len(inner[0].invars), len(inner[0].outvars)) != (len(eqn.inputs), len(eqn.outputs)):
+        return [True] * len(eqn.outputs)
+    if eqn.primitive.name != "scan":
+        return depends_on(inner[0], given)
+    first, carried = scan_counts(eqn.params)
+    while True:
+        passed = depends_on(inner[0], given)
+        carry = [old or new for old, new in zip(given[first : first + carried], passed[:carried], strict=True)]
+        if carry == given[first : first + carried]:
+            return carry + passed[carried:]
+        given = [*given[:first], *carry, *given[first + carried :]]
+
+
+class Known(NamedTuple):
+    """Where a program can be divided, if some rows of its inputs are known and others are not.
+
+    Attributes:
+      steps: from the first result of a ``scan`` to the number of its first steps that read known values alone.
+      in_part: the values that cheap operations compute from such inputs.
+    """
+
+    steps: Mapping[int, int] = MappingProxyType({})
+    in_part: Collection[int] = ()
+
+
+def known_in_part(
+    program: Program, unknown: set[int], in_part: Iterable[int], is_known: Callable[[int, Region], bool]
+) -> Known:
+    """Where a program can be divided, given the inputs that are known ``in_part``, and which regions are known."""
+    partly, made_by = set(in_part), {number: eqn for eqn in program.eqns for number in eqn.outputs}
+
+    def is_row_known(value: Any, region: Region | None) -> bool:
+        if region is None or not isinstance(value, int) or value not in unknown:
+            return True
+        if value < program.num_inputs or value not in partly:
+            return value in partly and is_known(value, region)
+        eqn = made_by[value]
+        found = computation(eqn, [region]) if len(eqn.outputs) == 1 and region is not EVERYTHING else None
+        return found is not None and all(map(is_row_known, eqn.inputs, found.regions))
+
+    steps = {}
+    for eqn in program.eqns:
+        if is_cheap(eqn) and not partly.isdisjoint(eqn.reads):
+            partly.update(eqn.outputs)
+        if eqn.primitive.name != "scan" or eqn.has_effects:
+            continue
+        first, length = sum(scan_counts(eqn.params)), eqn.params["length"]
+        stacked = [value for value in eqn.inputs[first:] if value in unknown]
+        if stacked and unknown.isdisjoint(value for value in eqn.inputs[:first] if isinstance(value, int)):
+            numbers = range(length)[:: -1 if eqn.params["reverse"] else 1]
+            rows = (all(is_row_known(value, Rows(0, [k])) for value in stacked) for k in numbers)
+            steps[eqn.outputs[0]] = next((n for n, known in enumerate(rows) if not known), length)
+    return Known(steps, partly)
