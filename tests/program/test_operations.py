@@ -69,7 +69,7 @@ TABLE = {
     "clamp": (lambda a, w, b: lax.clamp(a, w, b), [jnp.float32(0), W, jnp.float32(1)], ".0. .1."),
     "clamp by arrays": (lambda a, w, b: lax.clamp(a, w, b), [W, x(6, 4), W + 1], "000 111"),
     "convert": (lambda w: lax.convert_element_type(w, jnp.bfloat16), [W], "0 1"),
-    "broadcast of size 1": (lambda b, w: b * w, [x(1, 4), W], ".0 11"),
+    "broadcast of size 1": (lambda b: lax.broadcast_in_dim(b, (6, 4), (0, 1)), [x(1, 4)], ". 1"),
     "broadcast_in_dim": (lambda b: lax.broadcast_in_dim(b, (3, 6, 2), (1,)), [x(6)], ". 0 ."),
     "broadcast in two": (lambda b: lax.broadcast_in_dim(b, (6, 3, 4), (0, 2)), [W], "0 . 1"),
     "transpose": (lambda w: lax.transpose(w, (2, 0, 1)), [x(3, 4, 6)], "2 0 1"),
@@ -212,6 +212,7 @@ def computed(fun, operands, asked, log=None):
 def shown(regions):
     """The axes of the regions of the operands, as in the table."""
     assert all(len(each) <= 1 for each in regions)
+    assert all((np.diff(each[0].numbers) > 0).all() for each in regions if each and isinstance(each[0], Rows))
     return "".join("-" if not each else "." if each[0] is EVERYTHING else str(each[0].axis) for each in regions)
 
 
