@@ -115,6 +115,11 @@ TABLE = {
     ),
     "dot of vectors": (lambda a, b: jnp.outer(a, b), [x(4), x(5)], "0. .0"),
     "ragged_dot": (lambda a, b, n: lax.ragged_dot(a, b, n), [W, x(2, 4, 3), ints(2, 4)], "... ..."),
+    "ragged_dot, gradient": (
+        lambda a, b, n, ct: jax.vjp(lambda b: lax.ragged_dot(a, b, n), b)[1](ct)[0],
+        [W, x(4, 4, 3), ints(2, 0, 1, 3), x(6, 3)],
+        ".-.. 1-.. .-.1",
+    ),
     "conv": (conv(), [x(2, 8, 3), x(3, 3, 5)], "0. .. .2"),
     "conv of groups": (conv(feature_group_count=3), [x(2, 8, 3), x(3, 1, 6)], ".. .. .."),
     "dynamic_slice": (lambda w, i: lax.dynamic_slice(w, (i, 0), (2, 4)), [W, jnp.int32(3)], ".. 1."),
@@ -193,7 +198,7 @@ TABLE = {
 def parts_of(size):
     """Rows of an axis of this size, known and dynamic; the last of these have a number out of range."""
     n = np.arange(size)
-    known = [n[:1], n[1:], n[::2], n[n % 4 < 2][1:], n]
+    known = [n[:1], n[1:], n[::2], n[np.isin(n % 7, (2, 4, 5))], n]
     return [rows for rows in known if rows.size], [np.unique([0, size - 1]), np.array([size - 1, size])]
 
 
