@@ -201,9 +201,9 @@ OTHERS = {
         [(0, rows(1, 2, axis=1))],
     ),
     "a stack of which a part is read": (
-        lambda x: lax.scan(lambda c, x: (c + x, c * x), X[0], (x + 1)[2:7]),
+        lambda x: lax.scan(lambda c, x: (c + x, c * x), X[0], x @ W[0], reverse=True),
         [X],
-        [(1, rows(1)), (1, rows(3))],
+        [(1, rows(5))],
     ),
     "an input that is a result": (lambda x: lax.scan(lambda c, x: (c + 1, x), 0, x), [X], [(1, rows(1, 2))]),
     "a step that stores its carry": (lambda x: lax.scan(lambda c, x: (x, c), x[0], x), [X], [(1, rows(0, 3))]),
