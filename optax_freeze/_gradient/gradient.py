@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_freeze._program.function import Traced, as_array, needs_value
-from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of
+from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zero_outside
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Schedule
 from optax_freeze._program.trace import Program
@@ -125,5 +125,6 @@ def region_of_leaf(selection: Selection, leaf: Any) -> Region:
 def as_part(selection: Selection, leaf: Any, grad: Any) -> Any:
     """The gradient of what trains of a leaf, given that of :func:`region_of_leaf`."""
     if isinstance(selection, RowSelection) and not isinstance(leaf, Part):
+        grad = zero_outside(region_of(selection), grad, leaf.shape)
         return Part(grad, selection.part_index, leaf.shape)
     return taken(selection, grad)

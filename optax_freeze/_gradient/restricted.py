@@ -19,7 +19,17 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from optax_freeze._errors import type_error
 from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
 from optax_freeze._program.late import HostArray, LateValue
-from optax_freeze._program.regions import EVERYTHING, Region, Unread, Values, cast_to_vary, region_of, varies, zeros
+from optax_freeze._program.regions import (
+    EVERYTHING,
+    Region,
+    Unread,
+    Values,
+    cast_to_vary,
+    region_of,
+    varies,
+    zero_outside,
+    zeros,
+)
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
@@ -206,7 +216,10 @@ class _Call:
         for task in of_backward:
             task.run(Context(), values)
         grads = iter(
-            [values.read(x, region) if isinstance(x, int) else x.val for x, region, _ in wanted[transposed.outs :]]
+            [
+                zero_outside(region, values.read(x, region), program.avals[x].shape) if isinstance(x, int) else x.val
+                for x, region, _ in wanted[transposed.outs :]
+            ]
         )
         found = _Inputs([], [], [[None] * len(each) for each in numbers], [])
         for x, of_rows, of_array, each in zip(self.leaves, perturbed.rows, perturbed.arrays, numbers, strict=True):

@@ -101,9 +101,6 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
 def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
-    if not eqn.params["length"]:
-        walk.whole(eqn, wanted, without_rule=False)
-        return
     _, carried = scan_counts(eqn.params)
     if not eqn.params["length"]:
         walk.whole(eqn, wanted, without_rule=False)

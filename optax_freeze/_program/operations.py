@@ -407,7 +407,7 @@ def ragged_dot_general(eqn: Equation, region: Any) -> Any:
     """The gradient of experts: the experts between those that are wanted are computed as one."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (of_left, of_right), (batch, _) = numbers.dot_dimension_numbers
-    if batch or not isinstance(region, Rows) or numbers.lhs_ragged_dimensions[0] not in of_left:
+    if batch or numbers.lhs_ragged_dimensions[0] not in of_left:
         return None
     if region.axis > 0:
         left, right = (
@@ -420,6 +420,8 @@ def ragged_dot_general(eqn: Equation, region: Any) -> Any:
             for each in (of_rows[: len(left)], of_rows[len(left) :])
         ]
         return [*regions, EVERYTHING], eqn.bind
+    if not isinstance(region, Rows):
+        return None
     edges = sorted({0, eqn.avals_out[0].shape[0], *region.numbers.tolist(), *(region.numbers + 1).tolist()})
     places = Rows(0, np.searchsorted(edges, region.numbers))
 

@@ -258,6 +258,15 @@ def region_of(selection: Selection) -> Region:
     return EVERYTHING
 
 
+def zero_outside(region: Region, array: Any, shape: Sequence[int]) -> Any:
+    """An array with this region of a value, zero in rows whose numbers are out of range."""
+    if not isinstance(region, DynamicRows):
+        return array
+    inside = (region.indices >= 0) & (region.indices < shape[region.axis])
+    inside = jnp.expand_dims(inside, tuple(i for i in range(array.ndim) if i != region.axis))
+    return jnp.where(inside, array, jnp.zeros((), array.dtype))
+
+
 def is_whole(region: Region, shape: Sequence[int]) -> bool:
     """Whether a region is all of a value of this shape."""
     return region is EVERYTHING or (isinstance(region, Rows) and region.count == shape[region.axis])

@@ -188,8 +188,17 @@ class TestRegionsOfAValue:
         _, tasks, log = self.tasks(lambda w: lax.sort((w, w * 2), num_keys=1), Rows(0, [1]), Rows(0, [2]))
         assert log == ["everything"]  # of two results, the rows must be the same
 
+    def test_many_scattered_rows_are_cut_from_everything(self):
+        for rows, given in (
+            ([0, 2, 3], Rows(0, [0, 2, 3])),
+            ([0, 2, 3, 5], EVERYTHING),
+            ([1, 2, 3, 4], Rows(0, [1, 2, 3, 4])),
+        ):
+            found, *_ = self.tasks(lambda w: (lax.cumsum(w, 1),), Rows(0, rows))
+            assert list(found.given[0]) == [given]
+
     def test_what_is_not_wanted_is_not_computed(self):
-        program = program_of(lambda w: (jnp.sin(w), jnp.cos(w)), W)
+        program = program_of(lambda w: (jnp.sin(w), jnp.cos(w), lax.sort((w, w), num_keys=2)), W)
         found = schedule(program, [(program.outputs[1], Rows(0, [2]), ALWAYS)])
         assert names(found.tasks) == ["cos"]
         assert found.given == {0: {Rows(0, [2]): ALWAYS}}

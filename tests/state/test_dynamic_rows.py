@@ -292,6 +292,21 @@ def test_a_traced_number_may_be_given_twice(axis):
     assert bits(others) == bits(take(0, 1, 3))
 
 
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_gradient_of_a_number_that_is_no_row_is_zero(restricted):
+    """It must not count in a norm of the gradient."""
+    w = jnp.ones((6, 2))
+
+    @jax.jit
+    def gradient(index):
+        spec, loss = ~fz.rows(index), lambda w: jnp.sum(2 * w.T)
+        trainable, rest = fz.partition(w, spec)
+        return (jax.grad(fz.restrict(loss, rest))(trainable) if restricted else fz.grad(loss, spec)(w)).values
+
+    for index in ([2, 2, 5], [2, 5, 9]):
+        assert gradient(jnp.array(index)).tolist() == [[2, 2], [2, 2], [0, 0]]
+
+
 def test_numbers_that_are_no_row_do_not_stay():
     params = {"w": jnp.ones((6, 2))}
     tx = fz.freeze(optax.adam(0.1), {"w": ~fz.rows(jnp.array([2, 3, 5]))})
