@@ -1,4 +1,4 @@
-"""``explain``: reports of which operations of the gradient only the trainable rows are computed, and of which everything.
+"""``explain``: reports of which operations of the gradient only rows are computed, and of which everything.
 
 It also reports how operations read leaves in host memory.
 """
@@ -193,7 +193,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
             if not needs_value(error):
                 raise
             python = (Operation("Python that needs a value", ""),)
-            leaves = [(plan.leaves[i].path, plan.selections[i]) for i in in_rows]
+            leaves: list[tuple[str, Any]] = [(plan.leaves[i].path, plan.selections[i]) for i in in_rows]
             return Explanation(tuple(LeafExplanation(path, s.size, s.count, (), python) for path, s in leaves))
         for i, value in zip(in_rows, program.outputs, strict=False):
             log: list[tuple[Equation, str]] = []

@@ -154,8 +154,9 @@ def value_and_grad(
         if isinstance(frozen, GroupsNow):
             return value_and_grad_of_groups(of_params, frozen, make_plan, args[i], has_aux, holomorphic)
         plan = _something_trains(args[i], frozen)
-        if hasattr(fun, "refuse_gradient"):  # `after` of fz.precompute
-            fun.refuse_gradient(plan, args[i])
+        refuse: Any = getattr(fun, "refuse_gradient", None)  # of `after` of fz.precompute
+        if refuse is not None:
+            refuse(plan, args[i])
         return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
 
     return value_and_grad_fn

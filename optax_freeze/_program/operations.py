@@ -6,6 +6,7 @@ table.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -92,7 +93,7 @@ def is_cheap(eqn: Equation) -> bool:
     return found is not None and found.cheap
 
 
-def _at(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
     """A shape with another size at one axis."""
     return (*sizes[:axis], size, *sizes[axis + 1 :])
 
@@ -210,8 +211,8 @@ def reshape(eqn: Equation, region: Any) -> Any:
             each = size // length  # a row is a part of one of its rows
             coarse = np.unique(numbers // each)
             whole = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
-            cut = region.within(whole)
-            return [Rows(axis, coarse)], lambda x: cut.take(reshaped(x, whole))
+            cut: Any = region.within(whole)
+            return [Rows(axis, coarse)], lambda x, cut=cut, whole=whole: cut.take(reshaped(x, whole))
     for axis, length in enumerate(old):  # the rows are repeated along axes before them
         outer = math.prod(old[:axis])
         first = region.axis
@@ -301,7 +302,7 @@ def concatenate(eqn: Equation, region: Any) -> Any:
     if axis != dimension:
         return [region] * len(eqn.inputs), eqn.bind
     edges = np.cumsum([0, *(aval.shape[axis] for aval in eqn.avals_in)]).tolist()
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(itertools.pairwise(edges))
     if isinstance(region, Rows):
         each = [region.numbers[(region.numbers >= a) & (region.numbers < b)] - a for a, b in spans]
         regions = [Rows(axis, numbers) if numbers.size else None for numbers in each]
@@ -323,7 +324,7 @@ def concatenate(eqn: Equation, region: Any) -> Any:
 
 
 @rule("split", apart=True)
-def split(eqn: Equation, place: int, region: Region) -> Any:
+def split(eqn: Equation, place: int, region: Any) -> Any:
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
     start = sum(sizes[:place])
     piece = Rows(axis, np.arange(start, start + sizes[place]))
@@ -426,7 +427,7 @@ def ragged_dot_general(eqn: Equation, region: Any) -> Any:
     places = Rows(0, np.searchsorted(edges, region.numbers))
 
     def together(left: Any, right: Any, sizes: Any) -> Any:
-        spans = zip(edges, edges[1:], strict=False)
+        spans = itertools.pairwise(edges)
         joined = jnp.stack([sizes[a:b].sum(dtype=sizes.dtype) for a, b in spans])
         return places.take(eqn.bind(left, right, joined))
 

@@ -310,9 +310,10 @@ def cast_to_vary(array: Any, axes: Any) -> jax.Array:
     return lax.pcast(array, new, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, new)  # type: ignore[attr-defined]
 
 
-def zeros(aval: Any, shape: Sequence[int] | None = None) -> jax.Array:
+def zeros(aval: Any, shape: Any = None) -> jax.Array:
     """Zeros laid out as a value of this type, or of another ``shape``."""
-    shape, sharding = aval.shape if shape is None else tuple(shape), getattr(aval, "sharding", None)
+    shape = aval.shape if shape is None else tuple(shape)
+    sharding: Any = getattr(aval, "sharding", None)
     is_explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
     new = jax.lax.full(
         shape, 0, aval.dtype, sharding=fitting(sharding, len(aval.shape), shape) if is_explicit else None
@@ -324,8 +325,9 @@ def stored_region(stored: Collection[Region], region: Region) -> Region | None:
     """Which of the stored regions of a value another region of it is read from."""
     if region in stored or EVERYTHING in stored:
         return region if region in stored else EVERYTHING
-    known = (other for other in stored if isinstance(other, Rows) and isinstance(region, Rows))
-    return next((other for other in known if region.within(other) is not None), None)
+    if not isinstance(region, Rows):
+        return None
+    return next((other for other in stored if isinstance(other, Rows) and region.within(other) is not None), None)
 
 
 class Values:

@@ -1,4 +1,4 @@
-"""Rows that a loop stores for a later loop are computed again, where cheap operations on the rows that it read give them.
+"""Rows that a loop stores for a later loop are computed again, if cheap operations on the rows of its inputs give them.
 
 JAX stores what the backward pass of a ``scan`` reads, also a weight that each step casts: a copy of the whole stack.
 """

@@ -130,7 +130,7 @@ class Walk:
     def run(self) -> None:
         """Walks over all equations, the last first."""
         for eqn in reversed(self.program.eqns):
-            wanted = [self.wanted.get(number, {}) for number in eqn.outputs]
+            wanted: list[Wanted] = [self.wanted.get(number, {}) for number in eqn.outputs]
             if eqn.has_effects:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects:

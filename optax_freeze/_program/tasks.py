@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def new_label() -> int:
     return 1 << next(_bits)
 
 
-Wanted = Mapping[Region, int]
+Wanted: TypeAlias = dict[Region, int]
 """The wanted regions of a value, and the label of each."""
 
 
