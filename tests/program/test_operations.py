@@ -349,4 +349,5 @@ def test_each_rule_has_a_case():
         pytest.skip("not all cases were run")
     seen = {RULES[name].of for names in SEEN.values() for name in names if name in RULES}
     of_newer_jax = {"expand_dims", "unstack"}
-    assert {name for name, rule in RULES.items() if rule.of not in seen} <= of_newer_jax
+    rules = {name: rule.of for name, rule in RULES.items() if rule.of.__module__.endswith(".operations")}
+    assert {name for name, of in rules.items() if of not in seen} <= of_newer_jax
