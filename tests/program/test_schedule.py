@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, covering, is_whole
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, covering, is_scattered, is_whole
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, new_label, one_region
 from optax_freeze._program.trace import flatten
@@ -166,8 +166,8 @@ class TestRegionsOfAValue:
         assert list(found.given[0]) == [Rows(0, [0, 1]), Rows(0, [4])]
 
     def test_of_everything_and_rows_everything_is_computed_once(self):
-        _, tasks, log = self.tasks(lambda w: (jnp.sin(w),) * 2, Rows(0, [0, 1]), EVERYTHING)
-        assert (tasks, log) == (["sin"], [])
+        _, tasks, log = self.tasks(lambda w: (w @ w.T,) * 2, Rows(0, [0, 1]), EVERYTHING)
+        assert (tasks, log) == (["transpose", "dot_general"], [])
 
     def test_another_operation_computes_all_of_them_once(self):
         found, tasks, _ = self.tasks(lambda w: (w @ w.T,) * 2, Rows(0, [0, 1]), Rows(0, [1, 3]))
@@ -183,19 +183,10 @@ class TestRegionsOfAValue:
     def test_without_a_rule_everything_is_computed_and_cut(self):
         _, tasks, log = self.tasks(lambda w: (lax.cumsum(w * 2, 1), w), Rows(1, [1, 3]), Rows(0, [2]))
         assert (tasks, log) == (["mul", "cumsum"], ["rows"])
-        _, tasks, log = self.tasks(lambda w: (jnp.fft.fft(w), w), Rows(0, [1, 3]), EVERYTHING)
+        _, tasks, log = self.tasks(lambda w: (noted("all", w), w), Rows(0, [1, 3]), EVERYTHING)
         assert log == ["everything"]
         _, tasks, log = self.tasks(lambda w: lax.sort((w, w * 2), num_keys=1), Rows(0, [1]), Rows(0, [2]))
         assert log == ["everything"]  # of two results, the rows must be the same
-
-    def test_many_scattered_rows_are_cut_from_everything(self):
-        for rows, given in (
-            ([0, 2, 3], Rows(0, [0, 2, 3])),
-            ([0, 2, 3, 5], EVERYTHING),
-            ([1, 2, 3, 4], Rows(0, [1, 2, 3, 4])),
-        ):
-            found, *_ = self.tasks(lambda w: (lax.cumsum(w, 1),), Rows(0, rows))
-            assert list(found.given[0]) == [given]
 
     def test_what_is_not_wanted_is_not_computed(self):
         program = program_of(lambda w: (jnp.sin(w), jnp.cos(w), lax.sort((w, w), num_keys=2)), W)
@@ -245,6 +236,10 @@ class TestRegions:
         assert covering([Rows(0, [0, 1, 2]), Rows(0, [3, 4, 5])], shape) == [EVERYTHING]
         assert covering([Rows(0, [0, 1, 2]), Rows(1, [2, 3])], shape) == [EVERYTHING]
         assert covering([], shape) == []
+        scattered = np.array([i for i in range(40) if i % 4])
+        assert is_scattered(Rows(0, scattered), (40, 2))
+        for rows, size in ((scattered, 80), (np.arange(0, 40, 2), 40), (scattered[:12], 16)):
+            assert not is_scattered(Rows(0, rows), (size, 2))
         assert one_region([], shape) is None
         assert one_region([Rows(0, [1]), other], shape) is EVERYTHING
         assert one_region([Rows(0, [1])], shape) == Rows(0, [1])
