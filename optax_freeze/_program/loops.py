@@ -311,7 +311,7 @@ class _Segment:
         loop, n = self.loop, len(self.places)
         first, last = loop.consts, loop.consts + loop.carried
         given = [
-            (place, read, x if place < last or read.in_place else (x, self.steps.start))
+            (place, read, x if place < last or isinstance(x, Unread) or read.in_place else (x, self.steps.start))
             for place, read, x in zip(self.places, self.reads, operands, strict=False)
         ]
         carried = [(place, read) for place, read, _ in given if first <= place < last]

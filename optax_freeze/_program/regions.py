@@ -299,7 +299,9 @@ def covering(regions: Sequence[Region], shape: Sequence[int]) -> list[Region]:
 
 def varies(aval: Any) -> frozenset[str]:
     """The mesh axes over which a value varies inside ``jax.shard_map``, by its type."""
-    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+    if hasattr(aval, "vma"):
+        return aval.vma
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else frozenset()
 
 
 def cast_to_vary(array: Any, axes: Any) -> jax.Array:

@@ -16,6 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.extend.core.primitives import name_p
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 
+from optax_freeze._program.regions import varies
+
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
@@ -173,25 +175,16 @@ class _Flatten(NamedTuple):
         prevent, avals = eqn.params["prevent_cse"], [var.aval for var in eqn.invars]
         prevent = prevent if isinstance(prevent, tuple) else (prevent,) * len(inputs)
         behind = [i for i, value in enumerate(inputs) if prevent[i] and isinstance(value, int)]
-        if not behind:
-            return inputs
         new = list(inputs)
-        for i in behind:
-            new[i] = self.program.add(avals[i])
-        given = tuple(avals[i] for i in behind)
-        self.program.eqns.append(
-            Equation(
-                jax.lax.optimization_barrier_p,
-                {},
-                tuple(inputs[i] for i in behind),
-                tuple(new[i] for i in behind),
-                given,
-                given,
-                eqn.ctx,
-                frozenset(),
-                source,
+        for axes in {varies(avals[i]) for i in behind}:  # operands of one equation vary over the same mesh axes
+            places = [i for i in behind if varies(avals[i]) == axes]
+            given = tuple(avals[i] for i in places)
+            for i in places:
+                new[i] = self.program.add(avals[i])
+            values = (tuple(each[i] for i in places) for each in (inputs, new))
+            self.program.eqns.append(
+                Equation(jax.lax.optimization_barrier_p, {}, *values, given, given, eqn.ctx, frozenset(), source)
             )
-        )
         return tuple(new)
 
 
