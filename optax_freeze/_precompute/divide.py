@@ -20,7 +20,7 @@ from optax_freeze._precompute.trace import Input, inputs_of, traced
 from optax_freeze._program.function import Traced, as_array
 from optax_freeze._program.regions import EVERYTHING, Region, Values
 from optax_freeze._program.tasks import Schedule
-from optax_freeze._spec.memory import to_device
+from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.tree import Part
 
@@ -31,6 +31,7 @@ class Division(NamedTuple):
     plan: Plan
     traced: Traced
     graph: Graph
+    on_host: Graph | None  # the graph of arrays in host memory, if there are any
     inputs: list[Input]
     cut: Cut
     examples: list[Examples | None]  # in the stored values; None without an example axis
@@ -64,6 +65,8 @@ class Division(NamedTuple):
     def before(self) -> list[Any]:
         """Computes the features."""
         tasks = self.graph.tasks(self.cut.before, self.cut.stored)
+        if self.on_host is not None:  # the same operations, which read arrays in host memory where they need them
+            tasks = self.on_host.schedule.of(tasks.outputs)
         return self._by_example(tasks.run(self._values(tasks)))
 
     def after(self, features: Sequence[Any]) -> Any:
@@ -87,8 +90,8 @@ class Division(NamedTuple):
                 assert given.trainable is not None
                 values.write(i, given.trainable, given.value.values)
             else:
-                array = as_array(to_device(given.value))
-                is_frozen = given.leaf is not None and given.trainable is None
+                array = as_array(given.value if i in tasks.program.on_host else to_device(given.value))
+                is_frozen = given.leaf is not None and given.trainable is None and not is_on_host(array)
                 values.write_whole(i, jax.lax.stop_gradient(array) if is_frozen else array)
         return values
 
@@ -114,12 +117,14 @@ class _Tracing(NamedTuple):
     of_params: int  # the number of inputs that are parameters
     axis: Any  # of the examples in the batch, or None
 
-    def tasks(self, inputs: Sequence[Input]) -> tuple[Traced, Graph]:
-        """Traces the function with these inputs."""
+    def tasks(self, inputs: Sequence[Input]) -> tuple[Traced, Graph, Graph | None]:
+        """Traces the function with these inputs; the division does not depend on the memory that they are in."""
         found = self.trace(inputs)
         in_part = [i for i, given in enumerate(inputs) if given.trainable is not None]
-        program = found.program._replace(on_host=())  # brought to the device as a whole
-        return found, graph(program, in_part, lambda i, region: inputs[i].is_known(region))
+        is_known = lambda i, region: inputs[i].is_known(region)  # noqa: E731
+        on_device, on_host = found.program.copy(on_host=()), found.program.copy()
+        of_host = graph(on_host, in_part, is_known) if on_host.on_host else None
+        return found, graph(on_device, in_part, is_known), of_host
 
     def cut(self, tasks: Graph, inputs: Sequence[Input]) -> tuple[Cut, list[Examples | None]]:
         """The minimum cut, and where the examples are in the stored values."""
@@ -244,7 +249,7 @@ def divide(
             why = "" if argument.recurs else f"{argument.name}, which does not recur"
             inputs.append(Input(argument.value, argument.name, why))
             names.append(f"arguments {argument.name}")
-    found, tasks = tracing.tasks(inputs)
+    found, tasks, on_host = tracing.tasks(inputs)
     cut, stored = tracing.cut(tasks, inputs)
     text = text_of(tasks, names, cut)
     if example_axis is not None:
@@ -252,7 +257,7 @@ def divide(
         more = 2 * count or 2
         for others in tracing.for_count(more, inputs):
             with contextlib.suppress(Exception):  # these shapes do not fit, or only one number of examples does
-                _, its_tasks = tracing.tasks(others)
+                _, its_tasks, _ = tracing.tasks(others)
                 if len(its_tasks.nodes) == len(tasks.nodes):
                     places = {id(node): i for i, node in enumerate(tasks.nodes)}
                     its_cut = cut._replace(before=[its_tasks.nodes[places[id(node)]] for node in cut.before])
@@ -260,7 +265,7 @@ def divide(
                     its_cut, _ = tracing.cut(its_tasks, others)
                 text = without_count(text, text_of(its_tasks, names, its_cut), count, more)
                 break
-    return Division(plan, found, tasks, inputs, cut, stored, digest(text))
+    return Division(plan, found, tasks, on_host, inputs, cut, stored, digest(text))
 
 
 def _has_all(region: Region, at: Any) -> bool:

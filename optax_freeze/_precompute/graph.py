@@ -83,9 +83,9 @@ def graph(program: Program, in_part: Iterable[int], is_known: Callable[[int, Reg
         return numbers[value][source]
 
     for task in found.schedule.tasks:
-        given = [x if x is not None and isinstance(x.value, int) else None for x in task.reads]
-        operands = tuple(None if each is None else read(each.value, each.region) for each in given)
-        reads = frozenset(number for number in operands if number is not None)
+        given = [[] if x is None else [read(*key) for key in x.wanted if isinstance(key[0], int)] for x in task.reads]
+        operands = tuple(each[0] if len(each) == 1 else None for each in given)
+        reads = frozenset(number for each in given for number in each)
         is_known_too = all(found.known[number] for number in reads) and not task.eqn.has_effects
         outs = tuple(add(*write, is_known_too) for write in task.writes if write is not None)
         found.nodes.append(Node(task, operands, reads, outs))

@@ -146,8 +146,13 @@ def sharding_constraint(eqn: Equation, region: Region) -> Any:
 @rule("all_gather", "all_gather_invariant", "reduce_scatter", "unreduced_reduce_scatter", cheap=False)
 def shards(eqn: Equation, region: Region) -> Any:
     """Shards inside ``jax.shard_map`` are gathered or scattered along another axis than that of the rows."""
-    along = eqn.params.get("all_gather_dimension", eqn.params.get("scatter_dimension"))
-    return ([region], eqn.bind) if eqn.params["tiled"] and region.axis != along else None
+    gathers = "all_gather_dimension" in eqn.params
+    along = eqn.params["all_gather_dimension" if gathers else "scatter_dimension"]
+    if eqn.params["tiled"]:
+        return ([region], eqn.bind) if region.axis != along else None
+    if gathers:  # adds the axis
+        return ([region.along(region.axis - (region.axis > along))], eqn.bind) if region.axis != along else None
+    return [region.along(region.axis + (region.axis >= along))], eqn.bind
 
 
 @rule("broadcast_in_dim")

@@ -158,6 +158,15 @@ class Schedule(NamedTuple):
     outputs: Sequence[tuple[Any, Region]]
     from_host: Sequence[tuple[int, Equation, bool]] = ()  # inputs in host memory: which operation reads, some rows?
 
+    def of(self, outputs: Sequence[tuple[Any, Region]]) -> "Schedule":
+        """The tasks that compute these regions of values."""
+        needed, tasks = {value for value, _ in outputs}, []
+        for task in reversed(self.tasks):
+            if not needed.isdisjoint(task.written_numbers):
+                needed.update(task.read_numbers)
+                tasks.append(task)
+        return self._replace(tasks=tasks[::-1], outputs=outputs)
+
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)

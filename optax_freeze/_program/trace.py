@@ -96,8 +96,12 @@ class Program(NamedTuple):
     eqns: list[Equation]
     num_inputs: int
     outputs: list[Any]
-    on_host: Collection[int] = ()  # the inputs in host memory
+    on_host: Collection[int]  # the inputs in host memory
     of_steps: dict[int, int] = {}  # noqa: RUF012
+
+    def copy(self, **changed: Any) -> "Program":
+        """A copy, to which values can be added."""
+        return self._replace(avals=list(self.avals), of_steps=dict(self.of_steps), **changed)
 
     def add(self, aval: Any, of_steps: int | None = None) -> int:
         """A number for a new value, which may be that of a loop's result ``of_steps`` after some of its steps."""
@@ -113,7 +117,7 @@ class Program(NamedTuple):
 
 def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter: Callable[..., bool] | None = None) -> Program:
     """Lists the operations of a jaxpr; ``enter(jaxpr, inputs)`` says whether a call is entered: by default each."""
-    program = Program([], {}, [], len(closed.in_avals), [], of_steps={})
+    program = Program([], {}, [], len(closed.in_avals), [], (), {})
     values = [program.add(aval) for aval in closed.in_avals]
     walk = _Flatten(program, enter_remat, enter)
     program.outputs.extend(walk.jaxpr(closed.jaxpr, closed.consts, values, None, None))
