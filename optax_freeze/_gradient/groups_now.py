@@ -17,7 +17,7 @@ from jax.core import Tracer
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
 from optax_freeze._program.regions import Region, region_of
-from optax_freeze._program.tasks import ALWAYS, Context, if_, new_label, read
+from optax_freeze._program.tasks import ALWAYS, Context, if_, new_labels, read
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
 from optax_freeze._spec.plan import Plan
@@ -94,7 +94,7 @@ class GradientOfGroups:
 
     def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
         self._at, self._spec = at, spec
-        self._owners = [*(new_label() for _ in spec.names), ALWAYS]
+        self._owners = [*new_labels(len(spec.names)), ALWAYS]
         owned = [
             (number, region_of_leaf(selections[i], leaf), n)
             for number, i, leaf in zip(traced.grads, at.trains, at.leaves, strict=True)

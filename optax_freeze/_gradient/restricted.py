@@ -211,8 +211,8 @@ class _Call:
         _, of_backward, stored = self._tasks(transposed, wanted)
         for i, (array, rows) in zip(self.program.on_host, of_host, strict=True):
             values.write_whole(i, self.unread(i, array, rows, was_read=True))
-        for key, array in zip(stored, arrays, strict=True):
-            values.write(*key, array)
+        for (number, region), array in zip(stored, arrays, strict=True):
+            values.write(number, region, array)
         for task in of_backward:
             task.run(Context(), values)
         grads = iter(

@@ -25,7 +25,7 @@ from optax_freeze._program.tasks import (
     Schedule,
     Task,
     joined_label,
-    new_label,
+    new_labels,
     one_region,
     regions_apart,
 )
@@ -220,17 +220,12 @@ class _Segment:
         self.numbers = Rows(0, np.arange(steps.start, steps.stop))
         # A step that other devices or examples wait for is not skipped.
         self.waits = any(type(effect).__name__ == "NamedAxisEffect" for effect in loop.eqn.effects)
-        conditions: dict[Any, int] = {}
-        self.conditions = {
-            o: ALWAYS if self.waits else conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())
-            for o in self.outputs
-            if o.dynamic is not None
-        }
 
     def add(self, carry: list[Region | None], labels: list[int]) -> tuple[list[Region | None], list[int]]:
         """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
         loop, eqn = self.loop, self.loop.eqn
         first, last = loop.consts, loop.consts + loop.carried
+        self.conditions = self._conditions([*labels, *(o.label for o in self.outputs)])
         is_dynamic = all(o in self.conditions for o in self.outputs)
         self.ends_early = not any(carry) and is_dynamic and not eqn.has_effects and not self.waits
         self.carry, needed, labels = self._fixpoint(carry, labels)
@@ -263,6 +258,15 @@ class _Segment:
             Task(eqn, self.reads + old, writes, self.apply, self.label, len(self.numbers.numbers) / max(loop.length, 1))
         )
         return needed, [self.label] * loop.carried
+
+    def _conditions(self, others: Sequence[int]) -> dict[_Output, int]:
+        """The outputs at steps that are known while the program runs, with a label of each set of steps."""
+        dynamic = {o: (id(o.dynamic.numbers), o.label) for o in self.outputs if o.dynamic is not None}
+        if self.waits:
+            return dict.fromkeys(dynamic, ALWAYS)
+        keys = list(dict.fromkeys(dynamic.values()))
+        labels = dict(zip(keys, new_labels(len(keys), others), strict=True))
+        return {o: labels[key] for o, key in dynamic.items()}
 
     def _fixpoint(
         self, carry: list[Region | None], labels: list[int]
@@ -321,7 +325,7 @@ class _Segment:
         stacked = [o for o in self.outputs if o not in buffered]
         buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
         unread = {p: x for p, _, x in given if isinstance(x, Unread)}
-        given = [each for each in given if each[0] not in unread]
+        given: list[Any] = [each for each in given if each[0] not in unread]
         whole = {p: x[0] for p, _, x in given if p >= last and x[0].shape[0] == len(self.numbers.numbers)}
 
         def step(state: Any, of_step: Any) -> Any:
@@ -331,7 +335,7 @@ class _Segment:
                 if place < first:
                     values.write(place, EVERYTHING if read.region is LAZY else read.region, x)
                 elif place >= last:
-                    values.write_whole(place, rows[place] if place in rows else _row(*x, i))
+                    values.write_whole(place, rows[place] if place in rows else _row(x, i))
             for (place, read), part in zip(carried, carry, strict=True):
                 values.write(place, read.region, part)
             steps = {o: o.written.numbers == i for o in self.conditions}  # type: ignore[attr-defined]
@@ -392,7 +396,8 @@ class _Segment:
         return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
 
 
-def _row(array: Any, begins: int, i: Any) -> jax.Array:
+def _row(stacked: tuple[Any, int], i: Any) -> jax.Array:
+    array, begins = stacked
     return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
 
 

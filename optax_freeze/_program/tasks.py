@@ -6,7 +6,6 @@ and those of larger sets come first.
 """
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -22,12 +21,11 @@ from optax_freeze._program.trace import Equation, Program
 ALWAYS = -1
 """The label of what is always needed."""
 
-_bits = itertools.count()
 
-
-def new_label() -> int:
-    """A label of one new condition."""
-    return 1 << next(_bits)
+def new_labels(count: int, others: Iterable[int] = ()) -> list[int]:
+    """Labels of one new condition each, which are no part of the ``others``."""
+    first = max((label.bit_length() for label in others if label != ALWAYS), default=0)
+    return [1 << (first + i) for i in range(count)]
 
 
 Wanted: TypeAlias = dict[Region, int]

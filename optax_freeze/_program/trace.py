@@ -185,9 +185,9 @@ class _Flatten(NamedTuple):
             given = tuple(avals[i] for i in places)
             for i in places:
                 new[i] = self.program.add(avals[i])
-            values = (tuple(each[i] for i in places) for each in (inputs, new))
+            before, after = (tuple(each[i] for i in places) for each in (inputs, new))
             self.program.eqns.append(
-                Equation(jax.lax.optimization_barrier_p, {}, *values, given, given, eqn.ctx, frozenset(), source)
+                Equation(jax.lax.optimization_barrier_p, {}, before, after, given, given, eqn.ctx, frozenset(), source)
             )
         return tuple(new)
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, covering, is_scattered, is_whole
 from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS, Context, new_label, one_region
+from optax_freeze._program.tasks import ALWAYS, Context, new_labels, one_region
 from optax_freeze._program.trace import flatten
 
 W = jnp.sin(jnp.arange(24.0)).reshape(6, 4)
@@ -57,7 +57,7 @@ class TestLabels:
             one, other = noted("one", jnp.sin(both)), noted("other", both + 1)
             return one, jnp.cos(one), other, noted("always", w + 3)
 
-        a, b = new_label(), new_label()
+        a, b = new_labels(2)
         labels = [a, a, b, ALWAYS]
         outs, conditions, ran = self.run(fun, [W], labels, dict(zip([a, b], map(jnp.array, holds), strict=True)))
         needed = {"one": holds[0], "other": holds[1], "both": any(holds), "always": True}
@@ -77,7 +77,7 @@ class TestLabels:
             return jnp.sum(x)
 
         layers = [W[:4] / (i + 1) for i in range(5)]
-        labels = [new_label() for _ in layers]
+        labels = new_labels(len(layers))
         holds = {label: jnp.array(i in (1, 3)) for i, label in enumerate(labels)}
         gradient = jax.grad(fun, argnums=range(5))
         outs, conditions, _ = self.run(gradient, layers, labels, holds)
@@ -95,7 +95,7 @@ class TestLabels:
 
             return lax.scan(body, x[0], x)[1]
 
-        a, b = new_label(), new_label()
+        a, b = new_labels(2)
         regions, counts = {
             "known": ([Rows(0, [1, 2]), Rows(0, [2, 3])], (2, 2)),
             "dynamic": ([DynamicRows(0, jnp.array([1, 4])), DynamicRows(0, jnp.array([2]))], (2, 1)),
@@ -120,7 +120,7 @@ class TestLabels:
             y = note(x * 2, 2)
             return note(y + 1, 3) * 2
 
-        a = new_label()
+        [a] = new_labels(1)
         self.run(fun, [W], [a], {a: jnp.array(False)})
         jax.effects_barrier()
         assert seen == [1, 2, 3]
