@@ -7,25 +7,23 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import is_array, printable
+from optax_freeze._errors import ASKED_FOR_A_VALUE, is_array, printable
 from optax_freeze._gradient.restrict import refuse_no_function
-from optax_freeze._program.function import Traced, needs_value
-from optax_freeze._program.operations import RULES
 from optax_freeze._program.regions import EVERYTHING, region_of
-from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS
-from optax_freeze._program.trace import Equation, operation_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import Part, PyTree
+
+if TYPE_CHECKING:
+    from optax_freeze._program.trace import Equation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +62,8 @@ class LeafExplanation:
         return self.whole[0] if self.whole else None
 
     def __str__(self) -> str:
+        from optax_freeze._program.operations import RULES  # loads jax.extend, which takes longer than this library
+
         verdict = (
             "only their gradient is computed" if self.merged is None else f"everything is computed by {self.merged}"
         )
@@ -162,6 +162,10 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
+    from optax_freeze._program.function import Traced
+    from optax_freeze._program.schedule import schedule
+    from optax_freeze._program.tasks import ALWAYS
+
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     plan = make_plan(params, frozen)
     in_rows = [i for i, selection in enumerate(plan.selections) if isinstance(selection, RowSelection)]
@@ -189,9 +193,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     if in_rows:
         try:
             program = Traced(functools.partial(gradient, in_rows), arrays).program
-        except Exception as error:
-            if not needs_value(error):
-                raise
+        except ASKED_FOR_A_VALUE:
             python = (Operation("Python that needs a value", ""),)
             leaves: list[tuple[str, Any]] = [(plan.leaves[i].path, plan.selections[i]) for i in in_rows]
             return Explanation(tuple(LeafExplanation(path, s.size, s.count, (), python) for path, s in leaves))
@@ -210,6 +212,10 @@ def _of_host(
     gradient: Callable[..., Any], plan: Plan, params: PyTree, arrays: Sequence[Any]
 ) -> tuple[HostExplanation, ...]:
     """How leaves in host memory, and frozen leaves on the device that are only looked up, are read."""
+    from optax_freeze._program.function import Traced
+    from optax_freeze._program.schedule import schedule
+    from optax_freeze._program.tasks import ALWAYS
+
     values = _tree.flatten(params)[0]
     if not any(map(is_on_host, values)):
         return ()
@@ -222,9 +228,7 @@ def _of_host(
     trains = [i for i, (leaf, selection) in enumerate(pairs) if selection is not FROZEN and leaf.inexact]
     try:
         program = Traced(functools.partial(gradient, trains), arrays).program
-    except Exception as error:
-        if not needs_value(error):
-            raise
+    except ASKED_FOR_A_VALUE:
         python = (Operation("Python that needs a value", ""),)
         return tuple(
             HostExplanation(leaf.path, True, (), python)
@@ -247,5 +251,7 @@ def _of_host(
     return tuple(found)
 
 
-def _operations(eqns: Iterable[Equation]) -> tuple[Operation, ...]:
+def _operations(eqns: Iterable["Equation"]) -> tuple[Operation, ...]:
+    from optax_freeze._program.trace import operation_of
+
     return tuple(dict.fromkeys(Operation(operation_of(eqn)[0], eqn.line) for eqn in eqns))

@@ -1,20 +1,21 @@
 """The gradient of what trains: the dense gradient is traced, and only the wanted rows of it are computed."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from optax_freeze._program.function import Traced, as_array, needs_value
 from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zero_outside
-from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS, Schedule
-from optax_freeze._program.trace import Program
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
+
+if TYPE_CHECKING:
+    from optax_freeze._program.function import Traced
+    from optax_freeze._program.tasks import Schedule
+    from optax_freeze._program.trace import Program
 
 
 class AtLeaves:
@@ -49,6 +50,11 @@ class AtLeaves:
 
     def trace(self) -> "TracedGradient | None":
         """The program of :meth:`whole`; None if the function cannot be traced."""
+        from optax_freeze._program.function import (  # loads jax.extend, which takes longer than this library
+            Traced,
+            needs_value,
+        )
+
         arrays, structure = jax.tree.flatten((self.leaves, self.others))
         try:
             traced = Traced(lambda *arrays: self.value_and_grad(*jax.tree.unflatten(structure, arrays)), arrays)
@@ -62,12 +68,12 @@ class AtLeaves:
 class TracedGradient(NamedTuple):
     """The program of a value and of the gradients of leaves, which are its last outputs."""
 
-    traced: Traced
+    traced: "Traced"
     arrays: Sequence[Any]
     of_value: int  # the number of outputs of the value
 
     @property
-    def program(self) -> Program:
+    def program(self) -> "Program":
         """The program."""
         return self.traced.program
 
@@ -76,13 +82,18 @@ class TracedGradient(NamedTuple):
         """The numbers of the gradients."""
         return self.program.outputs[self.of_value :]
 
-    def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> Schedule:
+    def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> "Schedule":
         """The tasks that compute the value and these regions of gradients."""
+        from optax_freeze._program.schedule import schedule
+        from optax_freeze._program.tasks import ALWAYS
+
         value = [(number, EVERYTHING, ALWAYS) for number in self.program.outputs[: self.of_value]]
         return schedule(self.program, [*value, *wanted])
 
     def inputs(self) -> Values:
         """The arrays that the program reads."""
+        from optax_freeze._program.function import as_array
+
         return Values(dict(enumerate(map(as_array, self.arrays))))
 
 
@@ -112,6 +123,8 @@ def taken(selection: Selection, grad: Any) -> Any:
 def _of_rows(traced: TracedGradient, leaves: Sequence[Any], parts: Sequence[Selection]) -> tuple[Any, list[Any]]:
     """The value and the gradient, of which only rows are computed."""
     regions = [region_of_leaf(selection, leaf) for selection, leaf in zip(parts, leaves, strict=True)]
+    from optax_freeze._program.tasks import ALWAYS
+
     wanted = [(number, region, ALWAYS) for number, region in zip(traced.grads, regions, strict=True)]
     value, grads = traced.traced.result(traced.schedule(wanted).run(traced.inputs()))
     return value, [as_part(selection, leaf, grad) for selection, leaf, grad in zip(parts, leaves, grads, strict=True)]

@@ -17,7 +17,6 @@ from jax.core import Tracer
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
 from optax_freeze._program.regions import Region, region_of
-from optax_freeze._program.tasks import ALWAYS, Context, if_, new_labels, read
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
 from optax_freeze._spec.plan import Plan
@@ -93,6 +92,13 @@ class GradientOfGroups:
     """
 
     def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
+        from optax_freeze._program.tasks import (  # loads jax.extend, which takes longer than this library
+            ALWAYS,
+            Context,
+            new_labels,
+            read,
+        )
+
         self._at, self._spec = at, spec
         self._owners = [*new_labels(len(spec.names)), ALWAYS]
         owned = [
@@ -124,6 +130,8 @@ class GradientOfGroups:
 
     def of_group(self, n: int) -> list[Any]:
         """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
+        from optax_freeze._program.tasks import read
+
         values = self._values
         if n < len(self._late):
             values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)
@@ -137,6 +145,8 @@ class GradientOfGroups:
 
     def tree(self) -> PyTree:
         """The gradient of all leaves, with zeros for frozen groups."""
+        from optax_freeze._program.tasks import if_
+
         found = [HOLE] * len(self._at.values)
         for n, own in enumerate(self._spec.selections):
             run = functools.partial(self.of_group, n)

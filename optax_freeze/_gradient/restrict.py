@@ -15,7 +15,6 @@ import optax
 from optax_freeze._errors import described, is_int, type_error, value_error
 from optax_freeze._gradient.gradient import value_and_grad_of_plan
 from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
-from optax_freeze._gradient.restricted import call_restricted
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
@@ -283,6 +282,10 @@ def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
+        from optax_freeze._gradient.restricted import (
+            call_restricted,  # loads jax.extend, which takes longer than this library
+        )
+
         return call_restricted(lambda params: fun(params, *args, **kwargs), trainable, rest)
 
     return restricted

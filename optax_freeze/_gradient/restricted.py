@@ -18,7 +18,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
 from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
-from optax_freeze._program.late import HostArray, LateValue
+from optax_freeze._program.host_array import HostArray
+from optax_freeze._program.late import LateValue
 from optax_freeze._program.regions import (
     EVERYTHING,
     Region,
@@ -205,7 +206,7 @@ class _Call:
         transposed, numbers, of_host, arrays = residuals
         program, perturbed = transposed.program, transposed.perturbed
         cts = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        cts = [ct for ct in cts if ct.dtype != jax.dtypes.float0]
+        cts = [as_array(ct) for ct in cts if getattr(ct, "dtype", None) != jax.dtypes.float0]
         values = _given(program, enumerate(cts, start=program.num_inputs - len(cts)))
         wanted = self._wanted(transposed, numbers)
         _, of_backward, stored = self._tasks(transposed, wanted)

@@ -6,135 +6,27 @@ copy of a weight waits on the device for the backward pass, and a loop reads onl
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr
 
+from optax_freeze._program.host_array import FEWEST_AXES
 from optax_freeze._program.operations import is_cheap
-from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values
+from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Unread, Values
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule
-from optax_freeze._program.trace import Equation, Program, flatten, opened
-from optax_freeze._spec.memory import to_device
-
-_FEWEST_AXES = 3
-"""The TPU compiler slices arrays in host memory of three axes or more only."""
+from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
 
 _MOST_OPERATIONS = 64
 """The most operations that are repeated for a late value; of more, the value is computed once."""
 
-_MOST_RUNS = 16
 
 _LOOKUPS = ("gather",)
 
 _ONE_ROW = DynamicRows(0, np.zeros(1, np.int32))
-
-
-class HostArray(Unread):
-    """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or some of its rows.
-
-    An array that was read in the forward pass is read again in the backward pass.
-    """
-
-    def __init__(
-        self,
-        array: Any,
-        starts: tuple[Any, ...] = (),
-        numbers: Any = None,
-        in_loop: bool = False,
-        was_read: bool = False,
-    ) -> None:
-        self.array, self.starts, self.numbers, self.in_loop, self.was_read = array, starts, numbers, in_loop, was_read
-        self.regions_read: set[Any] = set()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rest = self.array.shape[len(self.starts) :]
-        return rest if self.numbers is None else (len(self.numbers), *rest[1:])
-
-    def read(self, region: Region, beside: Any = None) -> jax.Array:
-        if self.numbers is not None or (region.axis == 0 and len(self.shape) >= _FEWEST_AXES):
-            return self._some_rows(region, beside)
-        array = self._fresh(EVERYTHING, beside)
-        if not self.starts:
-            return region.take(to_device(array))
-        return region.take(jnp.squeeze(_slice(array, self.starts, 1), tuple(range(len(self.starts)))))
-
-    def _some_rows(self, region: Region, beside: Any) -> jax.Array:
-        array = self._fresh(region, beside)
-        if self.numbers is None and isinstance(region, Rows) and len(region.runs) <= _MOST_RUNS:
-            parts = [self._one(array, start, stop - start) for start, stop in region.runs]
-        else:
-            numbers = self._rows_of(region)
-            if region.axis > 0:
-                return region.take(self._some_rows(EVERYTHING, beside))
-            if len(numbers) > _MOST_RUNS:
-                return jax.lax.map(lambda i: self._one(array, i, 1)[0], numbers)
-            parts = [self._one(array, numbers[k], 1) for k in range(len(numbers))]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-    def _one(self, array: Any, start: Any, count: int) -> jax.Array:
-        rows = _slice(array, (*self.starts, start), count)
-        return jnp.squeeze(rows, tuple(range(len(self.starts))))
-
-    def _fresh(self, region: Region, beside: Any) -> Any:
-        """The array, on which a second read waits for another operand, so that it is not merged with the first."""
-        key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
-        if self.in_loop or beside is None:
-            return self.array
-        if key not in self.regions_read and not self.was_read:
-            self.regions_read.add(key)
-            return self.array
-        return jax.lax.optimization_barrier((self.array, beside))[0]
-
-    def _rows_of(self, region: Region) -> Any:
-        numbers = self.numbers
-        if region is EVERYTHING or region.axis > 0:
-            return numbers
-        indices = region.indices  # type: ignore[attr-defined]
-        return indices if numbers is None else jnp.take(numbers, indices)
-
-    def rows(self, region: Any) -> "HostArray":
-        return self._with(self.starts, self._rows_of(region), True)
-
-    def row(self, i: Any) -> "HostArray":
-        i = i if self.numbers is None else self.numbers[i]
-        return self._with((*self.starts, i), None, self.in_loop or not isinstance(i, int))
-
-    def inside(self) -> "HostArray":
-        return self._with(self.starts, self.numbers, True)
-
-    def as_operand(self) -> Any:
-        return self.read(EVERYTHING) if self.starts or self.numbers is not None else self.array
-
-    def _with(self, starts: tuple[Any, ...], numbers: Any, in_loop: bool) -> "HostArray":
-        new = HostArray(self.array, starts, numbers, in_loop, self.was_read)
-        new.regions_read = self.regions_read
-        return new
-
-
-def _slice(array: Any, starts: tuple[Any, ...], count: int) -> jax.Array:
-    """``count`` rows from the last of the ``starts`` on; under ``jax.vmap``, of the array on the device."""
-    shape = array.shape
-    sizes = (*(1,) * (len(starts) - 1), count, *shape[len(starts) :])
-    starts = (*starts, *[np.int32(0)] * (len(shape) - len(starts)))
-
-    def sliced(array: Any, *starts: Any) -> Any:
-        return jax.lax.dynamic_slice(array, starts, sizes)
-
-    at_once = jax.custom_batching.custom_vmap(sliced)
-
-    @at_once.def_vmap
-    def _(size: int, mapped: Any, array: Any, *starts: Any) -> Any:
-        return jax.vmap(sliced, [0 if here else None for here in mapped])(to_device(array), *starts), True
-
-    rows = at_once(array, *starts)
-    # The TPU compiler aborts if a transposed layout reaches the slice of an array on the host.
-    return to_device(with_layout_constraint(rows, Layout(tuple(range(len(shape))))))
 
 
 class LateValue(Unread):
@@ -216,10 +108,17 @@ class _Part(Unread):
         return self
 
 
-def _schedule(program: Program, number: int, region: Region) -> Schedule:
-    from optax_freeze._program.schedule import schedule
+_schedulers: list[Callable[..., Schedule]] = []
 
-    return schedule(program, [(number, region, ALWAYS)], is_late=True)
+
+def register(schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
+    """Registers the function that lists the tasks of a late value, which needs late values itself."""
+    _schedulers.append(schedule)
+    return schedule
+
+
+def _schedule(program: Program, number: int, region: Region) -> Schedule:
+    return _schedulers[0](program, [(number, region, ALWAYS)], is_late=True)
 
 
 class LateRead(NamedTuple):
@@ -313,13 +212,11 @@ class Late:
         return value in self or self.is_given(value) or (self.scalars and self.program.avals[value].shape == ())
 
     def _outputs(self, eqn: Equation) -> Sequence[bool]:
-        from optax_freeze._program import loops
-
         name = eqn.primitive.name
         if name == "scan":
-            return loops.late_outputs(self, eqn)
+            return _late_outputs(self, eqn)
         if name == "cond":
-            return loops.late_branches(self, eqn)
+            return _late_branches(self, eqn)
         repeats = (is_cheap(eqn) and name not in _LOOKUPS) or (name == "scatter" and eqn.inputs[0] in self)
         if name == "custom_jvp_call":
             inner = flatten(ClosedJaxpr(*opened(eqn.params["call_jaxpr"]))).eqns
@@ -357,7 +254,7 @@ class Late:
 
     def is_by_rows(self, number: int, region: Region) -> bool:
         """Whether a region of an input in host memory is read by rows."""
-        return region is LAZY or (region.axis == 0 and len(self.program.avals[number].shape) >= _FEWEST_AXES)
+        return region is LAZY or (region.axis == 0 and len(self.program.avals[number].shape) >= FEWEST_AXES)
 
 
 def part_of(program: Program, value: int, made_by: Any = None) -> tuple[Program, list[int]]:
@@ -380,3 +277,52 @@ def part_of(program: Program, value: int, made_by: Any = None) -> tuple[Program,
     consts = {n: program.consts[n] for n in leaves if n in program.consts}
     eqns = [needed[key] for key in sorted(needed)]
     return program._replace(eqns=eqns, consts=consts, outputs=[value], on_host=()), list(leaves)
+
+
+def late_inputs(late: Late | None, inputs: Sequence[Any]) -> tuple[set[int], set[int]]:
+    """Of the operands of a loop or a branch, those that are late values, and others that are stored anyway."""
+    if late is None:
+        return set(), set()
+    on_host = {place for place, value in enumerate(inputs) if value in late}
+    return on_host, {place for place, value in enumerate(inputs) if late.is_given(value)}
+
+
+def counters_of(eqn: Equation, body: Program) -> dict[int, tuple[Any, Any]]:
+    """The carried numbers that count the steps: where they begin, and what each step adds."""
+    consts, carried = scan_counts(eqn.params)
+    made_by = {out: each for each in body.eqns for out in each.outputs}
+    found = {}
+    for place in range(consts, consts + carried):
+        begin, add = eqn.inputs[place], made_by.get(body.outputs[place - consts])
+        if add is None or isinstance(begin, int) or add.primitive.name != "add" or body.avals[place].shape:
+            continue
+        first, second = add.inputs
+        if first == place and not isinstance(second, int):
+            found[place] = begin.val, second.val
+    return found
+
+
+def _late_outputs(late: Late, eqn: Equation) -> Sequence[bool]:
+    """Which results of a loop are late: rows of them are computed from rows of its inputs, and not from its carry."""
+    consts, carried = scan_counts(eqn.params)
+    body = flatten(eqn.params["jaxpr"])
+    on_host, available = late_inputs(late, eqn.inputs)
+    available -= set(range(consts, consts + carried))
+    inside = Late(body, on_host, available | set(counters_of(eqn, body)), scalars=False)
+    return [n >= carried and value in inside for n, value in enumerate(body.outputs)]
+
+
+def _late_branches(late: Late, eqn: Equation) -> Sequence[bool]:
+    """Which results of a branch are late."""
+    if not late.is_operand(eqn.inputs[0]) or eqn.params.get("branches_platforms") is not None:
+        return [False] * len(eqn.outputs)
+    on_host, available = late_inputs(late, eqn.inputs[1:])
+    insides = [
+        (program, Late(program, on_host, available, scalars=False)) for program in map(flatten, eqn.params["branches"])
+    ]
+    found = []
+    for n in range(len(eqn.outputs)):
+        values = [(program.outputs[n], inside) for program, inside in insides]
+        any_late = any(value in inside for value, inside in values)
+        found.append(any_late and all(value in inside or inside.is_given(value) for value, inside in values))
+    return found

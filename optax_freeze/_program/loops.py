@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._program.late import Late
+from optax_freeze._program.late import Late, counters_of, late_inputs
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import (
     ALWAYS,
@@ -29,7 +29,7 @@ from optax_freeze._program.tasks import (
     one_region,
     regions_apart,
 )
-from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
+from optax_freeze._program.trace import Equation, flatten, opened, scan_counts
 
 _MOST_SEGMENTS = 8
 
@@ -57,7 +57,7 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
     label = joined_label(wanted)
     programs = [walk.body(branch) for branch in eqn.params["branches"]]
-    on_host, available = _late_inputs(walk.late, eqn.inputs[1:])
+    on_host, available = late_inputs(walk.late, eqn.inputs[1:])
     branches = [
         walk.inside(
             program,
@@ -137,7 +137,7 @@ class _Loop:
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.body = walk.body(eqn.params["jaxpr"])
         self.outputs = outputs
-        on_host, self.available = _late_inputs(walk.late, eqn.inputs)
+        on_host, self.available = late_inputs(walk.late, eqn.inputs)
         self.on_host = {p for p in on_host if p < self.consts or walk.late.has_rows(eqn.inputs[p])}
         self.available -= set(range(self.consts, self.consts + self.carried))
         self.known = walk.known.steps.get(eqn.outputs[0], 0) if walk.known and eqn.outputs else 0
@@ -410,14 +410,6 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
 
 
-def _late_inputs(late: Late | None, inputs: Sequence[Any]) -> tuple[set[int], set[int]]:
-    """Of the operands of a loop or a branch, those that are late values, and others that are stored anyway."""
-    if late is None:
-        return set(), set()
-    on_host = {place for place, value in enumerate(inputs) if value in late}
-    return on_host, {place for place, value in enumerate(inputs) if late.is_given(value)}
-
-
 def _record_reads(walk: Any, body: Schedule, inputs: Sequence[Any], from_rows: int | None = None) -> None:
     """Adds reads from host memory in a loop or a branch; loops read by rows from the operand ``from_rows`` on."""
     for place, eqn, by_rows in reversed(body.from_host):
@@ -425,52 +417,9 @@ def _record_reads(walk: Any, body: Schedule, inputs: Sequence[Any], from_rows: i
         walk.from_host += [(number, eqn, by_rows) for number in walk.late.inputs_of(inputs[place])]
 
 
-def late_outputs(late: Late, eqn: Equation) -> Sequence[bool]:
-    """Which results of a loop are late: rows of them are computed from rows of its inputs, and not from its carry."""
-    consts, carried = scan_counts(eqn.params)
-    body = flatten(eqn.params["jaxpr"])
-    on_host, available = _late_inputs(late, eqn.inputs)
-    available -= set(range(consts, consts + carried))
-    inside = Late(body, on_host, available | set(_counters(eqn, body)), scalars=False)
-    return [n >= carried and value in inside for n, value in enumerate(body.outputs)]
-
-
-def late_branches(late: Late, eqn: Equation) -> Sequence[bool]:
-    """Which results of a branch are late."""
-    if not late.is_operand(eqn.inputs[0]) or eqn.params.get("branches_platforms") is not None:
-        return [False] * len(eqn.outputs)
-    on_host, available = _late_inputs(late, eqn.inputs[1:])
-    insides = [
-        (program, Late(program, on_host, available, scalars=False)) for program in map(flatten, eqn.params["branches"])
-    ]
-    found = []
-    for n in range(len(eqn.outputs)):
-        values = [(program.outputs[n], inside) for program, inside in insides]
-        any_late = any(value in inside for value, inside in values)
-        found.append(any_late and all(value in inside or inside.is_given(value) for value, inside in values))
-    return found
-
-
-def _counters(eqn: Equation, body: Program) -> dict[int, tuple[Any, Any]]:
-    """The carried numbers that count the steps: where they begin, and what each step adds."""
-    consts, carried = scan_counts(eqn.params)
-    made_by = {out: each for each in body.eqns for out in each.outputs}
-    found = {}
-    for place in range(consts, consts + carried):
-        begin, add = eqn.inputs[place], made_by.get(body.outputs[place - consts])
-        if add is None or isinstance(begin, int) or add.primitive.name != "add" or body.avals[place].shape:
-            continue
-        first, second = add.inputs
-        if first == place and not isinstance(second, int):
-            found[place] = begin.val, second.val
-    return found
-
-
 def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
-    from optax_freeze._program.schedule import schedule
-
-    on_host, available = _late_inputs(walk.late, eqn.inputs)
+    on_host, available = late_inputs(walk.late, eqn.inputs)
     on_host = {place for place in on_host if eqn.inputs[place] in walk.late.on_host}
     if not on_host or eqn.has_effects:
         return False
@@ -481,7 +430,7 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
         regions.append(region if region is None or is_cut else EVERYTHING)
     program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
     outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
-    inner = schedule(program, outs, walk.log, Late(program, on_host, available))
+    inner = walk.schedule(program, outs, walk.log, Late(program, on_host, available))
     _record_reads(walk, inner, eqn.inputs)
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
     reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
@@ -510,16 +459,14 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
 def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     """Adds the tasks of some rows of a late result, numbered by values of the program; False for other regions."""
-    from optax_freeze._program.schedule import schedule
-
     consts, carried = scan_counts(eqn.params)
     if any(not isinstance(region, DynamicRows) or region.axis for each in wanted for region in each):
         return False
     program = walk.body(eqn.params["jaxpr"])
-    counters, length, reverse = _counters(eqn, program), eqn.params["length"], eqn.params["reverse"]
+    counters, length, reverse = counters_of(eqn, program), eqn.params["length"], eqn.params["reverse"]
     for place, each in enumerate(wanted):
         for region in each:
-            body = schedule(program, [(program.outputs[place], EVERYTHING, ALWAYS)], is_late=True)
+            body = walk.schedule(program, [(program.outputs[place], EVERYTHING, ALWAYS)], is_late=True)
             reads, places = [], []
             for n, needed in body.given.items():
                 if n < consts or n >= consts + carried:

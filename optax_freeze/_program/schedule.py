@@ -11,7 +11,7 @@ from optax_freeze._program import loops
 from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
-from optax_freeze._program.late import Late, LazyRead, part_of
+from optax_freeze._program.late import Late, LazyRead, part_of, register
 from optax_freeze._program.operations import Computation, computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -28,6 +28,7 @@ from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, jo
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
+@register
 def schedule(
     program: Program,
     outputs: Sequence[tuple[Any, Region, int]],
@@ -59,6 +60,8 @@ def schedule(
 
 class Walk:
     """The state of a walk: what is wanted of each value, and the tasks found, the last first."""
+
+    schedule = staticmethod(schedule)
 
     def __init__(
         self,

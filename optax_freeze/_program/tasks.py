@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, covering, zeros
 from optax_freeze._program.trace import Equation, Program
 
@@ -175,8 +176,6 @@ class Schedule(NamedTuple):
 
         Returns False for each value that is read under a condition, as a bool that is known only after it was read.
         """
-        from optax_freeze._program.late import HostArray
-
         for number in self.program.on_host:
             if values.has(number) and values.unread(number) is None:
                 values.write_whole(number, HostArray(values.read(number, EVERYTHING)))
