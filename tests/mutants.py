@@ -560,28 +560,28 @@ MUTANTS = [
         "tests/gradient/test_groups_now.py -k rows_cost",
     ),
     Mutant(
-        "_program/late.py",
+        "_program/host_array.py",
         "        return self._with((*self.starts, i), None, self.in_loop or not isinstance(i, int))",
         "        return self._with((*self.starts, i * 0), None, self.in_loop or not isinstance(i, int))",
         "tests/gradient/test_from_the_host.py -k eagerly",
     ),
     Mutant(
-        "_program/late.py",
+        "_program/host_array.py",
         "        return jax.lax.optimization_barrier((self.array, beside))[0]",
         "        return self.array",
         "tests/gradient/test_from_the_host.py -k reads_an_unrolled_layer_again",
     ),
     Mutant(
-        "_program/late.py",
-        "_FEWEST_AXES = 3",
-        "_FEWEST_AXES = 2",
+        "_program/host_array.py",
+        "FEWEST_AXES = 3",
+        "FEWEST_AXES = 2",
         "tests/gradient/test_from_the_host.py -k a_matrix_is_brought",
     ),
     Mutant(
         "_program/late.py", '_LOOKUPS = ("gather",)', "_LOOKUPS = ()", "tests/gradient/test_from_the_host.py -k Explain"
     ),
     Mutant(
-        "_program/late.py",
+        "_program/host_array.py",
         "        return jax.vmap(sliced, [0 if here else None for here in mapped])(to_device(array), *starts), True",
         "        return jax.vmap(sliced, [0 if here else None for here in mapped])(array, *starts), True",
         "tests/gradient/test_from_the_host.py -k vmap_over_indices",
@@ -605,7 +605,7 @@ MUTANTS = [
         "tests/gradient/test_from_the_host.py -k index",
     ),
     Mutant(
-        "_program/loops.py",
+        "_program/late.py",
         "    return [n >= carried and value in inside for n, value in enumerate(body.outputs)]",
         "    return [False for n, value in enumerate(body.outputs)]",
         "tests/gradient/test_from_the_host.py -k brings_no_stack",
@@ -1089,8 +1089,8 @@ MUTANTS = [
     ),
     Mutant(
         "_program/loops.py",
-        "conditions.setdefault((id(o.dynamic.numbers), o.label), new_label())",
-        "conditions.setdefault(0, new_label())",
+        "dynamic = {o: (id(o.dynamic.numbers), o.label)",
+        "dynamic = {o: (0, 0)",
         "tests/program/test_loops.py -k dynamic",
     ),
     Mutant(

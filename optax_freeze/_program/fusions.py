@@ -22,6 +22,8 @@ class Fusions:
         fused: set[int] = set()
         for eqn in program.eqns:
             follows = eqn.primitive.name in _ELEMENTWISE and any(value in fused for value in eqn.reads)
+            if eqn.primitive.name in _PRODUCTS:
+                self._again.difference_update(eqn.reads)
             if is_cheap(eqn) and not follows:
                 self._again.update(eqn.outputs)
             if follows or eqn.primitive.name in _PRODUCTS:

@@ -360,10 +360,20 @@ def iota(eqn: Equation, region: Any) -> Any:
     )
 
 
-_REDUCTIONS = """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"""
+REDUCTIONS = [
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+    "argmax",
+    "argmin",
+]
 
 
-@rule(*_REDUCTIONS.split(), cheap=False)
+@rule(*REDUCTIONS, cheap=False)
 def reduction(eqn: Equation, region: Any) -> Any:
     kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in eqn.params["axes"]]
     return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))

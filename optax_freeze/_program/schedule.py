@@ -12,7 +12,7 @@ from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, LazyRead, part_of, register
-from optax_freeze._program.operations import Computation, computation, gives_list, is_apart, is_cheap
+from optax_freeze._program.operations import REDUCTIONS, Computation, computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import (
     EVERYTHING,
     LAZY,
@@ -198,7 +198,7 @@ class Walk:
         is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
         if is_cheap(eqn) and not is_stored:
             chosen = wanted
-        elif any(is_scattered(region, shape) for region in chosen):
+        elif any(is_scattered(region, shape) for region in chosen) or self._is_whole_anyway(eqn, chosen, shape):
             chosen = {EVERYTHING: joined_label([wanted])}
         if EVERYTHING in chosen and not is_apart(eqn) and not (in_part and self._of_known_rows(eqn, place)):
             self.whole(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
@@ -230,6 +230,13 @@ class Walk:
             ):
                 return found
         return None
+
+    def _is_whole_anyway(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
+        """Whether all of a sum over a value that is there is as cheap, or of a convolution of which half is wanted."""
+        if eqn.primitive.name in REDUCTIONS:
+            return EVERYTHING in self.wanted.get(eqn.inputs[0], {})
+        half = any(region is not EVERYTHING and region.share(shape) >= 0.5 for region in chosen)
+        return eqn.primitive.name == "conv_general_dilated" and half
 
     def _several(self, eqn: Equation, wanted: Sequence[Wanted]) -> None:
         """The task of an equation with several results."""

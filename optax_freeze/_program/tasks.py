@@ -187,7 +187,7 @@ class Schedule(NamedTuple):
         sets: dict[int, list[Task]] = {}
         for i, task in enumerate(self.tasks):
             if i not in late:
-                sets.setdefault(ALWAYS if task.label == context.label else task.label, []).append(task)
+                sets.setdefault(ALWAYS if task.label & context.label == context.label else task.label, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
         conditions, after = context.each_holds(sets), {}
         for label in sorted(sets, key=lambda label: -label.bit_count()):

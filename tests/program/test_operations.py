@@ -278,7 +278,7 @@ SHARDS = {
     "pmax": (lambda w, u: lax.pmax(w + u, "d"), "00 11"),
     "pcast": (lambda w, u: lax.pcast(w, "d", to="varying") if hasattr(lax, "pcast") else lax.pvary(w, "d"), "0- 1-"),
     "all_gather": (lambda w, u: lax.all_gather(w, "d", axis=1, tiled=True), "0- .-"),
-    "all_gather of a new axis": (lambda w, u: lax.all_gather(w, "d", axis=1), ".- .- .-"),
+    "all_gather of a new axis": (lambda w, u: lax.all_gather(w, "d", axis=1), "0- .- 1-"),
     "reduce_scatter": (lambda w, u: lax.psum_scatter(w, "d", scatter_dimension=1, tiled=True), "0- .-"),
 }
 
