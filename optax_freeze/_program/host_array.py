@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
+from optax_freeze._spec import host_rows
 from optax_freeze._spec.memory import to_device
 
 FEWEST_AXES = 3
@@ -101,6 +102,8 @@ class HostArray(Unread):
 
 def _slice(array: Any, starts: tuple[Any, ...], count: int) -> jax.Array:
     """``count`` rows from the last of the ``starts`` on; under ``jax.vmap``, of the array on the device."""
+    if len(starts) == 1 and isinstance(starts[0], int | np.integer):
+        return host_rows.read(0, (int(starts[0]), int(starts[0]) + count), array, None)
     shape = array.shape
     sizes = (*(1,) * (len(starts) - 1), count, *shape[len(starts) :])
     starts = (*starts, *[np.int32(0)] * (len(shape) - len(starts)))
