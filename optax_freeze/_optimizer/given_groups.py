@@ -58,7 +58,7 @@ def each(*patterns: Selectable) -> Selector:
       ValueError: if there is no argument.
 
     Example:
-      >>> import optax, optax_freeze as fz
+      >>> import jax.numpy as jnp, optax, optax_freeze as fz
       >>> params = {"encoder": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones(2)}}
       >>> tx = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): lambda step, stats: stats.norm < 1.0})
       >>> state = tx.init(params)

@@ -234,7 +234,8 @@ class Walk:
     def _is_whole_anyway(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
         """Whether all of a sum over a value that is there is as cheap, or of a convolution of which half is wanted."""
         if eqn.primitive.name in REDUCTIONS:
-            return EVERYTHING in self.wanted.get(eqn.inputs[0], {})
+            operand = eqn.inputs[0]
+            return isinstance(operand, int) and EVERYTHING in self.wanted.get(operand, {})
         half = any(region is not EVERYTHING and region.share(shape) >= 0.5 for region in chosen)
         return eqn.primitive.name == "conv_general_dilated" and half
 

@@ -193,7 +193,7 @@ class Stepping:
         start = time.process_time()
         self.compiled = traced.lower().compile()
         seconds = time.process_time() - start
-        self.sizes = equations(traced.jaxpr.jaxpr), len(self.compiled.as_text()), seconds
+        self.sizes = equations(traced.jaxpr.jaxpr), len(self.compiled.as_text() or ""), seconds
 
     def __call__(self) -> None:
         self.params, self.state = jax.block_until_ready(self.compiled(self.params, self.state, self.batch))

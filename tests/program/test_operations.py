@@ -120,7 +120,7 @@ TABLE = {
         [W, x(4, 4, 3), ints(2, 0, 1, 3), x(6, 3)],
         ".-.. 1-.. .-.1",
     ),
-    "conv": (conv(), [x(2, 8, 3), x(3, 3, 5)], "0. .. .2"),
+    "conv": (conv(), [x(5, 8, 3), x(3, 3, 5)], "0. .. .2"),
     "conv of groups": (conv(feature_group_count=3), [x(2, 8, 3), x(3, 1, 6)], ".. .. .."),
     "dynamic_slice": (lambda w, i: lax.dynamic_slice(w, (i, 0), (2, 4)), [W, jnp.int32(3)], ".. 1."),
     "dynamic_slice at a number": (lambda w, i: lax.dynamic_slice(w, (9, i), (4, 3)), [W, jnp.int32(1)], "0. .."),
