@@ -6,7 +6,7 @@ forward pass, and what the others read is stored.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,6 @@ from optax_freeze._program.late import LateValue
 from optax_freeze._program.regions import (
     EVERYTHING,
     Region,
-    Unread,
     Values,
     cast_to_vary,
     region_of,
@@ -32,7 +31,7 @@ from optax_freeze._program.regions import (
     zeros,
 )
 from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS, Context, Task
+from optax_freeze._program.tasks import ALWAYS, Context, Task, read
 from optax_freeze._program.trace import Program, flatten, is_inexact
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory import is_on_host, to_device
@@ -50,16 +49,6 @@ class _InRows(NamedTuple):
     selection: RowSelection
     rows: Any
 
-    def unread(self, array: HostArray, rows: Any) -> LateValue:
-        """The leaf, of which only the rows are put together that are read."""
-        index, rows = self.selection, jnp.asarray(rows, self.array.dtype)
-
-        def put(array: Any, rows: Any) -> jax.Array:
-            return set_rows(index.axis, index.indices(), array, rows)
-
-        program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows))
-        return LateValue(program, program.outputs[0], Values({0: array, 1: rows}))
-
     def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
         """The selection with these numbers of dynamic rows."""
         return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
@@ -73,6 +62,16 @@ class _InRows(NamedTuple):
         """The leaf, put together from these arrays."""
         selection, array = self.with_numbers(numbers), to_device(array)
         return selection.put(array, Part(jnp.asarray(rows, array.dtype), selection.part_index, array.shape))
+
+    def unread(self, array: Any, rows: Any, numbers: Sequence[Any]) -> LateValue:
+        """The leaf, of which only the rows are put together that are read."""
+        rows, axis = jnp.asarray(rows, self.array.dtype), self.selection.axis
+
+        def put(array: Any, rows: Any, *numbers: Any) -> jax.Array:
+            return set_rows(axis, self.selection.indices(*numbers), array, rows)
+
+        program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows, *numbers))
+        return LateValue(program, program.outputs[0], Values(dict(enumerate([array, rows, *numbers]))))
 
 
 def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T:
@@ -127,13 +126,16 @@ class _Transposed(NamedTuple):
 
 
 class _Call:
-    """One call of a function of leaves, some of them frozen by rows."""
+    """One call of a function of leaves that are frozen by rows or in host memory."""
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves = leaves
-        self.traced = Traced(fun, [x.struct if isinstance(x, _InRows) else x for x in leaves])
-        on_host = [i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, _InRows) else x)]
-        self.program = self.traced.program._replace(on_host=on_host)
+        self.structs = [x.struct if isinstance(x, _InRows) else as_argument(x) for x in leaves]
+        self.traced = Traced(fun, self.structs)
+        # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
+        is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        unread = [i for i, x in enumerate(leaves) if not is_mapped or not isinstance(x, _InRows) or is_on_host(x.array)]
+        self.program = self.traced.program._replace(on_host=unread)
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self) -> Any:
@@ -144,7 +146,7 @@ class _Call:
             [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
             [self.program.consts[number] for number in self.others],
         )
-        call = jax.custom_vjp(lambda inputs: self.evaluate(self.whole(inputs), inputs.others))
+        call = jax.custom_vjp(self.evaluate)
         call.defvjp(self.forward, self.backward, symbolic_zeros=True)
         try:
             return self.traced.result(call(inputs))
@@ -159,91 +161,73 @@ class _Call:
                 fix="differentiate lambda t: fun(fz.combine(t, rest))",
             ) from error
 
-    def whole(self, inputs: _Inputs) -> list[Any]:
-        """The leaves, those in rows put together, and those in host memory unread."""
-        found = list(inputs.arrays)
-        for i, x in enumerate(self.leaves):
-            if i in self.program.on_host:
-                found[i] = self.unread(i, inputs.arrays[i], inputs.rows[i])
-            elif isinstance(x, _InRows):
-                found[i] = x.whole(inputs.arrays[i], inputs.rows[i], inputs.numbers[i])
+    def given(self, inputs: _Inputs, was_read: bool = False) -> list[Any]:
+        """The leaves, of which parts are read, or put together."""
+        found = []
+        each = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
+        for i, (leaf, array, rows, numbers) in enumerate(each):
+            array = HostArray(array, was_read=was_read) if is_on_host(array) else array
+            if isinstance(leaf, _InRows):
+                array = (leaf.unread if i in self.program.on_host else leaf.whole)(array, rows, numbers)
+            found.append(array)
         return found
 
-    def unread(self, i: int, array: Any, rows: Any, was_read: bool = False) -> Unread:
-        """A leaf in host memory."""
-        leaf, on_host = self.leaves[i], HostArray(array, was_read=was_read)
-        return leaf.unread(on_host, rows) if isinstance(leaf, _InRows) else on_host
-
-    def evaluate(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def evaluate(self, inputs: _Inputs) -> list[Any]:
         """The outputs of the function."""
-        values = Values(dict(enumerate(whole)) | dict(zip(self.others, others, strict=True)))
+        values = Values(dict(enumerate(self.given(inputs))) | dict(zip(self.others, inputs.others, strict=True)))
         return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs]).run(values)
-
-    def differentiable(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """The outputs of the function as it was written: with ``jax.checkpoint``, which the program does not keep."""
-        left, closed = iter(others), self.traced.closed
-        consts = [next(left) if isinstance(const, Tracer) else const for const in closed.consts]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*whole)
 
     def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads."""
         is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
         perturbed = jax.tree.map(lambda x: x.perturbed and is_inexact(x.value), inputs, is_leaf=is_primal)
         inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
-        arrays = [*self.whole(inputs), *inputs.others]
-        transposed = self._transposed(perturbed, arrays)
+        transposed = self._transposed(perturbed, inputs.others)
+        program, outs = transposed.program, transposed.program.outputs[: transposed.outs]
         of_forward, _, stored = self._tasks(transposed, self._wanted(transposed, inputs.numbers))
-        values = _given(transposed.program, enumerate(arrays))
+        values = Values(program.consts | dict(enumerate([*self.given(inputs), *inputs.others])))
         for task in of_forward:
             task.run(Context(), values)
-        outs = transposed.program.outputs[: transposed.outs]
-        found = [values.read(x, EVERYTHING) if isinstance(x, int) else x.val for x in outs]
-        of_host = [(inputs.arrays[i], inputs.rows[i]) for i in self.program.on_host]
-        return found, (transposed, inputs.numbers, of_host, [values.read(*key) for key in stored])
+        found = [read(values, x, EVERYTHING) for x in outs]
+        return found, (transposed, inputs, [values.read(*key) for key in stored])
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> tuple[_Inputs]:
         """The cotangents of the inputs, given those of the outputs."""
-        transposed, numbers, of_host, arrays = residuals
+        transposed, inputs, arrays = residuals
         program, perturbed = transposed.program, transposed.perturbed
         cts = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
         cts = [as_array(ct) for ct in cts if getattr(ct, "dtype", None) != jax.dtypes.float0]
-        values = _given(program, enumerate(cts, start=program.num_inputs - len(cts)))
-        wanted = self._wanted(transposed, numbers)
+        wanted = self._wanted(transposed, inputs.numbers)
         _, of_backward, stored = self._tasks(transposed, wanted)
-        for i, (array, rows) in zip(self.program.on_host, of_host, strict=True):
-            values.write_whole(i, self.unread(i, array, rows, was_read=True))
+        values = Values(program.consts | dict(enumerate([*self.given(inputs, True), *inputs.others, *cts])))
         for (number, region), array in zip(stored, arrays, strict=True):
             values.write(number, region, array)
         for task in of_backward:
             task.run(Context(), values)
-        grads = iter(
-            [
-                zero_outside(region, values.read(x, region), program.avals[x].shape) if isinstance(x, int) else x.val
-                for x, region, _ in wanted[transposed.outs :]
-            ]
-        )
-        found = _Inputs([], [], [[None] * len(each) for each in numbers], [])
-        for x, of_rows, of_array, each in zip(self.leaves, perturbed.rows, perturbed.arrays, numbers, strict=True):
+        grads = iter([_gradient(program, values, x, region) for x, region, _ in wanted[transposed.outs :]])
+        found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
+        marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, strict=True)
+        for leaf, of_rows, of_array, numbers in marks:
             grad = next(grads) if of_rows or of_array else None
             rows, array = grad, None
             if of_array:
-                selection = x.with_numbers(each)
+                selection = leaf.with_numbers(numbers)
                 part = selection.take(grad)
-                rows, array = (
-                    part.values,
-                    selection.put(grad, dataclasses.replace(part, values=jnp.zeros_like(part.values))),
-                )
+                frozen = dataclasses.replace(part, values=jnp.zeros_like(part.values))
+                rows, array = part.values, selection.put(grad, frozen)
             found.rows.append(rows if of_rows else None)
             found.arrays.append(array)
         found.others.extend(next(grads) if here else None for here in perturbed.others)
         return (found,)
 
-    def _transposed(self, perturbed: _Inputs, arrays: Sequence[Any]) -> _Transposed:
-        """Traces the outputs and the gradients with respect to what is perturbed."""
+    def _transposed(self, perturbed: _Inputs, others: Sequence[Any]) -> _Transposed:
+        """Traces the outputs and the gradients with respect to what is perturbed.
+
+        The function is called as it was written: with ``jax.checkpoint``, which its program does not keep.
+        """
         of_leaf = [bool(a or b) for a, b in zip(perturbed.rows, perturbed.arrays, strict=True)]
-        marks = [*of_leaf, *perturbed.others]
-        avals = [self.program.avals[x] if isinstance(x, int) else x.aval for x in self.program.outputs]
-        cotangents = [zeros(aval) for aval in avals if is_inexact(aval)]
+        marks, closed = [*of_leaf, *perturbed.others], self.traced.closed
+        is_out_inexact = [is_inexact(aval) for aval in closed.out_avals]
 
         def value_and_vjp(*given: Any) -> Any:
             arrays, cotangents = given[: len(marks)], given[len(marks) :]
@@ -251,20 +235,17 @@ class _Call:
             def of_perturbed(some: Sequence[Any]) -> Any:
                 left = iter(some)
                 filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
-                outs = self.differentiable(filled[: len(of_leaf)], filled[len(of_leaf) :])
-                return [out for out, aval in zip(outs, avals, strict=True) if is_inexact(aval)], outs
+                left = iter(filled[len(of_leaf) :])
+                consts = [next(left) if isinstance(const, Tracer) else const for const in closed.consts]
+                outs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*filled[: len(of_leaf)])
+                return list(compress(outs, is_out_inexact)), outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
             return outs, vjp(list(cotangents))
 
-        given = [
-            as_argument(self.leaves[i].array if isinstance(self.leaves[i], _InRows) else self.leaves[i])
-            if isinstance(x, Unread)
-            else x
-            for i, x in enumerate(arrays)
-        ]
-        program = Traced(value_and_vjp, [*given, *cotangents]).program
-        return _Transposed(program._replace(on_host=self.program.on_host), len(avals), perturbed)
+        cotangents = [zeros(aval) for aval in compress(closed.out_avals, is_out_inexact)]
+        program = Traced(value_and_vjp, [*self.structs, *others, *cotangents]).program
+        return _Transposed(program._replace(on_host=self.program.on_host), len(is_out_inexact), perturbed)
 
     def _wanted(self, transposed: _Transposed, numbers: Sequence[Any]) -> list[tuple[Any, Region, int]]:
         """The outputs and the gradients, with the regions that are wanted of them."""
@@ -285,13 +266,11 @@ class _Call:
             marked.update(task.written_numbers if depends else ())
             (of_backward if depends else of_forward).append(task)
         keys = [write for task in of_forward for write in task.writes if write is not None]
-        keys += [
-            (number, EVERYTHING) for number in range(program.num_inputs) if number not in {*marked, *program.on_host}
-        ]
-        read = {number for task in of_backward for number in task.read_numbers}
-        read |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
-        return of_forward, of_backward, [key for key in keys if key[0] in read]
+        needed = {number for task in of_backward for number in task.read_numbers}
+        needed |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
+        return of_forward, of_backward, [key for key in keys if key[0] in needed]
 
 
-def _given(program: Program, arrays: Iterable[tuple[int, Any]]) -> Values:
-    return Values(program.consts | dict(arrays))
+def _gradient(program: Program, values: Values, x: Any, region: Region) -> Any:
+    """A region of a gradient, zero in rows whose numbers are out of range."""
+    return zero_outside(region, values.read(x, region), program.avals[x].shape) if isinstance(x, int) else x.val
