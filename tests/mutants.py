@@ -641,7 +641,7 @@ MUTANTS = [
         "tests/precompute -k remat_in_a_step",
     ),
     Mutant(
-        "_program/more_operations.py",
+        "_program/operations.py",
         "wanted[0].axis not in apart",
         "False",
         "tests/precompute/test_example_axis.py -k refused",
