@@ -641,7 +641,7 @@ MUTANTS = [
         "tests/precompute -k remat_in_a_step",
     ),
     Mutant(
-        "_program/more_operations.py",
+        "_program/operations.py",
         "wanted[0].axis not in apart",
         "False",
         "tests/precompute/test_example_axis.py -k refused",
@@ -823,13 +823,13 @@ MUTANTS = [
     ),
     Mutant(
         "_program/operations.py",
-        'first.axis in (-1, eqn.params["dimension"])',
-        "first.axis == -1",
+        ' if i != eqn.params["dimension"]]',
+        "]",
         "tests/program/test_operations.py -k sort",
     ),
     Mutant(
         "_program/operations.py",
-        "any(region != first for region in wanted)",
+        "any(region != wanted[0] for region in wanted)",
         "False",
         "tests/program/test_schedule.py -k without_a_rule",
     ),

@@ -4,7 +4,6 @@ It also reports how operations read leaves in host memory.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import ASKED_FOR_A_VALUE, is_array, printable
+from optax_freeze._errors import is_array, printable
 from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory import is_on_host
-from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import Part, PyTree
@@ -162,19 +160,24 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
-    from optax_freeze._program.function import Traced
+    from optax_freeze._program.function import Traced, needs_value
     from optax_freeze._program.schedule import schedule
     from optax_freeze._program.tasks import ALWAYS
 
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
-    plan = make_plan(params, frozen)
-    in_rows = [i for i, selection in enumerate(plan.selections) if isinstance(selection, RowSelection)]
+    plan, values = make_plan(params, frozen), _tree.flatten(params)[0]
+    selections, paths = plan.selections, [leaf.path for leaf in plan.leaves]
+    in_rows = {i: s for i, s in enumerate(selections) if isinstance(s, RowSelection)}
+    on_host = {i for i, value in enumerate(values) if is_on_host(value)}
+    if not in_rows and not on_host:
+        return Explanation(())
+    trains = [i for i, leaf in enumerate(plan.leaves) if selections[i] is not FROZEN and leaf.inexact]
     everything, treedef = jax.tree.flatten((params, args, kwargs))
-    number = len(jax.tree.leaves(params))
-    abstract = [is_array(leaf) for leaf in everything[:number]]
-    abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[number:]]
+    of_leaf = [i for i, value in enumerate(values) for leaf in jax.tree.leaves(value)]
+    abstract = [is_array(leaf) for leaf in everything[: len(of_leaf)]]
+    abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(of_leaf) :]]
 
-    def gradient(trains: Sequence[int], *arrays: Any) -> Any:
+    def gradient(*arrays: Any) -> Any:
         left = iter(arrays)
         leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
@@ -189,66 +192,40 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         found, vjp = jax.vjp(outs, [values[i] for i in trains])
         return vjp([jnp.ones_like(x) for x in found])[0], found
 
-    arrays, explained = list(compress(everything, abstract)), []
-    if in_rows:
-        try:
-            program = Traced(functools.partial(gradient, in_rows), arrays).program
-        except ASKED_FOR_A_VALUE:
-            python = (Operation("Python that needs a value", ""),)
-            leaves: list[tuple[str, Any]] = [(plan.leaves[i].path, plan.selections[i]) for i in in_rows]
-            return Explanation(tuple(LeafExplanation(path, s.size, s.count, (), python) for path, s in leaves))
-        for i, value in zip(in_rows, program.outputs, strict=False):
-            log: list[tuple[Equation, str]] = []
-            selection: Any = plan.selections[i]
-            with jax.ensure_compile_time_eval():
-                schedule(program._replace(on_host=()), [(value, region_of(selection), ALWAYS)], log)
-            rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
-            whole = _operations(eqn for eqn, extent in log if extent == "everything")
-            explained.append(LeafExplanation(plan.leaves[i].path, selection.size, selection.count, rows, whole))
-    return Explanation(tuple(explained), _of_host(gradient, plan, params, arrays))
-
-
-def _of_host(
-    gradient: Callable[..., Any], plan: Plan, params: PyTree, arrays: Sequence[Any]
-) -> tuple[HostExplanation, ...]:
-    """How leaves in host memory, and frozen leaves on the device that are only looked up, are read."""
-    from optax_freeze._program.function import Traced
-    from optax_freeze._program.schedule import schedule
-    from optax_freeze._program.tasks import ALWAYS
-
-    values = _tree.flatten(params)[0]
-    if not any(map(is_on_host, values)):
-        return ()
-    inputs: dict[int, int] = {}  # from the number of an input of the program to that of its leaf
-    for i, value in enumerate(values):
-        for leaf in jax.tree.leaves(value):
-            if is_array(leaf):
-                inputs[len(inputs)] = i
-    pairs = list(zip(plan.leaves, plan.selections, strict=True))
-    trains = [i for i, (leaf, selection) in enumerate(pairs) if selection is not FROZEN and leaf.inexact]
     try:
-        program = Traced(functools.partial(gradient, trains), arrays).program
-    except ASKED_FOR_A_VALUE:
+        program = Traced(gradient, list(compress(everything, abstract))).program
+    except Exception as error:
+        if not needs_value(error):
+            raise
         python = (Operation("Python that needs a value", ""),)
-        return tuple(
-            HostExplanation(leaf.path, True, (), python)
-            for (leaf, _), value in zip(pairs, values, strict=True)
-            if is_on_host(value)
+        return Explanation(
+            tuple(LeafExplanation(paths[i], s.size, s.count, (), python) for i, s in in_rows.items()),
+            tuple(HostExplanation(paths[i], True, (), python) for i in sorted(on_host)),
         )
-    frozen = [n for n, i in inputs.items() if is_on_host(values[i]) or pairs[i][1] is FROZEN]
-    regions = [region_of(pairs[i][1]) if not isinstance(values[i], Part) else EVERYTHING for i in trains]
+    grads, of_rows, of_host = dict(zip(trains, program.outputs, strict=False)), [], []
+    for i, selection in in_rows.items():
+        log: list[tuple[Equation, str]] = []
+        with jax.ensure_compile_time_eval():
+            schedule(program._replace(on_host=()), [(grads[i], region_of(selection), ALWAYS)], log)
+        rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
+        whole = _operations(eqn for eqn, extent in log if extent == "everything")
+        of_rows.append(LeafExplanation(paths[i], selection.size, selection.count, rows, whole))
+    if not on_host:
+        return Explanation(tuple(of_rows))
+    inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
+    frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
+    regions = [EVERYTHING if isinstance(values[i], Part) else region_of(selections[i]) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     wanted = [(value, region, ALWAYS) for value, region in zip(program.outputs, regions, strict=True)]
     with jax.ensure_compile_time_eval():
         reads = schedule(program._replace(on_host=frozen), wanted).from_host
-    found = []
     for n in frozen:
-        leaf, on_host = pairs[inputs[n]][0], is_on_host(values[inputs[n]])
-        by_rows = _operations(eqn for number, eqn, rows in reads if number == n and rows and on_host)
-        whole = _operations(eqn for number, eqn, rows in reads if number == n and not (rows and on_host))
-        if on_host or {operation.name for operation in whole} == {"gather"}:
-            found.append(HostExplanation(leaf.path, on_host, by_rows, whole))
-    return tuple(found)
+        is_late = inputs[n] in on_host
+        rows = _operations(eqn for number, eqn, by_rows in reads if number == n and by_rows and is_late)
+        whole = _operations(eqn for number, eqn, by_rows in reads if number == n and not (by_rows and is_late))
+        if is_late or {operation.name for operation in whole} == {"gather"}:
+            of_host.append(HostExplanation(paths[inputs[n]], is_late, rows, whole))
+    return Explanation(tuple(of_rows), tuple(of_host))
 
 
 def _operations(eqns: Iterable["Equation"]) -> tuple[Operation, ...]:

@@ -25,8 +25,8 @@ UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 ELEMENTWISE = f"""
 {UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
 conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-is_finite le lgamma log log1p logistic lt max min mul name ne nextafter not or polygamma population_count pow
-real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+is_finite le lgamma log log1p log2 logistic lt max min mul name ne nextafter not or polygamma population_count pow
+random_fold_in real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
 shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
 """The elementwise operations; those in `UNARY` have one operand."""
@@ -141,6 +141,14 @@ def sharding_constraint(eqn: Equation, region: Region) -> Any:
     if not isinstance(eqn.params["sharding"], NamedSharding) or eqn.params.get("layout") is not None:
         return None
     return [region], functools.partial(eqn.bind, **_laid_out(eqn, region))
+
+
+@rule("reshard", "mesh_cast")
+def sharded(eqn: Equation, region: Any) -> Any:
+    sharding, shape = eqn.params["dst_sharding"], region.shape(eqn.avals_out[0].shape)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return [region], functools.partial(eqn.bind, dst_sharding=fitting(sharding, len(shape), shape))
 
 
 @rule("all_gather", "all_gather_invariant", "reduce_scatter", "unreduced_reduce_scatter", cheap=False)
@@ -394,13 +402,76 @@ def cumulative(eqn: Equation, region: Any) -> Any:
     return [needed], lambda x: cut.take(eqn.bind(x))
 
 
+def _all_alike(eqn: Equation, regions: Sequence[Region | None], apart: Sequence[int]) -> Computation | None:
+    """All results and operands have the same rows, along none of the axes that are not kept ``apart``."""
+    wanted = [region for region in regions if region is not None]
+    if any(region != wanted[0] for region in wanted) or wanted[0].axis not in apart:
+        return None
+    return Computation([wanted[0]] * len(eqn.inputs), eqn.bind_all, [wanted[0]] * len(regions))
+
+
 @rule("sort", cheap=False, many=True)
 def sort(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    wanted = [region for region in regions if region is not None]
-    first = wanted[0]
-    if any(region != first for region in wanted) or first.axis in (-1, eqn.params["dimension"]):
+    return _all_alike(eqn, regions, [i for i in range(len(eqn.avals_in[0].shape)) if i != eqn.params["dimension"]])
+
+
+@rule("top_k", cheap=False, many=True)
+def top_k(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    axes = list(range(len(eqn.avals_in[0].shape)))
+    axes.pop(eqn.params.get("axis", -1))
+    return _all_alike(eqn, regions, axes)
+
+
+_MATRICES = "cholesky eigh lu qr householder_product svd triangular_solve tridiagonal_solve geqrf"
+
+
+@rule(*_MATRICES.split(), cheap=False, many=True)
+def of_matrices(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    return _all_alike(eqn, regions, range(len(eqn.avals_in[0].shape) - 2))
+
+
+@rule("fft", cheap=False)
+def fft(eqn: Equation, region: Any) -> Any:
+    first = len(eqn.avals_in[0].shape) - len(eqn.params["fft_lengths"])
+    return ([region], eqn.bind) if region.axis < first else None
+
+
+_WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod"
+
+
+@rule(*_WINDOWS.split(), cheap=False, many=True)
+def reduce_window(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    names = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
+    axes = range(len(eqn.avals_out[0].shape))
+    apart = [i for i in axes if all(eqn.params[name][i] == value for name, value in names.items())]
+    found = _all_alike(eqn, regions, apart)
+    arrays = len(eqn.outputs)
+    return found and found._replace(regions=[*found.regions[:arrays], *[EVERYTHING] * (len(eqn.inputs) - arrays)])
+
+
+@rule("tile")
+def tile(eqn: Equation, region: Any) -> Any:
+    return ([region], eqn.bind) if eqn.params["reps"][region.axis] == 1 else None
+
+
+@rule("stack")
+def stack(eqn: Equation, region: Any) -> Any:
+    new = eqn.params["axis"]
+    if region.axis == new:
         return None
-    return Computation([first] * len(regions), eqn.bind, [first] * len(regions))
+    return [region.along(region.axis - (region.axis > new))] * len(eqn.inputs), eqn.bind
+
+
+@rule("bitcast_convert_type", "random_wrap", "random_unwrap", "random_split", cheap=False)
+def of_elements(eqn: Equation, region: Any) -> Any:
+    """Each element becomes several, or several become one, along a new last axis."""
+    is_kept = region.axis < min(len(eqn.avals_in[0].shape), len(eqn.avals_out[0].shape))
+    return ([region], eqn.bind) if is_kept else None
+
+
+@rule("random_bits", cheap=False)
+def random_bits(eqn: Equation, region: Any) -> Any:
+    return ([region], eqn.bind) if region.axis < len(eqn.avals_in[0].shape) else None
 
 
 @rule("dot_general", cheap=False)

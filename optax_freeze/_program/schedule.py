@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program import loops
-from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, LazyRead, part_of, register

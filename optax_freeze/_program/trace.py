@@ -7,7 +7,7 @@ derivatives of their own, for derivatives of the evaluated program. JAX may bind
 """
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -115,11 +115,11 @@ class Program(NamedTuple):
         return self.of_steps.get(number, number)
 
 
-def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter: Callable[..., bool] | None = None) -> Program:
-    """Lists the operations of a jaxpr; ``enter(jaxpr, inputs)`` says whether a call is entered: by default each."""
+def flatten(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
+    """Lists the operations of a jaxpr, those of calls included."""
     program = Program([], {}, [], len(closed.in_avals), [], (), {})
     values = [program.add(aval) for aval in closed.in_avals]
-    walk = _Flatten(program, enter_remat, enter)
+    walk = _Flatten(program, enter_remat)
     program.outputs.extend(walk.jaxpr(closed.jaxpr, closed.consts, values, None, None))
     return program
 
@@ -127,7 +127,6 @@ def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter: Callable[..., 
 class _Flatten(NamedTuple):
     program: Program
     enter_remat: bool
-    enter: Callable[..., bool] | None
 
     def jaxpr(
         self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], stack: Any, traceback: Any
@@ -148,7 +147,7 @@ class _Flatten(NamedTuple):
             line = traceback or eqn.source_info.traceback
             called = inner_program(eqn, self.enter_remat)
             name, params = operation_of(eqn)
-            if called is not None and (self.enter is None or self.enter(eqn, inputs)):
+            if called is not None:
                 scope = "checkpoint" if name in _REMAT else params.get("name")
                 inside = here.extend(scope) if scope else here
                 if params.get("differentiated"):

@@ -18,7 +18,7 @@ from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
 from optax_freeze._program.trace import flatten
 
-INEXACT = {"dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "cumlogsumexp"}
+INEXACT = {"qr", "dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "cumlogsumexp"}
 
 
 def x(*shape, dtype=jnp.float32):
@@ -40,6 +40,11 @@ def scattered(kind, dims, **params):
 
 def gathered(dims, sizes, **params):
     return lambda w, i: lax.gather(w, i, lax.GatherDimensionNumbers(*dims), slice_sizes=sizes, **params)
+
+
+def drawn(keys, numbers):
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), numbers)
+    return jax.vmap(lambda key: jax.random.bits(key, (4,)))(jax.vmap(jax.random.split)(keys)[:, 1])
 
 
 def conv(**params):
@@ -191,6 +196,14 @@ TABLE = {
         [x(3, 6, 2), ints([[1], [5]], [[0], [0]], [[-1], [6]]), x(3, 2, 2)],
         "000 1.. 2.1",
     ),
+    "top_k": (lambda w: lax.top_k(w, 2), [W], "0 . 0 ."),
+    "cholesky": (lambda w: lax.linalg.cholesky(w, symmetrize_input=False), [jnp.stack([jnp.eye(3)] * 5)], "0 . ."),
+    "qr": (lambda w: jnp.linalg.qr(w)[1], [x(5, 3, 2)], "0 . ."),
+    "triangular_solve": (lax.linalg.triangular_solve, [jnp.stack([jnp.eye(3)] * 5), x(5, 2, 3)], "00 .. .."),
+    "fft": (jnp.fft.rfft, [W], "0 ."),
+    "reduce_window": (lambda w: lax.reduce_window(w, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"), [W], "0 ."),
+    "bits": (lambda w: lax.bitcast_convert_type(w, jnp.uint8), [W], "0 1 ."),
+    "random": (lambda k, n: drawn(k, n), [ints(*range(12), dtype=jnp.uint32).reshape(6, 2), ints(*range(6))], "00 .."),
     "sharding": (lambda w: lax.with_sharding_constraint(w, jax.NamedSharding(MESH, P(None, "d"))), [W], "0 1"),
 }
 
@@ -340,7 +353,7 @@ def test_elementwise_operations():
 
     outs = jax.eval_shape(run, *operands)
     assert {out.shape for out in outs} == {(6, 2)}
-    assert set(ELEMENTWISE.split()) - seen == {"add_any", "copy_p", "stop_gradient"}
+    assert set(ELEMENTWISE.split()) - seen == {"add_any", "copy_p", "log2", "random_fold_in", "stop_gradient"}
     assert [eqn.name for eqn, extent in log if extent != "rows"] == []
 
 
@@ -348,6 +361,7 @@ def test_each_rule_has_a_case():
     if not {*TABLE, *SHARDS} <= SEEN.keys():
         pytest.skip("not all cases were run")
     seen = {RULES[name].of for names in SEEN.values() for name in names if name in RULES}
-    of_newer_jax = {"expand_dims", "unstack"}
+    of_newer_jax = {"expand_dims", "stack", "tile", "unstack"}
+    of_explicit_meshes = {"mesh_cast", "reshard"}
     rules = {name: rule.of for name, rule in RULES.items() if rule.of.__module__.endswith(".operations")}
-    assert {name for name, of in rules.items() if of not in seen} <= of_newer_jax
+    assert {name for name, of in rules.items() if of not in seen} <= of_newer_jax | of_explicit_meshes
