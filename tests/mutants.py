@@ -100,21 +100,9 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/restricted.py",
-        "            values.write_whole(i, self.unread(i, array, rows, was_read=True))",
-        "            values.write_whole(i, self.unread(i, array, rows))",
+        "self.given(inputs, True)",
+        "self.given(inputs)",
         "tests/gradient/test_from_the_host.py -k reads_an_unrolled_layer_again",
-    ),
-    Mutant(
-        "_gradient/restricted.py",
-        "(number, EVERYTHING) for number in range(program.num_inputs) if number not in {*marked, *program.on_host}",
-        "(number, EVERYTHING) for number in range(program.num_inputs) if number not in marked",
-        "tests/gradient/test_from_the_host.py -k nested",
-    ),
-    Mutant(
-        "_gradient/restricted.py",
-        "                outs = self.differentiable(filled[: len(of_leaf)], filled[len(of_leaf) :])",
-        "                outs = self.evaluate(filled[: len(of_leaf)], filled[len(of_leaf) :])",
-        "tests/gradient/test_from_the_host.py -k groups",
     ),
     Mutant(
         "_gradient/explain.py",
@@ -639,6 +627,18 @@ MUTANTS = [
         "enter_remat=self.known is None",
         "enter_remat=True",
         "tests/precompute -k remat_in_a_step",
+    ),
+    Mutant(
+        "_gradient/restricted.py",
+        "if not is_mapped or not isinstance",
+        "if not isinstance",
+        "tests/gradient/test_restrict.py -k put_together",
+    ),
+    Mutant(
+        "_gradient/restricted.py",
+        "is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)",
+        "is_mapped = False",
+        "tests/gradient/test_rules.py -k what_varies",
     ),
     Mutant(
         "_program/operations.py",
