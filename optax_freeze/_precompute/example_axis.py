@@ -16,9 +16,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._precompute.digest import known
+from optax_freeze._precompute.graph import Graph
+from optax_freeze._precompute.inputs import Input
+from optax_freeze._program.dependence import CALLS, programs_in
 from optax_freeze._program.operations import computation
-from optax_freeze._program.regions import Rows
-from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
+from optax_freeze._program.regions import EVERYTHING, Region, Rows
+from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
 
 
 class Examples(NamedTuple):
@@ -92,12 +95,17 @@ class _Value(NamedTuple):
         return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
 
 
-def examples_of(program: Program, eqns: Iterable[Equation], batch: dict[int, Examples], count: int) -> dict[int, Any]:
-    """Where ``count`` examples are in each result of these operations: Examples, Mixed, or None if they share it."""
-    inputs = [_Value(batch.get(i)) for i in range(program.num_inputs)]
-    found = _Analysis(program, inputs, max(count, 1))
-    found.run(eqns)
-    return {number: value.at for number, value in found.values.items()}
+def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) -> list[Any]:
+    """Where the ``count`` examples are in each region: Examples, Mixed, or None if all examples share it."""
+    program = graph.program
+    analysis = _Analysis(program, [_Value(Examples(axis) if given.is_batch else None) for given in inputs], count)
+    analysis.run({id(node.eqn): node.eqn for node in graph.nodes if node.is_known}.values())
+
+    def of_region(value: int, region: Region) -> Any:
+        at = analysis.value(program.like(value)).at
+        return Mixed("") if isinstance(at, Examples) and region is not EVERYTHING and region.axis == at.axis else at
+
+    return [of_region(*each) for each in graph.regions]
 
 
 class _Analysis:
@@ -139,11 +147,13 @@ class _Analysis:
 
     def _through(self, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of an operation."""
-        if eqn.primitive.name == "optimization_barrier":
+        name = eqn.primitive.name
+        if name == "optimization_barrier":
             return list(operands)
-        of_program = _PROGRAMS.get(eqn.primitive.name)
-        if of_program is not None:
-            return of_program(self, eqn, operands)
+        if name in CALLS:
+            return self.inside(*programs_in(eqn), operands)
+        if name in _LOOPS_AND_BRANCHES:
+            return _LOOPS_AND_BRANCHES[name](self, eqn, operands)
         return [self._of_result(eqn, operands, place) for place in range(len(eqn.outputs))]
 
     def _of_result(self, eqn: Equation, operands: Sequence[_Value], place: int) -> _Value:
@@ -176,9 +186,9 @@ class _Analysis:
                 return False
         return _is_one_computation(eqn, found)
 
-    def inside(self, closed: Any, operands: Sequence[_Value]) -> list[_Value]:
+    def inside(self, closed: ClosedJaxpr, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of a program that is a parameter of an operation."""
-        program = flatten(ClosedJaxpr(*opened(closed)))
+        program = flatten(closed)
         found = _Analysis(program, operands, self.count)
         found.run(program.eqns)
         outs = [found.value(x) for x in program.outputs]
@@ -206,15 +216,8 @@ def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:
         return True
 
     def text(each: Any) -> Any:
-        given = zip(each.regions, eqn.inputs, eqn.avals_in, strict=True)
-        operands = [
-            None
-            if region is None
-            else jax.ShapeDtypeStruct(region.shape(aval.shape), aval.dtype)
-            if isinstance(value, int)
-            else value.val
-            for region, value, aval in given
-        ]
+        given = zip(each.regions, eqn.avals_in, strict=True)
+        operands = [r and jax.ShapeDtypeStruct(r.shape(aval.shape), aval.dtype) for r, aval in given]
         with eqn.context.manager:
             closed = jax.make_jaxpr(each.apply)(*operands)
         return str(closed), [np.asarray(const).tobytes() for const in closed.consts]
@@ -226,11 +229,6 @@ def _is_same_function(one: Any, other: Any) -> bool:
     if isinstance(one, functools.partial) and isinstance(other, functools.partial):
         return one.func == other.func and one.keywords == other.keywords and one.args == other.args == ()
     return one == other
-
-
-def _call(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
-    closed = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
-    return analysis.inside(closed, operands)
 
 
 def _cond(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
@@ -257,5 +255,4 @@ def _while(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> li
     return carry
 
 
-_CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat remat2"
-_PROGRAMS = {"cond": _cond, "scan": _scan, "while": _while, **dict.fromkeys(_CALLS.split(), _call)}
+_LOOPS_AND_BRANCHES = {"cond": _cond, "scan": _scan, "while": _while}

@@ -1,24 +1,27 @@
 """The tasks of a program as a graph: what each of them reads and writes, and what can be computed beforehand."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.core import Tracer
 
+from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.dependence import dependent, known_in_part
-from optax_freeze._program.regions import EVERYTHING, Region, stored_region
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, stored_region
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Schedule, Task
 from optax_freeze._program.trace import Equation, Program
 
 
 class Node(NamedTuple):
-    """A task, with the numbers in the graph of what it reads and writes."""
+    """A task, with the numbers of the regions that it reads and writes."""
 
     task: Task
-    operands: tuple[int | None, ...]  # for each read of the task; None for a literal
+    operands: tuple[Any, ...]  # for each read of the task: the number of the region, a literal, or None
     reads: frozenset[int]
     outputs: tuple[int, ...]
+    is_known: bool  # whether it can be computed from the known inputs
 
     @property
     def eqn(self) -> Equation:
@@ -29,37 +32,45 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The tasks of a program. The regions that they read and write are numbered in order."""
+    """All tasks of a program. The regions that they read and write are numbered in order."""
 
     schedule: Schedule
     nodes: list[Node]
     regions: list[tuple[int, Region]]
-    known: list[bool]  # whether a region can be computed from the known inputs
+    known: list[bool]  # for each region, whether it can be computed from the known inputs
     outputs: list[int]
 
     @property
     def program(self) -> Program:
         return self.schedule.program
 
-    def shape(self, number: int) -> tuple[int, ...]:
-        """The shape of a region."""
+    def tasks(self, nodes: Sequence[int]) -> list[Task]:
+        """The tasks of some nodes."""
+        return [self.nodes[i].task for i in nodes]
+
+    def struct(self, number: int) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of a region."""
         value, region = self.regions[number]
-        return region.shape(self.program.avals[value].shape)
+        aval = self.program.avals[value]
+        return jax.ShapeDtypeStruct(region.shape(aval.shape), aval.dtype)
 
-    def dtype(self, number: int) -> Any:
-        """The dtype of a region."""
-        return self.program.avals[self.regions[number][0]].dtype
+    def without(self, is_excluded: Sequence[bool]) -> "Graph":
+        """The graph in which these regions, and what is computed from them, are not known beforehand."""
+        known, nodes = [a and not b for a, b in zip(self.known, is_excluded, strict=True)], []
+        for node in self.nodes:
+            is_known = node.is_known and all(known[number] for number in (*node.reads, *node.outputs))
+            nodes.append(node._replace(is_known=is_known))
+            for number in node.outputs:
+                known[number] = is_known
+        return self._replace(nodes=nodes, known=known)
 
-    def tasks(self, nodes: Iterable[Node], outputs: Sequence[int]) -> Schedule:
-        """The part of the schedule that computes these regions."""
-        found = [self.regions[number] for number in outputs]
-        return self.schedule._replace(tasks=[node.task for node in nodes], outputs=found)
 
-
-def graph(program: Program, in_part: Iterable[int], is_known: Callable[[int, Region], bool]) -> Graph:
-    """The graph of a program, given the inputs that are known ``in_part``, and which regions of inputs are known."""
-    unknown = {n for n in range(program.num_inputs) if not is_known(n, EVERYTHING)}
-    unknown |= {n for n, const in program.consts.items() if isinstance(const, Tracer)}
+def graph(program: Program, inputs: Sequence[Input]) -> Graph:
+    """The graph of a program with these inputs."""
+    is_known = lambda number, region: inputs[number].is_known(region)  # noqa: E731
+    in_part = [number for number, given in enumerate(inputs) if isinstance(given.trainable, Rows)]
+    unknown = {number for number in range(program.num_inputs) if not is_known(number, EVERYTHING)}
+    unknown |= {number for number, const in program.consts.items() if isinstance(const, Tracer)}
     known = known_in_part(program, dependent(program, unknown), in_part, is_known)
     whole = [(value, EVERYTHING, ALWAYS) for value in program.outputs]
     found = Graph(schedule(program, whole, known=known), [], [], [], [])
@@ -83,11 +94,13 @@ def graph(program: Program, in_part: Iterable[int], is_known: Callable[[int, Reg
         return numbers[value][source]
 
     for task in found.schedule.tasks:
-        given = [[] if x is None else [read(*key) for key in x.wanted if isinstance(key[0], int)] for x in task.reads]
-        operands = tuple(each[0] if len(each) == 1 else None for each in given)
+        given = [[] if x is None else [read(*key) for key in x.wanted] for x in task.reads]
+        operands = tuple(
+            each[0] if each else getattr(x, "value", None) for each, x in zip(given, task.reads, strict=True)
+        )
         reads = frozenset(number for each in given for number in each)
         is_known_too = all(found.known[number] for number in reads) and not task.eqn.has_effects
-        outs = tuple(add(*write, is_known_too) for write in task.writes if write is not None)
-        found.nodes.append(Node(task, operands, reads, outs))
+        outputs = tuple(add(*write, is_known_too) for write in task.writes if write is not None)
+        found.nodes.append(Node(task, operands, reads, outputs, is_known_too))
     found.outputs.extend(read(value, EVERYTHING) for value in program.outputs if isinstance(value, int))
     return found

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from optax_freeze._errors import described, is_array, value_error, whole_number
 from optax_freeze._gradient.restrict import refuse_no_function
-from optax_freeze._precompute.arguments import Arguments
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
+from optax_freeze._precompute.inputs import Arguments
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import fitting
 from optax_freeze._spec.memory import on_device
@@ -201,7 +201,7 @@ class Precomputed:
 
         division = self._of_params(params, args, kwargs)
         read_again = division.read_again
-        made_by = {value: node for node in division.cut.before for value in node.outputs}
+        made_by = {value: node for node in division.graph.nodes for value in node.outputs}
         features = [
             Feature(tuple(struct.shape), struct.dtype, _bytes(struct.shape, struct.dtype), str(made_by[value]))
             for struct, value in zip(division.features, division.cut.stored, strict=True)
@@ -213,8 +213,8 @@ class Precomputed:
         ]
         return CutExplanation(
             tuple(features),
-            flops_of_tasks(node.task for node in division.cut.before),
-            flops_of_tasks(node.task for node in division.cut.after),
+            flops_of_tasks(division.graph.tasks(division.cut.before)),
+            flops_of_tasks(division.graph.tasks(division.cut.after)),
             tuple(path for path, _ in gone),
             sum(size for _, size in gone),
             tuple((str(node), why) for node, why in division.stopped_by),
