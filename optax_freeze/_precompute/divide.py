@@ -11,15 +11,17 @@ import numpy as np
 from optax_freeze._errors import value_error
 from optax_freeze._precompute.batch_size import resized, shapes_for
 from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut
+from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
+from optax_freeze._precompute.flops import flops_of_tasks
 from optax_freeze._precompute.graph import Graph, Node, graph
 from optax_freeze._precompute.inputs import Input, parameters
 from optax_freeze._program.function import Traced, as_array, needs_value
 from optax_freeze._program.regions import Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._spec.memory import is_on_host, to_device
-from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan import Plan, may_stay_on_host
 from optax_freeze._spec.tree import Part
 
 
@@ -49,14 +51,31 @@ class Division(NamedTuple):
         return found
 
     @property
-    def stopped_by(self) -> list[tuple[Node, str]]:
-        """On each path, the first operation that cannot be computed beforehand, and why."""
-        return first_dependent(self.graph, self.inputs)
-
-    @property
     def features(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the features."""
         return jax.eval_shape(self._by_example, [self.graph.struct(number) for number in self.cut.stored])
+
+    @property
+    def explanation(self) -> CutExplanation:
+        """What is computed once, what is stored, and what prevents more from being computed once."""
+        made_by = {number: node for node in self.graph.nodes for number in node.outputs}
+        features = [
+            Feature(tuple(struct.shape), struct.dtype, _bytes(struct), str(made_by[number]))
+            for struct, number in zip(self.features, self.cut.stored, strict=True)
+        ]
+        gone = {
+            leaf.path: _bytes(leaf) - selection.elements(leaf.shape) * leaf.dtype.itemsize
+            for i, (leaf, selection) in enumerate(zip(self.plan.leaves, self.plan.selections, strict=True))
+            if leaf.shape is not None and may_stay_on_host(selection) and i not in self.read_again
+        }
+        return CutExplanation(
+            tuple(features),
+            flops_of_tasks(self.graph.tasks(self.cut.before)),
+            flops_of_tasks(self.graph.tasks(self.cut.after)),
+            tuple(gone),
+            sum(gone.values()),
+            tuple((str(node), why) for node, why in first_dependent(self.graph, self.inputs)),
+        )
 
     def before(self) -> list[Any]:
         """Computes the features."""
@@ -171,9 +190,8 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
     trunk = [frozen and batch for frozen, batch in zip(of_params, of_batch, strict=True)]
     either = [frozen or batch for frozen, batch in zip(of_params, of_batch, strict=True)]
     dear = [here and not is_cheap(node.eqn) for node, here in zip(tasks.nodes, either, strict=True)]
-    structs = [tasks.struct(number) for number in range(len(tasks.regions))]
-    cost: list[int | None] = [math.prod(struct.shape) * struct.dtype.itemsize for struct in structs]
-    at: list[Any] = [None] * len(structs)
+    cost: list[int | None] = [_bytes(tasks.struct(number)) for number in range(len(tasks.regions))]
+    at: list[Any] = [None] * len(cost)
     divided = tasks
     if axis is not None:
         count = max(_count(inputs, axis), 1)
@@ -258,3 +276,8 @@ def _for_count(count: int, now: int, inputs: Sequence[Input], axis: int) -> Iter
             else x._replace(value=jax.ShapeDtypeStruct(shapes[i], x.value.dtype))
             for i, x in enumerate(inputs)
         ]
+
+
+def _bytes(of: Any) -> int:
+    """The bytes of an array, a shape or a leaf."""
+    return math.prod(of.shape) * of.dtype.itemsize
