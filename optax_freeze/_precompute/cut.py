@@ -4,14 +4,14 @@ This is a minimum cut. Storing a value costs its bytes, repeating a cheap operat
 and inputs of the program are always available. The flow algorithm comes from scipy, a dependency of JAX.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from optax_freeze._precompute.graph import Graph, Node
+from optax_freeze._precompute.graph import Graph, Key, Node
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program import operations
@@ -34,9 +34,9 @@ _INFINITE = 2**30
 
 
 class Cut(NamedTuple):
-    """The numbers of the regions to store, and of the nodes before and after the cut."""
+    """The regions to store, and the numbers of the nodes before and after the cut."""
 
-    stored: list[int]
+    stored: list[Key]
     before: list[int]
     after: list[int]
 
@@ -49,81 +49,78 @@ def is_cheap(eqn: Any) -> bool:
     return name in CHEAP.split() or (operations.is_cheap(eqn) and name not in _LOOKUPS)
 
 
-def after_of(graph: Graph) -> tuple[list[int], set[int]]:
-    """The nodes that cannot be computed beforehand but are needed, and the known regions that are read after them.
+def after_of(graph: Graph) -> tuple[list[int], set[Key]]:
+    """The nodes that cannot be computed beforehand but are needed, and the known regions that are read after the cut.
 
-    They have effects, or the outputs depend on them.
+    A node is needed if it has effects, or if the outputs depend on it.
     """
     wanted, nodes = set(graph.outputs), []
     for i, node in reversed([*enumerate(graph.nodes)]):
-        if node.eqn.has_effects or (not node.is_known and not wanted.isdisjoint(node.outputs)):
+        if node.eqn.has_effects or (not node.is_known and not wanted.isdisjoint(node.writes)):
             nodes.append(i)
             wanted |= node.reads
-    return nodes[::-1], {number for number in wanted if graph.known[number]}
+    return nodes[::-1], {key for key in wanted if graph.known[key]}
 
 
 def first_dependent(graph: Graph, inputs: Sequence[Input]) -> list[tuple[Node, str]]:
     """On each path, the first operation that reads a computed value but cannot be computed beforehand, and why."""
-    given = {n: inputs[value] for n, (value, _) in enumerate(graph.regions) if value < len(inputs)}
-    why = {n: x.why for n, x in given.items() if not graph.known[n]}
-    computed = {n for n in given if graph.known[n]}
+    given = [key for key in graph.known if key[0] < len(inputs)]
+    why = {key: inputs[key[0]].why for key in given if not graph.known[key]}
+    computed = {key for key in given if graph.known[key]}
     behind, found, needed = set(), [], set(after_of(graph)[0])
     for i, node in enumerate(graph.nodes):
         reads_computed = not computed.isdisjoint(node.reads)
         if node.is_known:
-            computed.update(node.outputs if reads_computed else ())
+            computed.update(node.writes if reads_computed else ())
             continue
         other = "an effect" if node.eqn.has_effects else "a value of an enclosing trace"
-        reason = next((why[number] for number in node.reads if number in why), other)
-        why.update(dict.fromkeys(node.outputs, reason))
+        reason = next((why[key] for key in node.reads if key in why), other)
+        why.update(dict.fromkeys(node.writes, reason))
         is_behind = not behind.isdisjoint(node.reads)
         if is_behind or reads_computed or node.eqn.has_effects:
-            behind.update(node.outputs)
+            behind.update(node.writes)
             if i in needed and not is_behind:
                 found.append((node, reason))
     return found
 
 
-def minimum_cut(graph: Graph, dear: Sequence[bool], cost: Sequence[int | None]) -> Cut:
+def minimum_cut(graph: Graph, dear: Sequence[bool], cost: Mapping[Key, int | None]) -> Cut:
     """Finds the regions to store with the fewest bytes in total; among equal cuts, the last one in the program.
 
     Args:
       graph: the tasks of the program.
       dear: for each node, whether it is too expensive to repeat.
-      cost: for each region, its bytes, or None if it is never stored: it depends on no dear node.
+      cost: for each region its bytes, or None if it is never stored because it depends on no dear node.
     """
     after, wanted = after_of(graph)
-    made_by = {number: i for i, node in enumerate(graph.nodes) if node.is_known for number in node.outputs}
+    made_by = {key: i for i, node in enumerate(graph.nodes) if node.is_known for key in node.writes}
 
-    def upwards(numbers: Iterable[int], stop: Callable[[int], bool]) -> set[int]:
+    def upwards(keys: Iterable[Key], stop: Callable[[Key], bool]) -> set[Key]:
         """These regions and all that they are computed from. The search does not go beyond a region with ``stop``."""
-        found, left = set(), [number for number in numbers if number in made_by]
+        found, left = set(), [key for key in keys if key in made_by]
         while left:
-            if (number := left.pop()) not in found:
-                found.add(number)
-                left += [] if stop(number) else made_by.keys() & graph.nodes[made_by[number]].reads
+            if (key := left.pop()) not in found:
+                found.add(key)
+                left += [] if stop(key) else [read for read in graph.nodes[made_by[key]].reads if read in made_by]
         return found
 
-    place = {number: i for i, number in enumerate(sorted(upwards(wanted, lambda number: dear[made_by[number]])))}
+    needed = upwards(wanted, lambda key: dear[made_by[key]])
+    place = {key: i for i, key in enumerate(key for key in graph.known if key in needed)}
     source, sink = 2 * len(place), 2 * len(place) + 1  # a region is entered at 2 i and left at 2 i + 1
-    unit = 1 + 2 * sum(cost[number] or 0 for number in place) // _INFINITE
+    unit = 1 + 2 * sum(cost[key] or 0 for key in place) // _INFINITE
     edges = []
-    for number, i in place.items():
-        bytes_of, node = cost[number], made_by[number]
+    for key, i in place.items():
+        bytes_of, node = cost[key], made_by[key]
         edges.append((2 * i, 2 * i + 1, _INFINITE if bytes_of is None else -(-bytes_of // unit)))
-        reads = place.keys() & graph.nodes[node].reads
-        before = [source] if dear[node] else [2 * place[read] + 1 for read in reads]
-        edges += [(start, 2 * i, _INFINITE) for start in before]
-        edges += [(2 * i + 1, sink, _INFINITE)] if number in wanted else []
+        reads = [2 * place[read] + 1 for read in graph.nodes[node].reads if read in place]
+        edges += [(start, 2 * i, _INFINITE) for start in ([source] if dear[node] else reads)]
+        edges += [(2 * i + 1, sink, _INFINITE)] if key in wanted else []
     start, end, capacity = np.array(edges, np.int32).reshape(-1, 3).T
     flow = csr_array((capacity, (start, end)), shape=(sink + 1, sink + 1), dtype=np.int32)
     left_over = csr_array((flow - maximum_flow(flow, source, sink).flow).T)
     left_over.eliminate_zeros()
     to_sink = set(breadth_first_order(left_over, sink, return_predecessors=False).tolist())
-    stored = {number for number, i in place.items() if 2 * i + 1 in to_sink and 2 * i not in to_sink}
-    again = upwards(wanted, stored.__contains__) - stored
-    return Cut(
-        sorted(stored),
-        sorted({made_by[number] for number in upwards(stored, lambda _: False)}),
-        sorted({*after, *(made_by[number] for number in again)}),
-    )
+    stored = [key for key, i in place.items() if 2 * i + 1 in to_sink and 2 * i not in to_sink]
+    again = upwards(wanted, stored.__contains__) - {*stored}
+    before = {made_by[key] for key in upwards(stored, lambda _: False)}
+    return Cut(stored, sorted(before), sorted({*after, *(made_by[key] for key in again)}))

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from optax_freeze._errors import is_int
 from optax_freeze._precompute.cut import Cut
-from optax_freeze._precompute.graph import Graph
+from optax_freeze._precompute.graph import Graph, Key
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.regions import Rows
 from optax_freeze._program.trace import flatten, opened
@@ -39,15 +39,14 @@ def text_of(graph: Graph, inputs: Sequence[Input], cut: Cut) -> Text:
     program = graph.program
     of_values = {i: f"{'arguments' if x.leaf is None else 'parameters'} {x.name}" for i, x in enumerate(inputs)}
     of_values |= {value: _of_constant(const) for value, const in program.consts.items()}
-    names = {n: of_values[value] for n, (value, _) in enumerate(graph.regions) if value in of_values}
+    names = {key: of_values[key[0]] for key in graph.known if key[0] in of_values}
 
-    def type_of(number: int) -> Iterator[str | int]:
-        value, region = graph.regions[number]
-        yield from _type(program.avals[value])
-        yield from _words(region.runs if isinstance(region, Rows) else ())
+    def type_of(key: Key) -> Iterator[str | int]:
+        yield from _type(program.avals[key[0]])
+        yield from _words(key[1].runs if isinstance(key[1], Rows) else ())
 
     nodes = (graph.nodes[i] for i in cut.before)
-    operations = ((node.eqn, node.operands, node.outputs) for node in nodes)
+    operations = ((node.eqn, node.operands, node.writes) for node in nodes)
     return list(_of_program(operations, names, type_of, cut.stored))
 
 
@@ -86,22 +85,22 @@ def _of_constant(const: Any) -> str:
 
 
 def _of_program(
-    operations: Iterable[Any], names: dict[int, str], type_of: Callable[[int], Iterator[str | int]], outputs: Any
+    operations: Iterable[Any], names: dict[Any, str], type_of: Callable[[Any], Iterator[str | int]], outputs: Any
 ) -> Iterator[str | int]:
-    """Operations ``(eqn, operands, results)`` on numbered values, of which the first have ``names``."""
+    """Operations ``(eqn, operands, results)`` on values, of which some have ``names``."""
     count = itertools.count()
 
     def of(x: Any) -> Iterator[str | int]:
-        if isinstance(x, int):
+        if x is None or isinstance(x, Literal):
+            yield "" if x is None else _of_constant(x.val)
+        else:
             names[x] = names.get(x) or f"%{next(count)}"
             yield names[x]
             yield from type_of(x)
-        else:
-            yield "" if x is None else _of_constant(x.val)
 
     for eqn, operands, results in operations:
-        if all(isinstance(x, int) for x in operands) and _computes_nothing(eqn):
-            names.update((result, names[x]) for result, x in zip(results, operands, strict=True))
+        if _computes_nothing(eqn) and all(not isinstance(x, Literal) for x in operands):
+            names |= {result: names[x] for result, x in zip(results, operands, strict=True)}
             continue
         yield eqn.primitive.name
         yield from _words(eqn.params)

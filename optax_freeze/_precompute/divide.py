@@ -15,7 +15,7 @@ from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
 from optax_freeze._precompute.flops import flops_of_tasks
-from optax_freeze._precompute.graph import Graph, Node, graph
+from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input, parameters
 from optax_freeze._program.function import Traced, as_array, needs_value
 from optax_freeze._program.regions import Rows, Values
@@ -44,8 +44,8 @@ class Division(NamedTuple):
         """
         found: dict[int | None, Node | None] = {}
         readers = [(node, node.reads) for node in map(self.graph.nodes.__getitem__, self.cut.after)]
-        for node, numbers in (*readers, (None, self.graph.outputs)):
-            for value, region in map(self.graph.regions.__getitem__, numbers):
+        for node, keys in (*readers, (None, self.graph.outputs)):
+            for value, region in keys:
                 if value < len(self.inputs) and self.inputs[value].is_frozen(region):
                     found.setdefault(self.inputs[value].leaf, node)
         return found
@@ -53,15 +53,15 @@ class Division(NamedTuple):
     @property
     def features(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the features."""
-        return jax.eval_shape(self._by_example, [self.graph.struct(number) for number in self.cut.stored])
+        return jax.eval_shape(self._by_example, list(map(self.graph.struct, self.cut.stored)))
 
     @property
     def explanation(self) -> CutExplanation:
         """What is computed once, what is stored, and what prevents more from being computed once."""
-        made_by = {number: node for node in self.graph.nodes for number in node.outputs}
+        made_by = {key: node for node in self.graph.nodes for key in node.writes}
         features = [
-            Feature(tuple(struct.shape), struct.dtype, _bytes(struct), str(made_by[number]))
-            for struct, number in zip(self.features, self.cut.stored, strict=True)
+            Feature(tuple(struct.shape), struct.dtype, _bytes(struct), str(made_by[key]))
+            for struct, key in zip(self.features, self.cut.stored, strict=True)
         ]
         gone = {
             leaf.path: _bytes(leaf) - selection.elements(leaf.shape) * leaf.dtype.itemsize
@@ -79,20 +79,18 @@ class Division(NamedTuple):
 
     def before(self) -> list[Any]:
         """Computes the features."""
-        outputs = [self.graph.regions[number] for number in self.cut.stored]
         if self.traced.program.on_host:  # the same operations, which read arrays in host memory where they need them
-            tasks = graph(self.traced.program.copy(), self.inputs).schedule.of(outputs)
+            tasks = graph(self.traced.program.copy(), self.inputs).schedule.of(self.cut.stored)
         else:
-            tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.before), outputs=outputs)
+            tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.before), outputs=self.cut.stored)
         return self._by_example(tasks.run(self._values(tasks)))
 
     def after(self, features: Sequence[Any]) -> Any:
         """Computes the outputs of the function from the features."""
         tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.after))
         values = self._values(tasks)
-        for number, array, at in zip(self.cut.stored, features, self.examples, strict=True):
-            array = array if at is None else at.back(array, self.graph.struct(number).shape)
-            values.write(*self.graph.regions[number], array)
+        for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
+            values.write(*key, array if at is None else at.back(array, self.graph.struct(key).shape))
         return self.traced.result(tasks.run(values))
 
     def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
@@ -190,20 +188,20 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
     trunk = [frozen and batch for frozen, batch in zip(of_params, of_batch, strict=True)]
     either = [frozen or batch for frozen, batch in zip(of_params, of_batch, strict=True)]
     dear = [here and not is_cheap(node.eqn) for node, here in zip(tasks.nodes, either, strict=True)]
-    cost: list[int | None] = [_bytes(tasks.struct(number)) for number in range(len(tasks.regions))]
-    at: list[Any] = [None] * len(cost)
+    cost: dict[Key, int | None] = {key: _bytes(tasks.struct(key)) for key in tasks.known}
+    at: dict[Key, Any] = dict.fromkeys(cost)
     divided = tasks
     if axis is not None:
         count = max(_count(inputs, axis), 1)
         at = examples_of(tasks, inputs, axis, count)
-        cost = [(size or 0) // count if isinstance(x, Examples) else None for size, x in zip(cost, at, strict=True)]
-        divided = tasks.without([isinstance(x, Mixed) for x in at])
+        cost = {key: (cost[key] or 0) // count if isinstance(at[key], Examples) else None for key in at}
+        divided = tasks.without([key for key in at if isinstance(at[key], Mixed)])
         for i, node in enumerate(tasks.nodes):
-            if all(at[number] is None for number in node.outputs):  # all examples share the results
+            if all(at[key] is None for key in node.writes):  # all examples share the results
                 dear[i] = trunk[i] = False
     cut = minimum_cut(divided, dear, cost)
     cut = cut if cut.stored else minimum_cut(divided, trunk, cost)
-    _refuse_mixed([at[number] for i in cut.after if trunk[i] for number in tasks.nodes[i].outputs])
+    _refuse_mixed([at[key] for i in cut.after if trunk[i] for key in tasks.nodes[i].writes])
     if not cut.stored:
         reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(tasks, inputs)[:3])
         raise value_error(
@@ -213,17 +211,17 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
             expected="an operation that depends only on frozen parameters and recurring arguments",
             fix="freeze the layers at the input, and name in `recurring` every argument that they read",
         )
-    return cut, [at[number] for number in cut.stored]
+    return cut, [at[key] for key in cut.stored]
 
 
 def _depends(tasks: Graph, inputs: Sequence[Input], on_params: bool) -> list[bool]:
     """For each node, whether it depends on frozen parameters, or on recurring arguments."""
-    given = [(n, inputs[value]) for n, (value, _) in enumerate(tasks.regions) if value < len(inputs)]
-    found = {n for n, x in given if tasks.known[n] and (x.leaf is not None) == on_params}
+    given = (key for key, known in tasks.known.items() if known and key[0] < len(inputs))
+    found = {key for key in given if (inputs[key[0]].leaf is not None) == on_params}
     for node in tasks.nodes:
         if not found.isdisjoint(node.reads):
-            found.update(node.outputs)
-    return [not found.isdisjoint(node.outputs) for node in tasks.nodes]
+            found.update(node.writes)
+    return [not found.isdisjoint(node.writes) for node in tasks.nodes]
 
 
 def _refuse_mixed(examples: Sequence[Any]) -> None:

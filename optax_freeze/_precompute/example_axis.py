@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._precompute.digest import known
-from optax_freeze._precompute.graph import Graph
+from optax_freeze._precompute.graph import Graph, Key
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.dependence import CALLS, programs_in
 from optax_freeze._program.operations import computation
@@ -95,7 +95,7 @@ class _Value(NamedTuple):
         return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
 
 
-def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) -> list[Any]:
+def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) -> dict[Key, Any]:
     """Where the ``count`` examples are in each region: Examples, Mixed, or None if all examples share it."""
     program = graph.program
     analysis = _Analysis(program, [_Value(Examples(axis) if given.is_batch else None) for given in inputs], count)
@@ -105,7 +105,7 @@ def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) ->
         at = analysis.value(program.like(value)).at
         return Mixed("") if isinstance(at, Examples) and region is not EVERYTHING and region.axis == at.axis else at
 
-    return [of_region(*each) for each in graph.regions]
+    return {key: of_region(*key) for key in graph.known}
 
 
 class _Analysis:
