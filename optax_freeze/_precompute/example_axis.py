@@ -37,7 +37,7 @@ class Examples(NamedTuple):
     def moved(self, by: int) -> "Examples":
         """The position after an axis has been added before the others, or removed."""
         if self.axis + by < 0:
-            raise MixedError
+            raise Mixed
         return self._replace(axis=self.axis + by)
 
     def first(self, array: Any) -> Any:
@@ -53,17 +53,11 @@ class Examples(NamedTuple):
         return array.reshape(shape) if self.block > 1 else array
 
 
-class Mixed(NamedTuple):
-    """A value to which several examples contribute, and the operation that mixed them, with its source line."""
-
-    operation: str
-
-
-class MixedError(Exception):
-    """An operation mixes examples."""
+class Mixed(Exception):  # noqa: N818
+    """Stands for a value to which several examples contribute, and is raised where an operation mixes them."""
 
     def __init__(self, operation: str = "") -> None:
-        self.operation = operation
+        self.operation = operation  # with its source line
 
 
 class _Value(NamedTuple):
@@ -81,18 +75,18 @@ class _Value(NamedTuple):
 
     def moved(self, by: int) -> "_Value":
         """The value after an axis has been added before the others, or removed."""
-        if self.at is not None:
-            return _Value(self.at.moved(by))  # type: ignore[union-attr]
-        return _Value(None, lambda at: at.axis >= by and self.is_same(at.moved(-by)))
+        if isinstance(self.at, Examples):
+            return _Value(self.at.moved(by))
+        return self._replace(is_same=lambda at: at.axis >= by and self.is_same(at.moved(-by)))
 
     def joined(self, other: "_Value") -> "_Value":
         """A value that may be either of two."""
         at = other.at if self.at is None else self.at
-        if isinstance(at, Examples):
-            if self.has(at) and other.has(at):
-                return _Value(at)
-            raise MixedError
-        return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
+        if at is None:
+            return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
+        if isinstance(at, Examples) and self.has(at) and other.has(at):
+            return _Value(at)
+        raise Mixed
 
 
 def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) -> dict[Key, Any]:
@@ -103,7 +97,7 @@ def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) ->
 
     def of_region(value: int, region: Region) -> Any:
         at = analysis.value(program.like(value)).at
-        return Mixed("") if isinstance(at, Examples) and region is not EVERYTHING and region.axis == at.axis else at
+        return Mixed() if isinstance(at, Examples) and region is not EVERYTHING and region.axis == at.axis else at
 
     return {key: of_region(*key) for key in graph.known}
 
@@ -120,10 +114,10 @@ class _Analysis:
         """Finds the examples in the results of operations; those that are mixed are marked."""
         for eqn in eqns:
             operands = [self.value(x) for x in eqn.inputs]
-            found: Any = next((x for x in operands if isinstance(x.at, Mixed)), None)
+            mixed = next((x for x in operands if isinstance(x.at, Mixed)), None)
             try:
-                found = [found] * len(eqn.outputs) if found else self._through(eqn, operands)
-            except MixedError as error:
+                found = [mixed] * len(eqn.outputs) if mixed else self._through(eqn, operands)
+            except Mixed as error:
                 found = [_Value(Mixed(error.operation or str(eqn)))] * len(eqn.outputs)
             self.values |= zip(eqn.outputs, found, strict=True)
 
@@ -164,7 +158,7 @@ class _Analysis:
             at = Examples(axis, size // self.count)
             if size % self.count == 0 and self._is_of_example(eqn, operands, place, at):
                 return _Value(at)
-        raise MixedError
+        raise Mixed
 
     def _is_of_example(self, eqn: Equation, operands: Sequence[_Value], place: int, at: Examples) -> bool:
         """Whether the entries of an example in a result are computed from those of the same example in the operands."""
@@ -192,9 +186,9 @@ class _Analysis:
         found = _Analysis(program, operands, self.count)
         found.run(program.eqns)
         outs = [found.value(x) for x in program.outputs]
-        mixed = next((out.at for out in outs if isinstance(out.at, Mixed)), None)
-        if mixed is not None:
-            raise MixedError(mixed.operation)
+        for out in outs:
+            if isinstance(out.at, Mixed):
+                raise Mixed(out.at.operation)
         return outs
 
     def carried(self, body: Any, consts: Sequence[_Value], carry: Sequence[_Value], xs: Sequence[_Value]) -> Any:
@@ -205,7 +199,7 @@ class _Analysis:
             if [x.at for x in new] == [x.at for x in carry]:
                 break
             carry = new
-        carry = [x if x.at is not None else _Value(None) for x in carry]  # the first value says nothing of later ones
+        carry = [_Value(x.at) for x in carry]  # whether the first value is the same says nothing of later ones
         return carry, self.inside(body, [*consts, *carry, *xs])[len(carry) :]
 
 
@@ -234,7 +228,7 @@ def _is_same_function(one: Any, other: Any) -> bool:
 def _cond(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     which, *others = operands
     if which.at is not None:
-        raise MixedError
+        raise Mixed
     results = [analysis.inside(branch, others) for branch in eqn.params["branches"]]
     return [functools.reduce(_Value.joined, found) for found in zip(*results, strict=True)]
 
@@ -251,7 +245,7 @@ def _while(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> li
     consts, carry = operands[of_condition:][:of_body], operands[of_condition + of_body :]
     carry, _ = analysis.carried(eqn.params["body_jaxpr"], consts, carry, [])
     if analysis.inside(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry])[0].at is not None:
-        raise MixedError
+        raise Mixed
     return carry
 
 

@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 class Features(tuple[Any, ...]):
     """Stores the features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
 
-    Its static part identifies the program that computed the features and holds the shapes of the parameters. So frozen
-    leaves that only this program reads may be missing later.
-
     Attributes:
       arrays: the arrays in the tuple.
-      cut: a digest of the program; static.
-      leaves: the path and shape of each parameter (a ``jax.ShapeDtypeStruct``, or None for an object); static.
+      cut: a digest of the program that computed the features; static.
+      leaves: the path and shape of each parameter (a ``jax.ShapeDtypeStruct``, or None for an object), so that frozen
+        leaves may be missing later; static.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -111,8 +109,7 @@ class Precomputed:
 
         Args:
           params: the full parameters.
-          *args: the other arguments of the function.
-          **kwargs: its keyword arguments.
+          *args: the other arguments of the function; ``**kwargs``: its keyword arguments.
 
         Returns:
           The features: a tuple of arrays. With ``example_axis``, the examples are along the first axis of each array.
@@ -137,17 +134,11 @@ class Precomputed:
     def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Removes the frozen parameters that ``after`` does not read.
 
-        Args:
-          params: the full parameters, or their shapes.
-          *args: the other arguments of the function, or their shapes.
-          **kwargs: its keyword arguments.
+        Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
           ``params`` with a hole (``optax.MaskedNode()``) in place of each frozen leaf that only ``before`` reads. A
           leaf frozen by rows whose frozen rows are not read is replaced by its trainable rows, as a ``Part``.
-
-        Raises:
-          ValueError: in the same cases as ``before``.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz
@@ -169,16 +160,10 @@ class Precomputed:
     def explain(self, params: PyTree, /, *args: Any, **kwargs: Any) -> CutExplanation:
         """Explains what is computed once, what is stored, and which operations prevent computing more once.
 
-        Args:
-          params: the full parameters, or their shapes.
-          *args: the other arguments of the function, or their shapes.
-          **kwargs: its keyword arguments.
+        Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
           A :class:`optax_freeze.CutExplanation`. Print it, or draw it with ``plot()``.
-
-        Raises:
-          ValueError: in the same cases as ``before``.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz
@@ -317,10 +302,9 @@ def precompute(
 
     In every epoch, a frozen encoder computes the same activations for the same batch. ``before`` computes them once.
     ``after`` continues from there, with the same value and the same gradient of the trainable parameters, up to
-    rounding. The function is traced, so you need not change it. Every operation that depends only on frozen parameters
-    and recurring arguments can be computed in ``before``. The features are chosen so that they have the fewest bytes (a
-    minimum cut), where elementwise operations, reductions and changes of layout are repeated in ``after`` rather than
-    stored.
+    rounding. The function is traced, so you need not change it. It is divided where the fewest bytes have to be stored
+    (a minimum cut); elementwise operations, reductions and changes of layout are repeated in ``after`` if that saves
+    bytes.
 
     Args:
       fun: the function, called as ``fun(params, *args, **kwargs)``; it may return anything.
@@ -343,8 +327,7 @@ def precompute(
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
-      >>> def loss(params, batch):
-      ...   return jnp.mean((jnp.tanh(batch @ params["encoder"]) @ params["head"] - 1) ** 2)
+      >>> loss = lambda params, batch: jnp.mean(jnp.tanh(batch @ params["encoder"]) @ params["head"])
       >>> params, batch = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}, jnp.ones((2, 4))
       >>> once = fz.precompute(loss, "encoder")
       >>> features = jax.jit(once.before)(params, batch)
