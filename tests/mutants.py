@@ -443,7 +443,7 @@ MUTANTS = [
         "_precompute/divide.py",
         "tasks.without({key for key in at if isinstance(at[key], Mixed)})",
         "tasks",
-        "tests/precompute/test_example_axis.py -k refused",
+        "tests/precompute/test_example_axis.py -k batch_alone",
     ),
     Mutant(
         "_precompute/divide.py",

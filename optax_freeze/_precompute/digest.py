@@ -31,7 +31,7 @@ _MOST_BYTES = 2**26
 
 def digest(text: Text) -> str:
     """Hashes the text of a program."""
-    return hashlib.sha256("\n".join(map(str, text)).encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join(map(repr, text)).encode()).hexdigest()[:32]
 
 
 def text_of(graph: Graph, inputs: Sequence[Input], cut: Cut) -> Text:
@@ -99,8 +99,9 @@ def _of_program(
             yield from type_of(x)
 
     for eqn, operands, results in operations:
-        if _computes_nothing(eqn) and all(not isinstance(x, Literal) for x in operands):
-            names |= {result: names[x] for result, x in zip(results, operands, strict=True)}
+        given = [x for x in operands if x is not None]
+        if _computes_nothing(eqn) and not any(isinstance(x, Literal) for x in given):
+            names |= {result: names[x] for result, x in zip(results, given, strict=True)}
             continue
         yield eqn.primitive.name
         yield from _words(eqn.params)

@@ -66,8 +66,8 @@ class Division(NamedTuple):
         ]
         read_again, gone = self.read_again, {}
         for i, (leaf, selection) in enumerate(zip(self.plan.leaves, self.plan.selections, strict=True)):
-            is_frozen = leaf.shape is not None and (selection is FROZEN or isinstance(selection, RowIndex))
-            if is_frozen and i not in read_again:
+            is_frozen = selection is FROZEN or isinstance(selection, RowIndex)
+            if is_frozen and leaf.shape is not None and i not in read_again:
                 gone[leaf.path] = _bytes(leaf) - selection.elements(leaf.shape) * leaf.dtype.itemsize
         return CutExplanation(
             tuple(features),

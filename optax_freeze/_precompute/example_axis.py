@@ -145,7 +145,8 @@ class _Analysis:
         if name == "optimization_barrier":
             return list(operands)
         if name in CALLS:
-            return self.inside(*programs_in(eqn), operands)
+            [called] = programs_in(eqn)
+            return self.inside(called, operands)
         if name in _LOOPS_AND_BRANCHES:
             return _LOOPS_AND_BRANCHES[name](self, eqn, operands)
         return [self._of_result(eqn, operands, place) for place in range(len(eqn.outputs))]

@@ -32,8 +32,8 @@ def flops_of_tasks(tasks: Iterable[Task]) -> int:
 
 def _of_operation(eqn: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> int:
     name, params = eqn.primitive.name, eqn.params
-    operands, outs = ([getattr(aval, "shape", ()) for aval in avals] for avals in (avals_in, avals_out))
-    out = max(map(math.prod, outs), default=0)
+    operands: list[Any] = [getattr(aval, "shape", ()) for aval in avals_in]
+    out: int = max((math.prod(getattr(aval, "shape", ())) for aval in avals_out), default=0)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * out * math.prod(operands[0][axis] for axis in contracted)

@@ -80,7 +80,8 @@ class Precomputed:
       example_axis: the axis of the examples in the recurring arguments, or None.
       after: ``after(params, features, *args, **kwargs)`` computes the result of the function from the features. Frozen
         leaves that only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
-        (``jax.ShapeDtypeStruct``).
+        (``jax.ShapeDtypeStruct``). A ``ValueError`` if a parameter that is read is missing, or if the features do not
+        belong to this program.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -116,7 +117,8 @@ class Precomputed:
 
         Raises:
           ValueError: if the spec does not fit; if there is nothing to compute once; if a parameter is missing; if, with
-            ``example_axis``, an operation mixes examples; if the function cannot be traced.
+            ``example_axis``, an operation mixes examples or a recurring array has no such axis; if the function cannot
+            be traced.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz
@@ -321,9 +323,7 @@ def precompute(
 
     Raises:
       TypeError: if ``fun`` is not a function, or ``recurring`` is not a position or a name.
-      ValueError: if ``recurring`` includes the parameters. When the result is called: if the spec does not fit, if
-        there is nothing to compute once, if a parameter that is read is missing, if the features do not belong to the
-        program, or if, with ``example_axis``, an operation mixes examples or a recurring array has no such axis.
+      ValueError: if ``recurring`` includes the parameters, or ``example_axis`` is negative.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
