@@ -507,6 +507,12 @@ MUTANTS = [
     ),
     Mutant(
         "_precompute/digest.py",
+        "sorted(value, key=repr) if isinstance(value, frozenset) else value",
+        "value",
+        "tests/precompute/test_precompute.py -k every_process",
+    ),
+    Mutant(
+        "_precompute/digest.py",
         "return is_conversion or eqn.primitive.name in",
         "return eqn.primitive.name in",
         "tests/precompute/test_precompute.py -k may_become",

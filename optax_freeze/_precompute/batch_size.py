@@ -60,12 +60,8 @@ def with_examples(count: int, inputs: Sequence[Input], axis: int) -> Iterator[li
 def shapes_for(count: int, shapes: Shapes, arguments: Sequence[str], axis: int, now: int) -> Iterator[Shapes]:
     """Yields the shapes that arrays may have beside a batch of ``count`` examples, the likely ones first.
 
-    Args:
-      count: the number of examples.
-      shapes: the shapes beside a batch of ``now`` examples.
-      arguments: for each array the name of the argument that contains it; its arrays are likely to be of one kind.
-      axis: the axis of the examples in the batch.
-      now: the number of examples beside which the arrays have ``shapes``.
+    ``now`` is the number of examples beside which they have ``shapes``, along ``axis`` of the batch. ``arguments`` are
+    the names of the arguments that contain them; the arrays of one argument are likely to be of one kind.
     """
     choices = [_choices(shape, axis, now) for shape in shapes]
     names = sorted({name for name, several in zip(arguments, choices, strict=True) if len(several) > 1})

@@ -16,7 +16,7 @@ from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
 from optax_freeze._precompute.flops import flops_of_tasks
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
-from optax_freeze._precompute.inputs import Input, parameters
+from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.function import Traced, as_array, needs_value
 from optax_freeze._program.regions import Rows, Values
 from optax_freeze._program.tasks import Schedule
@@ -117,15 +117,9 @@ class Division(NamedTuple):
 
 
 def divide(
-    fun: Callable[..., Any],
-    plan: Plan,
-    values: Sequence[Any],
-    arguments: Sequence[Input],
-    treedef: Any,
-    example_axis: int | None,
+    fun: Callable[..., Any], plan: Plan, treedef: Any, leaves: Sequence[Input], example_axis: int | None
 ) -> Division:
-    """Divides ``fun(params, *args, **kwargs)``, given the leaves of its arguments, without executing anything."""
-    leaves = [*parameters(plan, values), *arguments]
+    """Divides ``fun(params, *args, **kwargs)``, given the treedef of ``(args, kwargs)`` and the leaves of all three."""
     trace = functools.partial(_traced, fun, plan, treedef, leaves)
     inputs = [leaf for leaf in leaves if not leaf.is_constant]
     traced, tasks = trace(inputs)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from optax_freeze._errors import described, is_array, value_error, whole_number
 from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
-from optax_freeze._precompute.inputs import Arguments
+from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import fitting
 from optax_freeze._spec.memory import on_device
@@ -193,7 +193,7 @@ class Precomputed:
         from optax_freeze._precompute.divide import divide
 
         arguments, treedef = self.arguments.flatten(args, kwargs)
-        return divide(self.fun, plan, values, arguments, treedef, self.example_axis)
+        return divide(self.fun, plan, treedef, [*parameters(plan, values), *arguments], self.example_axis)
 
 
 class _After:
@@ -260,13 +260,12 @@ class _After:
             is_missing = isinstance(value, jax.ShapeDtypeStruct)
             trains = selection is not FROZEN and is_missing
             if trains or ((is_missing or isinstance(value, Part)) and i in read_again):
+                frozen = f"the leaf: it is read by {read_again.get(i) or 'the result'}"
                 raise value_error(
                     "a parameter is missing",
                     at=leaf.path,
                     got="a hole" if is_missing else "only the trainable rows",
-                    expected="a trainable leaf"
-                    if trains
-                    else f"the leaf: it is read by {read_again[i] or 'the result'}",
+                    expected="a trainable leaf" if trains else frozen,
                     fix="give what `needed` returned, or the full parameters",
                 )
 
