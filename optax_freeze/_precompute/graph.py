@@ -18,7 +18,7 @@ Key: TypeAlias = tuple[int, Region]
 
 
 class Node(NamedTuple):
-    """A task, with the regions as they are stored that it reads."""
+    """A task, the stored regions that it reads, and those that it writes."""
 
     task: Task
     operands: tuple[Any, ...]  # for each read of the task: a key, a literal, or None
