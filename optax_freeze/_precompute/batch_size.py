@@ -1,4 +1,4 @@
-"""Finds shapes of the other arguments that fit a batch of another size.
+"""The number of examples in a batch, and shapes of the other arguments that fit another number.
 
 No argument says which axes of the labels, weights or keys given beside a batch have one entry per example, and an axis
 may have the size of the batch by chance: two examples and the two numbers of a ``PRNGKey``, ten examples and ten class
@@ -7,6 +7,13 @@ weights. The function itself tells, since it can be traced only with shapes that
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_freeze._errors import value_error
+from optax_freeze._precompute.inputs import Input
 
 _MOST = 16
 """At most this many combinations of shapes are tried."""
@@ -14,15 +21,47 @@ _MOST = 16
 Shapes = list[tuple[int, ...]]
 
 
+def number_of_examples(inputs: Sequence[Input], axis: int) -> int:
+    """The number of examples in the batch."""
+    sizes: dict[Any, str] = {}
+    for given in inputs:
+        if given.is_batch:
+            shape = np.shape(given.value)
+            sizes.setdefault(shape[axis] if axis < len(shape) else None, f"{given.name} of shape {shape}")
+    if len(sizes) != 1 or None in sizes:
+        raise value_error(
+            "the recurring arguments have no common axis of examples",
+            at=f"example_axis={axis}",
+            got="; ".join(sizes.values()) or "no array",
+            expected=f"arrays with the examples of the batch along axis {axis}",
+            fix="put arrays that all examples share into the parameters, and freeze them; "
+            "give a number as a Python number, which jax.jit must not trace (static_argnames)",
+        )
+    [count] = sizes
+    return count
+
+
+def with_examples(count: int, inputs: Sequence[Input], axis: int) -> Iterator[list[Input]]:
+    """Yields the inputs for a batch of ``count`` examples, the likely ones first.
+
+    Only the shapes of what does not recur are not known, and the operations before the cut do not read it. So they
+    are the same with any of these inputs for which the function can be traced.
+    """
+    free = {i: np.shape(x.value) for i, x in enumerate(inputs) if x.leaf is None and x.why}
+    batch = {i: _resized(np.shape(x.value), [axis], count) for i, x in enumerate(inputs) if x.is_batch}
+    arguments, now = [inputs[i].name.split("/")[0] for i in free], number_of_examples(inputs, axis)
+    for found in shapes_for(count, [*free.values()], arguments, axis, now):
+        shapes = batch | dict(zip(free, found, strict=True))
+        changed = {i: shape for i, shape in shapes.items() if shape != np.shape(inputs[i].value)}
+        structs = {i: jax.ShapeDtypeStruct(shape, inputs[i].value.dtype) for i, shape in changed.items()}
+        yield [x._replace(value=structs.get(i, x.value)) for i, x in enumerate(inputs)]
+
+
 def shapes_for(count: int, shapes: Shapes, arguments: Sequence[str], axis: int, now: int) -> Iterator[Shapes]:
     """Yields the shapes that arrays may have beside a batch of ``count`` examples, the likely ones first.
 
-    Args:
-      count: the number of examples.
-      shapes: the shapes beside a batch of ``now`` examples.
-      arguments: for each array the name of the argument that contains it; its arrays are likely to be of one kind.
-      axis: the axis of the examples in the batch.
-      now: the number of examples beside which the arrays have ``shapes``.
+    ``now`` is the number of examples beside which they have ``shapes``, along ``axis`` of the batch. ``arguments`` are
+    the names of the arguments that contain them; the arrays of one argument are likely to be of one kind.
     """
     choices = [_choices(shape, axis, now) for shape in shapes]
     names = sorted({name for name, several in zip(arguments, choices, strict=True) if len(several) > 1})
@@ -35,12 +74,12 @@ def shapes_for(count: int, shapes: Shapes, arguments: Sequence[str], axis: int, 
     for chosen in itertools.chain(by_argument, itertools.product(*choices)):
         if (key := tuple(chosen)) not in seen:
             seen.add(key)
-            yield [resized(shape, axes, count) for shape, axes in zip(shapes, chosen, strict=True)]
+            yield [_resized(shape, axes, count) for shape, axes in zip(shapes, chosen, strict=True)]
         if len(seen) == _MOST:
             return
 
 
-def resized(shape: Sequence[int], axes: Sequence[int], size: int) -> tuple[int, ...]:
+def _resized(shape: Sequence[int], axes: Sequence[int], size: int) -> tuple[int, ...]:
     """A shape with another size along ``axes``."""
     return tuple(size if axis in axes else n for axis, n in enumerate(shape))
 

@@ -1,12 +1,14 @@
-"""A digest of the program that computes features, the same in every process."""
+"""A digest of the program that computes features, the same in every process and for any number of examples.
+
+The program is written as a list of words and sizes. Sizes are ints, so that those that grow with the batch are found by
+comparison with the program for a batch of another size.
+"""
 
 import fractions
-import functools
 import hashlib
 import itertools
-import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,88 +18,54 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from optax_freeze._errors import is_int
 from optax_freeze._precompute.cut import Cut
-from optax_freeze._precompute.graph import Graph, Node
-from optax_freeze._program.regions import EVERYTHING, Rows
-from optax_freeze._program.tasks import Read
-from optax_freeze._program.trace import opened
+from optax_freeze._precompute.graph import Graph, Key
+from optax_freeze._precompute.inputs import Input
+from optax_freeze._program.regions import Rows
+from optax_freeze._program.trace import flatten, opened
+
+Text: TypeAlias = list[str | int]
+
+_MOST_BYTES = 2**26
+"""Of a larger constant, only some of the values are hashed."""
 
 
-def digest(text: str) -> str:
+def digest(text: Text) -> str:
     """Hashes the text of a program."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256("\n".join(map(repr, text)).encode()).hexdigest()[:32]
 
 
-def text_of(graph: Graph, inputs: Sequence[str], cut: Cut) -> str:
-    """The operations before a cut as text, the same in every process. ``inputs`` are the names of the inputs."""
-    program, lines, count = graph.program, [], itertools.count()
-    of_values = dict(enumerate(inputs))
-    of_values |= {value: f"constant {_of_constant(const)}" for value, const in program.consts.items()}
-    names = {n: of_values[value] for n, (value, _) in enumerate(graph.regions) if value in of_values}
+def text_of(graph: Graph, inputs: Sequence[Input], cut: Cut) -> Text:
+    """The operations before a cut, the same in every process."""
+    program = graph.program
+    of_values = {i: f"{'arguments' if x.leaf is None else 'parameters'} {x.name}" for i, x in enumerate(inputs)}
+    of_values |= {value: _of_constant(const) for value, const in program.consts.items()}
+    names = {key: of_values[key[0]] for key in graph.known if key[0] in of_values}
 
-    def name_of(number: int) -> str:
-        return names.get(number) or names.setdefault(number, f"%{next(count)}")
+    def type_of(key: Key) -> Iterator[str | int]:
+        yield from _type(program.avals[key[0]])
+        yield from _words(key[1].runs if isinstance(key[1], Rows) else ())
 
-    def text(number: int) -> str:
-        value, region = graph.regions[number]
-        rows = region.runs if isinstance(region, Rows) else "" if region is EVERYTHING else region
-        return f"{name_of(number)}:{_type(program.avals[value])}{rows}"
-
-    def operand(number: int | None, read: Read | None) -> str:
-        return text(number) if number is not None else "" if read is None else _of_literal(read.value)
-
-    for node in cut.before:
-        if node.eqn.primitive.name in _OF_TYPES or _changes_weak_type_alone(node):
-            [number] = node.reads
-            names |= dict.fromkeys(node.outputs, name_of(number))
-            continue
-        ins = " ".join(map(operand, node.operands, node.task.reads))
-        outs = " ".join(map(text, node.outputs))
-        lines.append(f"{node.eqn.primitive.name} {_text(node.eqn.params)} {ins} -> {outs}")
-    return "\n".join([*lines, " ".join(map(text, cut.stored))])
+    nodes = (graph.nodes[i] for i in cut.before)
+    operations = ((node.eqn, node.operands, node.writes) for node in nodes)
+    return list(_of_program(operations, names, type_of, cut.stored))
 
 
-def without_count(text: str, other: str, count: int, of_other: int) -> str:
-    """Replaces the sizes in ``text`` that depend on the number of examples, so that any number gives the same text.
+def without_count(text: Text, other: Text, count: int, of_other: int) -> Text:
+    """Replaces the sizes that depend on the number of examples, so that any number gives the same text.
 
-    ``text`` is the program for ``count`` examples, and ``other`` the program for ``of_other`` examples. Only sizes are
-    written with digits: if a value depends on the number of examples, so do the features.
+    ``text`` is the program for ``count`` examples, and ``other`` the program for ``of_other`` examples. If other things
+    than sizes depend on the number of examples, so do the features, and the text stays as it is.
     """
-    numbers, others = (re.findall(r"\d+", each) for each in (text, other))
-    if re.split(r"\d+", text) != re.split(r"\d+", other):
-        return text
 
-    @functools.cache
-    def number(a: str, b: str) -> str:
+    def general(a: Any, b: Any) -> str | int:
         if a == b:
             return a
-        slope = fractions.Fraction(int(b) - int(a), of_other - count)
-        return f"<{slope} examples + {int(a) - slope * count}>"
+        slope = fractions.Fraction(b - a, of_other - count)
+        return f"{slope} examples + {a - slope * count}"
 
-    found = map(number, numbers, others)
-    return re.sub(r"\d+", lambda _: next(found), text)
-
-
-def _type(aval: Any) -> str:
-    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
-
-
-def _of_literal(literal: Any) -> str:
-    return _of_constant(literal.val) if np.ndim(literal.val) else _of_value(np.asarray(literal.val).tolist())
-
-
-def _of_value(value: Any) -> str:
-    """A value as text without digits."""
-    return repr(value).translate(_WITHOUT_DIGITS)
-
-
-def _of_constant(const: Any) -> str:
-    """A digest of the values of a constant, without digits. Of a large constant, only some of the values are hashed."""
-    const = known(const)
-    if const is None:
-        return ""
-    step = -(-const.nbytes // _MOST_BYTES) or 1
-    found = hashlib.sha256(np.ascontiguousarray(const.ravel()[::step]).tobytes()).hexdigest()[:16]
-    return found.translate(_WITHOUT_DIGITS)
+    pairs = list(zip(text, other, strict=False))
+    is_alike = len(text) == len(other) and all(a == b or (is_int(a) and is_int(b)) for a, b in pairs)
+    return [general(a, b) for a, b in pairs] if is_alike else text
 
 
 def known(const: Any) -> np.ndarray | None:
@@ -108,50 +76,70 @@ def known(const: Any) -> np.ndarray | None:
     return np.asarray(jax.random.key_data(const) if is_key else const)
 
 
-_WITHOUT_DIGITS = str.maketrans("0123456789", "ghijklmnop")
-_MOST_BYTES = 2**26
-
-_OF_TYPES = ("pvary", "pcast")
-"""Operations inside ``jax.shard_map`` that mark a value as varying over a mesh and compute nothing."""
-
-
-def _changes_weak_type_alone(node: Node) -> bool:
-    """Whether an operation converts an array to its own dtype: one that was made of a Python number."""
-    eqn = node.eqn
-    return (
-        eqn.primitive.name == "convert_element_type"
-        and bool(node.reads)
-        and eqn.avals_in[0].dtype == eqn.avals_out[0].dtype
-    )
+def _of_constant(const: Any) -> str:
+    array = known(const)
+    if array is None:
+        return "unknown constant"
+    step = -(-array.nbytes // _MOST_BYTES) or 1
+    return f"constant {hashlib.sha256(np.ascontiguousarray(array.ravel()[::step]).tobytes()).hexdigest()}"
 
 
-def _text(value: Any) -> str:
-    """A parameter of an operation as text, the same in every process."""
+def _of_program(
+    operations: Iterable[Any], names: dict[Any, str], type_of: Callable[[Any], Iterator[str | int]], outputs: Any
+) -> Iterator[str | int]:
+    """Operations ``(eqn, operands, results)`` on values, of which some have ``names``."""
+    count = itertools.count()
+
+    def of(x: Any) -> Iterator[str | int]:
+        if x is None or isinstance(x, Literal):
+            yield "" if x is None else _of_constant(x.val)
+        else:
+            names[x] = names.get(x) or f"%{next(count)}"
+            yield names[x]
+            yield from type_of(x)
+
+    for eqn, operands, results in operations:
+        given = [x for x in operands if x is not None]
+        if _computes_nothing(eqn) and not any(isinstance(x, Literal) for x in given):
+            names |= {result: names[x] for result, x in zip(results, given, strict=True)}
+            continue
+        yield eqn.primitive.name
+        yield from _words(eqn.params)
+        for x in (*operands, *results):
+            yield from of(x)
+    for x in outputs:
+        yield from of(x)
+
+
+def _computes_nothing(eqn: Any) -> bool:
+    """Whether an operation marks values as varying over a mesh, or an array as not made of a Python number."""
+    is_conversion = eqn.primitive.name == "convert_element_type" and eqn.avals_in[0].dtype == eqn.avals_out[0].dtype
+    return is_conversion or eqn.primitive.name in ("pvary", "pcast")
+
+
+def _type(aval: Any) -> Iterator[str | int]:
+    yield str(aval.dtype) if hasattr(aval, "dtype") else str(aval)
+    yield from getattr(aval, "shape", ())
+
+
+def _words(value: Any) -> Iterator[str | int]:
+    """A parameter of an operation, the same in every process. Ints in a tuple are sizes, others are values."""
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        jaxpr, consts = opened(value)
-        numbers: dict[Any, int] = {}
-
-        def name_of(atom: Any) -> str:
-            if isinstance(atom, Literal):
-                return _of_literal(atom)
-            return f"%{numbers.setdefault(atom, len(numbers))}:{_type(atom.aval)}"
-
-        def line(name: str, params: str, ins: Sequence[Any], outs: Sequence[Any]) -> str:
-            return f"{name}{params} {' '.join(map(name_of, ins))} -> {' '.join(map(name_of, outs))}"
-
-        eqns = [line(e.primitive.name, _text(e.params), e.invars, e.outvars) for e in jaxpr.eqns]
-        closed_over = line("", "", jaxpr.constvars, ()) + " ".join(map(_of_constant, consts))
-        return (
-            "{" + ";".join([closed_over, line("", "", jaxpr.invars, ()), *eqns, line("", "", jaxpr.outvars, ())]) + "}"
-        )
-    if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if k != "name" and "sharding" not in k}
-        return "[" + ",".join(f"{k}={_text(v)}" for k, v in sorted(kept.items())) + "]"
-    if isinstance(value, (tuple, list)):
-        return "(" + ",".join(str(item) if is_int(item) else _text(item) for item in value) + ")"
-    if isinstance(value, (int, float)):
-        return _of_value(value)
-    if value is None or isinstance(value, (str, np.dtype)):
-        return repr(value)
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text or len(text) > 500 else text
+        program = flatten(ClosedJaxpr(*opened(value)))
+        names = {n: f"input {n}" for n in range(program.num_inputs)}
+        names |= {n: _of_constant(const) for n, const in program.consts.items()}
+        operations = ((eqn, eqn.inputs, eqn.outputs) for eqn in program.eqns)
+        yield from _of_program(operations, names, lambda n: _type(program.avals[n]), program.outputs)
+    elif isinstance(value, dict):
+        for name in sorted(value):
+            if name != "name" and "sharding" not in name:
+                yield name
+                yield from _words(value[name])
+    elif isinstance(value, (tuple, list, frozenset)):
+        yield "("
+        for item in sorted(value, key=repr) if isinstance(value, frozenset) else value:
+            yield from [int(item)] if is_int(item) else _words(item)
+        yield ")"
+    else:
+        text = repr(value)
+        yield type(value).__name__ if " at 0x" in text or len(text) > 500 else text

@@ -3,25 +3,26 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from optax_freeze._errors import value_error
-from optax_freeze._precompute.arguments import Argument
-from optax_freeze._precompute.batch_size import resized, shapes_for
-from optax_freeze._precompute.cut import Cut, NoCut, first_dependent, is_cheap, minimum_cut
+from optax_freeze._precompute.batch_size import number_of_examples, with_examples
+from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut
+from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
-from optax_freeze._precompute.graph import Graph, Node, graph
-from optax_freeze._precompute.trace import Input, inputs_of, traced
-from optax_freeze._program.function import Traced, as_array
-from optax_freeze._program.regions import EVERYTHING, Region, Values
+from optax_freeze._precompute.flops import flops_of_tasks
+from optax_freeze._precompute.graph import Graph, Key, Node, graph
+from optax_freeze._precompute.inputs import Input
+from optax_freeze._program.function import Traced, as_array, needs_value
+from optax_freeze._program.regions import Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part
 
 
@@ -31,63 +32,82 @@ class Division(NamedTuple):
     plan: Plan
     traced: Traced
     graph: Graph
-    on_host: Graph | None  # the graph of arrays in host memory, if there are any
     inputs: list[Input]
     cut: Cut
-    examples: list[Examples | None]  # in the stored values; None without an example axis
+    examples: list[Examples]  # in the stored values
     digest: str
 
     @property
-    def read_again(self) -> dict[int, Node | None]:
-        """For each leaf with frozen elements that are read after the cut, the first operation that reads them.
+    def read_again(self) -> dict[int | None, Node | None]:
+        """The parameters whose frozen elements are read after the cut, and the first operation that reads them.
 
-        The operation is None if the leaf is only returned.
+        The operation is None if the parameter is only returned.
         """
-        found: dict[int, Node | None] = {}
-        readers = [(node, node.reads) for node in self.cut.after]
-        for node, numbers in (*readers, (None, self.graph.outputs)):
-            for value, region in (self.graph.regions[number] for number in numbers):
-                leaf = self.inputs[value].leaf if value < len(self.inputs) else None
-                if leaf is not None and self.inputs[value].is_frozen(region):
-                    found.setdefault(leaf, node)
+        found: dict[int | None, Node | None] = {}
+        readers = [(node, node.reads) for node in map(self.graph.nodes.__getitem__, self.cut.after)]
+        for node, keys in (*readers, (None, self.graph.outputs)):
+            for value, region in keys:
+                if value < len(self.inputs) and self.inputs[value].is_frozen(region):
+                    found.setdefault(self.inputs[value].leaf, node)
         return found
-
-    @property
-    def stopped_by(self) -> list[tuple[Node, str]]:
-        """On each path, the first operation that cannot be computed beforehand, and why."""
-        return first_dependent(self.graph, [given.why for given in self.inputs])
 
     @property
     def features(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes and dtypes of the features."""
-        return jax.eval_shape(lambda arrays: self._by_example(arrays), self._structs)
+        return jax.eval_shape(self._by_example, list(map(self.graph.struct, self.cut.stored)))
+
+    @property
+    def explanation(self) -> CutExplanation:
+        """What is computed once, what is stored, and what prevents more from being computed once."""
+        made_by = {key: node for node in self.graph.nodes for key in node.writes}
+        features = [
+            Feature(tuple(struct.shape), struct.dtype, _bytes(struct), str(made_by[key]))
+            for struct, key in zip(self.features, self.cut.stored, strict=True)
+        ]
+        read_again, gone = self.read_again, {}
+        for i, (leaf, selection) in enumerate(zip(self.plan.leaves, self.plan.selections, strict=True)):
+            is_frozen = selection is FROZEN or isinstance(selection, RowIndex)
+            if is_frozen and leaf.shape is not None and i not in read_again:
+                gone[leaf.path] = _bytes(leaf) - selection.elements(leaf.shape) * leaf.dtype.itemsize
+        return CutExplanation(
+            tuple(features),
+            flops_of_tasks(self.graph.tasks(self.cut.before)),
+            flops_of_tasks(self.graph.tasks(self.cut.after)),
+            tuple(gone),
+            sum(gone.values()),
+            tuple((str(node), why) for node, why in first_dependent(self.graph, self.inputs)),
+        )
 
     def before(self) -> list[Any]:
         """Computes the features."""
-        tasks = self.graph.tasks(self.cut.before, self.cut.stored)
-        if self.on_host is not None:  # the same operations, which read arrays in host memory where they need them
-            tasks = self.on_host.schedule.of(tasks.outputs)
+        if self.traced.program.on_host:  # the same operations, which read arrays in host memory where they need them
+            tasks = graph(self.traced.program.copy(), self.inputs).schedule.of(self.cut.stored)
+        else:
+            tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.before), outputs=self.cut.stored)
         return self._by_example(tasks.run(self._values(tasks)))
 
     def after(self, features: Sequence[Any]) -> Any:
         """Computes the outputs of the function from the features."""
-        tasks = self.graph.schedule._replace(tasks=[node.task for node in self.cut.after])
+        tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.after))
         values = self._values(tasks)
-        for number, array in zip(self.cut.stored, self._by_batch(features), strict=True):
-            values.write(*self.graph.regions[number], array)
+        for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
+            values.write(*key, at.back(array, self.graph.struct(key).shape))
         return self.traced.result(tasks.run(values))
 
+    def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
+        """Moves the examples of stored values to the first axis."""
+        return [at.first(array) for array, at in zip(arrays, self.examples, strict=True)]
+
     def _values(self, tasks: Schedule) -> Values:
-        """The inputs that are given and read; the gradient treats frozen leaves as constants."""
+        """The inputs that are given and read; the gradient treats frozen parameters as constants."""
         values = Values()
-        read = {number for task in tasks.tasks for number in task.read_numbers} | {
-            x for x, _ in tasks.outputs if isinstance(x, int)
-        }
+        read = {number for task in tasks.tasks for number in task.read_numbers}
+        read.update(value for value, _ in tasks.outputs if isinstance(value, int))
         for i, given in enumerate(self.inputs):
             if i not in read or isinstance(given.value, jax.ShapeDtypeStruct):
                 continue
             if isinstance(given.value, Part):
-                assert given.trainable is not None
+                assert isinstance(given.trainable, Rows)
                 values.write(i, given.trainable, given.value.values)
             else:
                 array = as_array(given.value if i in tasks.program.on_host else to_device(given.value))
@@ -95,192 +115,109 @@ class Division(NamedTuple):
                 values.write_whole(i, jax.lax.stop_gradient(array) if is_frozen else array)
         return values
 
-    @property
-    def _structs(self) -> list[jax.ShapeDtypeStruct]:
-        stored = self.cut.stored
-        return [jax.ShapeDtypeStruct(self.graph.shape(n), self.graph.dtype(n)) for n in stored]
-
-    def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
-        """Moves the examples of stored values to the first axis."""
-        return [x if at is None else at.first(x) for x, at in zip(arrays, self.examples, strict=True)]
-
-    def _by_batch(self, features: Sequence[Any]) -> list[Any]:
-        """Moves the examples of features back to where the program has them."""
-        given = zip(features, self.examples, self._structs, strict=True)
-        return [x if at is None else at.back(x, struct.shape) for x, at, struct in given]
-
-
-class _Tracing(NamedTuple):
-    """A function to be divided, and how its inputs are numbered."""
-
-    trace: Callable[[Sequence[Input]], Traced]
-    of_params: int  # the number of inputs that are parameters
-    axis: Any  # of the examples in the batch, or None
-
-    def tasks(self, inputs: Sequence[Input]) -> tuple[Traced, Graph, Graph | None]:
-        """Traces the function with these inputs; the division does not depend on the memory that they are in."""
-        found = self.trace(inputs)
-        in_part = [i for i, given in enumerate(inputs) if given.trainable is not None]
-        is_known = lambda i, region: inputs[i].is_known(region)  # noqa: E731
-        on_device, on_host = found.program.copy(on_host=()), found.program.copy()
-        of_host = graph(on_host, in_part, is_known) if on_host.on_host else None
-        return found, graph(on_device, in_part, is_known), of_host
-
-    def cut(self, tasks: Graph, inputs: Sequence[Input]) -> tuple[Cut, list[Examples | None]]:
-        """The minimum cut, and where the examples are in the stored values."""
-        examples = {} if self.axis is None else self._examples(tasks, inputs)
-        cut = self._cut(tasks, inputs, examples)
-        return cut, [examples.get(tasks.program.like(tasks.regions[n][0])) for n in cut.stored]
-
-    def count(self, inputs: Sequence[Input]) -> int:
-        """The number of examples in the batch."""
-        sizes: dict[Any, str] = {}
-        for given in inputs[self.of_params :]:
-            if not given.why:
-                shape = np.shape(given.value)
-                sizes.setdefault(shape[self.axis] if self.axis < len(shape) else None, f"{given.name} of shape {shape}")
-        if len(sizes) != 1 or None in sizes:
-            raise value_error(
-                "the recurring arguments have no common axis of examples",
-                at=f"example_axis={self.axis}",
-                got="; ".join(sizes.values()) or "no array",
-                expected=f"arrays with the examples of the batch along axis {self.axis}",
-                fix="put arrays that all examples share into the parameters, and freeze them; "
-                "give a number as a Python number, which jax.jit must not trace (static_argnames)",
-            )
-        [count] = sizes
-        return count
-
-    def _examples(self, tasks: Graph, inputs: Sequence[Input]) -> dict[int, Any]:
-        batch = {i: Examples(self.axis) for i in range(self.of_params, len(inputs)) if not inputs[i].why}
-        known = {id(node.eqn): node.eqn for node in tasks.nodes if all(tasks.known[n] for n in node.outputs)}
-        return batch | examples_of(tasks.program, known.values(), batch, self.count(inputs))
-
-    def _cut(self, tasks: Graph, inputs: Sequence[Input], examples: dict[int, Any]) -> Cut:
-        """The minimum cut; an error if nothing can be computed once, or if an operation mixes examples."""
-        of_params_or_batch, of_trunk = self._dependent(tasks, inputs)
-        cheap = [is_cheap(node.eqn) or not here for node, here in zip(tasks.nodes, of_params_or_batch, strict=True)]
-        cost: list[int | None] = [
-            math.prod(tasks.shape(n)) * tasks.dtype(n).itemsize for n in range(len(tasks.regions))
-        ]
-        at = [examples.get(tasks.program.like(value)) for value, _ in tasks.regions]
-        if self.axis is not None:
-            at = [x if _has_all(region, x) else Mixed("") for x, (_, region) in zip(at, tasks.regions, strict=True)]
-            count = max(self.count(inputs), 1)
-            cost = [(size or 0) // count if isinstance(x, Examples) else None for size, x in zip(cost, at, strict=True)]
-            for i, node in enumerate(tasks.nodes):
-                if all(at[n] is None for n in node.outputs):
-                    cheap[i], of_trunk[i] = True, False
-        found = minimum_cut(tasks, [not each for each in cheap], cost)
-        if isinstance(found, Cut) and not found.stored:
-            found = minimum_cut(tasks, of_trunk, cost)
-        if self.axis is not None:
-            trunk = {id(node) for node, here in zip(tasks.nodes, of_trunk, strict=True) if here}
-            mixed = (
-                [found.value]
-                if isinstance(found, NoCut)
-                else [v for n in found.after if id(n) in trunk for v in n.outputs]
-            )
-            _refuse_mixed([at[value] for value in mixed])
-        assert isinstance(found, Cut)
-        if not found.stored:
-            reasons = "; ".join(
-                f"{node}: depends on {why}" for node, why in first_dependent(tasks, [given.why for given in inputs])[:3]
-            )
-            raise value_error(
-                "there is nothing to compute once",
-                at="the function",
-                got=reasons or "no operation on frozen parameters and recurring arguments",
-                expected="an operation that depends only on frozen parameters and recurring arguments",
-                fix="freeze the layers at the input, and name in `recurring` every argument that they read",
-            )
-        return found
-
-    def _dependent(self, tasks: Graph, inputs: Sequence[Input]) -> tuple[list[bool], list[bool]]:
-        """For each operation, whether it depends on frozen parameters or recurring arguments, and whether on both."""
-        known = [(n, value) for n, (value, _) in enumerate(tasks.regions) if value < len(inputs) and tasks.known[n]]
-        frozen = {n for n, value in known if value < self.of_params}
-        batch = {n for n, value in known if value >= self.of_params}
-        for node in tasks.nodes:
-            for found in (frozen, batch):
-                if not found.isdisjoint(node.reads):
-                    found.update(node.outputs)
-        either, both = (
-            [not found.isdisjoint(node.outputs) for node in tasks.nodes] for found in (frozen | batch, frozen & batch)
-        )
-        return either, both
-
-    def for_count(self, count: int, inputs: Sequence[Input]) -> Iterator[list[Input]]:
-        """The inputs for a batch of ``count`` examples instead, the likely ones first.
-
-        Only the shapes of what does not recur are not known, and the operations before the cut do not read it. So they
-        are the same with any of these inputs for which the function can be traced.
-        """
-        shapes = [np.shape(given.value) for given in inputs]
-        free = [i for i, given in enumerate(inputs) if i >= self.of_params and given.why]
-        arguments = [inputs[i].name.split("/")[0] for i in free]
-        for found in shapes_for(count, [shapes[i] for i in free], arguments, self.axis, self.count(inputs)):
-            new = dict(zip(free, found, strict=True))
-            new |= {
-                i: resized(shapes[i], [self.axis], count) for i in range(self.of_params, len(inputs)) if i not in new
-            }
-            yield [
-                given
-                if new.get(i, shapes[i]) == shapes[i]
-                else given._replace(value=jax.ShapeDtypeStruct(new[i], given.value.dtype))
-                for i, given in enumerate(inputs)
-            ]
-
 
 def divide(
-    fun: Callable[..., Any],
-    plan: Plan,
-    values: Sequence[Any],
-    arguments: Sequence[Argument],
-    treedef: Any,
-    example_axis: int | None,
+    fun: Callable[..., Any], plan: Plan, treedef: Any, leaves: Sequence[Input], example_axis: int | None
 ) -> Division:
-    """Traces ``fun(params, *args, **kwargs)`` without executing anything, and divides its program."""
-    inputs = inputs_of(plan, values)
-    tracing = _Tracing(functools.partial(traced, fun, plan, values, arguments, treedef), len(inputs), example_axis)
-    names = [f"parameters {given.name}" for given in inputs]
-    for argument in arguments:
-        if argument.is_input:
-            why = "" if argument.recurs else f"{argument.name}, which does not recur"
-            inputs.append(Input(argument.value, argument.name, why))
-            names.append(f"arguments {argument.name}")
-    found, tasks, on_host = tracing.tasks(inputs)
-    cut, stored = tracing.cut(tasks, inputs)
-    text = text_of(tasks, names, cut)
+    """Divides ``fun(params, *args, **kwargs)``, given the treedef of ``(args, kwargs)`` and the leaves of all three."""
+    trace = functools.partial(_traced, fun, plan, treedef, leaves)
+    inputs = [leaf for leaf in leaves if not leaf.is_constant]
+    traced, tasks = trace(inputs)
+    cut, examples = _cut(tasks, inputs, example_axis)
+    text = text_of(tasks, inputs, cut)
     if example_axis is not None:
-        count = tracing.count(inputs)
+        count = number_of_examples(inputs, example_axis)
         more = 2 * count or 2
-        for others in tracing.for_count(more, inputs):
+        for others in with_examples(more, inputs, example_axis):
             with contextlib.suppress(Exception):  # these shapes do not fit, or only one number of examples does
-                _, its_tasks, _ = tracing.tasks(others)
-                if len(its_tasks.nodes) == len(tasks.nodes):
-                    places = {id(node): i for i, node in enumerate(tasks.nodes)}
-                    its_cut = cut._replace(before=[its_tasks.nodes[places[id(node)]] for node in cut.before])
-                else:  # inside `jax.shard_map`, where shapes do not vary over the mesh
-                    its_cut, _ = tracing.cut(its_tasks, others)
-                text = without_count(text, text_of(its_tasks, names, its_cut), count, more)
+                _, its = trace(others)
+                is_alike = len(its.nodes) == len(tasks.nodes)  # not in `jax.shard_map`, where shapes do not vary
+                its_cut = cut if is_alike else _cut(its, others, example_axis)[0]
+                text = without_count(text, text_of(its, inputs, its_cut), count, more)
                 break
-    return Division(plan, found, tasks, on_host, inputs, cut, stored, digest(text))
+    return Division(plan, traced, tasks, inputs, cut, examples, digest(text))
 
 
-def _has_all(region: Region, at: Any) -> bool:
-    """Whether a region has all examples."""
-    return region is EVERYTHING or not isinstance(at, Examples) or region.axis != at.axis
+def _traced(
+    fun: Callable[..., Any], plan: Plan, treedef: Any, leaves: Sequence[Input], inputs: Sequence[Input]
+) -> tuple[Traced, Graph]:
+    """The program of a function with these inputs, and its tasks, which do not depend on the memory of the inputs."""
+
+    def of_inputs(*arrays: Any) -> Any:
+        given, count = iter(arrays), len(plan.leaves)
+        filled = [leaf.value if leaf.is_constant else next(given) for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(treedef, filled[count:])
+        return fun(jax.tree.unflatten(plan.treedef, filled[:count]), *args, **kwargs)
+
+    try:
+        traced = Traced(of_inputs, [given.struct for given in inputs], enter_remat=False)
+    except Exception as error:
+        if not needs_value(error):
+            raise
+        raise value_error(
+            "the function cannot be traced",
+            at=getattr(fun, "__qualname__", type(fun).__name__),
+            got=f"{type(error).__name__}: Python needs the value of a traced array",
+            expected="a function that jax.jit can trace",
+            fix="if Python branches on an argument, name it in `recurring` and pass a Python value",
+        ) from error
+    return traced, graph(traced.program.copy(on_host=()), inputs)
 
 
-def _refuse_mixed(examples: Sequence[Any]) -> None:
-    """Raises a ``ValueError`` if several examples contribute to one of these values."""
-    operations = [at.operation for at in examples if isinstance(at, Mixed)]
-    if operations:
+def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, list[Examples]]:
+    """The minimum cut, and where the examples are in the stored values.
+
+    Raises ``ValueError`` if nothing can be computed once, or if an operation mixes examples.
+    """
+    sources = _sources(tasks, inputs)
+    trunk = [len(each) == 2 for each in sources]
+    dear = [bool(each) and not is_cheap(node.eqn) for node, each in zip(tasks.nodes, sources, strict=True)]
+    cost: dict[Key, int | None] = {key: _bytes(tasks.struct(key)) for key in tasks.known}
+    at: dict[Key, Any] = dict.fromkeys(cost, Examples(0))
+    divided = tasks
+    if axis is not None:
+        count = max(number_of_examples(inputs, axis), 1)
+        at = examples_of(tasks, inputs, axis, count)
+        cost = {key: (cost[key] or 0) // count if isinstance(at[key], Examples) else None for key in at}
+        divided = tasks.without({key for key in at if isinstance(at[key], Mixed)})
+        for i, node in enumerate(tasks.nodes):
+            if all(at[key] is None for key in node.writes):  # all examples share the results
+                dear[i] = trunk[i] = False
+    cut = minimum_cut(divided, dear, cost)
+    cut = cut if cut.stored else minimum_cut(divided, trunk, cost)
+    mixed = [at[key] for i in cut.after if trunk[i] for key in tasks.nodes[i].writes if isinstance(at[key], Mixed)]
+    if mixed:
+        operations = filter(None, (each.operation for each in mixed))
         raise value_error(
             "examples are mixed, so there are no features of single examples",
-            at=next(filter(None, operations), "an operation on some of the examples"),
+            at=next(operations, "an operation on some of the examples"),
             got="an operation along the axis of the examples, or one without a rule that keeps them apart",
             expected="operations on each example separately, such as batch normalization with stored statistics",
             fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
         )
+    if not cut.stored:
+        reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(tasks, inputs)[:3])
+        raise value_error(
+            "there is nothing to compute once",
+            at="the function",
+            got=reasons or "no operation on frozen parameters and recurring arguments",
+            expected="an operation that depends only on frozen parameters and recurring arguments",
+            fix="freeze the layers at the input, and name in `recurring` every argument that they read",
+        )
+    return cut, [at[key] for key in cut.stored]
+
+
+def _sources(tasks: Graph, inputs: Sequence[Input]) -> list[set[str]]:
+    """On what each node depends: on frozen parameters, on recurring arguments, or on both."""
+    kinds = {i: "arguments" if given.leaf is None else "parameters" for i, given in enumerate(inputs)}
+    found = {key: {kinds[key[0]]} for key, known in tasks.known.items() if known and key[0] in kinds}
+    sources: list[set[str]] = []
+    for node in tasks.nodes:
+        sources.append(set().union(*(found.get(key, ()) for key in node.reads)))
+        found |= dict.fromkeys(node.writes, sources[-1])
+    return sources
+
+
+def _bytes(of: Any) -> int:
+    """The bytes of an array, a shape or a leaf."""
+    return math.prod(of.shape) * of.dtype.itemsize

@@ -16,9 +16,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._precompute.digest import known
+from optax_freeze._precompute.graph import Graph, Key
+from optax_freeze._precompute.inputs import Input
+from optax_freeze._program.dependence import CALLS, programs_in
 from optax_freeze._program.operations import computation
-from optax_freeze._program.regions import Rows
-from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
+from optax_freeze._program.regions import EVERYTHING, Region, Rows
+from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
 
 
 class Examples(NamedTuple):
@@ -34,7 +37,7 @@ class Examples(NamedTuple):
     def moved(self, by: int) -> "Examples":
         """The position after an axis has been added before the others, or removed."""
         if self.axis + by < 0:
-            raise MixedError
+            raise Mixed
         return self._replace(axis=self.axis + by)
 
     def first(self, array: Any) -> Any:
@@ -50,17 +53,11 @@ class Examples(NamedTuple):
         return array.reshape(shape) if self.block > 1 else array
 
 
-class Mixed(NamedTuple):
-    """A value to which several examples contribute, and the operation that mixed them, with its source line."""
-
-    operation: str
-
-
-class MixedError(Exception):
-    """An operation mixes examples."""
+class Mixed(Exception):  # noqa: N818
+    """Stands for a value to which several examples contribute, and is raised where an operation mixes them."""
 
     def __init__(self, operation: str = "") -> None:
-        self.operation = operation
+        self.operation = operation  # with its source line
 
 
 class _Value(NamedTuple):
@@ -78,26 +75,31 @@ class _Value(NamedTuple):
 
     def moved(self, by: int) -> "_Value":
         """The value after an axis has been added before the others, or removed."""
-        if self.at is not None:
-            return _Value(self.at.moved(by))  # type: ignore[union-attr]
-        return _Value(None, lambda at: at.axis >= by and self.is_same(at.moved(-by)))
+        if isinstance(self.at, Examples):
+            return _Value(self.at.moved(by))
+        return self._replace(is_same=lambda at: at.axis >= by and self.is_same(at.moved(-by)))
 
     def joined(self, other: "_Value") -> "_Value":
         """A value that may be either of two."""
         at = other.at if self.at is None else self.at
-        if isinstance(at, Examples):
-            if self.has(at) and other.has(at):
-                return _Value(at)
-            raise MixedError
-        return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
+        if at is None:
+            return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
+        if isinstance(at, Examples) and self.has(at) and other.has(at):
+            return _Value(at)
+        raise Mixed
 
 
-def examples_of(program: Program, eqns: Iterable[Equation], batch: dict[int, Examples], count: int) -> dict[int, Any]:
-    """Where ``count`` examples are in each result of these operations: Examples, Mixed, or None if they share it."""
-    inputs = [_Value(batch.get(i)) for i in range(program.num_inputs)]
-    found = _Analysis(program, inputs, max(count, 1))
-    found.run(eqns)
-    return {number: value.at for number, value in found.values.items()}
+def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) -> dict[Key, Any]:
+    """Where the ``count`` examples are in each region: Examples, Mixed, or None if all examples share it."""
+    program = graph.program
+    analysis = _Analysis(program, [_Value(Examples(axis) if given.is_batch else None) for given in inputs], count)
+    analysis.run({id(node.eqn): node.eqn for node in graph.nodes if node.is_known}.values())
+
+    def of_region(value: int, region: Region) -> Any:
+        at = analysis.value(program.like(value)).at
+        return Mixed() if isinstance(at, Examples) and region is not EVERYTHING and region.axis == at.axis else at
+
+    return {key: of_region(*key) for key in graph.known}
 
 
 class _Analysis:
@@ -112,10 +114,10 @@ class _Analysis:
         """Finds the examples in the results of operations; those that are mixed are marked."""
         for eqn in eqns:
             operands = [self.value(x) for x in eqn.inputs]
-            found: Any = next((x for x in operands if isinstance(x.at, Mixed)), None)
+            mixed = next((x for x in operands if isinstance(x.at, Mixed)), None)
             try:
-                found = [found] * len(eqn.outputs) if found else self._through(eqn, operands)
-            except MixedError as error:
+                found = [mixed] * len(eqn.outputs) if mixed else self._through(eqn, operands)
+            except Mixed as error:
                 found = [_Value(Mixed(error.operation or str(eqn)))] * len(eqn.outputs)
             self.values |= zip(eqn.outputs, found, strict=True)
 
@@ -139,11 +141,14 @@ class _Analysis:
 
     def _through(self, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of an operation."""
-        if eqn.primitive.name == "optimization_barrier":
+        name = eqn.primitive.name
+        if name == "optimization_barrier":
             return list(operands)
-        of_program = _PROGRAMS.get(eqn.primitive.name)
-        if of_program is not None:
-            return of_program(self, eqn, operands)
+        if name in CALLS:
+            [called] = programs_in(eqn)
+            return self.inside(called, operands)
+        if name in _LOOPS_AND_BRANCHES:
+            return _LOOPS_AND_BRANCHES[name](self, eqn, operands)
         return [self._of_result(eqn, operands, place) for place in range(len(eqn.outputs))]
 
     def _of_result(self, eqn: Equation, operands: Sequence[_Value], place: int) -> _Value:
@@ -154,7 +159,7 @@ class _Analysis:
             at = Examples(axis, size // self.count)
             if size % self.count == 0 and self._is_of_example(eqn, operands, place, at):
                 return _Value(at)
-        raise MixedError
+        raise Mixed
 
     def _is_of_example(self, eqn: Equation, operands: Sequence[_Value], place: int, at: Examples) -> bool:
         """Whether the entries of an example in a result are computed from those of the same example in the operands."""
@@ -176,15 +181,15 @@ class _Analysis:
                 return False
         return _is_one_computation(eqn, found)
 
-    def inside(self, closed: Any, operands: Sequence[_Value]) -> list[_Value]:
+    def inside(self, closed: ClosedJaxpr, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of a program that is a parameter of an operation."""
-        program = flatten(ClosedJaxpr(*opened(closed)))
+        program = flatten(closed)
         found = _Analysis(program, operands, self.count)
         found.run(program.eqns)
         outs = [found.value(x) for x in program.outputs]
-        mixed = next((out.at for out in outs if isinstance(out.at, Mixed)), None)
-        if mixed is not None:
-            raise MixedError(mixed.operation)
+        for out in outs:
+            if isinstance(out.at, Mixed):
+                raise Mixed(out.at.operation)
         return outs
 
     def carried(self, body: Any, consts: Sequence[_Value], carry: Sequence[_Value], xs: Sequence[_Value]) -> Any:
@@ -195,7 +200,7 @@ class _Analysis:
             if [x.at for x in new] == [x.at for x in carry]:
                 break
             carry = new
-        carry = [x if x.at is not None else _Value(None) for x in carry]  # the first value says nothing of later ones
+        carry = [_Value(x.at) for x in carry]  # whether the first value is the same says nothing of later ones
         return carry, self.inside(body, [*consts, *carry, *xs])[len(carry) :]
 
 
@@ -206,15 +211,8 @@ def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:
         return True
 
     def text(each: Any) -> Any:
-        given = zip(each.regions, eqn.inputs, eqn.avals_in, strict=True)
-        operands = [
-            None
-            if region is None
-            else jax.ShapeDtypeStruct(region.shape(aval.shape), aval.dtype)
-            if isinstance(value, int)
-            else value.val
-            for region, value, aval in given
-        ]
+        given = zip(each.regions, eqn.avals_in, strict=True)
+        operands = [r and jax.ShapeDtypeStruct(r.shape(aval.shape), aval.dtype) for r, aval in given]
         with eqn.context.manager:
             closed = jax.make_jaxpr(each.apply)(*operands)
         return str(closed), [np.asarray(const).tobytes() for const in closed.consts]
@@ -228,15 +226,10 @@ def _is_same_function(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _call(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
-    closed = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
-    return analysis.inside(closed, operands)
-
-
 def _cond(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
     which, *others = operands
     if which.at is not None:
-        raise MixedError
+        raise Mixed
     results = [analysis.inside(branch, others) for branch in eqn.params["branches"]]
     return [functools.reduce(_Value.joined, found) for found in zip(*results, strict=True)]
 
@@ -253,9 +246,8 @@ def _while(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> li
     consts, carry = operands[of_condition:][:of_body], operands[of_condition + of_body :]
     carry, _ = analysis.carried(eqn.params["body_jaxpr"], consts, carry, [])
     if analysis.inside(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry])[0].at is not None:
-        raise MixedError
+        raise Mixed
     return carry
 
 
-_CALLS = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat remat2"
-_PROGRAMS = {"cond": _cond, "scan": _scan, "while": _while, **dict.fromkeys(_CALLS.split(), _call)}
+_LOOPS_AND_BRANCHES = {"cond": _cond, "scan": _scan, "while": _while}

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
-
+from optax_freeze._program.dependence import programs_in
 from optax_freeze._program.tasks import Task
 
 _FREE = """
@@ -28,30 +27,21 @@ def flops(eqns: Iterable[Any]) -> int:
 
 def flops_of_tasks(tasks: Iterable[Task]) -> int:
     """Counts the operations of tasks, each of which may compute a part of the results of an operation."""
-    found = ((task.share, task.eqn) for task in tasks)
-    return sum(round(share * _of_operation(eqn, eqn.avals_in, eqn.avals_out)) for share, eqn in found)
+    return sum(round(task.share * _of_operation(task.eqn, task.eqn.avals_in, task.eqn.avals_out)) for task in tasks)
 
 
 def _of_operation(eqn: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> int:
     name, params = eqn.primitive.name, eqn.params
-    out: int = max((math.prod(getattr(aval, "shape", ())) for aval in avals_out), default=0)
     operands: list[Any] = [getattr(aval, "shape", ()) for aval in avals_in]
+    out: int = max((math.prod(getattr(aval, "shape", ())) for aval in avals_out), default=0)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * out * math.prod(operands[0][axis] for axis in contracted)
     if name == "conv_general_dilated":
         kernel, spec = operands[1], params["dimension_numbers"].rhs_spec
         return 2 * out * math.prod(kernel) // max(kernel[spec[0]], 1)
-    programs = [program for value in params.values() for program in _programs(value)]
-    if programs:
-        of_each = [flops(program.eqns) for program in programs]
+    if of_each := [flops(program.eqns) for program in programs_in(eqn)]:
         return params["length"] * of_each[0] if name == "scan" else max(of_each) if name == "cond" else sum(of_each)
     if name in _FREE.split():
         return 0
     return max([out, *map(math.prod, operands)]) if name.startswith(("reduce_", "arg", "cum")) else out
-
-
-def _programs(value: Any) -> list[Jaxpr]:
-    values = value if isinstance(value, (tuple, list)) else [value]
-    inner = (getattr(each, "jaxpr", each) for each in values)
-    return [each for each in inner if isinstance(each, Jaxpr)]

@@ -1,24 +1,30 @@
 """The tasks of a program as a graph: what each of them reads and writes, and what can be computed beforehand."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 from jax.core import Tracer
 
+from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.dependence import dependent, known_in_part
-from optax_freeze._program.regions import EVERYTHING, Region, stored_region
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, stored_region
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Schedule, Task
 from optax_freeze._program.trace import Equation, Program
 
+Key: TypeAlias = tuple[int, Region]
+"""A region of a value."""
+
 
 class Node(NamedTuple):
-    """A task, with the numbers in the graph of what it reads and writes."""
+    """A task, the stored regions that it reads, and those that it writes."""
 
     task: Task
-    operands: tuple[int | None, ...]  # for each read of the task; None for a literal
-    reads: frozenset[int]
-    outputs: tuple[int, ...]
+    operands: tuple[Any, ...]  # for each read of the task: a key, a literal, or None
+    reads: frozenset[Key]
+    writes: tuple[Key, ...]
+    is_known: bool  # whether it can be computed from the known inputs
 
     @property
     def eqn(self) -> Equation:
@@ -29,65 +35,65 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The tasks of a program. The regions that they read and write are numbered in order."""
+    """All tasks of a program."""
 
     schedule: Schedule
     nodes: list[Node]
-    regions: list[tuple[int, Region]]
-    known: list[bool]  # whether a region can be computed from the known inputs
-    outputs: list[int]
+    known: dict[Key, bool]  # whether a region can be computed from the known inputs; in the order of the program
+    outputs: list[Key]
 
     @property
     def program(self) -> Program:
         return self.schedule.program
 
-    def shape(self, number: int) -> tuple[int, ...]:
-        """The shape of a region."""
-        value, region = self.regions[number]
-        return region.shape(self.program.avals[value].shape)
+    def tasks(self, nodes: Sequence[int]) -> list[Task]:
+        """The tasks of some nodes."""
+        return [self.nodes[i].task for i in nodes]
 
-    def dtype(self, number: int) -> Any:
-        """The dtype of a region."""
-        return self.program.avals[self.regions[number][0]].dtype
+    def struct(self, key: Key) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of a region."""
+        aval = self.program.avals[key[0]]
+        return jax.ShapeDtypeStruct(key[1].shape(aval.shape), aval.dtype)
 
-    def tasks(self, nodes: Iterable[Node], outputs: Sequence[int]) -> Schedule:
-        """The part of the schedule that computes these regions."""
-        found = [self.regions[number] for number in outputs]
-        return self.schedule._replace(tasks=[node.task for node in nodes], outputs=found)
+    def without(self, excluded: Collection[Key]) -> "Graph":
+        """The graph in which these regions, and what is computed from them, are not known beforehand."""
+        known, nodes = {key: is_known and key not in excluded for key, is_known in self.known.items()}, []
+        for node in self.nodes:
+            is_known = node.is_known and all(known[key] for key in (*node.reads, *node.writes))
+            nodes.append(node._replace(is_known=is_known))
+            known |= dict.fromkeys(node.writes, is_known)
+        return self._replace(nodes=nodes, known=known)
 
 
-def graph(program: Program, in_part: Iterable[int], is_known: Callable[[int, Region], bool]) -> Graph:
-    """The graph of a program, given the inputs that are known ``in_part``, and which regions of inputs are known."""
-    unknown = {n for n in range(program.num_inputs) if not is_known(n, EVERYTHING)}
-    unknown |= {n for n, const in program.consts.items() if isinstance(const, Tracer)}
-    known = known_in_part(program, dependent(program, unknown), in_part, is_known)
-    whole = [(value, EVERYTHING, ALWAYS) for value in program.outputs]
-    found = Graph(schedule(program, whole, known=known), [], [], [], [])
-    numbers: dict[int, dict[Region, int]] = {}
+def graph(program: Program, inputs: Sequence[Input]) -> Graph:
+    """The graph of a program with these inputs."""
+    is_known = lambda number, region: inputs[number].is_known(region)  # noqa: E731
+    in_part = [number for number, given in enumerate(inputs) if isinstance(given.trainable, Rows)]
+    unknown = {number for number in range(program.num_inputs) if not is_known(number, EVERYTHING)}
+    unknown |= {number for number, const in program.consts.items() if isinstance(const, Tracer)}
+    divided = known_in_part(program, dependent(program, unknown), in_part, is_known)
+    tasks = schedule(program, [(value, EVERYTHING, ALWAYS) for value in program.outputs], known=divided)
+    known: dict[Key, bool] = {}
+    stored: dict[int, list[Region]] = {}
+    nodes = []
 
-    def add(value: int, region: Region, known: bool) -> int:
-        of_value = numbers.setdefault(value, {})
-        if region not in of_value:
-            of_value[region] = len(found.regions)
-            found.regions.append((value, region))
-            found.known.append(known)
-        return of_value[region]
+    def read(value: int, region: Region) -> Key:
+        if value in stored:
+            region = stored_region(stored[value], region)  # type: ignore[assignment]
+        elif value < program.num_inputs:
+            known[value, region] = is_known(value, region)
+        else:
+            known[value, region] = value not in unknown
+        return value, region
 
-    def read(value: int, region: Region) -> int:
-        if value < program.num_inputs:
-            return add(value, region, is_known(value, region))
-        if value in program.consts:
-            return add(value, region, value not in unknown)
-        source = stored_region(numbers[value], region)
-        assert source is not None
-        return numbers[value][source]
-
-    for task in found.schedule.tasks:
-        given = [[] if x is None else [read(*key) for key in x.wanted if isinstance(key[0], int)] for x in task.reads]
-        operands = tuple(each[0] if len(each) == 1 else None for each in given)
-        reads = frozenset(number for each in given for number in each)
-        is_known_too = all(found.known[number] for number in reads) and not task.eqn.has_effects
-        outs = tuple(add(*write, is_known_too) for write in task.writes if write is not None)
-        found.nodes.append(Node(task, operands, reads, outs))
-    found.outputs.extend(read(value, EVERYTHING) for value in program.outputs if isinstance(value, int))
-    return found
+    for task in tasks.tasks:
+        given = [[] if x is None else [read(*key) for key in x.wanted] for x in task.reads]
+        operands = (keys[0] if keys else getattr(x, "value", None) for keys, x in zip(given, task.reads, strict=True))
+        reads = frozenset(key for keys in given for key in keys)
+        writes = tuple(write for write in task.writes if write is not None)
+        is_known_too = all(known[key] for key in reads) and not task.eqn.has_effects
+        nodes.append(Node(task, tuple(operands), reads, writes, is_known_too))
+        known |= dict.fromkeys(writes, is_known_too)
+        for value, region in writes:
+            stored.setdefault(value, []).append(region)
+    return Graph(tasks, nodes, known, [read(value, EVERYTHING) for value in program.outputs if isinstance(value, int)])

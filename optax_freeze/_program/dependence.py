@@ -14,6 +14,18 @@ from optax_freeze._program.operations import computation, is_cheap
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
 from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
 
+CALLS = """
+checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2
+""".split()  # noqa: SIM905
+"""Operations that apply their one program to their operands."""
+
+
+def programs_in(eqn: Any) -> list[ClosedJaxpr]:
+    """The programs that an operation contains."""
+    params = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
+    programs = [value for each in params for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
+    return [ClosedJaxpr(*opened(program)) for program in programs]
+
 
 def dependent(program: Program, marked: Iterable[int]) -> set[int]:
     """The values that depend on marked ones, or on side effects."""
@@ -43,9 +55,8 @@ def _through(eqn: Equation, given: list[bool]) -> list[bool]:
     if eqn.primitive.name == "cond":
         branches = [depends_on(branch, given[1:]) for branch in eqn.params["branches"]]
         return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
-    programs = (getattr(value, "jaxpr", value) for value in eqn.params.values())
-    inner = [program for program in programs if isinstance(program, Jaxpr)]
-    if len(inner) != 1 or (len(inner[0].invars), len(inner[0].outvars)) != (len(eqn.inputs), len(eqn.outputs)):
+    inner = programs_in(eqn)
+    if len(inner) != 1 or (len(inner[0].in_avals), len(inner[0].out_avals)) != (len(eqn.inputs), len(eqn.outputs)):
         return [True] * len(eqn.outputs)
     if eqn.primitive.name != "scan":
         return depends_on(inner[0], given)

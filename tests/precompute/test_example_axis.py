@@ -295,6 +295,18 @@ def test_what_looks_apart_and_is_not(name):
         once.needed(params, batch)
 
 
+def test_what_mixes_examples_of_the_batch_alone_is_computed_in_each_step():
+    def loss(params, x):
+        ranked = jnp.sort(x, axis=0)
+        h, head = jnp.sort(x @ params["trunk"]), params["head"]
+        return jnp.sum(h * head) + jnp.sum(ranked * 2 * head) - jnp.sum((ranked + 1) * head)
+
+    (params, batch), once = params_and_batch(), fz.precompute(loss, "trunk", example_axis=0)
+    order = np.array([3, 1, 5, 0, 2, 4])
+    shuffled = jax.tree.map(lambda feature: feature[order], once.before(params, batch))
+    np.testing.assert_allclose(once.after(params, shuffled, batch[order]), loss(params, batch[order]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["elementwise", "attention", "norm", "flat"])
 def test_a_batch_of_one_belongs_to_the_others(name):
     function = APART.get(name, lambda h, w: (h.reshape(-1, 4) @ w).reshape(-1, 12)[:, 1:])

@@ -1,0 +1,122 @@
+"""The inputs of a function: which are known beforehand, as frozen parameters and recurring arguments are."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._errors import described, is_array, is_int, type_error, value_error
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, region_of
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, RowIndex
+from optax_freeze._spec.tree import Part, name_of
+
+
+class Input(NamedTuple):
+    """A leaf of the parameters or of the other arguments."""
+
+    value: Any  # an array, a shape, the trainable rows as a part, or a constant
+    name: str
+    why: str = ""  # the value is not known beforehand; empty if it is known
+    leaf: int | None = None  # the number of the parameter, if it is one
+    trainable: Region | None = None  # the part of a parameter that trains
+    is_constant: bool = False  # like a static argument of `jit`
+
+    def is_known(self, region: Region) -> bool:
+        """Whether a region of the value is known beforehand."""
+        if not self.why or not isinstance(self.trainable, Rows):
+            return not self.why
+        is_rows = isinstance(region, Rows) and region.axis == self.trainable.axis
+        return is_rows and not np.intersect1d(region.numbers, self.trainable.numbers).size  # type: ignore[attr-defined]
+
+    def is_frozen(self, region: Region) -> bool:
+        """Whether a region has elements of a frozen parameter, or of frozen rows."""
+        if isinstance(self.trainable, Rows):
+            return not isinstance(region, Rows) or region.within(self.trainable) is None
+        return self.leaf is not None and self.trainable is None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the value is that of a recurring argument."""
+        return self.leaf is None and not self.why
+
+    @property
+    def struct(self) -> Any:
+        """The value to trace the function with."""
+        return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype) if isinstance(self.value, Part) else self.value
+
+
+def parameters(plan: Plan, values: Sequence[Any]) -> list[Input]:
+    """The leaves of the parameters."""
+    found = []
+    for i, (leaf, selection, value) in enumerate(zip(plan.leaves, plan.selections, values, strict=True)):
+        why, trainable = f"{leaf.path or 'the parameters'}, which trains", EVERYTHING
+        if selection is FROZEN:
+            is_key = leaf.dtype is not None and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            why, trainable = f"{leaf.path}, a random key among the parameters" if is_key else "", None
+        elif isinstance(selection, RowIndex):
+            trainable = region_of(selection)
+        found.append(Input(value, leaf.path, why, i, trainable, is_constant=leaf.dtype is None))
+    return found
+
+
+class Arguments:
+    """The arguments of a function after the parameters, and which of them recur."""
+
+    def __init__(self, fun: Callable[..., Any], recurring: int | str | Sequence[int | str]) -> None:
+        several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
+        fix = "recurring=1 for the batch of loss(params, batch)"
+        if not several or not all(is_int(which) or isinstance(which, str) for which in several):
+            raise type_error(
+                "`recurring` does not name an argument",
+                at="recurring",
+                got=described(recurring),
+                expected="the position or the name of an argument, or several of these",
+                fix=fix,
+            )
+        try:
+            self.names = [*inspect.signature(fun).parameters]
+        except (TypeError, ValueError):
+            self.names = []
+        self.recurring = {self._name(which) for which in several}
+        if self._name(0) in self.recurring or any(is_int(w) and w < 0 for w in several):
+            raise value_error(
+                "`recurring` must name arguments after the parameters",
+                at="recurring",
+                got=described(recurring),
+                expected="positions from 1 on, or names of arguments after the parameters",
+                fix=fix,
+            )
+
+    def _name(self, which: Any) -> Any:
+        """The name of an argument, or its position if the name is not known."""
+        return self.names[which] if is_int(which) and 0 <= which < len(self.names) else which
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Input], Any]:
+        """The leaves of the arguments of a call, and the treedef of ``(args, kwargs)``.
+
+        Python numbers that recur are constants, so Python may branch on them; others are inputs.
+        """
+        given = [*map(self._name, range(1, len(args) + 1)), *kwargs]
+        if missing := self.recurring.difference(given):
+            raise value_error(
+                "`recurring` names an argument that is not in the call",
+                at=f"recurring={missing.pop()!r}",
+                got=f"a call with the arguments {given}",
+                expected="the position or the name of an argument of this call",
+                fix="recurring counts the parameters as 0; `after` takes the features before the other arguments",
+            )
+        with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        found = []
+        for (place, key, *rest), value in with_paths:
+            argument = self._name(key.idx + 1) if place.idx == 0 else key.key
+            first = argument if isinstance(argument, str) else f"argument {argument}"
+            name = "/".join([first, *(str(name_of(entry)) for entry in rest)])
+            why = "" if argument in self.recurring else f"{name}, which does not recur"
+            is_number = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+            is_constant = not (is_array(value) or (is_number and why))
+            found.append(Input(value, name, why, is_constant=is_constant))
+        return found, treedef
