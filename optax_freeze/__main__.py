@@ -24,7 +24,8 @@ import optax_freeze as fz
 from optax_freeze._errors import described, in_one_line, printable, value_error
 from optax_freeze._report.stored_shapes import latest_step, stored_shapes
 from optax_freeze._spec import tree as _tree
-from optax_freeze.checkpoint._record import mask_struct, read_record, reading, spec_of_record
+from optax_freeze._verify.base_record import is_key
+from optax_freeze.checkpoint._record import mask_struct, read_record, reading, spec_of
 
 _EXAMPLES = """\
 examples:
@@ -139,20 +140,19 @@ def _is_recorded(step: epath.Path) -> bool:
 
 def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
     """Every leaf of a record, and its spec."""
-    records: list[Mapping[str, Any]] = read_record(str(step))["leaves"]
-    structs = {str(i): mask_struct(record) for i, record in enumerate(records)}
+    leaves = read_record(str(step)).leaves
+    structs = {str(i): mask_struct(leaf) for i, leaf in enumerate(leaves)}
     masks: dict[str, Any] = {i: np.zeros(s.shape, s.dtype) for i, s in structs.items() if not _tree.is_hole(s)}
     if any(mask.size for mask in masks.values()):
         with reading(str(step), "masks"), ocp.StandardCheckpointer() as checkpointer:
             masks |= checkpointer.restore(step / "masks")
-    known = spec_of_record(records, [masks.get(str(i), _tree.HOLE) for i in range(len(records))])
-    return {record["path"]: _shape(record) for record in records}, known
+    known = spec_of(leaves, [masks.get(str(i), _tree.HOLE) for i in range(len(leaves))])
+    return {leaf.path: _shape(leaf.struct) for leaf in leaves}, known
 
 
-def _shape(record: Mapping[str, Any]) -> Any:
-    if record["shape"] is None or record["dtype"].startswith("key<"):
-        return 0  # no array, and a leaf
-    return jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"])
+def _shape(struct: Any) -> Any:
+    """The shape of an array; a number in the place of another leaf."""
+    return 0 if struct is None or is_key(struct.dtype) else struct
 
 
 def _optimizer(name: str) -> optax.GradientTransformation:

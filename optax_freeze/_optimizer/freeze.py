@@ -34,7 +34,7 @@ class MaskedZeroUpdatesState(NamedTuple):
 
 
 def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.GradientTransformationExtraArgs:
-    """Sets the updates of frozen leaves to zero.
+    """Sets the updates of frozen leaves to zero: :func:`freeze` of ``optax.identity()``.
 
     Like ``optax.freeze``, but it selects instead of multiplying (NaN times zero is NaN), and its zeros are -0.0, which
     preserve every normal number when added (:func:`optax_freeze.apply_updates` with ``frozen`` preserves every bit). As
@@ -50,7 +50,6 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       A transformation. Its ``init`` resolves the spec and raises ``ValueError`` if it does not fit; its ``update``
       takes updates with the structure of the parameters. An integer leaf gets a zero with its own dtype, a PRNG key
       ``optax.MaskedNode()``, and an object that is not an array None, which ``equinox.apply_updates`` skips.
-      ``optax.MaskedNode()`` is kept.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -60,30 +59,7 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       >>> updates["encoder"]
       Array([-0., -0.], dtype=float32)
     """
-
-    accepted = plans_of_spec(frozen)
-
-    def init_fn(params: PyTree) -> PyTree:
-        return MaskedZeroUpdatesState(*plan_and_masks(params, frozen, tied, accepted))
-
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        del extra_args
-        state = with_plan(state, MaskedZeroUpdatesState, updates if params is None else params, accepted)
-        plan = plan_of(state)
-        values, treedef = plan.align(updates, "updates", params=params)
-        olds, structure = _tree.flatten(params)
-        olds = olds if structure == treedef else [None] * len(values)
-        zeroed = [
-            value
-            if _tree.is_hole(value) or value is None or isinstance(value, Part)
-            else _zeroed(selection, leaf, value, old)
-            for value, leaf, selection, old in zip(values, plan.leaves, plan.selections, olds, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, zeroed), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return freeze(optax.identity(), frozen, tied=tied)
 
 
 class FreezeState(NamedTuple):

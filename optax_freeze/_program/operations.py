@@ -26,7 +26,7 @@ ELEMENTWISE = f"""
 {UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
 conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
 is_finite le lgamma log log1p log2 logistic lt max min mul name ne nextafter not or polygamma population_count pow
-random_fold_in real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
 shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
 """The elementwise operations; those in `UNARY` have one operand."""
@@ -110,6 +110,7 @@ def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
 
 
+@rule("random_fold_in", cheap=False)
 @rule(*ELEMENTWISE.split())
 def elementwise(eqn: Equation, region: Region) -> Any:
     size, changed = eqn.avals_out[0].shape[region.axis], dict.fromkeys(_laid_out(eqn, region))

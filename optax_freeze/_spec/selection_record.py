@@ -5,6 +5,7 @@ selection, if it has one, is not part of its record.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +27,10 @@ def record_of(selection: Selection) -> Any:
     return selection is FROZEN
 
 
-def selection_of(record: Any, shape: Sequence[int]) -> Selection:
+def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
     """The selection of a leaf of this shape with this record, with a hole in the place of its array.
+
+    A leaf without a shape is frozen or trains as a whole.
 
     Raises:
       ValueError: if no selection has this record.
@@ -35,14 +38,18 @@ def selection_of(record: Any, shape: Sequence[int]) -> Selection:
     match record:
         case bool():
             return FROZEN if record else TRAINABLE
-        case {"compact": bool(compact), "count": count, **others} if not others and compact == is_int(count):
+        case _ if shape is None:
+            pass
+        case {"compact": bool(compact), "count": count, **others} if not others and (
+            is_int(count) and 0 < count <= math.prod(shape) if compact else count is None
+        ):
             return DenseMask(HOLE, compact, count)
-        case {"axis": int(axis), "count": int(count), "dynamic": True, **others} if not others and axis in range(
-            len(shape)
+        case {"axis": axis, "count": count, "dynamic": True, **others} if (
+            not others and is_int(axis) and is_int(count) and axis in range(len(shape)) and 0 < count <= shape[axis]
         ):
             return DynamicRowIndex(HOLE, axis, shape[axis], count)
-        case {"axis": int(axis), "rows": [_, *_] as picked, "train": bool(train), **others} if (
-            not others and axis in range(len(shape)) and are_ascending(picked, shape[axis])
+        case {"axis": axis, "rows": [_, *_] as picked, "train": bool(train), **others} if (
+            not others and is_int(axis) and axis in range(len(shape)) and are_ascending(picked, shape[axis])
         ):
             numbers = tuple(n for run in picked for n in range(*run)) if len(picked) > 1 else Slice(*picked[0])
             index = RowIndex(Rows(numbers, axis, train), axis, shape[axis], tuple(map(tuple, picked)), train)

@@ -5,6 +5,7 @@ the frozen base. Restoring it with a different base or spec raises an error. Orb
 restores it without comparing the base.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -25,20 +26,22 @@ from optax_freeze._spec.memory import on_device
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
+from optax_freeze._verify.base_record import (
+    leaf_records,
+    refuse_other_arrays,
+    refuse_other_base,
+    refuse_other_selections,
+    with_fingerprints,
+)
 from optax_freeze._verify.bits import hashed
-from optax_freeze._verify.fingerprint import digests
 from optax_freeze.checkpoint._record import (
-    FORMAT,
-    leaf_record,
+    Record,
     mask_struct,
     read_record,
     reading,
-    refuse_other_base,
-    refuse_other_leaves,
-    refuse_other_spec,
     refuse_other_state,
-    spec_of_record,
-    state_record,
+    spec_of,
+    state_records,
 )
 
 register_with_flax()
@@ -135,16 +138,13 @@ def save(
     fix = "fz.combine(trainable, rest)"
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
-    record = {
-        "format": FORMAT,
-        "leaves": [leaf_record(*leaf) for leaf in zip(plan.leaves, plan.selections, strict=True)],
-        "opt_state": None if opt_state is None else state_record(opt_state),
-    }
-    _refuse_different_processes("the spec", record["leaves"])
-    record["frozen"] = {path: np.asarray(digest).tolist() for path, digest in digests(params, plan).items()}
-    _refuse_different_processes("the frozen bits", record["frozen"])
+    leaves = leaf_records(params, plan)
+    record = Record(leaves, None if opt_state is None else state_records(opt_state))
+    _refuse_different_processes("the spec", record.as_json())
+    record = dataclasses.replace(record, leaves=with_fingerprints(leaves, params, plan))
+    _refuse_different_processes("the frozen bits", record.as_json())
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
-    items: dict[str, Any] = {"spec": ocp.args.JsonSave(record)}
+    items: dict[str, Any] = {"spec": ocp.args.JsonSave(record.as_json())}
     for name, flat in nodes.items():
         if arrays := {number: array for number, array in _arrays(flat).items() if np.size(array)}:
             items[name] = ocp.args.StandardSave(arrays)
@@ -222,14 +222,24 @@ def restore(
         at = os.path.join(where, str(chosen))
         record = read_record(at)
         values, treedef = _tree.flatten(params)
-        refuse_other_leaves(record["leaves"], params)
-        saved_masks = _read(manager, at, "masks", list(map(mask_struct, record["leaves"])), values)
-        plan = make_plan(params, spec_of_record(record["leaves"], saved_masks))
+        given = make_plan(params, False if frozen is None else frozen)
+        fix = "give the full parameters of the model that was saved"
+        refuse_other_arrays(record.leaves, leaf_records(params, given), "params", "the checkpoint", fix)
+        saved_masks = _read(manager, at, "masks", list(map(mask_struct, record.leaves)), values)
+        plan = make_plan(params, spec_of(record.leaves, saved_masks))
         if frozen is not None:
-            refuse_other_spec(plan, make_plan(params, frozen))
-        refuse_other_base(record["frozen"], digests(params, plan))
+            fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
+            paths = [leaf.path for leaf in record.leaves]
+            refuse_other_selections(plan.selections, given.selections, paths, "the checkpoint", fix)
+        refuse_other_base(
+            record.leaves,
+            with_fingerprints(leaf_records(params, plan), params, plan),
+            "the checkpoint",
+            expected="the parameters at the start of the run",
+            fix="load the same base; if the run changed frozen leaves, fz.audit(tx, params, frozen) finds the cause",
+        )
         if opt_state is not None:
-            refuse_other_state(record["opt_state"], opt_state, at)
+            refuse_other_state(record.opt_state, opt_state, at)
         parts = _read(manager, at, "trainable", jax.eval_shape(lambda: plan.take(values)), values)
         nodes, structure = _tree.flatten(opt_state)
         state = jax.tree.unflatten(structure, _read(manager, at, "opt_state", nodes, nodes))

@@ -5,6 +5,7 @@ TensorStore, which comes with Orbax. A record next to them identifies the progra
 the complete batches, so that a killed run continues where it stopped.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,17 +18,16 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze.features._arrays import append, as_feature, on_host, open_array
 from optax_freeze.features._batches import computation
 from optax_freeze.features._record import (
+    Record,
+    base_of,
     begin,
     damaged,
-    leaves_of,
-    of_params,
     only_writer,
     read_record,
     refuse_other_batch,
     refuse_other_features,
     refuse_other_params,
     save,
-    structs_of,
 )
 
 
@@ -85,29 +85,29 @@ def write(
             "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
         )
     with only_writer(where):
-        params_record = of_params(params, once)
+        leaves = base_of(params, once)
         record = read_record(where, or_none=True)
         if record:
-            refuse_other_params(record, params_record)
+            refuse_other_params(record, leaves)
         features_of = computation(once, params, others, kwargs)
         shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
         with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
             stores, waiting, count = [], None, 0
-            done = len(record["batches"]) if record else 0
+            done = len(record.batches) if record else 0
 
             def store(digest: str, features: Features) -> None:
                 append(stores, record, [on_host(array, "the features") for array in features])
-                record["batches"].append(digest)
+                record.batches.append(digest)
                 save(where, record)
                 speed = bar.tasks[task].speed or 0
                 bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
 
             for count, batch in enumerate(batches, 1):
                 digest, shapes, compute = features_of(batch, count)
-                record = record or begin(where, shapes, params_record)
+                record = record or begin(where, shapes, leaves)
                 refuse_other_features(record, shapes, count)
-                if count <= done or record["complete"]:
+                if count <= done or record.complete:
                     refuse_other_batch(record, digest, count)
                     bar.advance(task)
                     continue
@@ -125,8 +125,8 @@ def write(
                 expected=f"at least the {done} that are stored" if done else "at least one",
                 fix="give the same batches each time: a list, or a new iterator",
             )
-        if not record["complete"]:
-            save(where, {**record, "complete": True})
+        if not record.complete:
+            save(where, dataclasses.replace(record, complete=True))
 
 
 def read(
@@ -172,16 +172,16 @@ def read(
     if once is not None:
         _refuse_other_once(once)
     record = read_record(where)
-    if not record["complete"]:
+    if not record.complete:
         raise value_error(
             "the features are not complete",
             at=where,
-            got=f"{counted(len(record['batches']), 'batch', 'batches')}, {record['examples']} examples",
+            got=f"{counted(len(record.batches), 'batch', 'batches')}, {record.examples} examples",
             expected="all batches: features.write was stopped",
             fix="call features.write again; it continues where it stopped",
         )
     if once is not None and params is not None:
-        refuse_other_params(record, of_params(params, once))
+        refuse_other_params(record, base_of(params, once))
     found = FeatureSequence(where, record)
     found._opened()
     return found
@@ -208,30 +208,30 @@ class FeatureSequence(Sequence[Features]):
       (5, Features((array([0., 0.], dtype=float32),)), (3, 2))
     """
 
-    def __init__(self, directory: str, record: dict[str, Any]) -> None:
+    def __init__(self, directory: str, record: Record) -> None:
         self._directory, self._record = directory, record
-        self._leaves, self._structs = leaves_of(record), structs_of(record)
+        self._leaves = tuple((leaf.path, leaf.struct) for leaf in record.leaves)
         self._stores: list[Any] | None = None
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{struct.dtype}{list(struct.shape)}" for struct in self._structs)
+        shapes = ", ".join(f"{struct.dtype}{list(struct.shape)}" for struct in self._record.features)
         return f"FeatureSequence({self._directory!r}, {len(self)} examples of {shapes})"
 
     def __reduce__(self) -> Any:
-        return FeatureSequence, (self._directory, {**self._record, "batches": [], "frozen": {}})
+        return FeatureSequence, (self._directory, dataclasses.replace(self._record, batches=[]))
 
     def __len__(self) -> int:
-        return self._record["examples"]
+        return self._record.examples
 
     def __getitem__(self, index: Any) -> Features:  # type: ignore[override]
         """The features of one example for an int; of several for a slice or ints."""
         chosen = self._chosen(index)
         try:
             reads = [store[chosen].read() for store in self._opened()]
-            arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._structs, strict=True)]
+            arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._record.features, strict=True)]
         except ValueError as error:
             raise damaged(self._directory, in_one_line(error)) from error
-        return Features(arrays, self._record["cut"], self._leaves)
+        return Features(arrays, self._record.cut, self._leaves)
 
     def _chosen(self, index: Any) -> Any:
         """The numbers of examples: an int, a slice of step 1, or an array."""
@@ -258,7 +258,7 @@ class FeatureSequence(Sequence[Features]):
 
     def _opened(self) -> list[Any]:
         if self._stores is None:
-            self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._structs))]
+            self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._record.features))]
         return self._stores
 
 

@@ -1,7 +1,7 @@
 """The arrays of stored features, by TensorStore."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,31 +9,32 @@ import numpy as np
 import tensorstore as ts
 
 from optax_freeze._errors import described, in_one_line, value_error
-from optax_freeze.features._record import damaged, impl_of, is_key, structs_of
+from optax_freeze._verify.base_record import is_key, key_impl
+from optax_freeze.features._record import Record, damaged
 
 _FILE_BYTES, _READ_BYTES = 2**20, 2**14
 """The bytes of one feature in a file, and in a block of it, which is read as a whole."""
 
 
-def append(stores: list[Any], record: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+def append(stores: list[Any], record: Record, arrays: Sequence[np.ndarray]) -> None:
     """Appends the features of a batch."""
-    start, stop = record["examples"], record["examples"] + len(arrays[0])
+    start, stop = record.examples, record.examples + len(arrays[0])
     writes = []
     for i, array in enumerate(arrays):
         stores[i] = stores[i].resize(exclusive_max=[stop, *array.shape[1:]]).result()
         writes.append(stores[i][start:stop].write(array))
     for each in writes:
         each.result()
-    record["examples"] = stop
+    record.examples = stop
 
 
-def open_array(where: str, record: Mapping[str, Any], i: int, batch: int | None = None) -> Any:
+def open_array(where: str, record: Record, i: int, batch: int | None = None) -> Any:
     """The array of a feature: to read it, or to write batches of about ``batch`` examples.
 
     A file holds about 1 MiB, in blocks of about 16 KiB that are read one by one and have a checksum each. Files of
     zeros are written too: TensorStore otherwise omits them, and reads a missing file as zeros.
     """
-    dtype, shape = _as_stored(structs_of(record)[i])
+    dtype, shape = _as_stored(record.features[i])
     spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": os.path.join(where, str(i))}}
     if batch is None:
         spec |= {"fill_missing_data_reads": False}
@@ -50,7 +51,7 @@ def open_array(where: str, record: Mapping[str, Any], i: int, batch: int | None 
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": by_many}},
             "codecs": [{"name": "sharding_indexed", "configuration": codec}],
         }
-        begins = not record["batches"]
+        begins = not record.batches
         spec |= {"store_data_equal_to_fill_value": True}
         spec |= {"metadata": metadata, "create": True, "delete_existing": True} if begins else {}
     try:
@@ -59,9 +60,9 @@ def open_array(where: str, record: Mapping[str, Any], i: int, batch: int | None 
         raise damaged(where, in_one_line(error)) from error
     stored = f"{store.dtype.name}{list(store.shape)}"
     fits = len(store.shape) == len(shape) + 1 and store.shape[1:] == shape and store.dtype.numpy_dtype == dtype
-    enough = fits and (store.shape[0] == record["examples"] if batch is None else store.shape[0] >= record["examples"])
+    enough = fits and (store.shape[0] == record.examples if batch is None else store.shape[0] >= record.examples)
     if not enough:
-        expected = f"{ts.dtype(dtype).name}{[record['examples'], *shape]}"
+        expected = f"{ts.dtype(dtype).name}{[record.examples, *shape]}"
         raise damaged(os.path.join(where, str(i)), stored, expected)
     return store
 
@@ -76,7 +77,7 @@ def _as_stored(struct: Any) -> tuple[np.dtype, tuple[int, ...]]:
 def as_feature(array: Any, struct: Any) -> Any:
     """A feature as ``before`` computed it, from what is stored."""
     if is_key(struct.dtype):
-        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=impl_of(struct.dtype))
+        return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=key_impl(struct.dtype))
     return np.asarray(array)
 
 

@@ -1,119 +1,83 @@
-"""The record of stored features: their program, parameters and batches, and how many batches are complete.
+"""The record of stored features: their base, program and batches, and how many batches are complete.
 
-It is JSON and is replaced as a whole after each batch. :func:`read_record` checks every field for damage.
+It is replaced as a whole after each batch.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import filelock
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from optax_freeze._errors import counted, described, in_one_line, is_int, value_error
+from optax_freeze._errors import counted, described, in_one_line, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
-from optax_freeze._spec.selection import Selection
-from optax_freeze._spec.selection_record import record_of, selection_of
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._verify.fingerprint import digests
-
-FORMAT = 1
-"""The version of the format of a record; greater where an older release would misread it."""
+from optax_freeze._verify.base_record import (
+    FORMAT,
+    DamagedError,
+    Field,
+    LeafRecord,
+    leaf_records,
+    leaves_of_json,
+    refuse_newer,
+    refuse_other_arrays,
+    refuse_other_base,
+    refuse_other_selections,
+    struct_as_json,
+    with_fingerprints,
+)
 
 _FILE = "features.json"
-_FIELDS = {
-    "complete": bool,
-    "cut": str,
-    "leaves": list,
-    "frozen": dict,
-    "features": list,
-    "batches": list,
-    "examples": int,
-}
 
 
-def of_params(params: PyTree, once: Precomputed) -> dict[str, Any]:
-    """The part of a record about the parameters: their leaves, and the fingerprint of each frozen one."""
+@dataclasses.dataclass
+class Record:
+    """The record of stored features.
+
+    Attributes:
+      leaves: the parameters that they were computed with.
+      cut: the digest of the program.
+      features: the shape and dtype of each feature of one example.
+      batches: the digests of the stored batches.
+      examples: the number of stored examples.
+      complete: whether these are all batches.
+    """
+
+    leaves: list[LeafRecord]
+    cut: str
+    features: list[Any]
+    batches: list[str] = dataclasses.field(default_factory=list)
+    examples: int = 0
+    complete: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as :func:`read_record` reads it."""
+        of_arrays = {"leaves": [leaf.as_json() for leaf in self.leaves]}
+        of_arrays["features"] = list(map(struct_as_json, self.features))
+        others = {name: getattr(self, name) for name in ("cut", "batches", "examples", "complete")}
+        return {"format": FORMAT, **of_arrays, **others}
+
+
+def base_of(params: PyTree, once: Precomputed) -> list[LeafRecord]:
+    """The leaves of the parameters, with the fingerprint of each frozen one."""
     plan = make_plan(params, once.frozen)
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
-    leaves = [
-        {
-            "path": leaf.path,
-            **_array_record(leaf),
-            "weak": _tree.is_weak(x),
-            "frozen": record_of(selection),
-        }
-        for leaf, selection, x in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)
-    ]
-    found = digests(params, plan).items()
-    return {"leaves": leaves, "frozen": {path: "".join(f"{int(x):08x}" for x in lanes) for path, lanes in found}}
+    return with_fingerprints(leaf_records(params, plan), params, plan)
 
 
-def _array_record(of: Any) -> dict[str, Any]:
-    if of.shape is None:
-        return {"shape": None, "dtype": None}
-    return {"shape": list(of.shape), "dtype": f"key {impl_of(of.dtype)}" if is_key(of.dtype) else str(of.dtype)}
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether it is the dtype of random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def impl_of(dtype: Any) -> str:
-    """The name of the generator of random keys."""
-    found = []
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
-    return found[0]
-
-
-def _dtype(name: str) -> Any:
-    if name.startswith("key "):
-        return jax.eval_shape(lambda: jax.random.key(0, impl=name.removeprefix("key "))).dtype
-    return jax.dtypes.float0 if name == str(jax.dtypes.float0) else np.dtype(name)
-
-
-def leaves_of(record: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The path and the shape of each leaf of the parameters."""
-    return tuple((leaf["path"], _struct(leaf)) for leaf in record["leaves"])
-
-
-def _selections_of(record: Mapping[str, Any]) -> list[Selection]:
-    """The frozen part of each leaf of the parameters."""
-    return [selection_of(leaf["frozen"], leaf["shape"]) for leaf in record["leaves"]]
-
-
-def structs_of(record: Mapping[str, Any]) -> list[Any]:
-    """The features of one example, without values."""
-    return list(map(_struct, record["features"]))
-
-
-def _struct(of: Mapping[str, Any]) -> Any:
-    if of["shape"] is None:
-        return None
-    if not all(is_int(axis) and axis >= 0 for axis in of["shape"]):
-        raise ValueError(f"the shape {of['shape']}")
-    return jax.ShapeDtypeStruct(tuple(of["shape"]), _dtype(of["dtype"]), weak_type=bool(of.get("weak", False)))
-
-
-def begin(where: str, shapes: Features, params_record: Mapping[str, Any]) -> dict[str, Any]:
+def begin(where: str, shapes: Features, leaves: list[LeafRecord]) -> Record:
     """Writes a record without batches into a new directory."""
     os.makedirs(where, exist_ok=True)
-    record = {"format": FORMAT, "complete": False, "cut": shapes.cut, **params_record}
-    record |= {"features": _of_one(shapes), "batches": [], "examples": 0}
+    record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes])
     save(where, record)
     return record
-
-
-def _of_one(shapes: Features) -> list[dict[str, Any]]:
-    return [_array_record(jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype)) for struct in shapes]
 
 
 @contextlib.contextmanager
@@ -143,11 +107,11 @@ def only_writer(where: str) -> Iterator[None]:
         lock.release()
 
 
-def save(where: str, record: Mapping[str, Any]) -> None:
+def save(where: str, record: Record) -> None:
     """Replaces the record atomically: after a crash the file contains the old or the new record."""
     file = os.path.join(where, _FILE)
     with open(f"{file}.new", "w", encoding="utf-8") as out:
-        json.dump(record, out)
+        json.dump(record.as_json(), out)
         out.flush()
         os.fsync(out.fileno())
     os.replace(f"{file}.new", file)
@@ -180,32 +144,26 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
         raise FileNotFoundError(str(message))
     try:
         with open(file, encoding="utf-8") as lines:
-            record: Any = json.load(lines)
-        if not is_int(record["format"]):
-            raise TypeError(f"format {record['format']!r}")
-    except (ValueError, TypeError, KeyError) as error:
-        raise damaged(file, _told(error)) from error
-    if record["format"] > FORMAT:
-        raise value_error(
-            "the features were written by a newer optax_freeze",
-            at=where,
-            got=f"format {record['format']}",
-            expected=f"format {FORMAT} or older",
-            fix="install the newest release: pip install --upgrade optax-freeze",
+            record = Field(json.load(lines))
+        refuse_newer(record, where, "the features were")
+        return Record(
+            leaves_of_json(record["leaves"]),
+            record["cut"].text(),
+            [_feature_of_json(feature) for feature in record["features"].items("arrays")],
+            [batch.text() for batch in record["batches"].items("digests")],
+            record["examples"].number(),
+            record["complete"].flag(),
         )
-    for field, kind in _FIELDS.items():
-        if type(record.get(field)) is not kind:
-            raise damaged(f"{file}: {field}", described(record.get(field)), f"a {kind.__name__}")
-    for field, form in (("leaves", leaves_of), ("leaves", _selections_of), ("features", structs_of)):
-        try:
-            form(record)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise damaged(f"{file}: {field}", _told(error)) from error
-    return record
+    except json.JSONDecodeError as error:
+        raise damaged(file, f"{type(error).__name__}: {in_one_line(error)[:300]}") from error
+    except DamagedError as damage:
+        field, got, expected = damage.args
+        raise damaged(f"{file}: {field}", got, expected) from None
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {in_one_line(error)[:300]}"
+def _feature_of_json(feature: Field) -> Any:
+    feature["shape"].checked("a list of sizes", lambda shape: shape is not None)
+    return feature.struct()
 
 
 def damaged(at: str, got: str, expected: str = "everything that features.write wrote") -> ValueError:
@@ -214,47 +172,33 @@ def damaged(at: str, got: str, expected: str = "everything that features.write w
     return value_error("the features are damaged", at=at, got=got, expected=expected, fix=fix)
 
 
-def refuse_other_params(record: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_other_params(record: Record, now: list[LeafRecord]) -> None:
     """Refuses parameters of other shapes, another spec, or another base."""
+    where, saved = "the stored features", record.leaves
     fix = "give the parameters and the spec that the features were written with, or write into another directory"
-    got, expected = ([leaf["path"] for leaf in each["leaves"]] for each in (now, record))
-    _tree.refuse_other_paths(got, expected, "params", fix)
-    for new, old in zip(now["leaves"], record["leaves"], strict=True):
-        if (new["shape"], new["dtype"]) != (old["shape"], old["dtype"]):
-            got, expected = (f"{each['dtype']} of shape {each['shape']}" for each in (new, old))
-            what = "params: a leaf differs from the stored features"
-            raise value_error(what, at=new["path"], got=got, expected=expected, fix=fix)
-        if new["frozen"] != old["frozen"]:
-            got, expected = (f"a leaf that {selection_of(each['frozen'], each['shape'])}" for each in (new, old))
-            what = "the spec differs from the spec of the stored features"
-            raise value_error(what, at=new["path"], got=got, expected=expected, fix=fix)
-    differ = [path for path, digest in now["frozen"].items() if digest != record["frozen"].get(path)]
-    if differ:
-        count = len(now["frozen"])
-        raise value_error(
-            "the base differs from the base of the stored features",
-            at=", ".join(path or "(the root)" for path in differ[:3]),
-            got=f"{len(differ)} of {counted(count, 'frozen leaf', 'frozen leaves')} with a different fingerprint",
-            expected="the frozen parameters that the features were computed with",
-            fix="load the same base, or write the features of this base into another directory",
-        )
+    refuse_other_arrays(saved, now, "params", where, fix)
+    was, got = ([leaf.selection for leaf in each] for each in (saved, now))
+    refuse_other_selections(was, got, [leaf.path for leaf in saved], where, fix)
+    expected = "the frozen parameters that the features were computed with"
+    fix = "load the same base, or write the features of this base into another directory"
+    refuse_other_base(saved, now, where, expected, fix)
 
 
-def refuse_other_features(record: Mapping[str, Any], shapes: Features, number: int) -> None:
+def refuse_other_features(record: Record, shapes: Features, number: int) -> None:
     """Refuses the features of another program, or of examples of another shape."""
-    if shapes.cut != record["cut"]:
+    if shapes.cut != record.cut:
         raise value_error(
             "the stored features were computed by another program",
             at=f"batch {number}",
             got=f"the program {shapes.cut[:12]}",
-            expected=f"the program {record['cut'][:12]}: the same function, and arguments of the same shapes",
+            expected=f"the program {record.cut[:12]}: the same function, and arguments of the same shapes",
             fix="write the features into another directory",
         )
 
 
-def refuse_other_batch(record: Mapping[str, Any], digest: str, number: int) -> None:
+def refuse_other_batch(record: Record, digest: str, number: int) -> None:
     """Refuses a batch with other values than the one that is stored."""
-    stored: Sequence[str] = record["batches"]
+    stored = record.batches
     if number > len(stored):
         raise value_error(
             "there are more batches than are stored",

@@ -1,0 +1,238 @@
+"""The record of the parameters that stored arrays belong to: each leaf, its frozen part, and the fingerprint of that.
+
+:mod:`optax_freeze.checkpoint` and :mod:`optax_freeze.features` keep it as JSON beside their arrays. The file may be
+damaged or edited by hand, so each value that is read is checked.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._errors import counted, described, is_array, is_int, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import TRAINABLE, Selection
+from optax_freeze._spec.selection_record import record_of, selection_of
+from optax_freeze._spec.tree import PyTree
+from optax_freeze._verify.bits import LANES
+from optax_freeze._verify.fingerprint import digests
+
+FORMAT = 1
+"""The version of the form of a record. It is increased when older releases would misread a record."""
+
+
+class DamagedError(Exception):
+    """A field of a record has a wrong value: the field, what it is, and what is expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A value in a record, and the field that it is in."""
+
+    value: Any
+    at: str = ""
+
+    def __getitem__(self, name: str) -> "Field":
+        record = self.checked("a JSON object", lambda value: isinstance(value, dict))
+        at = f"{self.at}.{name}".lstrip(".")
+        if name not in record:
+            raise DamagedError(at, "nothing", "a value")
+        return Field(record[name], at)
+
+    def checked(self, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+        """The value, if it is valid."""
+        if not is_valid(self.value):
+            raise DamagedError(self.at or "the whole file", described(self.value), expected)
+        return self.value
+
+    def items(self, of: str) -> list["Field"]:
+        """The items of a list."""
+        values = self.checked(f"a list of {of}", lambda value: isinstance(value, list))
+        return [Field(value, f"{self.at}[{i}]") for i, value in enumerate(values)]
+
+    def text(self) -> str:
+        """A string."""
+        return self.checked("a string", lambda value: isinstance(value, str))
+
+    def flag(self) -> bool:
+        """A bool."""
+        return self.checked("true or false", lambda value: isinstance(value, bool))
+
+    def number(self, least: int = 0) -> int:
+        """An int."""
+        return self.checked(f"a number, {least} or more", lambda value: is_int(value) and value >= least)
+
+    def struct(self) -> jax.ShapeDtypeStruct | None:
+        """The shape and dtype of an array; None for another object."""
+        if self["shape"].value is None:
+            return self["dtype"].checked("null, like the shape", lambda name: name is None)
+        sizes = self["shape"].checked("a list of sizes", _are_sizes)
+        dtype = _dtype(self["dtype"].checked("the name of a dtype", lambda name: _dtype(name) is not None))
+        return jax.ShapeDtypeStruct(tuple(sizes), dtype, weak_type=self["weak"].flag())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(is_int(size) and size >= 0 for size in value)
+
+
+def _dtype(name: Any) -> Any:
+    """The dtype with this name; None if there is none."""
+    try:
+        if name.startswith("key "):
+            return jax.eval_shape(lambda: jax.random.key(0, impl=name.removeprefix("key "))).dtype
+        dtype = jax.dtypes.float0 if name == str(jax.dtypes.float0) else np.dtype(name)
+    except (AttributeError, TypeError, ValueError, SyntaxError, DeprecationWarning):
+        return None
+    return dtype if str(dtype) == name and is_array(jax.ShapeDtypeStruct((), dtype)) else None
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether it is the dtype of random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_impl(dtype: Any) -> str:
+    """The name of the generator of random keys."""
+    found = []
+    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+def struct_as_json(struct: Any) -> dict[str, Any]:
+    """What :meth:`Field.struct` reads."""
+    if struct is None:
+        return {"shape": None, "dtype": None}
+    dtype = f"key {key_impl(struct.dtype)}" if is_key(struct.dtype) else str(struct.dtype)
+    return {"shape": list(struct.shape), "dtype": dtype, "weak": bool(struct.weak_type)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafRecord:
+    """A leaf of the parameters.
+
+    Attributes:
+      path: its path.
+      struct: its shape and dtype; None for an object that is not an array.
+      selection: what of it trains, without the array of a mask.
+      fingerprint: that of its frozen part, as hexadecimal digits; None if nothing of it is frozen.
+    """
+
+    path: str
+    struct: jax.ShapeDtypeStruct | None
+    selection: Selection
+    fingerprint: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What :func:`leaves_of_json` reads."""
+        frozen = {"frozen": record_of(self.selection), "fingerprint": self.fingerprint}
+        return {"path": self.path, **struct_as_json(self.struct), **frozen}
+
+
+def leaf_records(params: PyTree, plan: Plan) -> list[LeafRecord]:
+    """The records of the parameters, without fingerprints."""
+    return [
+        LeafRecord(
+            leaf.path,
+            None
+            if leaf.shape is None
+            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(_tree.is_weak(value))),
+            selection.with_array(_tree.HOLE),
+        )
+        for leaf, selection, value in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)
+    ]
+
+
+def with_fingerprints(records: Sequence[LeafRecord], params: PyTree, plan: Plan) -> list[LeafRecord]:
+    """The records with the fingerprints of the frozen parts."""
+    found = {path: "".join(f"{int(lane):08x}" for lane in lanes) for path, lanes in digests(params, plan).items()}
+    return [dataclasses.replace(record, fingerprint=found.get(record.path)) for record in records]
+
+
+def leaves_of_json(leaves: Field) -> list[LeafRecord]:
+    """The records of the leaves of a file."""
+    records = [_leaf_of_json(leaf) for leaf in leaves.items("leaves")]
+    if len({record.path for record in records}) < len(records):
+        raise DamagedError(leaves.at, described([record.path for record in records]), "a different path for each leaf")
+    return records
+
+
+def _leaf_of_json(leaf: Field) -> LeafRecord:
+    path, struct, frozen = leaf["path"].text(), leaf.struct(), leaf["frozen"]
+    is_numeric = struct is not None and jnp.issubdtype(struct.dtype, jnp.inexact)
+    try:
+        selection = selection_of(frozen.value, struct.shape if is_numeric else None)  # type: ignore[union-attr]
+    except ValueError:
+        expected = f"true{', false, or the frozen part' if is_numeric else ' or false'}"
+        raise DamagedError(frozen.at, described(frozen.value), expected) from None
+    has_bits = selection is not TRAINABLE and (struct is None or struct.dtype != jax.dtypes.float0)
+    expected = f"{8 * LANES} hexadecimal digits" if has_bits else "null, since nothing is frozen"
+    fingerprint = leaf["fingerprint"].checked(expected, _is_fingerprint if has_bits else lambda value: value is None)
+    return LeafRecord(path, struct, selection, fingerprint)
+
+
+def _is_fingerprint(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 8 * LANES and not set(value) - set("0123456789abcdef")
+
+
+def refuse_newer(record: Field, where: str, what: str) -> None:
+    """Raises a ``ValueError`` for the record of a newer release."""
+    number = record["format"].number(1)
+    if number > FORMAT:
+        raise value_error(
+            f"{what} written by a newer optax_freeze",
+            at=where,
+            got=f"format {number}",
+            expected=f"format {FORMAT} or older",
+            fix="install the newest release: pip install --upgrade optax-freeze",
+        )
+
+
+def refuse_other_arrays(saved: Sequence[Any], got: Sequence[Any], name: str, where: str, fix: str) -> None:
+    """Raises a ``ValueError`` if arrays have other paths, shapes, dtypes or parts than the saved ones."""
+
+    def told(record: Any) -> str:
+        if record.struct is None:
+            return "an object that is not an array"
+        rows = f", rows {record.part}" if getattr(record, "part", None) else ""
+        return f"{struct_as_json(record.struct)['dtype']} of shape {list(record.struct.shape)}{rows}"
+
+    _tree.refuse_other_paths([new.path for new in got], [old.path for old in saved], name, fix)
+    for new, old in zip(got, saved, strict=True):
+        if told(new) != told(old):
+            what = f"{name}: a leaf differs from {where}"
+            raise value_error(what, at=new.path, got=told(new), expected=told(old), fix=fix)
+
+
+def refuse_other_selections(
+    saved: Sequence[Selection], got: Sequence[Selection], paths: Sequence[str], where: str, fix: str
+) -> None:
+    """Raises a ``ValueError`` if other elements are frozen than the saved ones."""
+    for path, was, now in zip(paths, saved, got, strict=True):
+        if was != now or not all(map(jnp.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
+            raise value_error(
+                f"the spec differs from the spec of {where}",
+                at=path,
+                got=f"a leaf that {now}",
+                expected=f"a leaf that {was}",
+                fix=fix,
+            )
+
+
+def refuse_other_base(
+    saved: Sequence[LeafRecord], got: Sequence[LeafRecord], where: str, expected: str, fix: str
+) -> None:
+    """Raises a ``ValueError`` if the fingerprints of frozen leaves differ from the saved ones."""
+    differ = [now.path for was, now in zip(saved, got, strict=True) if was.fingerprint != now.fingerprint]
+    if differ:
+        count = sum(record.fingerprint is not None for record in saved)
+        raise value_error(
+            f"the base differs from the base of {where}",
+            at=", ".join(path or "(the root)" for path in differ[:3]),
+            got=f"{len(differ)} of {counted(count, 'frozen leaf', 'frozen leaves')} with a different fingerprint",
+            expected=expected,
+            fix=fix,
+        )
