@@ -239,13 +239,15 @@ def _of_host(
     regions = [region_of(pairs[i][1]) if not isinstance(values[i], Part) else EVERYTHING for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     wanted = [(value, region, ALWAYS) for value, region in zip(program.outputs, regions, strict=True)]
+    log: list[tuple[Equation, Any]] = []
     with jax.ensure_compile_time_eval():
-        reads = schedule(program._replace(on_host=frozen), wanted).from_host
+        schedule(program._replace(on_host=frozen), wanted, log)
     found = []
     for n in frozen:
         leaf, on_host = pairs[inputs[n]][0], is_on_host(values[inputs[n]])
-        by_rows = _operations(eqn for number, eqn, rows in reads if number == n and rows and on_host)
-        whole = _operations(eqn for number, eqn, rows in reads if number == n and not (rows and on_host))
+        reads = [(eqn, extent[1] and on_host) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
+        by_rows = _operations(eqn for eqn, of_rows in reads if of_rows)
+        whole = _operations(eqn for eqn, of_rows in reads if not of_rows)
         if on_host or {operation.name for operation in whole} == {"gather"}:
             found.append(HostExplanation(leaf.path, on_host, by_rows, whole))
     return tuple(found)

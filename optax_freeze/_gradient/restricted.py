@@ -19,7 +19,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from optax_freeze._errors import type_error
 from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.late import LateValue
 from optax_freeze._program.regions import (
     EVERYTHING,
     Region,
@@ -31,7 +30,7 @@ from optax_freeze._program.regions import (
     zero_outside,
     zeros,
 )
-from optax_freeze._program.schedule import schedule
+from optax_freeze._program.schedule import LateValue, schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
 from optax_freeze._spec.indexing import set_rows
@@ -58,7 +57,7 @@ class _InRows(NamedTuple):
             return set_rows(index.axis, index.indices(), array, rows)
 
         program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows))
-        return LateValue(program, program.outputs[0], Values({0: array, 1: rows}))
+        return LateValue(program, Values({0: array, 1: rows}))
 
     def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
         """The selection with these numbers of dynamic rows."""
@@ -171,7 +170,7 @@ class _Call:
 
     def unread(self, i: int, array: Any, rows: Any, was_read: bool = False) -> Unread:
         """A leaf in host memory."""
-        leaf, on_host = self.leaves[i], HostArray(array, was_read=was_read)
+        leaf, on_host = self.leaves[i], HostArray(array, (lambda _: True) if was_read else None)
         return leaf.unread(on_host, rows) if isinstance(leaf, _InRows) else on_host
 
     def evaluate(self, whole: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._program.late import Late, counters_of, late_inputs
+from optax_freeze._program.late import Late, late_inputs
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import (
     ALWAYS,
@@ -66,8 +66,6 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
         )
         for program in programs
     ]
-    for branch in reversed(branches):
-        _record_reads(walk, branch, eqn.inputs[1:])
     reads = [Read(eqn.inputs[0], EVERYTHING)]
     places = []
     for place, value in enumerate(eqn.inputs[1:]):
@@ -137,8 +135,8 @@ class _Loop:
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.body = walk.body(eqn.params["jaxpr"])
         self.outputs = outputs
-        on_host, self.available = late_inputs(walk.late, eqn.inputs)
-        self.on_host = {p for p in on_host if p < self.consts or walk.late.has_rows(eqn.inputs[p])}
+        on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
+        self.on_host = {p: o for p, o in on_host.items() if p < self.consts or walk.has_rows(eqn.inputs[p])}
         self.available -= set(range(self.consts, self.consts + self.carried))
         self.known = walk.known.steps.get(eqn.outputs[0], 0) if walk.known and eqn.outputs else 0
         self.known_stop = self.length - self.known if self.reverse else self.known
@@ -234,7 +232,6 @@ class _Segment:
             self.label = ALWAYS
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
-        _record_reads(loop.walk, self.body, eqn.inputs, from_rows=last)
         self.reads: list[Any] = []
         self.places: list[int] = []
         for place, value in enumerate(eqn.inputs):
@@ -274,7 +271,10 @@ class _Segment:
         """What a step computes of the carry and what it needs of it, the same unless there is one step."""
         loop = self.loop
         shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
+        log = loop.walk.log or []
+        recorded = len(log)
         while True:
+            del log[recorded:]
             outs = zip(loop.body.outputs[: loop.carried], carry, labels, strict=True)
             wanted = [(value, region, label) for value, region, label in outs if region is not None]
             for o in self.outputs:
@@ -284,7 +284,7 @@ class _Segment:
             self.body = loop.walk.inside(loop.body, wanted, late)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
             if in_each:  # what each step would bring to the device is brought once
-                loop.on_host -= in_each
+                loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
                 loop.available |= in_each
                 continue
             given = [self.body.given.get(loop.consts + k, {}) for k in range(loop.carried)]
@@ -410,17 +410,10 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
 
 
-def _record_reads(walk: Any, body: Schedule, inputs: Sequence[Any], from_rows: int | None = None) -> None:
-    """Adds reads from host memory in a loop or a branch; loops read by rows from the operand ``from_rows`` on."""
-    for place, eqn, by_rows in reversed(body.from_host):
-        by_rows = by_rows or (from_rows is not None and place >= from_rows)
-        walk.from_host += [(number, eqn, by_rows) for number in walk.late.inputs_of(inputs[place])]
-
-
 def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
     on_host, available = late_inputs(walk.late, eqn.inputs)
-    on_host = {place for place in on_host if eqn.inputs[place] in walk.late.on_host}
+    on_host = {place: origins for place, origins in on_host.items() if eqn.inputs[place] in walk.late.on_host}
     if not on_host or eqn.has_effects:
         return False
     params, regions = eqn.params, []
@@ -431,7 +424,6 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
     outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
     inner = walk.schedule(program, outs, walk.log, Late(program, on_host, available))
-    _record_reads(walk, inner, eqn.inputs)
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
     reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
 
@@ -454,42 +446,4 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
     writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
     walk.add(Task(eqn, reads, writes, apply, joined_label(wanted)))
-    return True
-
-
-def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
-    """Adds the tasks of some rows of a late result, numbered by values of the program; False for other regions."""
-    consts, carried = scan_counts(eqn.params)
-    if any(not isinstance(region, DynamicRows) or region.axis for each in wanted for region in each):
-        return False
-    program = walk.body(eqn.params["jaxpr"])
-    counters, length, reverse = counters_of(eqn, program), eqn.params["length"], eqn.params["reverse"]
-    for place, each in enumerate(wanted):
-        for region in each:
-            body = walk.schedule(program, [(program.outputs[place], EVERYTHING, ALWAYS)], is_late=True)
-            reads, places = [], []
-            for n, needed in body.given.items():
-                if n < consts or n >= consts + carried:
-                    for inner in needed if n < consts else [region]:
-                        reads.append(walk.read(eqn.inputs[n], inner))
-                        places.append((n, inner))
-
-            def apply(
-                _: Any, operands: Sequence[Any], body: Any = body, places: Any = places, rows: Any = region
-            ) -> Any:
-                def row(k: int) -> Any:
-                    values = Values()
-                    for (n, inner), x in zip(places, operands, strict=True):
-                        if n < consts:
-                            values.write(n, EVERYTHING if inner is LAZY else inner, x)
-                        else:
-                            values.write_whole(n, x[k])
-                    i = rows.indices[k]
-                    for n, (begin, step) in counters.items():
-                        values.write_whole(n, begin + step * (length - 1 - i if reverse else i).astype(np.int32))
-                    return body.run(values)[0]
-
-                return [jnp.stack([row(k) for k in range(rows.count)])]
-
-            walk.add(Task(eqn, reads, [(eqn.outputs[place], region)], apply, ALWAYS))
     return True

@@ -375,10 +375,9 @@ class Values:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
 
-    def unread(self, number: int) -> Unread | None:
-        """A value as an unread array, if it is one."""
-        found = self._stored[number].get(EVERYTHING)
-        return found if isinstance(found, Unread) else None
+    def update(self, other: "Values") -> None:
+        """Stores the values of others, too."""
+        self._stored |= other._stored
 
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""

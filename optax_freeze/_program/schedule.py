@@ -1,7 +1,8 @@
 """Walks a program backwards: which region of each value is wanted, and so which tasks are needed."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from optax_freeze._program import loops
 from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
-from optax_freeze._program.late import Late, LazyRead, part_of, register
+from optax_freeze._program.late import Late, part_of
 from optax_freeze._program.operations import REDUCTIONS, Computation, computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -20,6 +21,7 @@ from optax_freeze._program.regions import (
     Region,
     Rows,
     Unread,
+    Values,
     is_scattered,
     is_whole,
 )
@@ -28,7 +30,6 @@ from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, jo
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
-@register
 def schedule(
     program: Program,
     outputs: Sequence[tuple[Any, Region, int]],
@@ -46,7 +47,8 @@ def schedule(
     step. Other regions are wanted only of values that are known in part.
     """
     if late is None and program.on_host and not is_late:
-        late = Late(program, program.on_host, range(program.num_inputs))
+        origins = {number: frozenset({(number, False)}) for number in program.on_host}
+        late = Late(program, origins, range(program.num_inputs))
     walk = Walk(program, log, late, is_late, known)
     for value, region, label in outputs:
         walk.want(value, region, label)
@@ -55,7 +57,7 @@ def schedule(
     computed.update(n for task in walk.tasks for n in task.written_numbers)
     given = {n: wanted for n, wanted in walk.wanted.items() if n not in computed}
     tasks, wanted = walk.tasks[::-1], [(value, region) for value, region, _ in outputs]
-    return Schedule(program, tasks, given, wanted, walk.from_host[::-1])
+    return Schedule(program, tasks, given, wanted)
 
 
 class Walk:
@@ -75,7 +77,6 @@ class Walk:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
         self.fused = Fusions(program)
-        self.from_host: list[tuple[int, Equation, bool]] = []
 
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
@@ -88,38 +89,48 @@ class Walk:
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
 
-    def record(self, eqn: Equation, extent: str) -> None:
-        """Adds an operation to the log: of which some rows are computed, or everything although less is wanted."""
+    def record(self, eqn: Equation, extent: Any) -> None:
+        """Adds an operation to the log: of which some "rows" are computed, or "everything" although less is wanted.
+
+        Of one that reads an input in host memory: the number of the input, and whether it is read by rows.
+        """
         if self.log is not None:
             self.log.append((eqn, extent))
 
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
-        if self.late is not None:
-            task = task._replace(reads=[self._late_read(task.eqn, read) for read in task.reads])
+        task = task._replace(reads=[self.read(*read) if isinstance(read, Read) else read for read in task.reads])
         self.tasks.append(task)
         for read in task.reads:
             for value, region in () if read is None else read.wanted:
                 self.want(value, region, task.label)
+            if isinstance(read, LateRead) and self.late is not None and read.read.region is not LAZY:
+                for value, region in reversed(read.wanted):
+                    for number, of_rows in self.late.on_host.get(value, ()):
+                        self.record(task.eqn, (number, of_rows or self.late.is_by_rows(value, region)))
 
-    def _late_read(self, eqn: Equation, read: Any) -> Any:
-        """A read of a value that is computed where it is read, if it is one."""
-        if self.late is None or not isinstance(read, Read) or read.value not in self.late:
+    def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
+        """The read of a region of a value, which is computed where it is read if it is late."""
+        read = Read(value, region, in_place)
+        if self.late is not None and value in self.late:
+            program, leaves = self.late.computed_by(value)
+        elif region is LAZY:
+            program, leaves = part_of(
+                self.program, value, {out: eqn for eqn in self.program.eqns for out in eqn.outputs}
+            )
+        else:
             return read
-        found = self.late.read(read)
-        for number, region in reversed(found.wanted):
-            if number in self.late:
-                self.from_host.append((number, eqn, self.late.is_by_rows(number, region)))
-        return found
+        if region is LAZY:
+            return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
+        return LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
 
-    def read(self, value: Any, region: Region) -> Read | LazyRead:
-        """The read of a region of a value; of one that is passed on unread, if it is a late one."""
-        if region is not LAZY:
-            return Read(value, region)
-        if self.late is not None:
-            return self.late.lazy(value)
-        program, leaves = part_of(self.program, value)
-        return LazyRead(program, value, leaves)
+    def has_rows(self, value: int) -> bool:
+        """Whether one row of a late value can be computed from rows of the arrays in host memory."""
+        shape, late = self.program.avals[value].shape, self.late
+        if late is None or not shape or not shape[0]:
+            return False
+        wanted = self.read(value, DynamicRows(0, np.zeros(1, np.int32))).wanted
+        return all(late.is_by_rows(number, region) for number, region in wanted if number in late)
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
@@ -159,16 +170,9 @@ class Walk:
         return name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted)
 
     def _of_late(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
-        """Adds the tasks of an equation that computes a late value, if they are other ones than elsewhere."""
-        name = eqn.primitive.name
-        if name == "optimization_barrier":
-            for value, out, each in zip(eqn.inputs, eqn.outputs, wanted, strict=True):
-                for region in each:
-                    self.add(Task(eqn, [Read(value, region)], [(out, region)], lambda _, operands: operands, ALWAYS))
-            return True
-        if name == "scan":
-            return loops.rows_of_scan(self, eqn, wanted)
+        """Adds the task of a slice of a late value, which reads only the rows that the slice has."""
         [shape, *_] = [aval.shape for aval in eqn.avals_in] or [()]
+        name = eqn.primitive.name
         if name not in ("slice", "dynamic_slice") or not shape or eqn.avals_out[0].shape[0] == shape[0]:
             return False
         if name == "slice":
@@ -285,3 +289,84 @@ def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
     start = jnp.clip(starts[0], jnp.zeros((), dtype), last).astype(jnp.int32)  # in its own dtype, which may not fit
     rows = array.read(DynamicRows(0, start + jnp.arange(sizes[0], dtype=jnp.int32)))
     return eqn.bind(rows, jnp.zeros((), dtype), *starts[1:])
+
+
+def _of_late(program: Program, region: Region) -> Schedule:
+    """The tasks that compute a region of the value of a program of cheap operations."""
+    return schedule(program, [(program.outputs[0], region, ALWAYS)], is_late=True)
+
+
+class LateValue(Unread):
+    """The value of a program of cheap operations, given its inputs, of which some are unread."""
+
+    def __init__(self, program: Program, values: Values) -> None:
+        self.program, self.values = program, Values(program.consts)
+        self.values.update(values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.program.avals[self.program.outputs[0]].shape
+
+    def read(self, region: Region, beside: Any = None) -> jax.Array:
+        values = self.values.copy()
+        values.beside = beside
+        return _of_late(self.program, region).run(values)[0]
+
+    def rows(self, region: Region) -> Unread:
+        return self._part(region, lambda rows: rows)
+
+    def row(self, i: Any) -> Unread:
+        region = Rows(0, [i]) if isinstance(i, int) else DynamicRows(0, i[None])
+        return self._part(region, functools.partial(jnp.squeeze, axis=0))
+
+    def _part(self, region: Region, of_rows: Callable[[Any], Any]) -> "LateValue":
+        """Rows as the value of a program of parts of the arrays, of which again rows can be read."""
+        found, given, parts = _of_late(self.program, region), Values(), []
+        for n, wanted in found.given.items():
+            x = self.values.read(n, LAZY)
+            for each in wanted:
+                if not isinstance(x, Unread) or each.axis > 0:
+                    given.write(n, each, self.values.read(n, each))
+                elif each is LAZY:
+                    given.write_whole(n, x)
+                else:
+                    parts.append((n, each, x if each is EVERYTHING else x.rows(each)))
+
+        def part(*arrays: Any) -> Any:
+            values = given.copy()
+            for (n, each, _), array in zip(parts, arrays, strict=True):
+                values.write(n, each, array)
+            return of_rows(found.run(values)[0])
+
+        shapes = [jax.eval_shape(functools.partial(x.read, EVERYTHING)) for *_, x in parts]
+        program = flatten(jax.make_jaxpr(part)(*shapes))
+        return LateValue(program, Values({k: x for k, (*_, x) in enumerate(parts)}))
+
+    def inside(self) -> Unread:
+        return self
+
+
+class LateRead(NamedTuple):
+    """A read of a late value, which is computed where it is read; or of :data:`LAZY`, which is passed on unread."""
+
+    read: Read
+    program: Program
+    given: Mapping[int, Iterable[Region]]  # regions of stored values
+
+    @property
+    def wanted(self) -> Sequence[tuple[int, Region]]:
+        """The regions of stored values that are read."""
+        return [(n, region) for n, wanted in self.given.items() for region in wanted]
+
+    def of(self, values: Values, beside: Any = None) -> Any:
+        """What is read; ``beside``: another operand of the operation that reads it."""
+        number, region, in_place = self.read
+        region = EVERYTHING if in_place else region
+        values = values.only(self.given)
+        values.beside = beside
+        if not self.program.eqns:
+            out = values.read(number, region)
+        else:
+            late = LateValue(self.program, values)
+            out = late if region is LAZY else late.read(region, beside)
+        return (out, 0) if in_place else out
