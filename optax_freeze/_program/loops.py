@@ -271,7 +271,7 @@ class _Segment:
         """What a step computes of the carry and what it needs of it, the same unless there is one step."""
         loop = self.loop
         shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
-        log = loop.walk.log or []
+        log = [] if loop.walk.log is None else loop.walk.log
         recorded = len(log)
         while True:
             del log[recorded:]

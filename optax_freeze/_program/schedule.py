@@ -25,7 +25,7 @@ from optax_freeze._program.regions import (
     is_scattered,
     is_whole,
 )
-from optax_freeze._program.residuals import computed_again
+from optax_freeze._program.residuals import program_of
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -134,8 +134,7 @@ class Walk:
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
-        program = flatten(closed, enter_remat=self.known is None)
-        return computed_again(program) if self.known is None else program
+        return program_of(closed, enter_remat=self.known is None)
 
     def inside(self, program: Program, outputs: Sequence[tuple[Any, Region, int]], late: Late | None) -> Schedule:
         """The tasks of a step or a branch that compute these regions of values."""
