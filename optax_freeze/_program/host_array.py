@@ -75,15 +75,13 @@ class HostArray(Unread):
             return Rows(0, self.region.numbers[region.numbers])
         return DynamicRows(0, jnp.take(self.region.indices, region.indices))
 
-    def rows(self, region: Region) -> "HostArray":
-        return HostArray(self.array, _never, self.starts, self._rows_of(region))
-
-    def row(self, i: Any) -> "HostArray":
-        if isinstance(self.region, Rows) and isinstance(i, int):
-            i = int(self.region.numbers[i])
-        elif self.region is not EVERYTHING:
-            i = self.region.indices[i]
-        return HostArray(self.array, self.waits if isinstance(i, int) else _never, (*self.starts, i))
+    def rows(self, region: Region, is_row: bool = False) -> "HostArray":
+        rows = self._rows_of(region)
+        if not is_row:
+            return HostArray(self.array, _never, self.starts, rows)
+        is_known = isinstance(rows, Rows)
+        start = int(rows.numbers[0]) if is_known else rows.indices[0]
+        return HostArray(self.array, self.waits if is_known else _never, (*self.starts, start))
 
     def inside(self) -> "HostArray":
         return HostArray(self.array, _never, self.starts, self.region)

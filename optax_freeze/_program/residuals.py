@@ -23,7 +23,7 @@ def program_of(closed: ClosedJaxpr, enter_remat: bool = True, **options: Any) ->
     program = program.copy(consts=dict(program.consts))
     made_by: dict[int, tuple[Equation, int]] = {}
     for k, eqn in enumerate(program.eqns):
-        if eqn.primitive.name in ("scan", "cond"):
+        if eqn.primitive.name == "cond" or (eqn.primitive.name == "scan" and eqn.params["length"]):
             stored = {i: made_by[x] for i, x in enumerate(eqn.inputs) if isinstance(x, int) and x in made_by}
             again = {i: _again(program, eqn, i, *maker) for i, maker in stored.items()}
             program.eqns[k] = _with(eqn, {i: each for i, each in again.items() if each is not None})

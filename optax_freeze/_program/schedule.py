@@ -1,7 +1,8 @@
 """Walks a program backwards: which region of each value is wanted, and so which tasks are needed."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from optax_freeze._program import loops
 from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
-from optax_freeze._program.late import Late, part_of
+from optax_freeze._program.late import Late, Origins, part_of
 from optax_freeze._program.operations import REDUCTIONS, Computation, computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -60,23 +61,20 @@ def schedule(
     return Schedule(program, tasks, given, wanted)
 
 
+@dataclasses.dataclass
 class Walk:
     """The state of a walk: what is wanted of each value, and the tasks found, the last first."""
 
-    schedule = staticmethod(schedule)
+    program: Program
+    log: Any
+    late: Late | None
+    is_late: bool
+    known: Known | None
 
-    def __init__(
-        self,
-        program: Program,
-        log: Any = None,
-        late: Late | None = None,
-        is_late: bool = False,
-        known: Known | None = None,
-    ) -> None:
-        self.program, self.log, self.late, self.is_late, self.known = program, log, late, is_late, known
+    def __post_init__(self) -> None:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
-        self.fused = Fusions(program)
+        self.fused = Fusions(self.program)
 
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
@@ -136,8 +134,11 @@ class Walk:
         """The program of a loop or a branch."""
         return program_of(closed, enter_remat=self.known is None)
 
-    def inside(self, program: Program, outputs: Sequence[tuple[Any, Region, int]], late: Late | None) -> Schedule:
+    def inside(
+        self, program: Program, outputs: Sequence[Any], on_host: Mapping[int, Origins], available: Collection[int]
+    ) -> Schedule:
         """The tasks of a step or a branch that compute these regions of values."""
+        late = Late(program, on_host, available) if on_host else None
         return schedule(program, outputs, self.log, late, self.is_late, None if self.known is None else Known())
 
     def run(self) -> None:
@@ -148,9 +149,7 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects:
                 continue
-            if self.is_late and self._of_late(eqn, wanted):
-                continue
-            if self._enters(eqn, wanted):
+            if (self.is_late and self._slices(eqn)) or self._enters(eqn, wanted):
                 continue
             if len(wanted) == 1 or (is_apart(eqn) and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
@@ -168,29 +167,14 @@ class Walk:
             return loops.cond(self, eqn, wanted)
         return name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted)
 
-    def _of_late(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
-        """Adds the task of a slice of a late value, which reads only the rows that the slice has."""
-        [shape, *_] = [aval.shape for aval in eqn.avals_in] or [()]
-        name = eqn.primitive.name
-        if name not in ("slice", "dynamic_slice") or not shape or eqn.avals_out[0].shape[0] == shape[0]:
+    def _slices(self, eqn: Equation) -> bool:
+        """Adds the task of a slice whose first row is a value of the program; only the rows that it has are read."""
+        of_rows = eqn.primitive.name == "dynamic_slice" and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
+        if not of_rows or not isinstance(eqn.inputs[1], int):
             return False
-        if name == "slice":
-            every = Rows(0, np.arange(eqn.avals_out[0].shape[0]))
-            found = computation(eqn, [every])
-            if EVERYTHING not in wanted[0] or found is None:
-                return False
-            self._compute(eqn, found, [EVERYTHING], ALWAYS)
-            return True
-        operand, *starts = eqn.inputs
-        self.add(
-            Task(
-                eqn,
-                [self.read(operand, LAZY), *(Read(start, EVERYTHING) for start in starts)],
-                [(eqn.outputs[0], EVERYTHING)],
-                lambda _, operands: [_dynamic_slice(eqn, *operands)],
-                ALWAYS,
-            )
-        )
+        reads = [self.read(eqn.inputs[0], LAZY), *(Read(start, EVERYTHING) for start in eqn.inputs[1:])]
+        writes = [(eqn.outputs[0], EVERYTHING)]
+        self.add(Task(eqn, reads, writes, lambda _, operands: [_dynamic_slice(eqn, *operands)], ALWAYS))
         return True
 
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
@@ -203,32 +187,35 @@ class Walk:
             chosen = wanted
         elif any(is_scattered(region, shape) for region in chosen) or self._is_whole_anyway(eqn, chosen, shape):
             chosen = {EVERYTHING: joined_label([wanted])}
-        if EVERYTHING in chosen and not is_apart(eqn) and not (in_part and self._of_known_rows(eqn, place)):
+        part = self._of_rows(eqn, place) if in_part and EVERYTHING in chosen else None
+        if EVERYTHING in chosen and not is_apart(eqn) and part is None:
             self.whole(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
             chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
-            found = self._of_known_rows(eqn, place) if in_part and region is EVERYTHING else None
-            found = found or computation(eqn, regions)
+            found = part if part is not None and region is EVERYTHING else computation(eqn, regions)
             if found is None:
                 self.whole(eqn, [wanted], without_rule=True)
                 return
             self._compute(eqn, found, regions, label)
 
     def _is_in_part(self, eqn: Equation) -> bool:
-        """Whether some rows of an operand are known beforehand and others are not."""
-        return self.known is not None and is_cheap(eqn) and not eqn.reads.isdisjoint(self.known.in_part)
+        """Whether only some rows of an operand should be read, even if all of the result is wanted."""
+        return is_cheap(eqn) and (
+            self.is_late or (self.known is not None and not eqn.reads.isdisjoint(self.known.in_part))
+        )
 
-    def _of_known_rows(self, eqn: Equation, place: int) -> Computation | None:
-        """How all of a result is computed from some rows of an operand that is known in part."""
-        assert self.known is not None
-        in_part = self.known.in_part
+    def _of_rows(self, eqn: Equation, place: int) -> Computation | None:
+        """How all of a result is computed from some rows of such an operand."""
         for axis, size in enumerate(eqn.avals_out[place].shape):
             rows = Rows(axis, np.arange(size))
             found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
             reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
             if any(
-                isinstance(v, int) and v in in_part and r is not None and not is_whole(r, aval.shape)
+                isinstance(v, int)
+                and (self.known is None or v in self.known.in_part)
+                and r is not None
+                and not is_whole(r, aval.shape)
                 for v, r, aval in reads
             ):
                 return found
@@ -311,14 +298,7 @@ class LateValue(Unread):
         values.beside = beside
         return _of_late(self.program, region).run(values)[0]
 
-    def rows(self, region: Region) -> Unread:
-        return self._part(region, lambda rows: rows)
-
-    def row(self, i: Any) -> Unread:
-        region = Rows(0, [i]) if isinstance(i, int) else DynamicRows(0, i[None])
-        return self._part(region, functools.partial(jnp.squeeze, axis=0))
-
-    def _part(self, region: Region, of_rows: Callable[[Any], Any]) -> "LateValue":
+    def rows(self, region: Region, is_row: bool = False) -> "LateValue":
         """Rows as the value of a program of parts of the arrays, of which again rows can be read."""
         found, given, parts = _of_late(self.program, region), Values(), []
         for n, wanted in found.given.items():
@@ -335,14 +315,12 @@ class LateValue(Unread):
             values = given.copy()
             for (n, each, _), array in zip(parts, arrays, strict=True):
                 values.write(n, each, array)
-            return of_rows(found.run(values)[0])
+            [rows] = found.run(values)
+            return jnp.squeeze(rows, 0) if is_row else rows
 
         shapes = [jax.eval_shape(functools.partial(x.read, EVERYTHING)) for *_, x in parts]
         program = flatten(jax.make_jaxpr(part)(*shapes))
         return LateValue(program, Values({k: x for k, (*_, x) in enumerate(parts)}))
-
-    def inside(self) -> Unread:
-        return self
 
 
 class LateRead(NamedTuple):

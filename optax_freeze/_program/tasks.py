@@ -168,7 +168,7 @@ class Schedule(NamedTuple):
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
-        return [read(values, *output) for output in self.outputs]
+        return [Read(*output).of(values) for output in self.outputs]
 
     def run_except(self, late: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
@@ -218,11 +218,6 @@ class Schedule(NamedTuple):
         inside = values.copy()
         _run_all([self.tasks[i] for i in late], inside, context.inside(label), None)
         return inside
-
-
-def read(values: Values, value: Any, region: Region) -> Any:
-    """A region of a value, which may be a literal."""
-    return values.read(value, region) if isinstance(value, int) else value.val
 
 
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
