@@ -68,13 +68,9 @@ class Late:
         repeats = (is_repeated(eqn) and name not in ("gather", "scan")) or (name == "scatter" and eqn.inputs[0] in self)
         return repeats and all(v in self or self.is_given(v) or not self.program.avals[v].shape for v in eqn.inputs)
 
-    def computed_by(self, value: int) -> tuple[Program, list[int]]:
-        """The operations that compute a late value, and the stored values that they read."""
-        return part_of(self.program, value, self.made_by)
-
     def origins(self, value: int, of_rows: bool) -> Origins:
         """From which inputs of the outermost program a late value is computed; ``of_rows``: a row of it is read."""
-        leaves = self.computed_by(value)[1]
+        _, leaves = part_of(self.program, value, self.made_by)
         return frozenset((n, rows or of_rows) for leaf in leaves for n, rows in self.on_host.get(leaf, ()))
 
     def is_by_rows(self, number: int, region: Region) -> bool:

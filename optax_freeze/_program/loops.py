@@ -99,14 +99,10 @@ def _pass_on(values: Values, place: int, read: Any, x: Any) -> None:
 
 def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
-    _, carried = scan_counts(eqn.params)
     if not eqn.params["length"]:
         walk.whole(eqn, wanted, without_rule=False)
-        return
-    outputs = _outputs(eqn, wanted[carried:], carried)
-    carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
-    labels = [joined_label([each]) for each in wanted[:carried]]
-    _Loop(walk, eqn, outputs).add(carry, labels)
+    else:
+        _Loop(walk, eqn, wanted).add(wanted)
 
 
 def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output]:
@@ -117,24 +113,20 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output
         if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "offset", 0) for r in chosen):
             chosen = {EVERYTHING: joined_label([each])}
         for region, label in chosen.items():
-            if isinstance(region, Rows) and region.axis == 0:
-                found.append(_Output(place, EVERYTHING, region, region, label))
-            elif region.axis == 0:
-                found.append(_Output(place, EVERYTHING, everything, region, label))
-            else:
-                found.append(_Output(place, region.inside(), everything, region, label))
+            steps = region if isinstance(region, Rows) and region.axis == 0 else everything
+            found.append(_Output(place, EVERYTHING if region.axis == 0 else region.inside(), steps, region, label))
     return found
 
 
 class _Loop:
     """A ``scan`` of which some results are wanted."""
 
-    def __init__(self, walk: Any, eqn: Equation, outputs: list[_Output]) -> None:
+    def __init__(self, walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
         self.consts, self.carried = scan_counts(eqn.params)
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.body = walk.body(eqn.params["jaxpr"])
-        self.outputs = outputs
+        self.outputs = _outputs(eqn, wanted[self.carried :], self.carried)
         on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
         self.on_host = {p: o for p, o in on_host.items() if p < self.consts or walk.has_rows(eqn.inputs[p])}
         self.available -= set(range(self.consts, self.consts + self.carried))
@@ -146,8 +138,11 @@ class _Loop:
         is_known = start >= self.known_stop if self.reverse else start < self.known
         return self.walk.known is None or is_known
 
-    def add(self, carry: list[Region | None], labels: list[int]) -> None:
-        """Adds the tasks, given what is wanted of the last carry."""
+    def add(self, wanted: Sequence[Any]) -> None:
+        """Adds the tasks, given what is wanted of the results."""
+        last = list(zip(wanted[: self.carried], self.eqn.avals_out, strict=False))
+        carry = [one_region(each, aval.shape) for each, aval in last]
+        labels = [joined_label([each]) for each, _ in last]
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))

@@ -110,14 +110,12 @@ class Walk:
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
         read = Read(value, region, in_place)
-        if self.late is not None and value in self.late:
-            program, leaves = self.late.computed_by(value)
-        elif region is LAZY:
-            program, leaves = part_of(
-                self.program, value, {out: eqn for eqn in self.program.eqns for out in eqn.outputs}
-            )
-        else:
+        if region is not LAZY and (self.late is None or value not in self.late):
             return read
+        made_by = (
+            {out: eqn for eqn in self.program.eqns for out in eqn.outputs} if self.late is None else self.late.made_by
+        )
+        program, leaves = part_of(self.program, value, made_by)
         if region is LAZY:
             return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
         return LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
@@ -201,9 +199,8 @@ class Walk:
 
     def _is_in_part(self, eqn: Equation) -> bool:
         """Whether only some rows of an operand should be read, even if all of the result is wanted."""
-        return is_cheap(eqn) and (
-            self.is_late or (self.known is not None and not eqn.reads.isdisjoint(self.known.in_part))
-        )
+        in_part = eqn.reads if self.is_late else self.known.in_part if self.known is not None else ()
+        return is_cheap(eqn) and not eqn.reads.isdisjoint(in_part)
 
     def _of_rows(self, eqn: Equation, place: int) -> Computation | None:
         """How all of a result is computed from some rows of such an operand."""
@@ -211,13 +208,8 @@ class Walk:
             rows = Rows(axis, np.arange(size))
             found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
             reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
-            if any(
-                isinstance(v, int)
-                and (self.known is None or v in self.known.in_part)
-                and r is not None
-                and not is_whole(r, aval.shape)
-                for v, r, aval in reads
-            ):
+            cut = {v for v, r, aval in reads if isinstance(v, int) and r is not None and not is_whole(r, aval.shape)}
+            if not cut.isdisjoint(cut if self.known is None else self.known.in_part):
                 return found
         return None
 
