@@ -107,7 +107,7 @@ def part_of(program: Program, value: int, made_by: Mapping[int, Equation]) -> tu
 
 
 def late_inputs(
-    late: Late | None, inputs: Sequence[Any], from_rows: int | None = None
+    late: Late | None, inputs: Sequence[Any], from_rows: float = float("inf")
 ) -> tuple[dict[int, Origins], set[int]]:
     """Of the operands of a loop or a branch, those that are late values, and others that are stored anyway.
 
@@ -115,6 +115,5 @@ def late_inputs(
     """
     if late is None:
         return {}, set()
-    of_rows = len(inputs) if from_rows is None else from_rows
-    on_host = {place: late.origins(value, place >= of_rows) for place, value in enumerate(inputs) if value in late}
+    on_host = {place: late.origins(value, place >= from_rows) for place, value in enumerate(inputs) if value in late}
     return on_host, {place for place, value in enumerate(inputs) if late.is_given(value)}

@@ -312,7 +312,8 @@ class _Segment:
         carried = [(place, read) for place, read, _ in given if first <= place < last]
         start = [x for place, _, x in given if first <= place < last]
         previous = dict(zip(self.before, operands[len(self.reads) :], strict=True))
-        buffered = [o for o in self.outputs if o in self.before or o in self.conditions or self._goes_on(o)]
+        goes_on = [o for o in self.outputs if self.after[o] not in loop.eqn.outputs]  # later segments write it, too
+        buffered = [o for o in self.outputs if o in self.before or o in self.conditions or o in goes_on]
         stacked = [o for o in self.outputs if o not in buffered]
         buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
         stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
@@ -364,10 +365,6 @@ class _Segment:
             return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
         row, given = stack.row(i), self.body.given[place]
         return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
-
-    def _goes_on(self, output: _Output) -> bool:
-        """Whether later segments write the result, too."""
-        return self.after[output] not in self.loop.eqn.outputs
 
     def _buffer(self, output: _Output) -> jax.Array:
         aval, _ = self.loop._result(output)

@@ -375,10 +375,6 @@ class Values:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
 
-    def update(self, other: "Values") -> None:
-        """Stores the values of others, too."""
-        self._stored |= other._stored
-
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""
         new = Values()

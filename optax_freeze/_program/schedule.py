@@ -278,8 +278,9 @@ class LateValue(Unread):
     """The value of a program of cheap operations, given its inputs, of which some are unread."""
 
     def __init__(self, program: Program, values: Values) -> None:
-        self.program, self.values = program, Values(program.consts)
-        self.values.update(values)
+        self.program, self.values = program, values
+        for number, const in program.consts.items():
+            values.write_whole(number, const)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -296,12 +297,10 @@ class LateValue(Unread):
         for n, wanted in found.given.items():
             x = self.values.read(n, LAZY)
             for each in wanted:
-                if not isinstance(x, Unread) or each.axis > 0:
-                    given.write(n, each, self.values.read(n, each))
-                elif each is LAZY:
-                    given.write_whole(n, x)
-                else:
+                if isinstance(x, Unread) and each is not LAZY and each.axis <= 0:
                     parts.append((n, each, x if each is EVERYTHING else x.rows(each)))
+                else:
+                    given.write(n, EVERYTHING if each is LAZY else each, self.values.read(n, each))
 
         def part(*arrays: Any) -> Any:
             values = given.copy()
