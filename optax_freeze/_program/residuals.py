@@ -107,11 +107,9 @@ def _counts(eqn: Equation, place: int) -> np.ndarray | None:
     """The values in each step of a carried number that counts the steps."""
     body, consts = flatten(eqn.params["jaxpr"]), scan_counts(eqn.params)[0]
     begin, end = eqn.inputs[place], body.outputs[place - consts]
-    for add in body.eqns:
-        sign = {"add": 1, "sub": -1}.get(add.primitive.name)
-        if end not in add.outputs or sign is None or add.inputs[0] != place or body.avals[place].shape:
-            continue
-        if not isinstance(begin, int) and not isinstance(add.inputs[1], int):
-            steps = np.arange(eqn.params["length"])[:: -1 if eqn.params["reverse"] else 1]
-            return (begin.val + sign * add.inputs[1].val * steps).astype(body.avals[place].dtype)
-    return None
+    add = next((each for each in body.eqns if end in each.outputs), eqn)
+    sign, numbers = {"add": 1, "sub": -1}.get(add.primitive.name), (begin, *add.inputs[1:])
+    if sign is None or add.inputs[0] != place or body.avals[place].shape or any(isinstance(x, int) for x in numbers):
+        return None
+    steps = np.arange(eqn.params["length"])[:: -1 if eqn.params["reverse"] else 1]
+    return (begin.val + sign * add.inputs[1].val * steps).astype(body.avals[place].dtype)
