@@ -217,12 +217,14 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     regions = [EVERYTHING if isinstance(values[i], Part) else region_of(selections[i]) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     wanted = [(value, region, ALWAYS) for value, region in zip(program.outputs, regions, strict=True)]
+    reads: list[tuple[Equation, Any]] = []
     with jax.ensure_compile_time_eval():
-        reads = schedule(program._replace(on_host=frozen), wanted).from_host
+        schedule(program._replace(on_host=frozen), wanted, reads)
     for n in frozen:
         is_late = inputs[n] in on_host
-        rows = _operations(eqn for number, eqn, by_rows in reads if number == n and by_rows and is_late)
-        whole = _operations(eqn for number, eqn, by_rows in reads if number == n and not (by_rows and is_late))
+        found = [(eqn, extent[1] and is_late) for eqn, extent in reversed(reads) if extent in ((n, True), (n, False))]
+        rows = _operations(eqn for eqn, by_rows in found if by_rows)
+        whole = _operations(eqn for eqn, by_rows in found if not by_rows)
         if is_late or {operation.name for operation in whole} == {"gather"}:
             of_host.append(HostExplanation(paths[inputs[n]], is_late, rows, whole))
     return Explanation(tuple(of_rows), tuple(of_host))

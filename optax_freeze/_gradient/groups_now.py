@@ -95,8 +95,8 @@ class GradientOfGroups:
         from optax_freeze._program.tasks import (  # loads jax.extend, which takes longer than this library
             ALWAYS,
             Context,
+            Read,
             new_labels,
-            read,
         )
 
         self._at, self._spec = at, spec
@@ -125,17 +125,17 @@ class GradientOfGroups:
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        outputs = [read(self._values, *output) for output in self._schedule.outputs[: traced.of_value]]
+        outputs = [Read(*output).of(self._values) for output in self._schedule.outputs[: traced.of_value]]
         self.value = traced.traced.result([*outputs, *traced.grads])[0]
 
     def of_group(self, n: int) -> list[Any]:
         """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
-        from optax_freeze._program.tasks import read
+        from optax_freeze._program.tasks import Read
 
         values = self._values
         if n < len(self._late):
             values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)
-        grads, found = [read(values, *output) for output in self._grads[n]], [HOLE] * len(self._at.values)
+        grads, found = [Read(*output).of(values) for output in self._grads[n]], [HOLE] * len(self._at.values)
         owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
             leaf, selection = self._at.values[i], self._spec.selections[n][i]

@@ -19,7 +19,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from optax_freeze._errors import type_error
 from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.late import LateValue
 from optax_freeze._program.regions import (
     EVERYTHING,
     Region,
@@ -30,8 +29,8 @@ from optax_freeze._program.regions import (
     zero_outside,
     zeros,
 )
-from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS, Context, Task, read
+from optax_freeze._program.schedule import LateValue, schedule
+from optax_freeze._program.tasks import ALWAYS, Context, Read, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory import is_on_host, to_device
@@ -71,7 +70,7 @@ class _InRows(NamedTuple):
             return set_rows(axis, self.selection.indices(*numbers), array, rows)
 
         program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows, *numbers))
-        return LateValue(program, program.outputs[0], Values(dict(enumerate([array, rows, *numbers]))))
+        return LateValue(program, Values(dict(enumerate([array, rows, *numbers]))))
 
 
 def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T:
@@ -166,7 +165,7 @@ class _Call:
         found = []
         each = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
         for i, (leaf, array, rows, numbers) in enumerate(each):
-            array = HostArray(array, was_read=was_read) if is_on_host(array) else array
+            array = HostArray(array, (lambda _: True) if was_read else None) if is_on_host(array) else array
             if isinstance(leaf, _InRows):
                 array = (leaf.unread if i in self.program.on_host else leaf.whole)(array, rows, numbers)
             found.append(array)
@@ -188,7 +187,7 @@ class _Call:
         values = Values(program.consts | dict(enumerate([*self.given(inputs), *inputs.others])))
         for task in of_forward:
             task.run(Context(), values)
-        found = [read(values, x, EVERYTHING) for x in outs]
+        found = [Read(x, EVERYTHING).of(values) for x in outs]
         return found, (transposed, inputs, [values.read(*key) for key in stored])
 
     def backward(self, residuals: Any, cotangents: Sequence[Any]) -> tuple[_Inputs]:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import ASKED_FOR_A_VALUE
-from optax_freeze._program.residuals import computed_again
-from optax_freeze._program.trace import Program, flatten
+from optax_freeze._program.residuals import program_of
+from optax_freeze._program.trace import Program
 from optax_freeze._spec.layout import explicit_sharding
 from optax_freeze._spec.memory import is_on_host, to_device
 
@@ -40,9 +40,7 @@ class Traced:
 
         self.closed = closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
         on_host = [number for number, array in enumerate(arrays) if is_on_host(array)]
-        program = flatten(closed, **options)
-        program = computed_again(program) if options.get("enter_remat", True) else program
-        self.program: Program = program._replace(on_host=on_host)
+        self.program: Program = program_of(closed, **options)._replace(on_host=on_host)
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result of the function, given the outputs of the program."""

@@ -1,5 +1,6 @@
 """Arrays in host memory, of which rows are brought to the device where they are read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,87 +18,81 @@ FEWEST_AXES = 3
 _MOST_RUNS = 16
 
 
-class HostArray(Unread):
-    """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or some of its rows.
+def _second_read() -> Callable[[Any], bool]:
+    """A function that says whether it was called with the same key before."""
+    keys: set[Any] = set()
+    return lambda key: key in keys or bool(keys.add(key))
 
-    An array that was read in the forward pass is read again in the backward pass.
+
+class HostArray(Unread):
+    """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or the rows of a ``region``.
+
+    ``waits(region)`` says whether a read waits for another operand of the operation, so that it is not merged with an
+    earlier one: by default if the region was read before.
     """
 
     def __init__(
         self,
         array: Any,
+        waits: Callable[[Any], bool] | None = None,
         starts: tuple[Any, ...] = (),
-        numbers: Any = None,
-        in_loop: bool = False,
-        was_read: bool = False,
+        region: Any = EVERYTHING,
     ) -> None:
-        self.array, self.starts, self.numbers, self.in_loop, self.was_read = array, starts, numbers, in_loop, was_read
-        self.regions_read: set[Any] = set()
+        self.array, self.waits, self.starts, self.region = array, waits or _second_read(), starts, region
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rest = self.array.shape[len(self.starts) :]
-        return rest if self.numbers is None else (len(self.numbers), *rest[1:])
+        return self.region.shape(self.array.shape[len(self.starts) :])
 
-    def read(self, region: Region, beside: Any = None) -> jax.Array:
-        if self.numbers is not None or (region.axis == 0 and len(self.shape) >= FEWEST_AXES):
-            return self._some_rows(region, beside)
-        array = self._fresh(EVERYTHING, beside)
-        if not self.starts:
-            return region.take(to_device(array))
-        return region.take(jnp.squeeze(_slice(array, self.starts, 1), tuple(range(len(self.starts)))))
-
-    def _some_rows(self, region: Region, beside: Any) -> jax.Array:
-        array = self._fresh(region, beside)
-        if self.numbers is None and isinstance(region, Rows) and len(region.runs) <= _MOST_RUNS:
-            parts = [self._one(array, start, stop - start) for start, stop in region.runs]
+    def read(self, region: Any, beside: Any = None) -> jax.Array:
+        is_whole = self.region is EVERYTHING and len(self.shape) < FEWEST_AXES
+        if region.axis > 0 or (region.axis == 0 and is_whole):
+            return region.take(self.read(EVERYTHING, beside))
+        region, array = self._rows_of(region), self.array
+        key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
+        if beside is not None and self.waits(key):
+            array = jax.lax.optimization_barrier((array, beside))[0]
+        if region is EVERYTHING:
+            return self._slice(array) if self.starts else to_device(array)
+        if isinstance(region, Rows) and len(region.runs) <= _MOST_RUNS:
+            parts = [self._slice(array, start, stop - start) for start, stop in region.runs]
+        elif region.count > _MOST_RUNS:
+            return jax.lax.map(lambda i: self._slice(array, i)[0], region.indices)
         else:
-            numbers = self._rows_of(region)
-            if region.axis > 0:
-                return region.take(self._some_rows(EVERYTHING, beside))
-            if len(numbers) > _MOST_RUNS:
-                return jax.lax.map(lambda i: self._one(array, i, 1)[0], numbers)
-            parts = [self._one(array, numbers[k], 1) for k in range(len(numbers))]
+            parts = [self._slice(array, region.indices[k]) for k in range(region.count)]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-    def _one(self, array: Any, start: Any, count: int) -> jax.Array:
-        rows = _slice(array, (*self.starts, start), count)
-        return jnp.squeeze(rows, tuple(range(len(self.starts))))
+    def _slice(self, array: Any, start: Any = None, count: int = 1) -> jax.Array:
+        """``count`` rows from ``start`` on of the row, or the row itself."""
+        starts = self.starts if start is None else (*self.starts, start)
+        return jnp.squeeze(_slice(array, starts, count), tuple(range(len(self.starts))))
 
-    def _fresh(self, region: Region, beside: Any) -> Any:
-        """The array, on which a second read waits for another operand, so that it is not merged with the first."""
-        key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
-        if self.in_loop or beside is None:
-            return self.array
-        if key not in self.regions_read and not self.was_read:
-            self.regions_read.add(key)
-            return self.array
-        return jax.lax.optimization_barrier((self.array, beside))[0]
+    def _rows_of(self, region: Any) -> Any:
+        """The region of the row that a region of these rows is."""
+        if EVERYTHING in (region, self.region):
+            return self.region if region is EVERYTHING else region
+        if isinstance(region, Rows) and isinstance(self.region, Rows):
+            return Rows(0, self.region.numbers[region.numbers])
+        return DynamicRows(0, jnp.take(self.region.indices, region.indices))
 
-    def _rows_of(self, region: Region) -> Any:
-        numbers = self.numbers
-        if region is EVERYTHING or region.axis > 0:
-            return numbers
-        indices = region.indices  # type: ignore[attr-defined]
-        return indices if numbers is None else jnp.take(numbers, indices)
-
-    def rows(self, region: Any) -> "HostArray":
-        return self._with(self.starts, self._rows_of(region), True)
-
-    def row(self, i: Any) -> "HostArray":
-        i = i if self.numbers is None else self.numbers[i]
-        return self._with((*self.starts, i), None, self.in_loop or not isinstance(i, int))
+    def rows(self, region: Region, is_row: bool = False) -> "HostArray":
+        rows = self._rows_of(region)
+        if not is_row:
+            return HostArray(self.array, _never, self.starts, rows)
+        is_known = isinstance(rows, Rows)
+        start = int(rows.numbers[0]) if is_known else rows.indices[0]
+        return HostArray(self.array, self.waits if is_known else _never, (*self.starts, start))
 
     def inside(self) -> "HostArray":
-        return self._with(self.starts, self.numbers, True)
+        return HostArray(self.array, _never, self.starts, self.region)
 
     def as_operand(self) -> Any:
-        return self.read(EVERYTHING) if self.starts or self.numbers is not None else self.array
+        return self.read(EVERYTHING) if self.starts or self.region is not EVERYTHING else self.array
 
-    def _with(self, starts: tuple[Any, ...], numbers: Any, in_loop: bool) -> "HostArray":
-        new = HostArray(self.array, starts, numbers, in_loop, self.was_read)
-        new.regions_read = self.regions_read
-        return new
+
+def _never(_: Any) -> bool:
+    """In a loop, nothing is merged with what is outside of it."""
+    return False
 
 
 def _slice(array: Any, starts: tuple[Any, ...], count: int) -> jax.Array:

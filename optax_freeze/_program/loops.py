@@ -5,10 +5,11 @@ Its inputs are read by index, not cut, since a slice is a copy. What is wanted o
 a segment. A step whose number is a value of the program is recognised while the loop runs.
 """
 
+import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._program.late import Late, counters_of, late_inputs
+from optax_freeze._program.late import late_inputs
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import (
     ALWAYS,
@@ -58,57 +59,50 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     label = joined_label(wanted)
     programs = [walk.body(branch) for branch in eqn.params["branches"]]
     on_host, available = late_inputs(walk.late, eqn.inputs[1:])
-    branches = [
-        walk.inside(
-            program,
-            [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None],
-            Late(program, on_host, available) if on_host else None,
-        )
-        for program in programs
-    ]
-    for branch in reversed(branches):
-        _record_reads(walk, branch, eqn.inputs[1:])
-    reads = [Read(eqn.inputs[0], EVERYTHING)]
-    places = []
-    for place, value in enumerate(eqn.inputs[1:]):
-        needed = dict.fromkeys(region for branch in branches for region in branch.given.get(place, ()))
-        if place in on_host or LAZY in needed:
-            needed = dict.fromkeys([LAZY] if needed else [])
-        for region in covering(list(needed), eqn.avals_in[1 + place].shape) if needed else []:
-            places.append((place, region))
-            reads.append(walk.read(value, region))
+    branches = []
+    for program in programs:
+        outs = [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
+        branches.append(walk.inside(program, outs, on_host, available))
+    reads = []
+    for place, (value, aval) in enumerate(zip(eqn.inputs[1:], eqn.avals_in[1:], strict=True)):
+        wanted_of = [region for branch in branches for region in branch.given.get(place, ())]
+        reads += [(place, read) for read in _reads(walk, value, aval, wanted_of, place in on_host)]
 
     def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
-        index, *given = operands
-        unread = {place: x for (place, _), x in zip(places, given, strict=True) if isinstance(x, Unread)}
-
-        def run(branch: Schedule, *parts: Any) -> list[Any]:
-            values = Values({place: x.inside() for place, x in unread.items()})
-            left = iter(parts)
-            for place, region in places:
-                if place not in unread:
-                    values.write(place, EVERYTHING if region is LAZY else region, next(left))
+        def run(branch: Schedule) -> list[Any]:
+            values = Values()
+            for (place, read), x in zip(reads, operands[1:], strict=True):
+                _pass_on(values, place, read, x)
             return branch.run(values, context.inside(label))
 
-        parts = [x for x in given if not isinstance(x, Unread)]
-        outs = iter(jax.lax.switch(index, [functools.partial(run, branch) for branch in branches], *parts))
-        return [None if region is None else next(outs) for region in regions]
+        return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
 
-    writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
-    walk.add(Task(eqn, reads, writes, apply, label))
+    writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
+    walk.add(Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, label))
     return True
+
+
+def _reads(walk: Any, value: Any, aval: Any, wanted: Collection[Region], is_late: bool) -> list[Any]:
+    """The reads of an operand for what is wanted of it in a step or a branch."""
+    if wanted and (is_late or LAZY in wanted):
+        return [walk.read(value, LAZY)]
+    return [Read(value, region) for region in covering(list(dict.fromkeys(wanted)), aval.shape)] if wanted else []
+
+
+def _pass_on(values: Values, place: int, read: Any, x: Any) -> None:
+    """Stores what was read of an operand among the values of a step or a branch."""
+    if isinstance(read, Read):
+        values.write(place, read.region, x)
+    else:
+        values.write_whole(place, x.inside() if isinstance(x, Unread) else x)
 
 
 def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
-    _, carried = scan_counts(eqn.params)
     if not eqn.params["length"]:
         walk.whole(eqn, wanted, without_rule=False)
-        return
-    outputs = _outputs(eqn, wanted[carried:], carried)
-    carry = [one_region(each, aval.shape) for each, aval in zip(wanted[:carried], eqn.avals_out, strict=False)]
-    labels = [joined_label([each]) for each in wanted[:carried]]
-    _Loop(walk, eqn, outputs).add(carry, labels)
+    else:
+        _Loop(walk, eqn, wanted).add(wanted)
 
 
 def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output]:
@@ -119,26 +113,22 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output
         if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "offset", 0) for r in chosen):
             chosen = {EVERYTHING: joined_label([each])}
         for region, label in chosen.items():
-            if isinstance(region, Rows) and region.axis == 0:
-                found.append(_Output(place, EVERYTHING, region, region, label))
-            elif region.axis == 0:
-                found.append(_Output(place, EVERYTHING, everything, region, label))
-            else:
-                found.append(_Output(place, region.inside(), everything, region, label))
+            steps = region if isinstance(region, Rows) and region.axis == 0 else everything
+            found.append(_Output(place, EVERYTHING if region.axis == 0 else region.inside(), steps, region, label))
     return found
 
 
 class _Loop:
     """A ``scan`` of which some results are wanted."""
 
-    def __init__(self, walk: Any, eqn: Equation, outputs: list[_Output]) -> None:
+    def __init__(self, walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
         self.consts, self.carried = scan_counts(eqn.params)
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.body = walk.body(eqn.params["jaxpr"])
-        self.outputs = outputs
-        on_host, self.available = late_inputs(walk.late, eqn.inputs)
-        self.on_host = {p for p in on_host if p < self.consts or walk.late.has_rows(eqn.inputs[p])}
+        self.outputs = _outputs(eqn, wanted[self.carried :], self.carried)
+        on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
+        self.on_host = {p: o for p, o in on_host.items() if p < self.consts or walk.has_rows(eqn.inputs[p])}
         self.available -= set(range(self.consts, self.consts + self.carried))
         self.known = walk.known.steps.get(eqn.outputs[0], 0) if walk.known and eqn.outputs else 0
         self.known_stop = self.length - self.known if self.reverse else self.known
@@ -148,8 +138,11 @@ class _Loop:
         is_known = start >= self.known_stop if self.reverse else start < self.known
         return self.walk.known is None or is_known
 
-    def add(self, carry: list[Region | None], labels: list[int]) -> None:
-        """Adds the tasks, given what is wanted of the last carry."""
+    def add(self, wanted: Sequence[Any]) -> None:
+        """Adds the tasks, given what is wanted of the results."""
+        last = list(zip(wanted[: self.carried], self.eqn.avals_out, strict=False))
+        carry = [one_region(each, aval.shape) for each, aval in last]
+        labels = [joined_label([each]) for each, _ in last]
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))
@@ -167,7 +160,7 @@ class _Loop:
             )
             earlier = {o for other in segments[:n] for o in other.outputs}
             before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
-            carry, labels = _Segment(self, segment, starts, ends, numbers, before).add(carry, labels)
+            carry, labels = _Segment(self, segment, starts, ends, dict(numbers), before).add(carry, labels)
             numbers |= before
             ends = starts
 
@@ -203,23 +196,26 @@ class _Steps(NamedTuple):
     outputs: tuple[_Output, ...]
 
 
+@dataclasses.dataclass
 class _Segment:
-    """A part of a loop: steps at which the same results are wanted."""
+    """A part of a loop: steps at which the same results are wanted.
 
-    def __init__(
-        self,
-        loop: _Loop,
-        steps: _Steps,
-        starts: Sequence[Any],
-        ends: Sequence[Any],
-        after: dict[_Output, int],
-        before: dict[_Output, int],
-    ) -> None:
-        self.loop, self.steps, self.outputs = loop, steps, steps.outputs
-        self.starts, self.ends, self.after, self.before = starts, ends, dict(after), before
-        self.numbers = Rows(0, np.arange(steps.start, steps.stop))
+    Attributes:
+      starts, ends: the carry before and after the steps.
+      after: the numbers of the outputs; ``before``: those of what earlier segments wrote of them.
+    """
+
+    loop: _Loop
+    steps: _Steps
+    starts: Sequence[Any]
+    ends: Sequence[Any]
+    after: dict[_Output, int]
+    before: dict[_Output, int]
+
+    def __post_init__(self) -> None:
+        self.outputs, self.numbers = self.steps.outputs, Rows(0, np.arange(self.steps.start, self.steps.stop))
         # A step that other devices or examples wait for is not skipped.
-        self.waits = any(type(effect).__name__ == "NamedAxisEffect" for effect in loop.eqn.effects)
+        self.waits = any(type(effect).__name__ == "NamedAxisEffect" for effect in self.loop.eqn.effects)
 
     def add(self, carry: list[Region | None], labels: list[int]) -> tuple[list[Region | None], list[int]]:
         """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
@@ -234,29 +230,22 @@ class _Segment:
             self.label = ALWAYS
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
-        _record_reads(loop.walk, self.body, eqn.inputs, from_rows=last)
-        self.reads: list[Any] = []
-        self.places: list[int] = []
+        self.reads: list[tuple[int, Any]] = []
         for place, value in enumerate(eqn.inputs):
             wanted = self.body.given.get(place, {})
             if first <= place < last:
                 region = needed[place - first]
                 reads = [] if region is None else [Read(self.starts[place - first], region)]
-            elif place in loop.on_host or LAZY in wanted:
-                reads = [loop.walk.read(value, LAZY)] if wanted else []
-            elif place < first:
-                reads = [Read(value, r) for r in covering(list(wanted), eqn.avals_in[place].shape)] if wanted else []
+            elif place < first or place in loop.on_host or LAZY in wanted:
+                reads = _reads(loop.walk, value, eqn.avals_in[place], wanted, place in loop.on_host)
             else:
                 in_place = loop.is_read_in_place(self.steps.start)
                 reads = [Read(value, self.numbers, in_place)] if wanted else []
-            self.reads += reads
-            self.places += [place] * len(reads)
-        old = [Read(number, o.written) for o, number in self.before.items()]
+            self.reads += [(place, read) for read in reads]
+        reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
         writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
-        loop.walk.add(
-            Task(eqn, self.reads + old, writes, self.apply, self.label, len(self.numbers.numbers) / max(loop.length, 1))
-        )
+        loop.walk.add(Task(eqn, reads, writes, self.apply, self.label, self.numbers.count / loop.length))
         return needed, [self.label] * loop.carried
 
     def _conditions(self, others: Sequence[int]) -> dict[_Output, int]:
@@ -274,17 +263,19 @@ class _Segment:
         """What a step computes of the carry and what it needs of it, the same unless there is one step."""
         loop = self.loop
         shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
+        log = [] if loop.walk.log is None else loop.walk.log
+        recorded = len(log)
         while True:
+            del log[recorded:]
             outs = zip(loop.body.outputs[: loop.carried], carry, labels, strict=True)
             wanted = [(value, region, label) for value, region, label in outs if region is not None]
             for o in self.outputs:
                 label = self.conditions.get(o, o.label)
                 wanted.append((loop.body.outputs[loop.carried + o.place], o.region, label))
-            late = Late(loop.body, loop.on_host, loop.available) if loop.on_host else None
-            self.body = loop.walk.inside(loop.body, wanted, late)
+            self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
             if in_each:  # what each step would bring to the device is brought once
-                loop.on_host -= in_each
+                loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
                 loop.available |= in_each
                 continue
             given = [self.body.given.get(loop.consts + k, {}) for k in range(loop.carried)]
@@ -312,30 +303,30 @@ class _Segment:
 
     def apply(self, context: Context, operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the steps."""
-        loop, n = self.loop, len(self.places)
+        loop = self.loop
         first, last = loop.consts, loop.consts + loop.carried
         given = [
-            (place, read, x if place < last or isinstance(x, Unread) or read.in_place else (x, self.steps.start))
-            for place, read, x in zip(self.places, self.reads, operands, strict=False)
+            (place, read, x if place < last or isinstance(x, Unread | tuple) else (x, self.steps.start))
+            for (place, read), x in zip(self.reads, operands, strict=False)
         ]
         carried = [(place, read) for place, read, _ in given if first <= place < last]
         start = [x for place, _, x in given if first <= place < last]
-        previous = dict(zip(self.before, operands[n:], strict=True))
-        buffered = [o for o in self.outputs if o in self.before or o in self.conditions or self._goes_on(o)]
+        previous = dict(zip(self.before, operands[len(self.reads) :], strict=True))
+        goes_on = [o for o in self.outputs if self.after[o] not in loop.eqn.outputs]  # later segments write it, too
+        buffered = [o for o in self.outputs if o in self.before or o in self.conditions or o in goes_on]
         stacked = [o for o in self.outputs if o not in buffered]
         buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
-        unread = {p: x for p, _, x in given if isinstance(x, Unread)}
-        given: list[Any] = [each for each in given if each[0] not in unread]
-        whole = {p: x[0] for p, _, x in given if p >= last and x[0].shape[0] == len(self.numbers.numbers)}
+        stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
+        whole = {p: x for p, x in stacks.items() if x.shape[0] == len(self.numbers.numbers)}
 
         def step(state: Any, of_step: Any) -> Any:
             (carry, buffers), (i, rows) = state, of_step
-            values = Values({p: self._row_of(p, x, i) if p >= last else x.inside() for p, x in unread.items()})
+            values = Values()
             for place, read, x in given:
                 if place < first:
-                    values.write(place, EVERYTHING if read.region is LAZY else read.region, x)
+                    _pass_on(values, place, read, x)
                 elif place >= last:
-                    values.write_whole(place, rows[place] if place in rows else _row(x, i))
+                    values.write_whole(place, rows[place] if place in rows else self._row_of(place, x, i))
             for (place, read), part in zip(carried, carry, strict=True):
                 values.write(place, read.region, part)
             steps = {o: o.written.numbers == i for o in self.conditions}  # type: ignore[attr-defined]
@@ -367,14 +358,13 @@ class _Segment:
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
 
-    def _row_of(self, place: int, array: Unread, i: Any) -> Any:
-        """The row of a step of an array in host memory: read once, unless the step reads only rows of it."""
-        row, given = array.row(i), self.body.given[place]
+    def _row_of(self, place: int, stack: Any, i: Any) -> Any:
+        """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
+        if isinstance(stack, tuple):
+            array, begins = stack
+            return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
+        row, given = stack.row(i), self.body.given[place]
         return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
-
-    def _goes_on(self, output: _Output) -> bool:
-        """Whether later segments write the result, too."""
-        return self.after[output] not in self.loop.eqn.outputs
 
     def _buffer(self, output: _Output) -> jax.Array:
         aval, _ = self.loop._result(output)
@@ -396,11 +386,6 @@ class _Segment:
         return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
 
 
-def _row(stacked: tuple[Any, int], i: Any) -> jax.Array:
-    array, begins = stacked
-    return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
-
-
 def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     """A stacked result with the row of one step; ``hit`` says whether it is wanted."""
 
@@ -410,17 +395,10 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
 
 
-def _record_reads(walk: Any, body: Schedule, inputs: Sequence[Any], from_rows: int | None = None) -> None:
-    """Adds reads from host memory in a loop or a branch; loops read by rows from the operand ``from_rows`` on."""
-    for place, eqn, by_rows in reversed(body.from_host):
-        by_rows = by_rows or (from_rows is not None and place >= from_rows)
-        walk.from_host += [(number, eqn, by_rows) for number in walk.late.inputs_of(inputs[place])]
-
-
 def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
     on_host, available = late_inputs(walk.late, eqn.inputs)
-    on_host = {place for place in on_host if eqn.inputs[place] in walk.late.on_host}
+    on_host = {place: origins for place, origins in on_host.items() if eqn.inputs[place] in walk.late.on_host}
     if not on_host or eqn.has_effects:
         return False
     params, regions = eqn.params, []
@@ -430,8 +408,7 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
         regions.append(region if region is None or is_cut else EVERYTHING)
     program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
     outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
-    inner = walk.schedule(program, outs, walk.log, Late(program, on_host, available))
-    _record_reads(walk, inner, eqn.inputs)
+    inner = walk.inside(program, outs, on_host, available)
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
     reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
 
@@ -449,47 +426,8 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
             check_vma=params["check_vma"],
             axis_names=set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]),
         )
-        outs = iter(mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands)))
-        return [None if r is None else next(outs) for r in regions]
+        return mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands))
 
-    writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
+    writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
     walk.add(Task(eqn, reads, writes, apply, joined_label(wanted)))
-    return True
-
-
-def rows_of_scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
-    """Adds the tasks of some rows of a late result, numbered by values of the program; False for other regions."""
-    consts, carried = scan_counts(eqn.params)
-    if any(not isinstance(region, DynamicRows) or region.axis for each in wanted for region in each):
-        return False
-    program = walk.body(eqn.params["jaxpr"])
-    counters, length, reverse = counters_of(eqn, program), eqn.params["length"], eqn.params["reverse"]
-    for place, each in enumerate(wanted):
-        for region in each:
-            body = walk.schedule(program, [(program.outputs[place], EVERYTHING, ALWAYS)], is_late=True)
-            reads, places = [], []
-            for n, needed in body.given.items():
-                if n < consts or n >= consts + carried:
-                    for inner in needed if n < consts else [region]:
-                        reads.append(walk.read(eqn.inputs[n], inner))
-                        places.append((n, inner))
-
-            def apply(
-                _: Any, operands: Sequence[Any], body: Any = body, places: Any = places, rows: Any = region
-            ) -> Any:
-                def row(k: int) -> Any:
-                    values = Values()
-                    for (n, inner), x in zip(places, operands, strict=True):
-                        if n < consts:
-                            values.write(n, EVERYTHING if inner is LAZY else inner, x)
-                        else:
-                            values.write_whole(n, x[k])
-                    i = rows.indices[k]
-                    for n, (begin, step) in counters.items():
-                        values.write_whole(n, begin + step * (length - 1 - i if reverse else i).astype(np.int32))
-                    return body.run(values)[0]
-
-                return [jnp.stack([row(k) for k in range(rows.count)])]
-
-            walk.add(Task(eqn, reads, [(eqn.outputs[place], region)], apply, ALWAYS))
     return True

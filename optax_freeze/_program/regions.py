@@ -78,17 +78,17 @@ class Unread:
         """A region on the device; ``beside``: an array that is there before a second read of the same region."""
         raise NotImplementedError
 
-    def rows(self, region: Region) -> "Unread":
-        """Rows along the first axis, unread."""
+    def rows(self, region: Region, is_row: bool = False) -> "Unread":
+        """Rows along the first axis, unread; or one row, without this axis."""
         raise NotImplementedError
 
     def row(self, i: Any) -> "Unread":
-        """One row along the first axis, without this axis, unread."""
-        raise NotImplementedError
+        """One row along the first axis, unread."""
+        return self.rows(Rows(0, [i]) if isinstance(i, int) else DynamicRows(0, i[None]), is_row=True)
 
     def inside(self) -> "Unread":
         """The same array inside a loop."""
-        raise NotImplementedError
+        return self
 
     def as_operand(self) -> Any:
         """The array in host memory, or else on the device."""
@@ -374,11 +374,6 @@ class Values:
             if positions is not None:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
-
-    def unread(self, number: int) -> Unread | None:
-        """A value as an unread array, if it is one."""
-        found = self._stored[number].get(EVERYTHING)
-        return found if isinstance(found, Unread) else None
 
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""

@@ -1,102 +1,115 @@
-"""Rows that a loop stores for a later loop are computed again, if cheap operations on the rows of its inputs give them.
+"""What a loop or a branch stores for a later one is computed again, if cheap operations give it.
 
 JAX stores what the backward pass of a ``scan`` reads, also a weight that each step casts: a copy of the whole stack.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, jaxpr_as_fun
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from optax_freeze._program.operations import RULES
-from optax_freeze._program.trace import Equation, Program, scan_counts
-
-
-def computed_again(program: Program) -> Program:
-    """The program, of which loops compute such rows themselves."""
-    made_by = {n: (eqn, k) for eqn in program.eqns if eqn.primitive.name == "scan" for k, n in enumerate(eqn.outputs)}
-    eqns = [_with_rows(eqn, made_by) if eqn.primitive.name == "scan" else eqn for eqn in program.eqns]
-    return program._replace(eqns=eqns)
+from optax_freeze._program.late import is_repeated
+from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
 
 
-def _with_rows(eqn: Equation, made_by: dict[int, tuple[Equation, int]]) -> Equation:
+def program_of(closed: ClosedJaxpr, enter_remat: bool = True, **options: Any) -> Program:
+    """The operations of a jaxpr, as :func:`flatten` lists them; those of a gradient compute such values again."""
+    program = flatten(closed, enter_remat, **options)
+    if not enter_remat:
+        return program
+    program = program.copy(consts=dict(program.consts))
+    made_by: dict[int, tuple[Equation, int]] = {}
+    for k, eqn in enumerate(program.eqns):
+        if eqn.primitive.name == "cond" or (eqn.primitive.name == "scan" and eqn.params["length"]):
+            stored = {i: made_by[x] for i, x in enumerate(eqn.inputs) if isinstance(x, int) and x in made_by}
+            again = {i: _again(program, eqn, i, *maker) for i, maker in stored.items()}
+            program.eqns[k] = _with(eqn, {i: each for i, each in again.items() if each is not None})
+            made_by.update({n: (eqn, result) for result, n in enumerate(eqn.outputs)})
+    return program
+
+
+class _Again(NamedTuple):
+    """How the step of a loop, or each branch, computes an operand from others."""
+
+    programs: list[ClosedJaxpr]
+    reads: list[list[int]]  # which operands each program reads
+    operands: dict[int, tuple[Any, Any, Any]]  # values, their types, and those in one step
+    consts: int  # operands from this number on are stacked
+
+
+def _bodies(eqn: Equation) -> tuple[Sequence[ClosedJaxpr], int, int, int]:
+    """The programs of a loop or a branch; how many operands they lack; the first carried and the first stacked one."""
+    if eqn.primitive.name == "cond":
+        return eqn.params["branches"], 1, len(eqn.inputs), len(eqn.inputs)
     consts, carried = scan_counts(eqn.params)
-    found = {}
-    for place, value in list(enumerate(eqn.inputs))[consts + carried :]:
-        maker, result = made_by.get(value, (None, 0)) if isinstance(value, int) else (None, 0)
-        if maker is not None:
-            rows = _Rows(maker, result)
-            if rows.is_cheap:
-                found[place] = rows
-    if not found:
+    return [eqn.params["jaxpr"]], 0, consts, consts + carried
+
+
+def _again(program: Program, eqn: Equation, place: int, maker: Equation, result: int) -> _Again | None:
+    """How an equation computes its operand at ``place``, which is a result of another one, if it can."""
+    bodies, lacks, consts, last = _bodies(maker)
+    if maker.primitive is not eqn.primitive or result < last - consts:
+        return None
+    if maker.inputs[0] != eqn.inputs[0] if lacks else place < _bodies(eqn)[3]:
+        return None
+    again = _Again([], [], {}, consts)
+    for closed in bodies:
+        jaxpr, used = dce_jaxpr(closed.jaxpr, [n == result for n in range(len(maker.outputs))])
+        again.programs.append(ClosedJaxpr(jaxpr, closed.consts))
+        again.reads.append((np.flatnonzero(used) + lacks).tolist())
+        for i in again.reads[-1]:
+            value, aval = maker.inputs[i], maker.avals_in[i]
+            if consts <= i < last:
+                counts = _counts(maker, i)
+                if counts is None:
+                    return None
+                aval = jax.typeof(counts)
+                value = program.add(aval)
+                program.consts[value] = counts
+            again.operands[i] = value, aval, closed.jaxpr.invars[i - lacks].aval
+    is_cheap = all(is_repeated(each) for closed in again.programs for each in flatten(closed).eqns)
+    return again if is_cheap and (lacks or any(i >= consts for i in again.operands)) else None
+
+
+def _with(eqn: Equation, again: Mapping[int, _Again]) -> Equation:
+    """The equation that computes some of its operands itself."""
+    if not again:
         return eqn
-    kept = [i for i in range(len(eqn.inputs)) if i not in found]
-    new_consts, new_xs = ([x for rows in found.values() for x in rows.operands(stacked)] for stacked in (False, True))
-    body = jaxpr_as_fun(eqn.params["jaxpr"])
+    bodies, lacks, consts, last = _bodies(eqn)
+    types = [var.aval for var in bodies[0].jaxpr.invars]
+    own = dict(enumerate(zip(eqn.inputs[lacks:], eqn.avals_in[lacks:], types, strict=True), lacks))
+    new = {(p, i): operand for p, each in again.items() for i, operand in each.operands.items()}
+    first = {(p, i): operand for (p, i), operand in new.items() if i < again[p].consts}
+    operands = first | {p: operand for p, operand in own.items() if p not in again} | new
 
-    def step(*operands: Any) -> list[Any]:
-        own = dict(zip(kept, operands[len(new_consts) : len(operands) - len(new_xs)], strict=True))
-        left = iter(operands[: len(new_consts)]), iter(operands[len(operands) - len(new_xs) :])
-        for place, rows in found.items():
-            own[place] = rows.compute([next(left[stacked]) for stacked in rows.stacked])
-        return body(*(own[i] for i in range(len(eqn.inputs))))
+    def body(n: int) -> ClosedJaxpr:
+        def computing(*given: Any) -> list[Any]:
+            found = dict(zip(operands, given, strict=True))
+            for p, each in again.items():
+                [found[p]] = jaxpr_as_fun(each.programs[n])(*(found[p, i] for i in each.reads[n]))
+            return jaxpr_as_fun(bodies[n])(*(found[p] for p in own))
 
-    of_own = [var.aval for i, var in enumerate(eqn.params["jaxpr"].jaxpr.invars) if i not in found]
-    avals = [*(aval for _, aval, _ in new_consts), *of_own, *(row for _, _, row in new_xs)]
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    params |= {"jaxpr": jax.make_jaxpr(step)(*avals), "num_consts": consts + len(new_consts), "num_carry": carried}
-    inputs = (*(x for x, *_ in new_consts), *(eqn.inputs[i] for i in kept), *(x for x, *_ in new_xs))
-    avals_in = (*(a for _, a, _ in new_consts), *(eqn.avals_in[i] for i in kept), *(a for _, a, _ in new_xs))
-    return eqn._replace(params=params, inputs=inputs, avals_in=avals_in)
+        return jax.make_jaxpr(computing)(*(of_step for *_, of_step in operands.values()))
+
+    if lacks:
+        params = {**eqn.params, "branches": tuple(map(body, range(len(bodies))))}
+    else:
+        params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        params |= {"jaxpr": body(0), "num_consts": consts + len(first), "num_carry": last - consts}
+    values, avals, _ = zip(*operands.values(), strict=True)
+    return eqn._replace(params=params, inputs=(*eqn.inputs[:lacks], *values), avals_in=(*eqn.avals_in[:lacks], *avals))
 
 
-class _Rows:
-    """A stacked result of a loop, as a function of the rows and constants that the loop reads."""
-
-    def __init__(self, eqn: Equation, result: int) -> None:
-        self.eqn, jaxpr = eqn, eqn.params["jaxpr"].jaxpr
-        self.consts, self.carried = scan_counts(eqn.params)
-        self.out = jaxpr.outvars[result]
-        made_by = {var: each for each in jaxpr.eqns for var in each.outvars}
-        self.eqns: list[Any] = []
-        self.places: list[int] = []
-        self.is_cheap = result >= self.carried and not isinstance(self.out, Literal) and not jaxpr.constvars
-        places, waiting, seen = {var: i for i, var in enumerate(jaxpr.invars)}, [self.out], set()
-        while waiting and self.is_cheap:
-            var = waiting.pop()
-            if isinstance(var, Literal) or var in seen:
-                continue
-            seen.add(var)
-            if var in places:
-                self.places.append(places[var])
-                self.is_cheap = not self.consts <= places[var] < self.consts + self.carried
-            else:
-                each = made_by[var]
-                rule = RULES.get(each.primitive.name)
-                self.is_cheap = rule is not None and rule.cheap and not each.effects and each.primitive.name != "iota"
-                self.eqns.append(each)
-                waiting += each.invars
-        self.is_cheap = self.is_cheap and any(place >= self.consts for place in self.places)
-        self.stacked = [place >= self.consts for place in self.places]
-        order = {id(each): i for i, each in enumerate(jaxpr.eqns)}
-        self.eqns = sorted({id(each): each for each in self.eqns}.values(), key=lambda each: order[id(each)])
-
-    def operands(self, stacked: bool) -> list[tuple[Any, Any, Any]]:
-        """The inputs of the loop that are read, their types, and those of one row."""
-        invars = self.eqn.params["jaxpr"].jaxpr.invars
-        pairs = zip(self.places, self.stacked, strict=True)
-        return [(self.eqn.inputs[i], self.eqn.avals_in[i], invars[i].aval) for i, here in pairs if here == stacked]
-
-    def compute(self, operands: Sequence[Any]) -> Any:
-        """The row of one step."""
-        invars = self.eqn.params["jaxpr"].jaxpr.invars
-        env = {invars[i]: x for i, x in zip(self.places, operands, strict=True)}
-        for eqn in self.eqns:
-            given = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
-            bound = eqn.primitive.get_bind_params(eqn.params)
-            functions, params = bound if isinstance(bound, tuple) else ((), bound)
-            with eqn.ctx.manager:
-                outs = eqn.primitive.bind(*functions, *given, **params)
-            env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
-        return env[self.out]
+def _counts(eqn: Equation, place: int) -> np.ndarray | None:
+    """The values in each step of a carried number that counts the steps."""
+    body, consts = flatten(eqn.params["jaxpr"]), scan_counts(eqn.params)[0]
+    begin, end = eqn.inputs[place], body.outputs[place - consts]
+    add = next((each for each in body.eqns if end in each.outputs), eqn)
+    sign, numbers = {"add": 1, "sub": -1}.get(add.primitive.name), (begin, *add.inputs[1:])
+    if sign is None or add.inputs[0] != place or body.avals[place].shape or any(isinstance(x, int) for x in numbers):
+        return None
+    steps = np.arange(eqn.params["length"])[:: -1 if eqn.params["reverse"] else 1]
+    return (begin.val + sign * add.inputs[1].val * steps).astype(body.avals[place].dtype)

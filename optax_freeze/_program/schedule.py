@@ -1,7 +1,9 @@
 """Walks a program backwards: which region of each value is wanted, and so which tasks are needed."""
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 from optax_freeze._program import loops
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
-from optax_freeze._program.late import Late, LazyRead, part_of, register
+from optax_freeze._program.late import Late, Origins, part_of
 from optax_freeze._program.operations import REDUCTIONS, Computation, computation, gives_list, is_apart, is_cheap
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -19,15 +21,15 @@ from optax_freeze._program.regions import (
     Region,
     Rows,
     Unread,
+    Values,
     is_scattered,
     is_whole,
 )
-from optax_freeze._program.residuals import computed_again
+from optax_freeze._program.residuals import program_of
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
-@register
 def schedule(
     program: Program,
     outputs: Sequence[tuple[Any, Region, int]],
@@ -45,7 +47,8 @@ def schedule(
     step. Other regions are wanted only of values that are known in part.
     """
     if late is None and program.on_host and not is_late:
-        late = Late(program, program.on_host, range(program.num_inputs))
+        origins = {number: frozenset({(number, False)}) for number in program.on_host}
+        late = Late(program, origins, range(program.num_inputs))
     walk = Walk(program, log, late, is_late, known)
     for value, region, label in outputs:
         walk.want(value, region, label)
@@ -54,27 +57,23 @@ def schedule(
     computed.update(n for task in walk.tasks for n in task.written_numbers)
     given = {n: wanted for n, wanted in walk.wanted.items() if n not in computed}
     tasks, wanted = walk.tasks[::-1], [(value, region) for value, region, _ in outputs]
-    return Schedule(program, tasks, given, wanted, walk.from_host[::-1])
+    return Schedule(program, tasks, given, wanted)
 
 
+@dataclasses.dataclass
 class Walk:
     """The state of a walk: what is wanted of each value, and the tasks found, the last first."""
 
-    schedule = staticmethod(schedule)
+    program: Program
+    log: Any
+    late: Late | None
+    is_late: bool
+    known: Known | None
 
-    def __init__(
-        self,
-        program: Program,
-        log: Any = None,
-        late: Late | None = None,
-        is_late: bool = False,
-        known: Known | None = None,
-    ) -> None:
-        self.program, self.log, self.late, self.is_late, self.known = program, log, late, is_late, known
+    def __post_init__(self) -> None:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
-        self.fused = Fusions(program)
-        self.from_host: list[tuple[int, Equation, bool]] = []
+        self.fused = Fusions(self.program)
 
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
@@ -87,46 +86,56 @@ class Walk:
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | label
 
-    def record(self, eqn: Equation, extent: str) -> None:
-        """Adds an operation to the log: of which some rows are computed, or everything although less is wanted."""
+    def record(self, eqn: Equation, extent: Any) -> None:
+        """Adds an operation to the log: of which some "rows" are computed, or "everything" although less is wanted.
+
+        Of one that reads an input in host memory: the number of the input, and whether it is read by rows.
+        """
         if self.log is not None:
             self.log.append((eqn, extent))
 
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
-        if self.late is not None:
-            task = task._replace(reads=[self._late_read(task.eqn, read) for read in task.reads])
+        task = task._replace(reads=[self.read(*read) if isinstance(read, Read) else read for read in task.reads])
         self.tasks.append(task)
         for read in task.reads:
             for value, region in () if read is None else read.wanted:
                 self.want(value, region, task.label)
+            if isinstance(read, LateRead) and self.late is not None and read.read.region is not LAZY:
+                for value, region in reversed(read.wanted):
+                    for number, of_rows in self.late.on_host.get(value, ()):
+                        self.record(task.eqn, (number, of_rows or self.late.is_by_rows(value, region)))
 
-    def _late_read(self, eqn: Equation, read: Any) -> Any:
-        """A read of a value that is computed where it is read, if it is one."""
-        if self.late is None or not isinstance(read, Read) or read.value not in self.late:
+    def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
+        """The read of a region of a value, which is computed where it is read if it is late."""
+        read = Read(value, region, in_place)
+        if region is not LAZY and (self.late is None or value not in self.late):
             return read
-        found = self.late.read(read)
-        for number, region in reversed(found.wanted):
-            if number in self.late:
-                self.from_host.append((number, eqn, self.late.is_by_rows(number, region)))
-        return found
+        made_by = (
+            {out: eqn for eqn in self.program.eqns for out in eqn.outputs} if self.late is None else self.late.made_by
+        )
+        program, leaves = part_of(self.program, value, made_by)
+        if region is LAZY:
+            return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
+        return LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
 
-    def read(self, value: Any, region: Region) -> Read | LazyRead:
-        """The read of a region of a value; of one that is passed on unread, if it is a late one."""
-        if region is not LAZY:
-            return Read(value, region)
-        if self.late is not None:
-            return self.late.lazy(value)
-        program, leaves = part_of(self.program, value)
-        return LazyRead(program, value, leaves)
+    def has_rows(self, value: int) -> bool:
+        """Whether one row of a late value can be computed from rows of the arrays in host memory."""
+        shape, late = self.program.avals[value].shape, self.late
+        if late is None or not shape or not shape[0]:
+            return False
+        wanted = self.read(value, DynamicRows(0, np.zeros(1, np.int32))).wanted
+        return all(late.is_by_rows(number, region) for number, region in wanted if number in late)
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
-        program = flatten(closed, enter_remat=self.known is None)
-        return computed_again(program) if self.known is None else program
+        return program_of(closed, enter_remat=self.known is None)
 
-    def inside(self, program: Program, outputs: Sequence[tuple[Any, Region, int]], late: Late | None) -> Schedule:
+    def inside(
+        self, program: Program, outputs: Sequence[Any], on_host: Mapping[int, Origins], available: Collection[int]
+    ) -> Schedule:
         """The tasks of a step or a branch that compute these regions of values."""
+        late = Late(program, on_host, available) if on_host else None
         return schedule(program, outputs, self.log, late, self.is_late, None if self.known is None else Known())
 
     def run(self) -> None:
@@ -137,9 +146,7 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects:
                 continue
-            if self.is_late and self._of_late(eqn, wanted):
-                continue
-            if self._enters(eqn, wanted):
+            if (self.is_late and self._slices(eqn)) or self._enters(eqn, wanted):
                 continue
             if len(wanted) == 1 or (is_apart(eqn) and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
@@ -157,36 +164,14 @@ class Walk:
             return loops.cond(self, eqn, wanted)
         return name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted)
 
-    def _of_late(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
-        """Adds the tasks of an equation that computes a late value, if they are other ones than elsewhere."""
-        name = eqn.primitive.name
-        if name == "optimization_barrier":
-            for value, out, each in zip(eqn.inputs, eqn.outputs, wanted, strict=True):
-                for region in each:
-                    self.add(Task(eqn, [Read(value, region)], [(out, region)], lambda _, operands: operands, ALWAYS))
-            return True
-        if name == "scan":
-            return loops.rows_of_scan(self, eqn, wanted)
-        [shape, *_] = [aval.shape for aval in eqn.avals_in] or [()]
-        if name not in ("slice", "dynamic_slice") or not shape or eqn.avals_out[0].shape[0] == shape[0]:
+    def _slices(self, eqn: Equation) -> bool:
+        """Adds the task of a slice whose first row is a value of the program; only the rows that it has are read."""
+        of_rows = eqn.primitive.name == "dynamic_slice" and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
+        if not of_rows or not isinstance(eqn.inputs[1], int):
             return False
-        if name == "slice":
-            every = Rows(0, np.arange(eqn.avals_out[0].shape[0]))
-            found = computation(eqn, [every])
-            if EVERYTHING not in wanted[0] or found is None:
-                return False
-            self._compute(eqn, found, [EVERYTHING], ALWAYS)
-            return True
-        operand, *starts = eqn.inputs
-        self.add(
-            Task(
-                eqn,
-                [self.read(operand, LAZY), *(Read(start, EVERYTHING) for start in starts)],
-                [(eqn.outputs[0], EVERYTHING)],
-                lambda _, operands: [_dynamic_slice(eqn, *operands)],
-                ALWAYS,
-            )
-        )
+        reads = [self.read(eqn.inputs[0], LAZY), *(Read(start, EVERYTHING) for start in eqn.inputs[1:])]
+        writes = [(eqn.outputs[0], EVERYTHING)]
+        self.add(Task(eqn, reads, writes, lambda _, operands: [_dynamic_slice(eqn, *operands)], ALWAYS))
         return True
 
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
@@ -199,34 +184,31 @@ class Walk:
             chosen = wanted
         elif any(is_scattered(region, shape) for region in chosen) or self._is_whole_anyway(eqn, chosen, shape):
             chosen = {EVERYTHING: joined_label([wanted])}
-        if EVERYTHING in chosen and not is_apart(eqn) and not (in_part and self._of_known_rows(eqn, place)):
+        part = self._of_rows(eqn, place) if in_part and EVERYTHING in chosen else None
+        if EVERYTHING in chosen and not is_apart(eqn) and part is None:
             self.whole(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
             chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
-            found = self._of_known_rows(eqn, place) if in_part and region is EVERYTHING else None
-            found = found or computation(eqn, regions)
+            found = part if part is not None and region is EVERYTHING else computation(eqn, regions)
             if found is None:
                 self.whole(eqn, [wanted], without_rule=True)
                 return
             self._compute(eqn, found, regions, label)
 
     def _is_in_part(self, eqn: Equation) -> bool:
-        """Whether some rows of an operand are known beforehand and others are not."""
-        return self.known is not None and is_cheap(eqn) and not eqn.reads.isdisjoint(self.known.in_part)
+        """Whether only some rows of an operand should be read, even if all of the result is wanted."""
+        in_part = eqn.reads if self.is_late else self.known.in_part if self.known is not None else ()
+        return is_cheap(eqn) and not eqn.reads.isdisjoint(in_part)
 
-    def _of_known_rows(self, eqn: Equation, place: int) -> Computation | None:
-        """How all of a result is computed from some rows of an operand that is known in part."""
-        assert self.known is not None
-        in_part = self.known.in_part
+    def _of_rows(self, eqn: Equation, place: int) -> Computation | None:
+        """How all of a result is computed from some rows of such an operand."""
         for axis, size in enumerate(eqn.avals_out[place].shape):
             rows = Rows(axis, np.arange(size))
             found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
             reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
-            if any(
-                isinstance(v, int) and v in in_part and r is not None and not is_whole(r, aval.shape)
-                for v, r, aval in reads
-            ):
+            cut = {v for v, r, aval in reads if isinstance(v, int) and r is not None and not is_whole(r, aval.shape)}
+            if not cut.isdisjoint(cut if self.known is None else self.known.in_part):
                 return found
         return None
 
@@ -284,3 +266,74 @@ def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
     start = jnp.clip(starts[0], jnp.zeros((), dtype), last).astype(jnp.int32)  # in its own dtype, which may not fit
     rows = array.read(DynamicRows(0, start + jnp.arange(sizes[0], dtype=jnp.int32)))
     return eqn.bind(rows, jnp.zeros((), dtype), *starts[1:])
+
+
+def _of_late(program: Program, region: Region) -> Schedule:
+    """The tasks that compute a region of the value of a program of cheap operations."""
+    return schedule(program, [(program.outputs[0], region, ALWAYS)], is_late=True)
+
+
+class LateValue(Unread):
+    """The value of a program of cheap operations, given its inputs, of which some are unread."""
+
+    def __init__(self, program: Program, values: Values) -> None:
+        self.program, self.values = program, values
+        for number, const in program.consts.items():
+            values.write_whole(number, const)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.program.avals[self.program.outputs[0]].shape
+
+    def read(self, region: Region, beside: Any = None) -> jax.Array:
+        values = self.values.copy()
+        values.beside = beside
+        return _of_late(self.program, region).run(values)[0]
+
+    def rows(self, region: Region, is_row: bool = False) -> "LateValue":
+        """Rows as the value of a program of parts of the arrays, of which again rows can be read."""
+        found, given, parts = _of_late(self.program, region), Values(), []
+        for n, wanted in found.given.items():
+            x = self.values.read(n, LAZY)
+            for each in wanted:
+                if isinstance(x, Unread) and each is not LAZY and each.axis <= 0:
+                    parts.append((n, each, x if each is EVERYTHING else x.rows(each)))
+                else:
+                    given.write(n, EVERYTHING if each is LAZY else each, self.values.read(n, each))
+
+        def part(*arrays: Any) -> Any:
+            values = given.copy()
+            for (n, each, _), array in zip(parts, arrays, strict=True):
+                values.write(n, each, array)
+            [rows] = found.run(values)
+            return jnp.squeeze(rows, 0) if is_row else rows
+
+        shapes = [jax.eval_shape(functools.partial(x.read, EVERYTHING)) for *_, x in parts]
+        program = flatten(jax.make_jaxpr(part)(*shapes))
+        return LateValue(program, Values({k: x for k, (*_, x) in enumerate(parts)}))
+
+
+class LateRead(NamedTuple):
+    """A read of a late value, which is computed where it is read; or of :data:`LAZY`, which is passed on unread."""
+
+    read: Read
+    program: Program
+    given: Mapping[int, Iterable[Region]]  # regions of stored values
+
+    @property
+    def wanted(self) -> Sequence[tuple[int, Region]]:
+        """The regions of stored values that are read."""
+        return [(n, region) for n, wanted in self.given.items() for region in wanted]
+
+    def of(self, values: Values, beside: Any = None) -> Any:
+        """What is read; ``beside``: another operand of the operation that reads it."""
+        number, region, in_place = self.read
+        region = EVERYTHING if in_place else region
+        values = values.only(self.given)
+        values.beside = beside
+        if not self.program.eqns:
+            out = values.read(number, region)
+        else:
+            late = LateValue(self.program, values)
+            out = late if region is LAZY else late.read(region, beside)
+        return (out, 0) if in_place else out

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, covering, zeros
+from optax_freeze._program.regions import EVERYTHING, LAZY, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.trace import Equation, Program
 
 ALWAYS = -1
@@ -118,7 +118,7 @@ class Task(NamedTuple):
     """An operation on regions of values: ``apply(context, values that are read)`` returns those that are written."""
 
     eqn: Equation
-    reads: Sequence[Any]  # Read, or LateRead and LazyRead, or None
+    reads: Sequence[Any]  # Read or LateRead, or None
     writes: Sequence[tuple[int, Region] | None]
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
     label: int
@@ -155,7 +155,6 @@ class Schedule(NamedTuple):
     tasks: Sequence[Task]
     given: Mapping[int, Mapping[Region, int]]  # of inputs and constants: regions and their labels
     outputs: Sequence[tuple[Any, Region]]
-    from_host: Sequence[tuple[int, Equation, bool]] = ()  # inputs in host memory: which operation reads, some rows?
 
     def of(self, outputs: Sequence[tuple[Any, Region]]) -> "Schedule":
         """The tasks that compute these regions of values."""
@@ -169,7 +168,7 @@ class Schedule(NamedTuple):
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
-        return [read(values, *output) for output in self.outputs]
+        return [Read(*output).of(values) for output in self.outputs]
 
     def run_except(self, late: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
@@ -177,8 +176,8 @@ class Schedule(NamedTuple):
         Returns False for each value that is read under a condition, as a bool that is known only after it was read.
         """
         for number in self.program.on_host:
-            if values.has(number) and values.unread(number) is None:
-                values.write_whole(number, HostArray(values.read(number, EVERYTHING)))
+            if values.has(number) and not isinstance(values.read(number, LAZY), Unread):
+                values.write_whole(number, HostArray(values.read(number, LAZY)))
         for number, const in self.program.consts.items():
             if not values.has(number):
                 values.write_whole(number, const)
@@ -219,11 +218,6 @@ class Schedule(NamedTuple):
         inside = values.copy()
         _run_all([self.tasks[i] for i in late], inside, context.inside(label), None)
         return inside
-
-
-def read(values: Values, value: Any, region: Region) -> Any:
-    """A region of a value, which may be a literal."""
-    return values.read(value, region) if isinstance(value, int) else value.val
 
 
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:

@@ -63,6 +63,24 @@ def backwards_by_index(p, x):
     return jnp.sum((jax.lax.fori_loop(0, LAYERS, body, x) @ p["head"]) ** 2)
 
 
+def by_two_indices(p, x):
+    def group(i, x):
+        return jax.lax.fori_loop(0, 2, lambda j, x: block(x, jax.tree.map(lambda w: w[2 * i + j], stacks(p))), x)
+
+    return jnp.sum((jax.lax.fori_loop(0, LAYERS // 2, group, x) @ p["head"]) ** 2)
+
+
+def counting_down(p, x):
+    """The carry counts the steps of a scan in reverse."""
+
+    def body(carry, _):
+        i, x = carry
+        return (i - 1, block(x, jax.tree.map(lambda w: w[i], stacks(p)))), None
+
+    (_, x), _ = jax.lax.scan(body, (LAYERS - 1, x), length=LAYERS, reverse=True)
+    return jnp.sum((x @ p["head"]) ** 2)
+
+
 def in_groups(p, x):
     groups = jax.tree.map(lambda w: w.reshape(LAYERS // 2, 2, *w.shape[1:]), stacks(p))
 
@@ -116,6 +134,8 @@ BY_ROWS = {
     "unrolled": unrolled,
     "unrolled, remat": functools.partial(unrolled, body=jax.checkpoint(block)),
     "by index, in reverse": backwards_by_index,
+    "by two indices": by_two_indices,
+    "counting down": counting_down,
     "a scan of each half": halves,
     "jit": in_jit,
     "branches": in_branches,
