@@ -53,6 +53,10 @@ class _InRows(NamedTuple):
         """The selection with these numbers of dynamic rows."""
         return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
 
+    def without_values(self) -> "_InRows":
+        """The types of the parts: JAX keeps a custom derivative longer than the trace of its arrays."""
+        return jax.tree.map(lambda x: jax.eval_shape(to_device, x), self)
+
     @property
     def struct(self) -> Any:
         """The type of the leaf, put together."""
@@ -101,7 +105,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
             raise
         whole = [x.whole(x.array, x.rows, jax.tree.leaves(x.selection)) if isinstance(x, _InRows) else x for x in found]
         return of_leaves(*map(to_device, whole))
-    return call()
+    return call(found)
 
 
 class _Inputs(NamedTuple):
@@ -129,7 +133,7 @@ class _Call:
     """One call of a function of leaves that are frozen by rows or in host memory."""
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        self.leaves = leaves
+        self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
         self.structs = [x.struct if isinstance(x, _InRows) else as_argument(x) for x in leaves]
         self.traced = Traced(fun, self.structs)
         # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
@@ -138,11 +142,11 @@ class _Call:
         self.program = self.traced.program._replace(on_host=unread)
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
-    def __call__(self) -> Any:
-        in_rows = [x if isinstance(x, _InRows) else None for x in self.leaves]
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        in_rows = [x if isinstance(x, _InRows) else None for x in leaves]
         inputs = _Inputs(
             [x and x.rows for x in in_rows],
-            [as_array(x.array if isinstance(x, _InRows) else x) for x in self.leaves],
+            [as_array(x.array if isinstance(x, _InRows) else x) for x in leaves],
             [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
             [self.program.consts[number] for number in self.others],
         )
@@ -167,7 +171,7 @@ class _Call:
         each = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
         for i, (leaf, array, rows, numbers) in enumerate(each):
             array = HostArray(array, was_read=was_read) if is_on_host(array) else array
-            if isinstance(leaf, _InRows):
+            if leaf is not None:  # frozen by rows
                 array = (leaf.unread if i in self.program.on_host else leaf.whole)(array, rows, numbers)
             found.append(array)
         return found
