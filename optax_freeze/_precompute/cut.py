@@ -13,7 +13,6 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from optax_freeze._precompute.graph import Graph, Key, Node
 from optax_freeze._precompute.inputs import Input
-from optax_freeze._program import more_operations as more_operations
 from optax_freeze._program import operations
 from optax_freeze._program.dependence import CALLS, programs_in
 
