@@ -239,12 +239,6 @@ MUTANTS = [
     ),
     Mutant(
         "_optimizer/freeze.py",
-        'plan.align(updates, "updates", params=params)',
-        'plan.align(updates, "updates")',
-        "tests/test_model_libraries.py -k without_a_gradient",
-    ),
-    Mutant(
-        "_optimizer/freeze.py",
         "negative_zero(jnp.result_type(update))",
         "negative_zero(update.dtype)",
         "tests/test_python_numbers.py -k gradients_may_be",
@@ -645,8 +639,8 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/restricted.py",
-        "if not is_mapped or not isinstance",
-        "if not isinstance",
+        "at_once = [is_mapped or EVERYTHING in wanted.get(i, ())",
+        "at_once = [True",
         "tests/gradient/test_restrict.py -k put_together",
     ),
     Mutant(
@@ -655,6 +649,7 @@ MUTANTS = [
         "is_mapped = False",
         "tests/gradient/test_rules.py -k what_varies",
     ),
+    Mutant("_program/operations.py", " mulhi name ", " name ", "tests/program/test_operations.py -k elementwise"),
     Mutant(
         "_program/operations.py",
         "wanted[0].axis not in apart",

@@ -30,7 +30,7 @@ from optax_freeze._program.regions import (
     zeros,
 )
 from optax_freeze._program.schedule import LateValue, schedule
-from optax_freeze._program.tasks import ALWAYS, Context, Read, Task
+from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory import is_on_host, to_device
@@ -51,6 +51,10 @@ class _InRows(NamedTuple):
     def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
         """The selection with these numbers of dynamic rows."""
         return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
+
+    def without_values(self) -> "_InRows":
+        """The types of the parts: JAX keeps a custom derivative longer than the trace of its arrays."""
+        return jax.tree.map(lambda x: jax.eval_shape(to_device, x), self)
 
     @property
     def struct(self) -> Any:
@@ -100,7 +104,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
             raise
         whole = [x.whole(x.array, x.rows, jax.tree.leaves(x.selection)) if isinstance(x, _InRows) else x for x in found]
         return of_leaves(*map(to_device, whole))
-    return call()
+    return call(found)
 
 
 class _Inputs(NamedTuple):
@@ -128,20 +132,24 @@ class _Call:
     """One call of a function of leaves that are frozen by rows or in host memory."""
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        self.leaves = leaves
+        self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
         self.structs = [x.struct if isinstance(x, _InRows) else as_argument(x) for x in leaves]
         self.traced = Traced(fun, self.structs)
+        self.program = self.traced.program._replace(on_host=range(len(leaves)))
+        wanted = self._outputs().given
         # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
         is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        unread = [i for i, x in enumerate(leaves) if not is_mapped or not isinstance(x, _InRows) or is_on_host(x.array)]
-        self.program = self.traced.program._replace(on_host=unread)
+        at_once = [is_mapped or EVERYTHING in wanted.get(i, ()) for i in range(len(leaves))]
+        on_host = [is_on_host(x.array if isinstance(x, _InRows) else x) for x in leaves]
+        unread = [i for i in range(len(leaves)) if on_host[i] or not at_once[i]]
+        self.program = self.program._replace(on_host=unread)
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
-    def __call__(self) -> Any:
-        in_rows = [x if isinstance(x, _InRows) else None for x in self.leaves]
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        in_rows = [x if isinstance(x, _InRows) else None for x in leaves]
         inputs = _Inputs(
             [x and x.rows for x in in_rows],
-            [as_array(x.array if isinstance(x, _InRows) else x) for x in self.leaves],
+            [as_array(x.array if isinstance(x, _InRows) else x) for x in leaves],
             [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
             [self.program.consts[number] for number in self.others],
         )
@@ -166,7 +174,7 @@ class _Call:
         each = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
         for i, (leaf, array, rows, numbers) in enumerate(each):
             array = HostArray(array, (lambda _: True) if was_read else None) if is_on_host(array) else array
-            if isinstance(leaf, _InRows):
+            if leaf is not None:  # frozen by rows
                 array = (leaf.unread if i in self.program.on_host else leaf.whole)(array, rows, numbers)
             found.append(array)
         return found
@@ -174,7 +182,11 @@ class _Call:
     def evaluate(self, inputs: _Inputs) -> list[Any]:
         """The outputs of the function."""
         values = Values(dict(enumerate(self.given(inputs))) | dict(zip(self.others, inputs.others, strict=True)))
-        return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs]).run(values)
+        return self._outputs().run(values)
+
+    def _outputs(self) -> Schedule:
+        """The tasks that compute the outputs of the function."""
+        return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs])
 
     def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads."""

@@ -25,9 +25,9 @@ UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 ELEMENTWISE = f"""
 {UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
 conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-is_finite le lgamma log log1p log2 logistic lt max min mul name ne nextafter not or polygamma population_count pow
-real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
+is_finite le lgamma log log1p log2 logistic lt max min mul mulhi name ne nextafter not one_minus_square or polygamma
+polynomial population_count pow real regularized_incomplete_beta rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
 """The elementwise operations; those in `UNARY` have one operand."""
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.extend.core.primitives import name_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 
 from optax_freeze._program.regions import varies
@@ -159,7 +158,7 @@ class _Flatten(NamedTuple):
                 is_name = name == "CheckpointName"
                 program.eqns.append(
                     Equation(
-                        name_p if is_name else eqn.primitive,
+                        primitives.name_p if is_name else eqn.primitive,
                         params if is_name else eqn.params,
                         inputs,
                         outs,

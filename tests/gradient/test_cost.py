@@ -116,7 +116,7 @@ def programs(i, body_trains):
     return loss, frozen, grads(frozen), grads(whole)
 
 
-FUSED_OTHERWISE = (3, False), (7, False), (7, True)  # a sum is fused otherwise; many runs of columns are cut: 1.12
+FUSED_OTHERWISE = (3, False), (7, False), (7, True), (8, False)  # sums are fused otherwise; runs of columns are cut
 
 
 @pytest.mark.parametrize("body_trains", [False, True])

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import hijax
 
 import optax_freeze as fz
 
+hijax = pytest.importorskip("jax.experimental.hijax")
 W = jnp.arange(1.0, 25.0).reshape(6, 4) / 25
 TRAINS = np.array([1, 4, 5])
 SPECS = {"rows": fz.rows([0, 2, 3]), "rows by value": fz.rows(jnp.array([0, 2, 3]))}
