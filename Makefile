@@ -20,7 +20,7 @@ else
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/pytest -n auto --maxprocesses 4
+	$(BIN)/pytest -n auto --maxprocesses 4 --durations-page tests/durations.md
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
 endif
 

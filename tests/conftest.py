@@ -1,9 +1,11 @@
 """Shared fixtures: a small model, awkward leaves, and a parameter that runs a test eagerly and jitted."""
 
 import atexit
+import collections
 import ctypes
 import functools
 import os
+import pathlib
 import tempfile
 
 FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -29,6 +31,8 @@ import optax_freeze as fz
 from optax_freeze._precompute.flops import flops
 from optax_freeze._program.trace import scan_counts
 
+SLOW = 3.0
+"""The seconds from which a test is on the page that ``--durations-page`` writes."""
 OPTIMIZED = ("tests/gradient/", "tests/precompute/", "tests/test_benchmarks.py", "tests/test_properties.py")
 LIBC = ctypes.CDLL(None)
 get_compile_options = jax._src.compiler.get_compile_options
@@ -56,6 +60,29 @@ def skip_float16(error):
 
 if "xla_cpu_max_isa=SSE4_2" in FLAGS:
     jax._src.compiler.register_xla_runtime_error_handler(skip_float16)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--durations-page", metavar="FILE", help=f"write the tests that take {SLOW:g} seconds or more")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Writes how long the slowest tests took, with their fixtures."""
+    page = terminalreporter.config.getoption("--durations-page")
+    if page is None:
+        return
+    reports = [each for several in terminalreporter.stats.values() for each in several if hasattr(each, "duration")]
+    seconds = collections.Counter()
+    for report in reports:
+        seconds[report.nodeid] += report.duration
+    slow = [(name, took) for name, took in seconds.most_common() if took >= SLOW]
+    share = f"{sum(took for _, took in slow):.0f} of {seconds.total():.0f} seconds of work"
+    lines = [
+        "# How long tests take",
+        f"Written by the last `make test`: the {len(slow)} tests that took {SLOW:g} seconds or more, {share}.",
+        "\n".join(["| seconds | test |", "|---:|---|", *(f"| {took:.0f} | `{name}` |" for name, took in slow)]),
+    ]
+    pathlib.Path(page).write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True, scope="module")
