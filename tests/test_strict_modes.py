@@ -97,7 +97,7 @@ def groups():
 def rows_that_change():
     frozen = SPECS["dynamic rows"]()
     tx = fz.freeze(optax.sgd(0.1, momentum=0.9), frozen)
-    state = fz.replace_masks(tx.init(params()), {"stack": ~fz.rows(jnp.array([0, 1]))})
+    state = fz.replace_masks(tx.init(params()), tx, params(), {"stack": ~fz.rows(jnp.array([0, 1]))})
     fz.update_params(tx, jax.tree.map(jnp.ones_like, params()), state, params())
 
 

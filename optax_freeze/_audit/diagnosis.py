@@ -15,6 +15,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
 from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry, entries_of
+from optax_freeze._state.own_states import outermost_states
 
 Kind: TypeAlias = Literal["moved", "changed", "state", "untrained"]
 
@@ -242,8 +243,7 @@ def _ignored(simulation: Simulation, zero: Run, turned: Run) -> set[int]:
 
 def _groups(state: optax.OptState) -> list[str]:
     """The paths of the states of ``freeze_when`` in a state."""
-    nodes = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, FreezeWhenState))[0]
-    return [_tree.keystr(key) for key, node in nodes if isinstance(node, FreezeWhenState)]
+    return [path for path, _ in outermost_states(state, FreezeWhenState)]
 
 
 def _held(simulation: Simulation, frozen_state: Sequence[FrozenState]) -> Iterator[Leak]:
@@ -292,7 +292,7 @@ def _is_of_frozen(selection: Selection, entry: Entry) -> bool:
         is_number = entry.shape == () and jnp.issubdtype(value.dtype, jnp.inexact)
         return value.size > 0 and (value.ndim > 0 or is_number)
     is_full = isinstance(selection, DenseMask) and not selection.compact
-    by_design = is_full and any(entry.leaf in parts for parts in entry.parts)
+    by_design = is_full and entry.selection is not TRAINABLE
     return selection is not TRAINABLE and not by_design and value.shape[value.ndim - len(entry.shape) :] == entry.shape
 
 

@@ -10,7 +10,8 @@ from optax_freeze._errors import value_error
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, GroupState
 from optax_freeze._spec.memory import is_on_host
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.set_frozen import currently_frozen, map_states
+from optax_freeze._state.own_states import map_states, states_in
+from optax_freeze._state.set_frozen import currently_frozen
 
 
 def with_idle_groups(
@@ -40,10 +41,9 @@ def with_idle_groups(
             )
         return node._replace(groups={name: in_group(node.groups[name], frozen[name]) for name in node.groups})
 
-    return map_states(visit, state)
+    return map_states(visit, state, FreezeWhenState)
 
 
 def has_groups(tree: PyTree) -> bool:
     """Whether a tree contains a state of ``freeze_when``."""
-    is_state = lambda node: isinstance(node, FreezeWhenState)  # noqa: E731
-    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+    return bool(states_in(tree, FreezeWhenState))

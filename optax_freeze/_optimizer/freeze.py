@@ -26,13 +26,6 @@ from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Sel
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
-class MaskedZeroUpdatesState(NamedTuple):
-    """State of :func:`masked_zero_updates`: the resolved spec, a node without leaves, and its dense masks."""
-
-    spec: Plan
-    masks: PyTree
-
-
 def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.GradientTransformationExtraArgs:
     """Sets the updates of frozen leaves to zero: :func:`freeze` of ``optax.identity()``.
 
@@ -123,14 +116,14 @@ def freeze(
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted = plans_of_spec(frozen, inner.init)
+    accepted = plans_of_spec(frozen)
 
     def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
         # A function, since a tree of labels may itself be callable: an Equinox module is.
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        state = FreezeState(*plan_and_masks(params, frozen, tied, accepted, inner.init), ())
+        state = FreezeState(*plan_and_masks(params, frozen, tied, accepted), ())
         plan = plan_of(state)
         values, treedef = _tree.flatten(params)
         inner_state = transform(plan.labels(treedef)).init(plan.trainable(treedef, values))

@@ -7,7 +7,7 @@ state and another program. Here a condition decides, a value of the running prog
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from optax_freeze._optimizer.conditions import Condition, ask, check
 from optax_freeze._optimizer.convergence import global_norm, in_order, initial_stats, next_stats, stats_of
 from optax_freeze._optimizer.given_groups import Group, parse_groups
 from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
+from optax_freeze._optimizer.init_with import changed
 from optax_freeze._optimizer.inner_update import parts_outside
 from optax_freeze._optimizer.update_call import UpdateCall
 from optax_freeze._optimizer.update_params import with_update_params
@@ -106,14 +107,14 @@ def freeze_when(
     inner = as_transformation(inner, call, name="inner", other=groups)
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     given = parse_groups(groups)
-    accepted = _accepted_plans(given, inner.init)
+    accepted = _accepted_plans(given)
 
     def init_fn(params: PyTree) -> PyTree:
         register_with_flax(GroupPlans)
         for group in given:
             if group.condition is not None:
                 check(group.name, group.condition)
-        plans = make_group_plans(given, params, tied, accepted.latest).with_initial_rows(inner.init)
+        plans = changed(make_group_plans(given, params, tied, accepted.latest))
         values, treedef = _tree.flatten(params)
         by_key = {group.name: group for group in given}
         named = [by_key[key] for key in plans.keys]
@@ -230,17 +231,15 @@ def _with_plans(
     return state._replace(spec=spec)
 
 
-def _accepted_plans(groups: Sequence[Group], init: Callable[[PyTree], PyTree]) -> AcceptedPlans[GroupPlans]:
+def _accepted_plans(groups: Sequence[Group]) -> AcceptedPlans[GroupPlans]:
     def make(tree: PyTree) -> GroupPlans:
-        plans = make_group_plans(groups, tree, "ignore", accepted.latest)
-        return plans.with_initial_rows(init).without_masks()
+        return make_group_plans(groups, tree, "ignore", accepted.latest).without_masks()
 
     def refuse_other(plans: GroupPlans, tree: PyTree) -> None:
         names = [group.name for group in groups if group.name in plans.keys or not group.each]
         if list(dict.fromkeys(plans.keys)) != names:
             raise _other_groups(f"groups {list(dict.fromkeys(plans.keys))}", names)
-        with jax.ensure_compile_time_eval():  # of two compact masks at one leaf: their union has a static count
-            own = make(plans.whole.parameters(tree))
+        own = make(plans.whole.parameters(tree))
         if plans.names != own.names:
             raise _other_groups(f"groups {list(plans.names)}", own.names)
         for name, its, mine in zip(plans.names, plans.conditions, own.conditions, strict=True):

@@ -6,7 +6,7 @@ frozen, so that its elements are taken out of a leaf and put back as everywhere 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import Group
-from optax_freeze._optimizer.initial_rows import with_initial_rows
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import explicit_sharding, laid_out
@@ -46,10 +45,6 @@ class GroupPlans:
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the parameters."""
         return self.whole.leaves
-
-    def with_initial_rows(self, init: Callable[[PyTree], PyTree]) -> "GroupPlans":
-        """The same plans with what the state of a row begins with; ``init`` is that of each group's optimizer."""
-        return dataclasses.replace(self, plans=tuple(with_initial_rows(plan, init) for plan in self.plans))
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
@@ -182,8 +177,9 @@ def _claim(
 def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
     """The union of two element masks of a leaf, and what of the second is not in the first."""
     if isinstance(before, Elements) and isinstance(mask, Elements) and before.compact == mask.compact:
-        a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
-        return elements(a | b, mask.compact), elements(b & ~a, mask.compact)
+        with jax.ensure_compile_time_eval():  # compact elements are counted
+            a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
+            return elements(a | b, mask.compact), elements(b & ~a, mask.compact)
     ndim = len(leaf.shape or ()) or 1
     if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % ndim == mask.axis % ndim:
         a, b = (_rows_named(each, leaf) for each in (before, mask))

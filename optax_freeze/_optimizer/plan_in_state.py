@@ -6,7 +6,7 @@ import jax
 
 from optax_freeze._errors import is_array, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
-from optax_freeze._optimizer.initial_rows import Init, with_initial_rows
+from optax_freeze._optimizer.init_with import changed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
@@ -19,15 +19,10 @@ def plan_of(state: Any) -> Plan:
     return state.spec.with_masks(_tree.flatten(state.masks)[0])
 
 
-def plan_and_masks(
-    params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan], init: Init | None = None
-) -> tuple[Plan, PyTree]:
-    """The static plan for a state, and copies of its masks: a tree like the parameters, empty without masks.
-
-    ``init`` is that of the optimizer, if it has a state of its own.
-    """
+def plan_and_masks(params: PyTree, frozen: Spec, tied: Tied, accepted: AcceptedPlans[Plan]) -> tuple[Plan, PyTree]:
+    """The static plan for a state, and copies of its masks: a tree like the parameters, empty without masks."""
     register_with_flax()
-    plan = make_plan(params, frozen, tied=tied)
+    plan = changed(make_plan(params, frozen, tied=tied))
     warn_of_extent(plan, params, frozen, stacklevel=3)
     values = _tree.flatten(params)[0]
     for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
@@ -38,7 +33,7 @@ def plan_and_masks(
     # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
     dense = any(map(is_array, copies if copies else jax.tree.leaves(frozen)))
     masks = jax.tree.unflatten(plan.treedef, copies) if dense else ()
-    return accepted.add(with_initial_rows(plan, init).without_masks()), masks
+    return accepted.add(plan.without_masks()), masks
 
 
 def with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan]) -> Any:
@@ -54,11 +49,11 @@ def with_plan(state: Any, kind: type, tree: PyTree, accepted: AcceptedPlans[Plan
     return state._replace(spec=accepted.accept(state.spec, tree))
 
 
-def plans_of_spec(frozen: Spec, init: Init | None = None) -> AcceptedPlans[Plan]:
+def plans_of_spec(frozen: Spec) -> AcceptedPlans[Plan]:
     """The plans of a spec that a transformation accepts in a state."""
 
     def make(tree: PyTree) -> Plan:
-        return with_initial_rows(make_plan(tree, frozen), init).without_masks()
+        return make_plan(tree, frozen).without_masks()
 
     def refuse_other(plan: Plan, tree: PyTree) -> None:
         try:

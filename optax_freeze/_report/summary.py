@@ -7,7 +7,6 @@ optimizer's own ``init``.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from optax_freeze._errors import is_concrete, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.init_with import eval_init
 from optax_freeze._report import plot as _plot
 from optax_freeze._report import table as _table
 from optax_freeze._report.table import Row
@@ -32,6 +32,7 @@ from optax_freeze._spec.resolve import Spec, Tied, make_plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
 from optax_freeze._state.entries import entries_of
+from optax_freeze._state.own_states import states_in
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -267,9 +268,7 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
     """The shapes of the optimizer state without freezing and with freezing."""
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _state(tx.init, params, [leaf.inexact for leaf in plan.leaves])
-    kinds = (FreezeState, FreezeWhenState)
-    nodes = jax.tree.leaves(full, is_leaf=lambda node: isinstance(node, kinds))
-    if any(isinstance(node, kinds) for node in nodes):
+    if states_in(full, (FreezeState, FreezeWhenState)):
         raise value_error(
             "the optimizer already freezes parameters",
             at="the third argument of fz.summary",
@@ -283,12 +282,8 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
     """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by holes."""
     values, treedef = _tree.flatten(jax.tree.map(lambda x: _tree.struct_of(x) if is_on_host(x) else x, params))
-
-    def of_arrays(arrays: list[Any]) -> PyTree:
-        left = iter(arrays)
-        return init(jax.tree.unflatten(treedef, [next(left) if kept else _tree.HOLE for kept in keep]))
-
-    return jax.eval_shape(of_arrays, list(itertools.compress(values, keep)))
+    values = [value if kept else _tree.HOLE for value, kept in zip(values, keep, strict=True)]
+    return eval_init(init, jax.tree.unflatten(treedef, values))
 
 
 def _nbytes(shapes: PyTree) -> int:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,6 @@ from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex,
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-
-
-class InitialRows(NamedTuple):
-    """For an array in an optimizer state: the axis with the rows of its parameter, and their initial value.
-
-    ``axis`` is None without such an axis; ``number`` is None unless all rows start at one constant.
-    """
-
-    axis: int | None
-    number: Any
 
 
 @jax.tree_util.register_static
@@ -50,8 +40,6 @@ class Plan:
     selections: tuple[Selection, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
-    initial: tuple[tuple[str, InitialRows], ...] = ()
-    """The initial rows of the arrays in the optimizer state, by path, for rows that may change."""
 
     @property
     def all_frozen(self) -> bool:
@@ -91,10 +79,6 @@ class Plan:
     def without_masks(self) -> "Plan":
         """The static part of the plan, which jit compares by value."""
         return dataclasses.replace(self, selections=tuple(s.with_array(_tree.HOLE) for s in self.selections))
-
-    def with_initial(self, initial: tuple[tuple[str, InitialRows], ...]) -> "Plan":
-        """The same plan with :attr:`initial`."""
-        return dataclasses.replace(self, initial=initial)
 
     def parameters(self, tree: PyTree) -> PyTree:
         """The shapes of the parameters given to ``init``; ``tree`` itself where the plan was unpickled."""
@@ -199,14 +183,13 @@ class Plan:
             return NotImplemented
         if not self.leaves or not other.leaves:
             return True
-        mine, its = ((plan.selections, plan.leaves, plan.initial) for plan in (self, other))
-        return mine == its
+        return (self.selections, self.leaves) == (other.selections, other.leaves)
 
     def __hash__(self) -> int:
         return hash(Plan)
 
     def __reduce__(self) -> Any:
-        return Plan, (self.leaves, self.selections, None, self.variables, self.initial)
+        return Plan, (self.leaves, self.selections, None, self.variables)
 
 
 def _is_missing(value: Any) -> bool:

@@ -396,7 +396,7 @@ class DenseMask(Selection):
             return self.choose(jnp.zeros((), leaf.dtype), leaf)
 
         def take(leaf: Any, mask: Any) -> jax.Array:
-            return gather(0, leaf.ravel(), self._indices(mask))
+            return gather(0, leaf.ravel(), self.indices(mask))
 
         vector: Any = (self.count,)
         return Part(laid_out(explicit_sharding(leaf, vector), take, leaf, self.array), self.count, leaf.shape)
@@ -407,7 +407,7 @@ class DenseMask(Selection):
             return self.choose(full, jnp.asarray(part, full.dtype))
 
         def put(full: Any, values: Any, mask: Any) -> jax.Array:
-            return scatter(0, full.ravel(), self._indices(mask), values).reshape(full.shape)
+            return scatter(0, full.ravel(), self.indices(mask), values).reshape(full.shape)
 
         return laid_out(explicit_sharding(full), put, full, part.values, self.array)
 
@@ -415,13 +415,13 @@ class DenseMask(Selection):
         shape: Any = part.shape
 
         def spread(values: Any, mask: Any) -> jax.Array:
-            return scatter(0, jnp.full(math.prod(shape), fill), self._indices(mask), values).reshape(shape)
+            return scatter(0, jnp.full(math.prod(shape), fill), self.indices(mask), values).reshape(shape)
 
         return laid_out(explicit_sharding(self.array if like is None else like, shape), spread, part.values, self.array)
 
     def _add_part(self, full: Any, part: Part) -> jax.Array:
         def add(full: Any, values: Any, mask: Any) -> jax.Array:
-            flat, indices = full.ravel(), self._indices(mask)
+            flat, indices = full.ravel(), self.indices(mask)
             moved = (gather(0, flat, indices) + values).astype(full.dtype)
             return scatter(0, flat, indices, moved).reshape(full.shape)
 
@@ -431,10 +431,10 @@ class DenseMask(Selection):
     def choose(self, frozen: Any, trainable: Any) -> jax.Array:
         return laid_out(explicit_sharding(trainable), select, self.array, frozen, trainable)
 
-    def _indices(self, mask: Any) -> jax.Array:
-        """The numbers of the elements that train.
+    def indices(self, *array: Any) -> jax.Array:
+        """The numbers of the elements that train, if they are counted; ``array``: the mask.
 
         The barrier keeps XLA from evaluating ``nonzero`` of a constant mask at compile time, which takes minutes.
         """
-        mask = jax.lax.optimization_barrier(jnp.asarray(mask).ravel())
+        mask = jax.lax.optimization_barrier(jnp.asarray(*(array or (self.array,))).ravel())
         return jnp.nonzero(~mask, size=self.count, fill_value=mask.size)[0]

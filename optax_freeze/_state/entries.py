@@ -5,9 +5,8 @@ The moment of ``encoder/kernel`` in the state of Adam has the address ``0/mu/enc
 path is different, but its address is the same.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
+from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
 from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.plan import InitialRows, Plan
-from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowSelection, Selection
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.parameter_of import parameter_of
 
-_WRAPPERS = (FreezeState, FreezeWhenState, MaskedZeroUpdatesState, optax.transforms.PartitionState, optax.MaskedState)
+_WRAPPERS = (FreezeState, FreezeWhenState, optax.transforms.PartitionState, optax.MaskedState)
 
 _COUNTING_WRAPPERS = (
     optax.MultiStepsState,
@@ -53,7 +52,6 @@ class _Region(NamedTuple):
     parts: tuple[Mapping[str, Selection], ...] = ()  # the partially frozen leaves of the plans around it
     optional: bool = False
     of_wrapper: bool = False
-    initial: tuple[str, Mapping[str, InitialRows]] = ("", {})  # by path below the first path
 
     def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Region":
         """The subtree at ``name``, with the same address."""
@@ -64,9 +62,7 @@ class _Region(NamedTuple):
             trains = frozenset(path for path, selection in selections.items() if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections.items() if selection.in_part})
         names = names if group is None else (*names, group)
-        path = join(self.path, name)
-        initial = (path, dict(plan.initial)) if plan is not None and plan.initial else self.initial
-        return self._replace(path=path, group=Group(names, trains), parts=parts, initial=initial)
+        return self._replace(path=join(self.path, name), group=Group(names, trains), parts=parts)
 
     def below(self, name: str, *, optional: bool = False, of_wrapper: bool = False) -> "_Region":
         """The subtree at ``name``, which is appended to the address."""
@@ -98,7 +94,7 @@ def _regions(node: Any, at: _Region) -> Iterator[_Region]:
     elif isinstance(node, _COUNTING_WRAPPERS):
         for name, inner in node._asdict().items():
             yield from _regions(inner, at.below(name, of_wrapper=getattr(inner, "shape", None) == ()))
-    elif not isinstance(node, MaskedZeroUpdatesState):
+    else:
         yield at
         wrappers = (*_WRAPPERS, *_COUNTING_WRAPPERS)
         for key, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: isinstance(x, wrappers))[0]:
@@ -119,17 +115,15 @@ class Entry(NamedTuple):
     group: Group = Group()
     optional: bool = False  # a switch or step of `freeze_when`, which other states do not have
     parts: tuple[Mapping[str, Selection], ...] = ()
+    of_wrapper: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
     leaf: str | None = None  # the path of the parameter that the array belongs to
     shape: tuple[int, ...] = ()  # the shape of this parameter
-    frozen: Any = None  # a dense mask of this parameter, True for elements that the array does not hold
-    dynamic_rows: DynamicRowIndex | None = None  # the rows of this parameter that the array holds, if they may change
-    of_wrapper: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
-    initial: InitialRows | None = None  # where its rows are, and what they begin with
+    selection: Selection | None = TRAINABLE  # the elements of this parameter that train, or None if unknown
 
     @property
-    def is_array(self) -> bool:
-        """Whether the entry is an array or ``Part``, and not a hole."""
-        return not _tree.is_hole(getattr(self.value, "values", self.value))
+    def arrays(self) -> list[Any]:
+        """The array, the arrays in the ``Part``, or none."""
+        return jax.tree.leaves(self.value)
 
     @property
     def name(self) -> str:
@@ -143,67 +137,31 @@ class Entry(NamedTuple):
         return str(self.address).removesuffix(self.leaf or "").rstrip("/")
 
     @property
-    def elementwise(self) -> bool:
-        """Whether it has one element per element of its parameter, unlike factored moments and gradient histories."""
-        if self.leaf is None or not isinstance(self.value, Part):
-            return self.leaf is not None and jnp.shape(self.value) == self.shape
-        index, shape = self.rows, getattr(self.value.values, "shape", None)
-        if index is not None:
-            has_rows = self.initial is None or self.initial.axis == index.axis
-            return has_rows and shape == index.shape_of_part(self.shape)
-        return self.frozen is not None and shape == (self.value.index,)
+    def shape_of_part(self) -> tuple[int, ...]:
+        """The shape of what an optimizer receives of its parameter."""
+        if not isinstance(self.value, Part):
+            return self.shape
+        index = self.value.index
+        return index.shape_of_part(self.shape) if isinstance(index, RowSelection) else (index,)
 
     @property
     def held(self) -> np.ndarray:
         """A mask of the elements of its parameter that it holds, which broadcasts to the parameter's shape."""
-        if self.rows is not None:
-            return ~np.asarray(self.rows.frozen(len(self.shape)))
-        return np.ones((1,) * len(self.shape), bool) if self.frozen is None else ~np.asarray(self.frozen)
-
-    @property
-    def selection(self) -> Selection:
-        """The selection of its ``Part``."""
-        return DenseMask(self.frozen, True, self.value.index) if self.rows is None else self.rows
-
-    @property
-    def axis_of_rows(self) -> int | None:
-        """The axis with the rows of its parameter, if its shape differs from theirs."""
-        is_known = self.initial is not None and self.rows is not None and not self.elementwise
-        return self.initial.axis if self.initial is not None and is_known else None
-
-    @property
-    def rows(self) -> RowSelection | None:
-        """The rows of its parameter that it holds, or None if it does not hold rows."""
-        index = self.value.index if isinstance(self.value, Part) else None
-        if isinstance(index, DynamicRowIndex):
-            return self.dynamic_rows
-        return index if isinstance(index, RowSelection) else None
+        frozen = False if self.selection is None else self.selection.frozen(len(self.shape))
+        return ~np.asarray(frozen).reshape(np.shape(frozen) or (1,) * len(self.shape))
 
 
 def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     """The entries of a state, in its order. ``shapes`` gives the shape of each parameter by path."""
     regions = sorted(_regions(state, _Region("", "")), key=lambda region: -len(region.path))
     entries: list[Entry] = []
-    for path, node in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
-        is_one_array = isinstance(node, Part) and len(jax.tree.leaves(node)) == 1
-        value = dataclasses.replace(node, values=_tree.bare(node)) if is_one_array else node
+    for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
         region = next(r for r in regions if not r.path or path == r.path or path.startswith(r.path + "/"))
         if region.address is None:
             entries.append(Entry(None, value, optional=True))
         else:
             address = join(region.address, path[len(region.path) :].lstrip("/"))
-            around, initial = region.initial
-            entries.append(
-                Entry(
-                    address,
-                    value,
-                    region.group,
-                    region.optional,
-                    region.parts,
-                    of_wrapper=region.of_wrapper,
-                    initial=initial.get(path[len(around) :].lstrip("/")),
-                )
-            )
+            entries.append(Entry(address, value, region.group, region.optional, region.parts, region.of_wrapper))
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes)
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 
@@ -211,10 +169,27 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
 def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
     """Adds the parameter that an entry belongs to, if there is one."""
     leaf = owner_of(str(entry.address))
-    if leaf is None or (leaf == "" and np.shape(entry.value) != shapes[""] and not isinstance(entry.value, Part)):
+    if leaf is None or (
+        leaf == "" and not isinstance(entry.value, Part) and not _ends_with(entry.value, shapes[""] or ())
+    ):
         return entry
     around = [parts[leaf] for parts in entry.parts if leaf in parts]
+    return entry._replace(leaf=leaf, shape=shapes[leaf] or (), selection=_selection(entry.value, around))
+
+
+def _ends_with(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an array has the shape of the only parameter, or is a history of it."""
+    return np.shape(value)[-len(shape) :] == shape
+
+
+def _selection(value: Any, around: Sequence[Selection]) -> Selection | None:
+    """Which elements of its parameter an array or ``Part`` holds, from the selections of the plans around it."""
     masks = [selection.array for selection in around if isinstance(selection, DenseMask)]
     frozen = functools.reduce(jnp.logical_or, masks) if masks else None
-    rows = next((selection for selection in around if isinstance(selection, DynamicRowIndex)), None)
-    return entry._replace(leaf=leaf, shape=shapes[leaf] or (), frozen=frozen, dynamic_rows=rows)
+    if not isinstance(value, Part):
+        return TRAINABLE if frozen is None else DenseMask(frozen, False, None)
+    if isinstance(value.index, DynamicRowIndex):
+        return next((selection for selection in around if isinstance(selection, DynamicRowIndex)), None)
+    if isinstance(value.index, RowSelection):
+        return value.index
+    return None if frozen is None else DenseMask(frozen, True, value.index)

@@ -8,7 +8,7 @@ the wrappers that freezing adds. So plain optimizers, :func:`optax_freeze.freeze
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._errors import described, printable, type_error, value_error
+from optax_freeze._errors import described, is_array, printable, type_error
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import Part, PyTree
+from optax_freeze._state.carry import Carry, no_fit
 from optax_freeze._state.entries import Entry, Group, entries_of
 
 
@@ -61,13 +60,15 @@ def migrate(
 
     Moments of parameters that stay trainable, counts and schedule steps are carried over; rows of a leaf are matched by
     row number. An array that the rows of a leaf share (a column factor of Adafactor, a norm of NovoGrad, a projection
-    of GaLore) is carried over to other rows of the leaf if its shape stays the same, as in
-    :func:`optax_freeze.replace_masks`. Newly trainable parameters get the initial state, and the state of newly frozen
-    ones is dropped. The optimizer itself must be the same; different transformations raise an error. A group of
-    :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform`` takes the counts of the groups that its
-    leaves come from. If all of its leaves are newly trainable, it counts from 0. Where a leaf with new moments shares
-    an old count, Adam's bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual
-    one.
+    of GaLore) is carried over to other rows of the leaf if its shape stays the same. Newly trainable parameters get the
+    initial state, and the state of newly frozen ones is dropped. The optimizer itself must be the same; different
+    transformations raise an error. A group of :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform``
+    takes the counts of the groups that its leaves come from. Where a leaf with new moments shares an old count, Adam's
+    bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual one.
+
+    As in :func:`optax_freeze.replace_masks`, an optimizer begins anew, with its counts, if all elements that it trains
+    are new; with a history of gradients (L-BFGS) or a line search, if any element is new or gone. Steps of schedules
+    and wrappers continue, except in a group or label of which all leaves are new.
 
     Args:
       state: the old state, outside of ``jit``.
@@ -104,12 +105,40 @@ def migrate(
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    carry = _Carry(old, new)
-    migrated = jax.tree.unflatten(jax.tree.structure(fresh), jax.tree.leaves([carry(entry) for entry in new]))
-    if not report:
-        return migrated
-    dropped = tuple(entry.name for entry in old if entry.is_array and carry.is_left_of(entry))
-    return migrated, Migration(tuple(carry.carried), tuple(carry.created), dropped)
+    carry = Carry(new, _Sources(old, new).by_entry, tx, params)
+    carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
+    migrated = jax.tree.unflatten(jax.tree.structure(fresh), _each_once(carry.values()))
+    return (migrated, _report(carry, old)) if report else migrated
+
+
+def _report(carry: Carry, old: Sequence[Entry]) -> Migration:
+    carried, created = [], []
+    taken: dict[int, np.ndarray] = {}  # the elements taken from each old entry, by its id
+    for entry, sources in zip(carry.entries, carry.sources, strict=True):
+        if not entry.arrays or entry.address is None:
+            continue
+        covered = np.zeros((), bool)
+        for source in [] if carry.begins_anew(entry) else sources:
+            shared = source.by != "elements" and all(axis is None for axis in source.axes)
+            own = entry.held | source.old.held if shared else entry.held & source.old.held
+            if own.any():
+                covered = covered | own
+                taken[id(source.old)] = taken.get(id(source.old), np.zeros((), bool)) | own
+        carried += [entry.name] * bool(covered.any())
+        created += [entry.name] * bool((entry.held & ~covered).any())
+    dropped = [
+        entry.name
+        for entry in old
+        if entry.arrays and entry.address is not None and (entry.held & ~taken.get(id(entry), np.zeros((), bool))).any()
+    ]
+    return Migration(tuple(carried), tuple(created), tuple(dropped))
+
+
+def _each_once(arrays: Iterable[Any]) -> list[Any]:
+    """The arrays, copied if they have been there before, since a buffer can be donated only once."""
+    every = list(arrays)
+    first = {id(array): i for i, array in reversed(list(enumerate(every)))}
+    return [array if first[id(array)] == i else jnp.copy(array) for i, array in enumerate(every)]
 
 
 def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) -> None:
@@ -132,10 +161,10 @@ def _updates(entries: Sequence[Entry]) -> dict[Group, int]:
     """The number of updates of each group: the largest of its counts."""
     updates: dict[Group, int] = {}
     for entry in entries:
-        dtype = getattr(entry.value, "dtype", np.dtype(object))
-        is_count = _shape(entry.value) == () and jnp.issubdtype(dtype, jnp.integer)
+        value = entry.value
+        is_count = is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
         if entry.leaf is None and not entry.optional and is_count:
-            updates[entry.group] = max(updates.get(entry.group, 0), int(entry.value))
+            updates[entry.group] = max(updates.get(entry.group, 0), int(value))
     return updates
 
 
@@ -143,68 +172,26 @@ def _trained(entries: Sequence[Entry]) -> dict[Group, frozenset[str] | None]:
     """The trainable parameters of each group, from the arrays of its state, or else from the plan around it."""
     known: dict[Group, set[str]] = {}
     for entry in entries:
-        if entry.leaf is not None and entry.is_array:
-            known.setdefault(entry.group, set()).add(entry.leaf)
-        elif entry.leaf is not None or not entry.is_array:
-            known.setdefault(entry.group, set())
+        if entry.leaf is not None or not entry.arrays:
+            known.setdefault(entry.group, set()).update([entry.leaf] if entry.leaf is not None and entry.arrays else [])
     return {e.group: frozenset(known[e.group]) if e.group in known else e.group.trains for e in entries}
 
 
-class _Carry:
-    """Carries values of an old state over to the entries of a new one, and records which ones."""
+class _Sources:
+    """The entries of an old state from which those of a new one take their values."""
 
     def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
-        self.carried: list[str] = []
-        self.created: list[str] = []
         self._old: dict[str, list[Entry]] = {}  # by address
         for entry in old:
-            if entry.is_array and entry.address is not None:
+            if entry.arrays and entry.address is not None:
                 self._old.setdefault(entry.address, []).append(entry)
         self._trained_old, self._trained_new, self._updates = _trained(old), _trained(new), _updates(old)
-        at = {(entry.address, entry.group) for entry in new if entry.leaf is None and entry.is_array}
+        at = {(entry.address, entry.group) for entry in new if entry.leaf is None and entry.arrays}
         self._groups_at = collections.Counter(address for address, _ in at)
-        self._taken: dict[int, np.ndarray] = {}  # the elements taken from each old entry, by its id
-        self._given: set[int] = set()
+        self.by_entry = list(map(self._of, new))
 
-    def __call__(self, entry: Entry) -> Any:
-        """The value of a new entry, taken from the old entries at its address."""
-        if not entry.is_array or entry.address is None:
-            return entry.value
-        value, covered = entry.value, np.zeros((), bool)
-        for old in self._sources(entry):
-            if entry.leaf is not None and _is_merged(entry, old):
-                taken = entry.held & old.held
-                value = _merge(entry, value, old, taken)
-            elif entry.leaf is None and _contains_other_rows(entry, old):
-                raise value_error(
-                    "fz.migrate: an array of the state contains the rows of several leaves",
-                    at=old.name,
-                    got="a spec with other rows",
-                    expected="the same rows, or an optimizer with an array for each leaf",
-                    fix="create a new state: tx.init(params)",
-                )
-            elif entry.leaf is not None and _is_shared_by_rows(entry, old):
-                value, taken = dataclasses.replace(entry.value, values=old.value.values), entry.held | old.held
-            elif _alike(entry, old):
-                value, taken = old.value, entry.held
-            else:
-                continue
-            if taken.any():
-                covered = covered | taken
-                self._taken[id(old)] = self._taken.get(id(old), np.zeros((), bool)) | taken
-        if covered.any():
-            self.carried.append(entry.name)
-        if (entry.held & ~covered).any():
-            self.created.append(entry.name)
-        return self._once(value)
-
-    def is_left_of(self, old: Entry) -> bool:
-        """Whether an old entry has elements that no new entry has taken."""
-        return old.address is not None and bool((old.held & ~self._taken.get(id(old), np.zeros((), bool))).any())
-
-    def _sources(self, entry: Entry) -> list[Entry]:
-        """The old entries from which a new entry takes its value."""
-        found = self._old.get(str(entry.address), [])
+    def _of(self, entry: Entry) -> list[Entry]:
+        found = [] if entry.address is None else self._old.get(entry.address, [])
         if entry.leaf is not None or entry.optional:
             return found
         # A count, or another value of a whole group, comes from the old group with the most updates among those that
@@ -220,110 +207,6 @@ class _Carry:
         mine, theirs = self._trained_new[new], self._trained_old.get(old)
         return mine is None or theirs is None or bool(mine & theirs)
 
-    def _once(self, value: Any) -> Any:
-        """The value, copied if it is already used in the new state, since a buffer can be donated only once."""
-        if any(id(array) in self._given for array in jax.tree.leaves(value)):
-            return jax.tree.map(jnp.copy, value)
-        self._given.update(id(array) for array in jax.tree.leaves(value))
-        return value
-
-
-def _alike(new: Entry, old: Entry) -> bool:
-    """Whether a new entry can take the whole value of an old one. Used where entries cannot be merged by element.
-
-    Raises:
-      ValueError: if their shapes differ and neither is a ``Part``; if the elements of a ``Part`` are unknown.
-    """
-    same_shape = jax.tree.structure(new.value) == jax.tree.structure(old.value) and all(
-        np.shape(a) == np.shape(b) for a, b in zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
-    )
-    if any(isinstance(e.value, Part) and e.rows is None and e.frozen is None for e in (new, old)):
-        raise value_error(
-            "fz.migrate: the state does not contain the mask of a leaf",
-            at=old.name,
-            got="compact elements or dynamic rows, without their mask",
-            expected="the state of fz.freeze around the optimizer, which has the mask",
-            fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
-        )
-    in_part = isinstance(new.value, Part) or isinstance(old.value, Part)
-    if not same_shape and not in_part:
-        raise _no_fit(old, f"shape {_shape(old.value)}", f"shape {_shape(new.value)}")
-    return same_shape and np.array_equal(new.held, old.held)
-
-
-def _is_merged(new: Entry, old: Entry) -> bool:
-    """Whether both entries have one element per element of their parameter, or its rows along one axis."""
-    if new.elementwise and old.elementwise:
-        return True
-    shapes = [
-        np.delete(_shape(e.value.values), e.axis_of_rows).tolist() for e in (new, old) if e.axis_of_rows is not None
-    ]
-    return len(shapes) == 2 and shapes[0] == shapes[1] and _same_axes(new, old)
-
-
-def _is_shared_by_rows(new: Entry, old: Entry) -> bool:
-    """Whether both entries are an array without rows, such as a column factor, for the same or other rows."""
-    of_rows = [e for e in (new, old) if e.initial is not None and e.rows is not None and e.axis_of_rows is None]
-    return len(of_rows) == 2 and _shape(new.value.values) == _shape(old.value.values) and _same_axes(new, old)
-
-
-def _contains_other_rows(new: Entry, old: Entry) -> bool:
-    """Whether two entries contain the rows of several leaves, as in ``optax.flatten``, and not of the same rows."""
-    if all(entry.initial is None or entry.initial.axis is None for entry in (new, old)):
-        return False
-    rows = [
-        {leaf: np.asarray(selection.frozen_rows()).tobytes() for leaf, selection in _rows_around(entry)}
-        for entry in (new, old)
-    ]
-    return rows[0] != rows[1]
-
-
-def _rows_around(entry: Entry) -> list[tuple[str, RowSelection]]:
-    return [
-        (leaf, selection)
-        for parts in entry.parts
-        for leaf, selection in parts.items()
-        if isinstance(selection, RowSelection)
-    ]
-
-
-def _same_axes(new: Entry, old: Entry) -> bool:
-    return new.axis_of_rows == old.axis_of_rows and getattr(new.rows, "axis", None) == getattr(old.rows, "axis", None)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
-def _merge(entry: Entry, value: Any, old: Entry, taken: np.ndarray) -> Any:
-    """``value`` of a new entry, with the elements ``taken`` from an old one."""
-    a, b = old.rows, entry.rows
-    if a is not None and b is not None and a.axis == b.axis:
-        _, source, target = np.intersect1d(a.indices(), b.indices(), return_indices=True)
-        axis = a.axis if entry.axis_of_rows is None else entry.axis_of_rows
-
-        def moved(new: Any, old: Any) -> jax.Array:
-            rows = jnp.take(old, source, axis=axis)
-            here = (slice(None),) * axis + (target,)
-            return rows if len(source) == b.count else new.astype(rows.dtype).at[here].set(rows)
-
-        values = laid_out(explicit_sharding(value.values), moved, value.values, old.value.values)
-        return dataclasses.replace(value, values=values)
-    whole = _spread(old, old.value)
-    if not taken.all():
-        before = _spread(entry, value).astype(whole.dtype)
-        whole = laid_out(explicit_sharding(whole), jnp.where, taken, whole, before)
-    if not isinstance(value, Part):
-        return whole
-    return entry.selection.take(whole)
-
-
-def _spread(entry: Entry, value: Any) -> Any:
-    """The value in the shape of its parameter, with zeros for missing elements."""
-    if not isinstance(value, Part):
-        return value
-    return entry.selection.spread(value, np.zeros((), value.dtype))
-
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
     """Raises a ``ValueError`` if an array of one state is missing in the other for a reason other than freezing.
@@ -331,26 +214,18 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
     With ``by_type``, parameters may be missing completely, since NNX freezes them by their variable type.
     """
     for entry in old:
-        if entry.leaf is not None and isinstance(entry.value, Part) and _whole_shape(entry.value) != entry.shape:
-            raise _no_fit(entry, f"part of shape {_whole_shape(entry.value)}", f"part of shape {entry.shape}")
-    trains = {entry.leaf for entry in new if entry.is_array}
+        if entry.leaf is not None and isinstance(entry.value, Part) and entry.value.shape != entry.shape:
+            raise no_fit(entry, f"part of shape {entry.value.shape}", f"part of shape {entry.shape}")
+    trains = {entry.leaf for entry in new if entry.arrays}
     groups = {entry.group.names for entry in new}
     stateless = all(entry.optional for entry in new)
     for entry in _homeless(old, new):
         gone = entry.leaf not in trains if entry.leaf is not None else entry.group.names not in groups
         if stateless or not (gone or (by_type and _is_within(entry, new))):
-            raise _no_fit(entry, "an array that is only in the old state")
+            raise no_fit(entry, "an array that is only in the old state")
     for entry in _homeless(new, old):
         if entry.leaf is not None and _is_within(entry, old) and not by_type:
-            raise _no_fit(entry, "an array that is only in the new state")
-
-
-def _whole_shape(part: Part) -> tuple[int, ...]:
-    """The shape of the leaf that a part was taken from."""
-    shape = tuple(part.shape or ())
-    if not isinstance(part.index, RowSelection):
-        return shape
-    return (*shape[: part.index.axis], part.index.size, *shape[part.index.axis + 1 :])
+            raise no_fit(entry, "an array that is only in the new state")
 
 
 def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
@@ -362,22 +237,10 @@ def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     """Arrays at whose address the other state has neither an array nor the hole of a frozen leaf or subtree."""
     addresses = {entry.address for entry in others}
-    holes = {entry.address for entry in others if not entry.is_array}
+    holes = {entry.address for entry in others if not entry.arrays}
 
     def has_home(address: str) -> bool:
         segments = address.split("/")
         return address in addresses or any("/".join(segments[:n]) in holes for n in range(len(segments)))
 
-    return [entry for entry in entries if entry.is_array and not entry.optional and not has_home(str(entry.address))]
-
-
-def _no_fit(
-    entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
-) -> ValueError:
-    return value_error(
-        "fz.migrate: the state belongs to other parameters or to another optimizer",
-        at=entry.name,
-        got=got,
-        expected=expected,
-        fix="give the state of the same optimizer for the same model; only the spec and the groups may differ",
-    )
+    return [entry for entry in entries if entry.arrays and not entry.optional and not has_home(str(entry.address))]

@@ -1,6 +1,6 @@
 """Reads and sets which groups of :func:`optax_freeze.freeze_when` are frozen now."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.given_groups import group_name
 from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.own_states import map_states, states_in
 
 
 def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
@@ -84,7 +85,7 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
         }
         return node._replace(groups=groups)
 
-    return map_states(visit, state)
+    return map_states(visit, state, FreezeWhenState)
 
 
 def currently_frozen(state: optax.OptState) -> dict[str, Any]:
@@ -150,25 +151,8 @@ def _like(old: Any, value: Any) -> Any:
     return jax.tree.unflatten(treedef, [copy_like(value, placed)])
 
 
-def _is_state(node: Any) -> bool:
-    return isinstance(node, FreezeWhenState)
-
-
-def map_states(visit: Callable[[FreezeWhenState], FreezeWhenState], tree: PyTree) -> PyTree:
-    """Applies ``visit`` to each state of :func:`optax_freeze.freeze_when` in a tree, including nested ones."""
-
-    def below(node: Any) -> Any:
-        if not _is_state(node):
-            return node
-        node = visit(node)
-        return jax.tree.map(below, node, is_leaf=lambda x: _is_state(x) and x is not node)
-
-    return jax.tree.map(below, tree, is_leaf=_is_state)
-
-
 def _states(tree: PyTree) -> list[FreezeWhenState]:
-    found: list[FreezeWhenState] = []
-    map_states(lambda node: found.append(node) or node, tree)
+    found = states_in(tree, FreezeWhenState)
     if not found:
         raise value_error(
             "the state contains no state of fz.freeze_when",

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from optax_freeze._errors import described, is_array, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.init_with import eval_init
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import fitting
 from optax_freeze._spec.memory import on_device
@@ -59,16 +60,12 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
       >>> init = jax.jit(tx.init, out_shardings=shardings)
     """
     tx = as_transformation(tx, "fz.state_shardings(tx, params)", other=params)
-    leaves, structure = _tree.flatten(params)
+    leaves = _tree.flatten(params)[0]
     arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if is_array(leaf)}
     placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in arrays.items()}
     default = _replicated(placed)
 
-    def init(arrays: Mapping[str, Any]) -> PyTree:
-        whole = (arrays.get(path, leaf) for path, leaf in zip(_tree.paths(params), leaves, strict=True))
-        return tx.init(jax.tree.unflatten(structure, whole))
-
-    nodes, treedef = _tree.flatten(jax.eval_shape(init, arrays))
+    nodes, treedef = _tree.flatten(eval_init(tx.init, params))
     paths = _tree.paths(jax.tree.unflatten(treedef, nodes))
     owner_of = parameter_of(paths, placed)
     shardings = []

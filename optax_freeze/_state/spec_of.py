@@ -2,16 +2,16 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.groups_now import GroupsNow
-from optax_freeze._optimizer.freeze import FreezeState, MaskedZeroUpdatesState
+from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
 from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec.selector_algebra import Selector
+from optax_freeze._state.own_states import Kinds, outermost_states
 
 
 def spec_of(state: optax.OptState) -> Selector:
@@ -40,8 +40,8 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
-    states = [node for node in _states(state) if node.spec.leaves]
-    scheduled = [node for node in _scheduled(state) if node.spec.leaves]
+    states = _outermost(state, (FreezeState,))
+    scheduled = _outermost(state, FreezeWhenState)
     if not states and len(scheduled) == 1:
         return _groups_now(scheduled[0])
     if not states or any(_differ(states[0], other) for other in states[1:]):
@@ -68,14 +68,5 @@ def _groups_now(state: FreezeWhenState) -> GroupsNow:
     return GroupsNow(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()))
 
 
-def _scheduled(state: optax.OptState) -> list[FreezeWhenState]:
-    is_scheduled = lambda node: isinstance(node, FreezeWhenState)  # noqa: E731
-    return list(filter(is_scheduled, jax.tree.leaves(state, is_leaf=is_scheduled)))
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, (FreezeState, MaskedZeroUpdatesState))
-
-
-def _states(state: optax.OptState) -> list[Any]:
-    return [node for node in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(node)]
+def _outermost(state: optax.OptState, kinds: Kinds) -> list[Any]:
+    return [node for _, node in outermost_states(state, kinds) if node.spec.leaves]

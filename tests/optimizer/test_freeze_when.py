@@ -219,6 +219,7 @@ class TestGroups:
 
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
+MASKED = fz.masked_zero_updates("encoder")
 
 
 def small(step, stats):
@@ -340,9 +341,7 @@ class TestEach:
             lambda params: fz.resolve(params, fz.rules({fz.each("head"): True})),
             lambda params: fz.partition(params, "encoder" | fz.each("head")),
             lambda params: fz.labels_by_path({fz.each("head"): "a"}, default="b")(params),
-            lambda params: fz.replace_masks(
-                fz.freeze(optax.sgd(0.1), {"encoder": True, "head": False}).init(params), {fz.each("head"): True}
-            ),
+            lambda params: fz.replace_masks(MASKED.init(params), MASKED, params, {fz.each("head"): True}),
         ],
         ids=["freeze", "rules", "|", "labels", "masks"],
     )
@@ -428,7 +427,10 @@ class TestElementMasks:
             "compact": (fz.elements(a, compact=True), fz.elements(b, compact=True)),
         }[kind]
         groups = {"w": (masks[0], fz.unfreeze_at(1)), "w/**": (masks[1], fz.unfreeze_at(2)), "**": fz.unfreeze_at(3)}
-        history = run(fz.freeze_when(optax.adam(0.1), groups), setting, 5)
+        tx = fz.freeze_when(optax.adam(0.1), groups)
+        state = jax.jit(tx.init)(setting)
+        assert bits(fz.migrate(state, tx, setting)) == bits(state)
+        history = run(tx, setting, 5)
         everything = run(optax.adam(0.1), setting, 5)
         for rows, thawed in ((slice(0, 2), 1), (slice(2, 4), 2), (slice(4, 5), 3)):
             got, expected = history[5][0]["w"][rows], everything[5 - thawed][0]["w"][rows]

@@ -660,7 +660,7 @@ class TestReplaceMasks:
             return fz.apply_updates(params, updates, spec), state
 
         for mask in masks:
-            state = fz.replace_masks(state, {"w": mask})
+            state = fz.replace_masks(state, tx, params, {"w": mask})
             before = params
             params, state = step(params, state)
             assert np.asarray(params["w"])[mask].tobytes() == np.asarray(before["w"])[mask].tobytes()
@@ -675,7 +675,7 @@ class TestReplaceMasks:
         tx = fz.freeze(optax.sgd(1.0, momentum=0.5), spec)
         grads = jax.tree.map(lambda p: jnp.arange(1.0, 6.0), params)
         _, state = tx.update(grads, tx.init(params), params)
-        replaced = fz.replace_masks(state, {"a/w": new})
+        replaced = fz.replace_masks(state, tx, params, {"a/w": new})
         zero = jax.tree.map(jnp.zeros_like, params)
         updates, _ = tx.update(zero, replaced, params)
         assert updates["a"]["w"].tolist() == [0.0, 0.0, 0.0, -2.0, -2.5]
@@ -689,14 +689,14 @@ class TestReplaceMasks:
             params = {"w": jnp.ones(4), "a": {"w": jnp.ones(4)}}
             tx = fz.freeze(optax.trace(0.9), {"w": fz.elements(old, compact=True), "a": {"w": other}})
             _, state = tx.update({"w": grads, "a": {"w": grads}}, tx.init(params), params)
-            trace = optax.tree.get(fz.replace_masks(state, {"w": new}), "trace")
+            trace = optax.tree.get(fz.replace_masks(state, tx, params, {"w": new}), "trace")
             assert trace["a"]["w"].values.tolist() == [3.0, 4.0]
             assert trace["w"].values.tolist() == [0.0, 4.0]
 
     def test_a_lone_leaf(self):
         tx = fz.freeze(optax.trace(0.9), fz.elements(np.array([True, True, False, False]), compact=True))
         _, state = tx.update(jnp.array([1.0, 2.0, 3.0, 4.0]), tx.init(jnp.ones(4)))
-        state = fz.replace_masks(state, {"": np.array([True, False, True, False])})
+        state = fz.replace_masks(state, tx, jnp.ones(4), {"": np.array([True, False, True, False])})
         assert optax.tree.get(state, "trace").values.tolist() == [0.0, 4.0]
 
     @pytest.mark.parametrize(
@@ -707,7 +707,7 @@ class TestReplaceMasks:
         mask = np.arange(8).reshape(2, 4) < 4
         tx = fz.freeze(inner, {"w": fz.elements(mask, compact=True), "m": False})
         _, state = tx.update(params, tx.init(params), params)
-        replaced = fz.replace_masks(state, {"w": ~mask})
+        replaced = fz.replace_masks(state, tx, params, {"w": ~mask})
         chex.assert_trees_all_equal_shapes(replaced, state)
         updates, _ = tx.update(params, replaced, params)
         assert np.signbit(updates["w"][1]).all()
@@ -715,7 +715,9 @@ class TestReplaceMasks:
     def test_a_traced_compact_mask_cannot_be_counted(self):
         tx = fz.freeze(optax.sgd(1.0), fz.elements(np.array([True, False]), compact=True))
         with pytest.raises(ValueError, match="compact mask is fixed"):
-            jax.jit(lambda s, m: fz.replace_masks(s, {"": m}))(tx.init(jnp.ones(2)), np.array([True, True]))
+            jax.jit(lambda s, m: fz.replace_masks(s, tx, jnp.ones(2), {"": m}))(
+                tx.init(jnp.ones(2)), np.array([True, True])
+            )
 
     @pytest.mark.parametrize("updates", [0, 1])
     def test_compact_under_nnx(self, updates):
@@ -726,7 +728,8 @@ class TestReplaceMasks:
         for _ in range(updates):
             optimizer.update(model, grads)
         before = nnx.graphdef(optimizer)
-        optimizer.opt_state = fz.replace_masks(optimizer.opt_state, {"kernel": ~DIAGONAL})
+        params = nnx.state(model, nnx.Param)
+        optimizer.opt_state = fz.replace_masks(optimizer.opt_state, optimizer.tx, params, {"kernel": ~DIAGONAL})
         assert nnx.graphdef(optimizer) == before
         kernel = np.asarray(model.kernel[...])
         optimizer.update(model, grads)
@@ -734,9 +737,9 @@ class TestReplaceMasks:
         assert np.asarray(model.kernel[...])[~DIAGONAL].tobytes() == kernel[~DIAGONAL].tobytes()
 
     def test_takes_a_mapping(self):
-        state = fz.freeze(optax.sgd(1.0), DIAGONAL).init(jnp.ones((2, 2)))
+        tx, params = fz.freeze(optax.sgd(1.0), DIAGONAL), jnp.ones((2, 2))
         with pytest.raises(TypeError, match="takes a mapping"):
-            fz.replace_masks(state, [DIAGONAL])  # pyright: ignore
+            fz.replace_masks(tx.init(params), tx, params, [DIAGONAL])  # pyright: ignore
 
     def test_an_ensemble(self):
         params = {"w": jnp.arange(12.0).reshape(3, 2, 2)}
@@ -758,7 +761,7 @@ class TestReplaceMasks:
     def test_in_a_larger_state(self):
         spec, params = {"w": fz.elements(DIAGONAL)}, {"w": jnp.ones((2, 2))}
         tx = optax.chain(fz.masked_zero_updates(spec), fz.freeze(optax.sgd(0.1), spec))
-        state = fz.replace_masks(tx.init(params), {"w": ~DIAGONAL})
+        state = fz.replace_masks(tx.init(params), tx, params, {"w": ~DIAGONAL})
         assert bits(fz.resolve(params, fz.spec_of(state))["w"].array) == bits(jnp.asarray(~DIAGONAL))
         updates, _ = tx.update(params, state)
         assert bits(optax.apply_updates(params, updates)["w"]) == bits(
@@ -768,7 +771,8 @@ class TestReplaceMasks:
     def test_refusals_change_nothing(self):
         params = {"w": jnp.ones((2, 2)), "c": jnp.ones((2, 2)), "r": jnp.ones((2, 2))}
         spec = {"w": DIAGONAL, "c": fz.elements(DIAGONAL, compact=True), "r": fz.rows(0)}
-        state = fz.freeze(optax.adam(0.1), spec).init(params)
+        tx = fz.freeze(optax.adam(0.1), spec)
+        state = tx.init(params)
         before = bits(state)
         for path, mask, error in [
             ("x", DIAGONAL, r"the state has no replaceable mask for this path\n  at: x"),
@@ -777,9 +781,9 @@ class TestReplaceMasks:
             ("c", np.zeros((2, 2), bool), r"compact mask is fixed\n  at: c\n  got: 4"),
         ]:
             with pytest.raises(ValueError, match=error):
-                fz.replace_masks(state, {path: mask})
+                fz.replace_masks(state, tx, params, {path: mask})
         with pytest.raises(TypeError, match="takes a boolean array"):
-            fz.replace_masks(state, {"w": np.ones((2, 2))})
+            fz.replace_masks(state, tx, params, {"w": np.ones((2, 2))})
         assert bits(state) == before
 
     def test_spec_of_needs_a_state_of_ours(self):

@@ -77,7 +77,7 @@ class TestForms:
         state = tx.init(params)
         updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
         assert (float(updates["scale"]), updates["w"].tolist()) == (0, [-1, -1])
-        state = jax.jit(lambda frozen: fz.replace_masks(state, {"scale": frozen}))(False)
+        state = jax.jit(lambda frozen: fz.replace_masks(state, tx, params, {"scale": frozen}))(False)
         assert float(tx.update(jax.tree.map(jnp.ones_like, params), state, params)[0]["scale"]) == -1
 
     @pytest.mark.parametrize("a", [dict, flax.core.FrozenDict, collections.OrderedDict])

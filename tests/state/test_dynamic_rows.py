@@ -10,6 +10,7 @@ import optax
 import optimizers
 import pytest
 from conftest import bits, state_bytes
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -173,11 +174,6 @@ def test_init_allocates_nothing_for_shapes():
     params = {"layers": jax.ShapeDtypeStruct((100, 10**6, 10**6), jnp.float32)}
     state = jax.eval_shape(fz.freeze(optax.adam(0.1), {"layers": ~fz.rows(jnp.array([3, 1]))}).init, params)
     assert optax.tree.get(state, "mu")["layers"].values.shape == (2, 10**6, 10**6)
-    assert dict(state.spec.initial) == {
-        "0/count": (None, 0),
-        "0/mu/layers": (0, 0.0),
-        "0/nu/layers": (0, 0.0),
-    }
 
 
 def test_frozen_rows_keep_every_bit():
@@ -261,7 +257,7 @@ def test_a_traced_number_may_be_given_twice(axis):
     @functools.partial(jax.jit, static_argnums=1)
     def step(index, way):
         tx = fz.freeze(optax.adam(1.0), frozen(jnp.zeros_like(index)), full_updates=way == "full")
-        state = fz.replace_masks(tx.init(params), frozen(index))
+        state = fz.replace_masks(tx.init(params), tx, params, frozen(index))
         grads = fz.grad(lambda p: (p["w"] ** 2).sum(), fz.spec_of(state))(params)
         if way == "update_params":
             return fz.update_params(tx, grads, state, params)[0]
@@ -311,7 +307,7 @@ def test_numbers_that_are_no_row_do_not_stay():
     params = {"w": jnp.ones((6, 2))}
     tx = fz.freeze(optax.adam(0.1), {"w": ~fz.rows(jnp.array([2, 3, 5]))})
     _, state = tx.update(params, tx.init(params), params)
-    replace = jax.jit(lambda state, index: fz.replace_masks(state, {"w": ~fz.rows(index)}))
+    replace = jax.jit(lambda state, index: fz.replace_masks(state, tx, params, {"w": ~fz.rows(index)}))
     for index, count in (([2, 2, 4], 1), ([3, 3, 0], 0)):
         state = replace(state, jnp.array(index))
         assert optax.tree.get(state, "count") == count
@@ -335,7 +331,7 @@ class TestGradientsOfOtherRows:
     def states(self, kind):
         tx = fz.freeze(optax.sgd(1.0), self.spec(kind, 4, 5), full_updates=False)
         state = tx.init(PARAMS)
-        return tx, state, fz.replace_masks(state, self.spec(kind, 0, 2))
+        return tx, state, fz.replace_masks(state, tx, PARAMS, self.spec(kind, 0, 2))
 
     def step(self, tx, spec=fz.spec_of):
         def step(params, state):
@@ -459,7 +455,7 @@ def test_masked_zero_updates():
     tx = optax.chain(optax.sgd(1.0), fz.masked_zero_updates(only(1, 2)))
     state = tx.init(params)
     for index in ([1, 2], [4, 0]):
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array(index))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array(index))})
         updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
         moved = np.flatnonzero(np.asarray(updates["layers"]["bias"])[:, 0])
         assert moved.tolist() == sorted(index)
@@ -470,20 +466,17 @@ ROWS = {
     "other": [2, 3, 5],
     "some": [1, 4, 5],
 }
-REFUSED = [
-    *("cocob", "dog", "dowg", "madgrad", "mechanize", "prodigy", "sam"),
-    *("schedule_free", "schedule_free_adamw", "schedule_free_sgd"),
-]
-REFUSED = {*("flatten", "lbfgs", "lookahead", "sm3"), *(f"contrib.{name}" for name in REFUSED)}
-"""Optimizers with state that starts from the parameters, a history, or arrays for several leaves."""
+REFUSED = {"flatten"}
+"""An optimizer with an array for several leaves."""
 
 GO_ON = (
     optax.AddNoiseState,
+    optax.ZoomLinesearchInfo,
     optax.contrib.DifferentiallyPrivateAggregateState,
     optax.contrib.HutchinsonState,
     optax.contrib.ReduceLROnPlateauState,
 )
-"""Random keys and schedules."""
+"""Random keys and schedules, and what a line search tells of its last step."""
 
 
 class TestEveryOptimizer:
@@ -513,18 +506,18 @@ class TestEveryOptimizer:
             params = optax.apply_updates(params, updates)
         return params, state
 
-    def replaced(self, state, rows):
-        return fz.replace_masks(state, {"*": ~fz.rows(jnp.array(ROWS[rows]))})
+    def replaced(self, optimizer, params, state, rows):
+        return fz.replace_masks(state, self.tx(optimizer, "first"), params, {"*": ~fz.rows(jnp.array(ROWS[rows]))})
 
     @pytest.mark.parametrize("name", optimizers.found())
     def test_the_first_step_on_new_rows_and_the_state_of_some(self, name):
         optimizer = optimizers.found()[name]
         params, state = self.trained(optimizer)
         if name in REFUSED:
-            with pytest.raises(ValueError, match="of a single row cannot be reset"):
-                self.replaced(state, "other")
+            with pytest.raises(ValueError, match="contains the rows of several leaves"):
+                self.replaced(optimizer, params, state, "other")
             return
-        new, tx = self.replaced(state, "other"), self.tx(optimizer, "other")
+        new, tx = self.replaced(optimizer, params, state, "other"), self.tx(optimizer, "other")
         expected = jax.tree.map(
             lambda fresh, kept: kept if isinstance(kept, GO_ON) else fresh,
             tx.init(params),
@@ -533,8 +526,9 @@ class TestEveryOptimizer:
         )
         assert bits(new) == bits(expected)
         assert bits(self.step(optimizer, tx, params, new)) == bits(self.step(optimizer, tx, params, expected))
-        some = self.replaced(state, "some")
-        assert bits(some) == bits(fz.migrate(state, self.tx(optimizer, "some"), params))
+        for rows in ROWS:
+            replaced = self.replaced(optimizer, params, state, rows)
+            assert bits(replaced) == bits(fz.migrate(state, self.tx(optimizer, rows), params))
 
     @pytest.mark.parametrize(
         "name", sorted({"adafactor", "adam", "contrib.galore", "novograd"} & optimizers.found().keys())
@@ -545,7 +539,7 @@ class TestEveryOptimizer:
         static = fz.migrate(state, self.tx(optimizer, "first", static=True), params)
         static = fz.migrate(static, self.tx(optimizer, "some", static=True), params)
         back = fz.migrate(static, self.tx(optimizer, "some"), params)
-        assert bits(back) == bits(self.replaced(state, "some"))
+        assert bits(back) == bits(self.replaced(optimizer, params, state, "some"))
 
     def test_an_array_of_several_leaves_migrates_only_to_the_same_rows(self):
         optimizer = optimizers.found()["flatten"]
@@ -586,7 +580,7 @@ class TestReplaceMasks:
         params = init()
         state, step = tx.init(params), (jax.jit if jit else lambda f: f)(step_of(tx, False))
         for masks in replaced:
-            state = fz.replace_masks(state, masks) if masks else state
+            state = fz.replace_masks(state, tx, params, masks) if masks else state
             for _ in range(steps):
                 params, state = step(params, state)
         if jit:
@@ -601,9 +595,9 @@ class TestReplaceMasks:
     @pytest.mark.parametrize("jit", [False, True])
     def test_rows_that_stay_keep_their_moments(self, jit):
         tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
-        _, before = self.run(tx, [None], jit=jit)
-        replace = lambda state, index: fz.replace_masks(state, {"layers/**": ~fz.rows(index)})  # noqa: E731
-        after = (jax.jit(replace) if jit else replace)(before, jnp.array([3, 0]))
+        params, before = self.run(tx, [None], jit=jit)
+        replace = lambda state, params, index: fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})  # noqa: E731
+        after = (jax.jit(replace) if jit else replace)(before, params, jnp.array([3, 0]))
         for old, new in zip(self.moments(before), self.moments(after), strict=True):
             assert bits(new[1]) == bits(old[1])
             assert not new[0].any()
@@ -614,10 +608,10 @@ class TestReplaceMasks:
 
     def test_the_count_begins_anew_where_all_rows_change(self):
         tx = fz.freeze(optax.adam(0.1), only(3, 1, head=True), full_updates=False)
-        _, state = self.run(tx, [None])
-        kept = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 0]))})
-        anew = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        half = fz.replace_masks(state, {"layers/bias": ~fz.rows(jnp.array([4, 0]))})
+        params, state = self.run(tx, [None])
+        kept = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([3, 0]))})
+        anew = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        half = fz.replace_masks(state, tx, params, {"layers/bias": ~fz.rows(jnp.array([4, 0]))})
         assert [int(optax.tree.get(s, "count")) for s in (kept, anew, half)] == [2, 0, 2]
 
     def test_the_first_step_of_a_fresh_row_is_that_of_a_fresh_optimizer(self):
@@ -625,7 +619,7 @@ class TestReplaceMasks:
         inner = optax.multi_transform({"turns": optax.adam(0.1), "stays": optax.adam(0.1)}, labels)
         tx = fz.freeze(inner, only(3, 1), full_updates=False)
         params, state = self.run(tx, [None, None])
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
         after, _ = step_of(tx, False)(params, state)
         moved = np.abs(np.asarray(after["layers"]["kernel"] - params["layers"]["kernel"]))
         assert moved[[0, 4]].max() < 0.1001
@@ -634,8 +628,8 @@ class TestReplaceMasks:
 
     def test_a_schedule_goes_on(self):
         tx = fz.freeze(optax.adam(optax.linear_schedule(1.0, 0.0, 10)), only(3, 1, head=True), full_updates=False)
-        _, state = self.run(tx, [None])
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        params, state = self.run(tx, [None])
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
         counts = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == ()]
         assert sorted(counts) == [0, 2]
 
@@ -651,20 +645,21 @@ class TestReplaceMasks:
     def test_fresh_rows_begin_as_in_init(self, make, begins):
         tx = fz.freeze(make(0.1), only(3, 1, head=True), full_updates=False)
         params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
         fresh = fz.freeze(make(0.1), only(4, 3, head=True)).init(params)
         for new, first in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
             if new.ndim and new.shape[0] == 2 and jnp.issubdtype(new.dtype, jnp.floating):
                 close(new[1], first[1])
                 close(first[1], jnp.full_like(first[1], begins))
 
-    def test_a_state_that_begins_with_the_parameters_is_refused(self):
-        tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1))
-        state = tx.init(init())
-        with pytest.raises(ValueError, match="of a single row cannot be reset"):
-            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
-        moved = fz.migrate(state, fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(4, 3)), init())
-        assert bits(optax.tree.get(moved, "z")["layers"]["bias"].values) == bits(init()["layers"]["bias"][3:])
+    def test_a_state_that_begins_with_the_parameters(self):
+        """Rows that begin to train start from the parameters as they are now."""
+        tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1), full_updates=False)
+        params, before = self.run(tx, [None])
+        z = lambda state: optax.tree.get(state, "z")["layers"]["bias"].values  # noqa: E731
+        after = fz.replace_masks(before, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
+        assert bits(z(after)) == bits(jnp.stack([z(before)[1], params["layers"]["bias"][4]]))
+        assert bits(z(before)[1]) != bits(params["layers"]["bias"][3])
 
     @pytest.mark.parametrize(
         ("masks", "message"),
@@ -680,9 +675,9 @@ class TestReplaceMasks:
         ],
     )
     def test_wrong_calls(self, masks, message):
-        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
+        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
         with pytest.raises(ValueError, match=message):
-            fz.replace_masks(state, masks)
+            fz.replace_masks(tx.init(params), tx, params, masks)
 
     def test_a_line_search_computes_its_gradient_again(self):
         inner = optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(10, store_grad=True))
@@ -695,19 +690,50 @@ class TestReplaceMasks:
             return fz.apply_updates(params, updates), state
 
         params, state = step(params, state)
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 4]))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([3, 4]))})
         assert moved(params, step(params, state)[0]) == [3, 4]
 
-    @pytest.mark.parametrize("make", [optax.lbfgs, lambda: optax.sm3(0.1)])
-    def test_a_history_and_several_arrays_for_a_leaf_are_refused(self, make):
-        state = fz.freeze(make(), only(1, 2)).init(init())
-        with pytest.raises(ValueError, match="of a single row cannot be reset"):
-            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([3, 1]))})
+    @pytest.mark.parametrize("kind", ["rows", "elements"])
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_a_history_begins_anew_with_any_new_row_or_element(self, kind, jit):
+        """The numbers of L-BFGS are about all elements together."""
+        make = TestGradientsOfOtherRows().spec
+        tx, params = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 2, 3)), PARAMS
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(fz.grad(SUM, fz.spec_of(state))(params), state, params)
+            params = optax.apply_updates(params, updates)
+
+        def replace(state, params, spec):
+            return fz.replace_masks(state, tx, params, {"w": spec})
+
+        replace = jax.jit(replace) if jit and kind == "rows" else replace
+        assert bits(replace(state, params, make(kind, 2, 3)["w"])) == bits(state)
+        other = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 3, 4))
+        assert bits(replace(state, params, make(kind, 3, 4)["w"])) == bits(other.init(params))
+        assert bits(fz.migrate(state, other, params)) == bits(other.init(params))
+
+    @pytest.mark.parametrize("specs", [("b", False), (False, "b")])
+    def test_a_history_begins_anew_where_other_leaves_train(self, specs):
+        params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+        tx, other = (fz.freeze(optax.lbfgs(linesearch=None), spec) for spec in specs)
+        _, state = tx.update(params, tx.init(params), params)
+        assert bits(fz.migrate(state, other, params)) == bits(other.init(params))
+        assert bits(fz.migrate(state, tx, params)) == bits(state)
+
+    def test_several_arrays_for_a_leaf_move_with_its_rows(self):
+        tx = fz.freeze(optax.sm3(0.1), only(1, 2), full_updates=False)
+        params, before = self.run(tx, [None])
+        after = fz.replace_masks(before, tx, params, {"layers/**": ~fz.rows(jnp.array([3, 1]))})
+        mu = [jax.tree.leaves(optax.tree.get(state, "mu")["layers"]["kernel"]) for state in (before, after)]
+        assert [old.shape for old in mu[0]] == [(2,), (3,), (3,)]
+        assert bits(mu[1][0]) == bits(mu[0][0].at[1].set(0))
+        assert bits(mu[1][1:]) == bits(mu[0][1:])
 
     def test_multi_steps_goes_on(self):
         tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 3), only(3, 1, head=True), full_updates=False)
-        _, state = self.run(tx, [None], steps=4)
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        params, state = self.run(tx, [None], steps=4)
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
         inner = state.inner_state.inner_states["trainable"].inner_state
         assert (inner.gradient_step, inner.mini_step, inner.inner_opt_state[0].count) == (1, 1, 0)
 
@@ -721,27 +747,26 @@ class TestReplaceMasks:
     def test_a_count_by_any_name(self, init, numbers):
         tx = fz.freeze(momentum(init, numbers), only(3, 1, head=True), full_updates=False)
         params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
         fresh = fz.freeze(momentum(init, numbers), only(4, 0, head=True)).init(params)
         assert bits(state) == bits(fresh)
 
-    def test_a_count_of_moments_in_another_container_is_refused(self):
+    def test_a_count_of_moments_in_another_container_goes_on(self):
         """It may as well be that of a schedule."""
         optimizer = momentum(lambda count, trace: (count, {"m": trace}), lambda state: (state[0], state[1]["m"]))
         tx = fz.freeze(optimizer, only(3, 1, head=True), full_updates=False)
-        _, state = self.run(tx, [None])
-        with pytest.raises(ValueError, match=r"cannot be reset\n  at: 0\n  got: a number that may count"):
-            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        tx = fz.freeze(optimizer, only(3, 1), full_updates=False)  # the head trains in it, too
-        _, state = self.run(tx, [None])
-        fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        params, state = self.run(tx, [None])
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        count, moments = state.inner_state.inner_states["trainable"].inner_state
+        assert count == 2
+        assert not any(leaf.any() for leaf in jax.tree.leaves(moments))
 
-    def test_a_number_that_depends_on_the_parameters_is_refused(self):
+    def test_a_number_that_depends_on_the_parameters(self):
         optimizer = momentum(lambda count, trace: (count, trace), lambda state: state)
         optimizer = optimizer._replace(init=lambda params: (optax.tree.norm(params), optax.tree.zeros_like(params)))
-        state = fz.freeze(optimizer, only(3, 1, head=True)).init(init())
-        with pytest.raises(ValueError, match=r"cannot be reset\n  at: 0\n  got: a number that depends"):
-            fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        tx = fz.freeze(optimizer, only(3, 1, head=True))
+        state = fz.replace_masks(tx.init(init()), tx, init(), {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        assert bits(state) == bits(fz.freeze(optimizer, only(4, 0, head=True)).init(init()))
 
     @pytest.mark.parametrize(
         "wrap",
@@ -756,8 +781,8 @@ class TestReplaceMasks:
         """Those of the optimizer inside, whose state is a dict of moments, begin anew."""
         inner = momentum(lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"]))
         tx = fz.freeze(wrap(inner), only(3, 1, head=True), full_updates=False)
-        _, state = self.run(tx, [None], steps=4)
-        new = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
+        params, state = self.run(tx, [None], steps=4)
+        new = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
         fields = [s.inner_state.inner_states["trainable"].inner_state._asdict() for s in (state, new)]
         numbers = [[bits(x) for x in each.values() if getattr(x, "shape", None) == ()] for each in fields]
         assert numbers[0] == numbers[1]
@@ -767,24 +792,25 @@ class TestReplaceMasks:
         params = {"w": jax.random.normal(jax.random.key(0), (32, 16))}
         tx = fz.freeze(optax.adafactor(0.1, min_dim_size_to_factor=4), {"w": ~fz.rows(jnp.arange(16))})
         _, state = tx.update(params, tx.init(params), params)
-        new = fz.replace_masks(state, {"w": ~fz.rows(jnp.arange(8, 24))})
+        new = fz.replace_masks(state, tx, params, {"w": ~fz.rows(jnp.arange(8, 24))})
         factors = [[optax.tree.get(s, name)["w"].values for name in ("v_row", "v_col")] for s in (state, new)]
         kept = [np.array_equal(*pair) for pair in zip(*factors, strict=True)]
         assert sorted(kept) == [False, True]
 
     def test_a_state_of_numpy_arrays(self):
-        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
-        new = {"layers/**": ~fz.rows(jnp.array([3, 0]))}
-        assert bits(fz.replace_masks(jax.device_get(state), new)) == bits(fz.replace_masks(state, new))
+        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
+        state, new = tx.init(params), {"layers/**": ~fz.rows(jnp.array([3, 0]))}
+        states = [fz.replace_masks(each, tx, params, new) for each in (jax.device_get(state), state)]
+        assert bits(states[0]) == bits(states[1])
 
     def test_the_spec_of_a_state_without_values(self):
         state = jax.eval_shape(fz.freeze(optax.adam(0.1), only(3, 1)).init, init())
         assert repr(fz.resolve(init(), fz.spec_of(state))["layers"]["bias"]) == "~fz.rows(<int32[2]>)"
 
     def test_static_numbers_will_do(self):
-        state = fz.freeze(optax.adam(0.1), only(3, 1)).init(init())
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows([0, 2])})
-        assert fz.resolve(init(), fz.spec_of(state))["layers"]["bias"].array.tolist() == [0, 2]
+        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
+        state = fz.replace_masks(tx.init(params), tx, params, {"layers/**": ~fz.rows([0, 2])})
+        assert fz.resolve(params, fz.spec_of(state))["layers"]["bias"].array.tolist() == [0, 2]
 
     def test_inside_of_the_jitted_step(self):
         tx = fz.freeze(optax.adam(0.1), only(0, 1), full_updates=False)
@@ -792,7 +818,7 @@ class TestReplaceMasks:
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, key):
             index = jax.random.choice(key, LAYERS, (2,), replace=False)
-            state = fz.replace_masks(state, {"layers/**": ~fz.rows(index)})
+            state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})
             params, state = step_of(tx, False)(params, state)
             return params, state, index
 
@@ -819,6 +845,84 @@ class TestReplaceMasks:
         close(got, params)
 
 
+class TestOtherStates:
+    """``replace_masks`` of a state inside other states, from a program, or in other memory."""
+
+    masks = {"layers/**": ~fz.rows(jnp.array([0, 3]))}  # noqa: RUF012
+
+    def test_several_states_that_differ_in_their_masks_alone(self):
+        """Each ``init`` gets the masks of its own state, also in a dict that ``jit`` has sorted."""
+        params = {"a": jnp.arange(4.0), "b": jnp.arange(4.0)}
+        frozen = [dict.fromkeys("ab", ~fz.rows(jnp.array(index))) for index in ([0, 1], [2, 3])]
+        tx = optax.named_chain(*((name, fz.freeze(optax.trace(0.9), each)) for name, each in zip("zy", frozen)))  # noqa: B905
+        state = jax.jit(lambda state: state)(tx.init(params))
+        new = fz.replace_masks(state, tx, params, {"a": ~fz.rows(jnp.array([1, 2]))})
+        assert [new[name].masks["a"].tolist() for name in "zy"] == [[1, 2], [1, 2]]
+        assert [new[name].masks["b"].tolist() for name in "zy"] == [[0, 1], [2, 3]]
+
+    def test_inside_another_freeze_and_without_static_data(self):
+        def make(*index):
+            inner = fz.freeze(optax.adam(0.1), {**only(*index), "embed": False, "head": False})
+            return fz.freeze(optax.MultiSteps(inner, 1), {"layers": False, "embed": False, "head": True})
+
+        tx, params = make(3, 1), init()
+        _, state = tx.update(params, tx.init(params), params)
+        new = fz.replace_masks(state, tx, params, self.masks)
+        assert bits(new) == bits(fz.migrate(state, make(0, 3), params))
+        assert bits(optax.tree.get(new, "mu")["layers"]["bias"].values[1]) == bits(0.1 * params["layers"]["bias"][3])
+        mapped = optax.tree_map_params(tx, lambda x: x, state)
+        assert bits(fz.replace_masks(mapped, tx, params, self.masks)) == bits(new)
+
+    def test_in_a_scan_with_donated_state(self):
+        tx, params = fz.freeze(optax.MultiSteps(optax.adam(0.1), 2), only(3, 1), full_updates=False), init()
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def run(params, state, indices):
+            def step(carry, index):
+                params, state = carry
+                state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})
+                return step_of(tx, False)(params, state), None
+
+            return jax.lax.scan(step, (params, state), indices)[0]
+
+        last, state = run(jax.tree.map(jnp.copy, params), tx.init(params), jnp.array([[0, 1], [1, 2], [0, 4], [4, 2]]))
+        assert moved(params, last) == [1, 2, 4]
+        assert state.inner_state.inner_states["trainable"].inner_state.gradient_step == 2
+
+    def test_in_an_nnx_optimizer(self):
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        frozen = fz.rules({"kernel": ~fz.rows(jnp.array([3, 1]))})
+        optimizer = nnx.Optimizer(model, fz.freeze(optax.adam(0.1), frozen), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, index):
+            params, new = nnx.state(model, nnx.Param), {"kernel": ~fz.rows(index)}
+            optimizer.opt_state = fz.replace_masks(optimizer.opt_state, optimizer.tx, params, new)
+            optimizer.update(model, jax.tree.map(jnp.ones_like, params))
+
+        for index in ([0, 3], [2, 1]):
+            before = np.asarray(model.kernel[...])
+            step(model, optimizer, jnp.array(index))
+            assert np.flatnonzero((np.asarray(model.kernel[...]) != before).any(1)).tolist() == sorted(index)
+
+    def test_in_host_memory(self):
+        tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), True), "embed": False})
+        params, new = init(), {"layers/**": fz.rows(jnp.array([3, 0]))}
+        _, state = step_of(tx)(params, tx.init(params))
+        moved = fz.offload(state, min_bytes=0)
+        replaced = fz.replace_masks(moved, tx, params, new)
+        assert bits(replaced) == bits(fz.replace_masks(state, tx, params, new))
+        assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, moved)
+
+    @pytest.mark.parametrize("state", ["of another optimizer", "of other rows"])
+    def test_refused(self, state):
+        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
+        other = tx if state == "of other rows" else fz.freeze(optax.sgd(0.1), only(3, 1))
+        state = fz.freeze(optax.adam(0.1), only(3) if state == "of other rows" else only(3, 1)).init(params)
+        with pytest.raises(ValueError, match=r"fz.replace_masks: the state(.|\n)*fz.migrate\(state, tx, params\)"):
+            fz.replace_masks(state, other, params, self.masks)
+
+
 class TestGroups:
     def tx(self, condition=True):
         return fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), condition), "embed": False})
@@ -835,7 +939,8 @@ class TestGroups:
             return np.flatnonzero((a["layers"]["bias"] != b["layers"]["bias"]).any(1)).tolist()
 
         assert moved(params, after) == [0, 2, 4]
-        state = fz.replace_masks(fz.set_frozen(state, {"layers/**": True}), {"layers/**": fz.rows(jnp.array([0, 1]))})
+        state = fz.set_frozen(state, {"layers/**": True})
+        state = fz.replace_masks(state, tx, after, {"layers/**": fz.rows(jnp.array([0, 1]))})
         last, state = step(after, state)
         assert moved(after, last) == [2, 3, 4]
         state = fz.set_frozen(state, {"layers/**": False})
@@ -847,7 +952,7 @@ class TestGroups:
     def test_moments_go_with_the_rows(self):
         params, tx = init(), self.tx(False)
         _, state = step_of(tx)(params, tx.init(params))
-        new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 3]))})
+        new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 3]))})
         bias = lambda s: np.asarray(s[0].mu["layers"]["bias"].values)  # noqa: E731
         group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.rest_state))
         assert bits(group[1]) == bits(bias(state.groups["layers/**"].inner_state)[1])
@@ -859,11 +964,11 @@ class TestGroups:
         params, tx = init(), fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([0, 1, 2])), False)})
         _, state = step_of(tx)(params, tx.init(params))
         for index, count in (([0, 3, 4], 1), ([2, 3, 4], 1)):
-            new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array(index))})
+            new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array(index))})
             assert new.groups["layers/**"].inner_state[0].count == count
         tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([0, 1])), False)})
         _, state = step_of(tx)(params, tx.init(params))
-        new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([3, 4]))})
+        new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([3, 4]))})
         assert (new.groups["layers/**"].inner_state[0].count, new.rest_state[0].count) == (0, 1)
 
     def test_a_group_and_the_remainder_of_its_leaf(self):
@@ -873,7 +978,7 @@ class TestGroups:
         grads = jax.jit(lambda params, state: fz.grad(loss, fz.spec_of(state))(params, X))(params, state)
         assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
         assert fz.resolve(params, fz.spec_of(state))["layers"] == {"bias": True, "kernel": True}
-        state = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 1]))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 1]))})
         state = fz.set_frozen(state, {"**": False})
         assert moved(params, step_of(tx)(params, state)[0]) == [2, 3, 4]
 
@@ -881,7 +986,7 @@ class TestGroups:
         groups = {"layers/**": (fz.rows(jnp.array([3, 1])), False)}
         tx, params = fz.freeze_when(optax.adan(0.1), groups, coupled=optax.scale_by_adam()), init()
         _, state = step_of(tx)(params, tx.init(params))
-        new = fz.replace_masks(state, {"layers/**": fz.rows(jnp.array([0, 2]))})
+        new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 2]))})
         assert bits(new.coupled_state) == bits(state.coupled_state)
         assert [new.groups["layers/**"].inner_state[0].t, new.rest_state[0].t] == [0, 1]
 
@@ -986,7 +1091,7 @@ class TestCheckpoint:
         base = init()
         tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
         params, state = step_of(tx, False)(base, tx.init(base))
-        state = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([0, 2]))})
+        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([0, 2]))})
         params, state = step_of(tx, False)(params, state)
         checkpoint.save(tmp_path / "a", params, fz.spec_of(state), step=1)
         with pytest.raises(ValueError, match="the base differs"):
@@ -1020,7 +1125,7 @@ class TestSharded:
         state = jax.jit(tx.init, out_shardings=shardings)(params)
         assert optax.tree.get(state, "mu")["layers"]["kernel"].values.sharding.spec == P(None, "data", "model")
         assert state.masks["layers"]["kernel"].sharding.is_fully_replicated
-        replaced = fz.replace_masks(state, {"layers/**": ~fz.rows(jnp.array([0, 1]))})
+        replaced = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([0, 1]))})
         assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, state)
 
     def test_each_device_trains_other_rows_of_its_own(self):
@@ -1060,7 +1165,7 @@ def test_a_state_may_be_pickled_and_mapped():
     tx = fz.freeze(optax.adagrad(0.1), only(3, 1))
     state = tx.init(init())
     copy = pickle.loads(pickle.dumps(state))
-    new = fz.replace_masks(copy, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
+    new = fz.replace_masks(copy, tx, init(), {"layers/**": ~fz.rows(jnp.array([4, 3]))})
     assert float(optax.tree.get(new, "sum_of_squares")["layers"]["bias"].values[1, 0]) == pytest.approx(0.1)
     mapped = optax.tree_map_params(tx, lambda x: x + 0, state)
     tx.update(jax.tree.map(jnp.ones_like, init()), mapped, init())

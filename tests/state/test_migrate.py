@@ -444,8 +444,11 @@ FIRST, SECOND = (
 
 class TestAParameterNamedAsAFieldOfTheState:
     def test_compact_elements_move_with_all_their_moments(self):
-        _, state = train(fz.freeze(optax.adam(0.1), FIRST), NAMED_AS_A_FIELD, 1)
-        adam = fz.replace_masks(state, {"x": SECOND["x"]}).inner_state.inner_states["trainable"].inner_state[0]
+        tx = fz.freeze(optax.adam(0.1), FIRST)
+        params, state = train(tx, NAMED_AS_A_FIELD, 1)
+        adam = (
+            fz.replace_masks(state, tx, params, {"x": SECOND["x"]}).inner_state.inner_states["trainable"].inner_state[0]
+        )
         old = state.inner_state.inner_states["trainable"].inner_state[0]
         for moment in ("mu", "nu"):
             before, after = (getattr(node, moment)["x"].values for node in (old, adam))

@@ -1,0 +1,38 @@
+"""Calls ``init`` of an optimizer: for shapes alone, or with other masks than those of its specs."""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+from optax_freeze._errors import is_array
+from optax_freeze._spec.tree import PyTree
+
+Init: TypeAlias = Callable[[PyTree], PyTree]
+
+_CHANGE: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("change", default=lambda plan: plan)
+
+
+def changed(plan: Any) -> Any:
+    """The plan, or the plans of groups, with which an ``init`` continues that resolved its spec to ``plan``."""
+    return _CHANGE.get()(plan)
+
+
+def init_with(change: Callable[[Any], Any], init: Init, params: PyTree) -> PyTree:
+    """``init(params)``, in which each transformation of this library continues with ``change(plan)``."""
+    token = _CHANGE.set(change)
+    try:
+        return init(params)
+    finally:
+        _CHANGE.reset(token)
+
+
+def eval_init(init: Init, params: PyTree) -> PyTree:
+    """``jax.eval_shape(init, params)`` for parameters among which may be other objects than arrays."""
+    leaves, treedef = jax.tree.flatten(params)
+
+    def init_of(arrays: dict[int, Any]) -> PyTree:
+        return init(jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+    return jax.eval_shape(init_of, {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)})

@@ -1,0 +1,256 @@
+"""Which values of an old optimizer state are in a new one, in which other elements of the parameters train?
+
+Arrays are merged element by element, or row by row along the axis of their rows, or continue as they are if the rows of
+a leaf share them. Numbers beside moments, such as a count, continue, unless no element of the moments does.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._errors import is_array, is_concrete, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.indexing import at, select
+from optax_freeze._spec.layout import explicit_sharding, laid_out
+from optax_freeze._spec.memory import to_device
+from optax_freeze._spec.selection import RowSelection, Selection
+from optax_freeze._spec.tree import Part
+from optax_freeze._state.entries import Entry
+from optax_freeze._state.row_axes import Axes, row_axes
+
+Bool: TypeAlias = Any
+"""A bool, or a boolean array that may be traced."""
+
+
+class Source(NamedTuple):
+    """An old entry from which a new one takes values.
+
+    Attributes:
+      old: the old entry.
+      by: ``"rows"``: each row, or compact element, that ``stays``, from its ``position`` along ``axes``;
+        ``"elements"``: each element of the parameter that ``stays``; ``"arrays"``: the arrays as they are.
+      kept: whether any element continues to train.
+      changed: whether the elements differ.
+    """
+
+    old: Entry
+    by: Literal["rows", "elements", "arrays"]
+    kept: Bool = True
+    changed: Bool = False
+    stays: Bool = True
+    position: Any = None
+    axes: Axes = ()
+
+    def merge(self, entry: Entry, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of a new entry with the values of the old one."""
+        olds, selection = self.old.arrays, entry.selection
+        if self.by == "arrays":
+            return olds
+        if self.by == "rows":
+            each = zip(self.axes, arrays, olds, strict=True)
+            return [old if axis is None else self._move(axis, new, old) for axis, new, old in each]
+        full = _full(self.old, olds[0])
+        if self.stays is not True:
+            full = _choose(~self.stays, _full(entry, arrays[0]), full)
+        return [selection.take(full).values if selection is not None and isinstance(entry.value, Part) else full]
+
+    def _move(self, axis: int, new: Any, old: Any) -> jax.Array:
+        def moved(new: Any, old: Any, position: Any, stays: Any) -> jax.Array:
+            rows = at(old, axis, position).get(mode="clip")
+            return select(jnp.expand_dims(stays, [i for i in range(new.ndim) if i != axis]), rows, new)
+
+        new, old = jnp.asarray(new, old.dtype), to_device(jnp.asarray(old))
+        return laid_out(explicit_sharding(new), moved, new, old, self.position, self.stays)
+
+
+class Carry:
+    """The values of an old state in a new one.
+
+    Attributes:
+      entries: the entries of the new state.
+      sources: for each of them the old entries from which it takes values.
+      anew: whether the transformation at a place begins anew: if all its elements are new, or if some are and it has a
+        history, whose numbers are about all of them together, or the gradient of a line search.
+    """
+
+    def __init__(self, entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> None:
+        """``entries`` are those of ``tx.init(params)``, and ``olds`` for each of them the old ones at its address."""
+        self.entries = entries
+        in_part = any(entry.parts or isinstance(entry.value, Part) for entry in entries)
+        axes = row_axes([entry.value for entry in entries], tx, params) if in_part else [()] * len(entries)
+        self.sources = [
+            [found for old in each if (found := _source(entry, old, its_axes)) is not None]
+            for entry, each, its_axes in zip(entries, olds, axes, strict=True)
+        ]
+        by_place: dict[Any, list[int]] = collections.defaultdict(list)
+        for i, entry in enumerate(entries):
+            by_place[_place(entry)[0]].append(i)
+        self.anew: dict[Any, Bool] = {}
+        for place, inside in by_place.items():
+            moments = [i for i in inside if entries[i].leaf is not None]
+            flags = [_not(_any([source.kept for i in moments for source in self.sources[i]]))]
+            fields = {_place(entries[i])[1] for i in inside}
+            if {"grad", "value"} <= fields or any(_is_history(entries[i]) for i in moments):
+                flags += [source.changed for i in moments for source in self.sources[i]]
+                flags += [bool(entries[i].arrays or olds[i]) for i in moments if not self.sources[i]]
+            self.anew[place] = any(entries[i].arrays for i in moments) and _any(flags)
+
+    def begins_anew(self, entry: Entry) -> Bool:
+        """Whether a new entry keeps its initial values."""
+        return self.anew[_place(entry)[0]] if entry.leaf is not None or _is_number(entry) else False
+
+    def values(self) -> Iterator[Any]:
+        """The arrays of the new state, in its order."""
+        for entry, sources in zip(self.entries, self.sources, strict=True):
+            anew, arrays = self.begins_anew(entry), entry.arrays
+            for source in [] if anew is True else sources:
+                arrays = source.merge(entry, arrays)
+            if not isinstance(anew, bool):
+                arrays = [_choose(anew, *pair) for pair in zip(entry.arrays, arrays, strict=True)]
+            yield from arrays
+
+
+def no_fit(
+    entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
+) -> ValueError:
+    """The error for a state of another model or optimizer."""
+    return value_error(
+        "the state belongs to other parameters or to another optimizer",
+        at=entry.name,
+        got=got,
+        expected=expected,
+        fix="give the state of the same optimizer for the same model; only the spec and the groups may differ",
+    )
+
+
+def _place(entry: Entry) -> tuple[Any, str]:
+    """The group and the address of the state of one transformation, and the field there."""
+    path, _, field = (str(entry.address) if entry.leaf is None else entry.tree).rpartition("/")
+    return (entry.group, path), field
+
+
+def _is_number(entry: Entry) -> bool:
+    """Whether an entry has numbers that may belong to moments: no random key, and no number of a wrapper."""
+    if entry.optional or entry.of_wrapper or not is_array(entry.value):
+        return False
+    dtype = entry.value.dtype
+    is_scalar = entry.value.shape == () and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return is_scalar or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_history(entry: Entry) -> bool:
+    """Whether an entry has several arrays of the shape of its parameter, or of a part of it."""
+    shape, shapes = entry.shape_of_part, map(np.shape, entry.arrays)
+    return any(shape and len(its) > len(shape) and its[-len(shape) :] == shape for its in shapes)
+
+
+def _source(entry: Entry, old: Entry, axes: Axes) -> Source | None:
+    """How a new entry takes values from an old one.
+
+    Raises:
+      ValueError: if the elements of a ``Part`` are unknown; if arrays differ for another reason than freezing; if an
+        array contains the rows of several leaves, and not the same rows.
+    """
+    if not entry.arrays or not old.arrays:
+        return None
+    before, now = old.selection, entry.selection
+    if before is None or now is None:
+        raise value_error(
+            "the state does not contain the mask of a leaf",
+            at=old.name,
+            got="compact elements or dynamic rows, without their mask",
+            expected="the state of fz.freeze around the optimizer, which has the mask",
+            fix="train with fz.freeze(tx, frozen), or rows, or fz.elements(mask) without compact",
+        )
+    if entry.leaf is None and any(axis is not None for axis in axes) and not _same_rows(entry, old):
+        raise value_error(
+            "an array of the state contains the rows of several leaves",
+            at=old.name,
+            got="a spec with other rows",
+            expected="the same rows, or an optimizer with an array for each leaf",
+            fix="create a new state: tx.init(params)",
+        )
+    shape, *others = [[np.shape(array) for array in each.arrays] for each in (entry, old)]
+    in_parts = isinstance(entry.value, Part), isinstance(old.value, Part)
+    same, fits = _same(before, now), [shape] == others
+    if same and fits:
+        return Source(old, "arrays")
+    if all(in_parts) and _axis(before) == _axis(now):
+        return _source_of_rows(entry, old, axes)
+    frozen = [selection.frozen(len(entry.shape)) for selection in (before, now)]
+    stays = _not(_any(frozen))
+    kept, changed = (x if isinstance(x, bool) else x.any() for x in (stays, not same and jnp.not_equal(*frozen)))
+    if all(e.leaf is not None and [e.shape_of_part] == s for e, s in ((entry, shape), (old, *others))):
+        return Source(old, "elements", kept, changed, stays)
+    if any(in_parts):
+        return None
+    if not fits:
+        raise no_fit(old, f"shape {others[0][0]}", f"shape {shape[0]}")
+    return Source(old, "arrays", kept, changed)
+
+
+def _source_of_rows(entry: Entry, old: Entry, axes: Axes) -> Source | None:
+    """:func:`_source` if both have rows along one axis, or compact elements."""
+    before: Any = old.selection
+    now: Any = entry.selection
+    pairs = zip(axes, entry.arrays, old.arrays, strict=False)
+    expected = [tuple(before.count if i == axis else n for i, n in enumerate(np.shape(new))) for axis, new, _ in pairs]
+    if expected != list(map(np.shape, old.arrays)):
+        return None
+    size = now.size if isinstance(now, RowSelection) else math.prod(entry.shape)
+    a, b = before.indices(), now.indices()
+    position = jnp.searchsorted(a, b)
+    stays = (jnp.take(a, position, mode="clip") == b) & (b < size)
+    changed = before.count != now.count or (a != b).any()
+    return Source(old, "rows", stays.any(), changed, stays, position, axes)
+
+
+def _axis(selection: Selection) -> int | None:
+    """The axis of rows; None for compact elements."""
+    return selection.axis if isinstance(selection, RowSelection) else None
+
+
+def _same(a: Selection, b: Selection) -> bool:
+    """Whether two selections are the same whatever the values of their arrays."""
+    return a is b or (a == b and (_tree.is_hole(a.array) or a.array is b.array))
+
+
+def _same_rows(entry: Entry, old: Entry) -> bool:
+    """Whether the same rows of each leaf are known to train around two entries."""
+    rows, others = (
+        [s for parts in e.parts for s in parts.values() if isinstance(s, RowSelection)] for e in (entry, old)
+    )
+    frozen = [(a.frozen_rows(), b.frozen_rows()) for a, b in zip(rows, others, strict=False) if not _same(a, b)]
+    known = all(is_concrete(a) and is_concrete(b) and np.array_equal(a, b) for a, b in frozen)
+    return len(rows) == len(others) and known
+
+
+def _full(entry: Entry, array: Any) -> Any:
+    """The array of an entry in the shape of its parameter, with zeros for missing elements."""
+    if entry.selection is None or not isinstance(entry.value, Part):
+        return to_device(array)
+    part = Part(to_device(array), entry.value.index, entry.value.shape)
+    return entry.selection.spread(part, np.zeros((), array.dtype))
+
+
+def _choose(mask: Any, new: Any, old: Any) -> Any:
+    """``new`` where a mask is True and ``old`` elsewhere, with the dtype and the layout of the latter."""
+    old = to_device(jnp.asarray(old))
+    return laid_out(explicit_sharding(old), select, mask, jnp.asarray(new, old.dtype), old)
+
+
+def _any(flags: Sequence[Bool]) -> Bool:
+    unknown = [flag for flag in flags if not isinstance(flag, bool)]
+    return True in [flag for flag in flags if isinstance(flag, bool)] or (
+        functools.reduce(jnp.logical_or, unknown) if unknown else False
+    )
+
+
+def _not(flag: Bool) -> Bool:
+    return not flag if isinstance(flag, bool) else ~flag

@@ -1,0 +1,40 @@
+"""The states of this library's transformations inside any optimizer state."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+
+from optax_freeze._optimizer.freeze import FreezeState
+from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.tree import PyTree
+
+Kinds: TypeAlias = type | tuple[type, ...]
+
+OWN = FreezeState, FreezeWhenState
+
+
+def map_states(visit: Callable[[Any], Any], tree: PyTree, kinds: Kinds = OWN) -> PyTree:
+    """Applies ``visit`` to each state of some kinds in a tree, then to those inside the result."""
+
+    def below(node: Any) -> Any:
+        if not isinstance(node, kinds):
+            return node
+        node = visit(node)
+        return jax.tree.map(below, node, is_leaf=lambda x: isinstance(x, kinds) and x is not node)
+
+    return jax.tree.map(below, tree, is_leaf=lambda x: isinstance(x, kinds))
+
+
+def states_in(tree: PyTree, kinds: Kinds = OWN) -> list[Any]:
+    """The states of some kinds in a tree; each is followed by those inside it."""
+    found: list[Any] = []
+    map_states(lambda node: found.append(node) or node, tree, kinds)
+    return found
+
+
+def outermost_states(tree: PyTree, kinds: Kinds = OWN) -> Iterator[tuple[str, Any]]:
+    """The states of some kinds in a tree that are in no other one, with their paths."""
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))[0]
+    return ((_tree.keystr(key), node) for key, node in nodes if isinstance(node, kinds))
