@@ -43,7 +43,7 @@ class TestMaskedZeroUpdates:
 
     def test_last_in_a_chain_it_undoes_decay_and_noise(self, params, frozen):
         tx = optax.chain(optax.adamw(0.1), optax.add_noise(0.1, 0.5, key=0), fz.masked_zero_updates(frozen))
-        new, _ = train(tx, params, params, steps=1)
+        new = jax.jit(lambda p: train(tx, p, p, steps=1)[0])(params)
         assert bits(new["encoder"]) == bits(params["encoder"])
         assert bits(new["head"]) != bits(params["head"])
 
@@ -154,6 +154,13 @@ class TestFreeze:
             )
             chex.assert_trees_all_close(new, expected, rtol=1e-6)
             assert bits(train(fz.freeze(optax.adam(0.1), True), tree, tree)[0]) == bits(tree)
+
+    def test_tree_map_params_with_the_parameters(self, params, frozen):
+        tx, is_leaf = fz.freeze(optax.adam(0.1), frozen), lambda x: isinstance(x, optax.MaskedNode)
+        state = tx.init(params)
+        mapped = optax.tree_map_params(tx, lambda leaf, param: (leaf, param), state, params, is_leaf=is_leaf)
+        leaf, param = optax.tree.get(mapped, "mu")["head"]["kernel"]
+        assert leaf.shape == param.shape == (4, 2)
 
     def test_on_eight_devices(self):
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -388,7 +395,7 @@ class TestTheStateTravels:
             if copied is not mapped:
                 assert jax.tree.structure(copied) == jax.tree.structure(state)
         after = update(grads, mapped, params)[1]
-        assert fz.resolve(params, fz.spec_of(after)) == fz.resolve(params, fz.spec_of(state))
+        assert bits(fz.partition(params, fz.spec_of(after))[0]) == bits(fz.partition(params, PARTS)[0])
 
     def test_through_tree_map_params(self, params, tx):
         names = optax.tree_map_params(
@@ -396,15 +403,6 @@ class TestTheStateTravels:
         )
         assert optax.tree.get(names, "masks")["dense"] == "param"
         assert optax.tree.get(names, "count") == "other"
-        pairs = optax.tree_map_params(
-            tx,
-            lambda leaf, param: (leaf, param),
-            tx.init(params),
-            params,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-        )
-        leaf, param = optax.tree.get(pairs, "mu")["dense"]
-        assert leaf.shape == param.shape == (6, 2)
 
     def test_through_scan_and_donation(self, params, tx):
         def body(carry, _):

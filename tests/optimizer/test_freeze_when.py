@@ -13,8 +13,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import optax_freeze as fz
 
@@ -156,7 +154,9 @@ class TestGroups:
         new, state = run(fz.freeze_when(optax.adam(0.1), groups), params, 1)[-1]
         moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new, params)
         assert jax.tree.leaves(moved) == [False, True, False, False, True, True]
-        shapes = [{x.shape for x in jax.tree.leaves(s.inner_state[0].mu)} for s in state.groups.values()]
+        shapes = [
+            {x.shape for x in jax.tree.leaves(s.inner_state[0].mu)} for s in map(state.groups.get, state.spec.names)
+        ]
         assert shapes == [{(4,)}, {(3, 4)}, {(4, 4)}]
         assert {x.shape for x in jax.tree.leaves(state.rest_state[0].mu)} == {(4, 2), (2,)}
         assert list(fz.currently_frozen(state)) == [repr(biases), "encoder/layer_0", "fz.regex('encoder/.*')"]
@@ -331,14 +331,6 @@ class TestElementMasks:
             np.testing.assert_allclose(new["w"][rows], everything[3 - thawed][0]["w"][rows], rtol=1e-6)
         np.testing.assert_allclose(new["v"], everything[1][0]["v"], rtol=1e-6)
 
-    def test_coupled_sees_zeros_at_the_elements(self, setting):
-        tx = fz.freeze_when(optax.sgd(1.0), {"w": (fz.rows([0]), True)}, optax.clip_by_global_norm(1.0))
-        grads = {"w": jnp.zeros((5, 3)).at[0].set(1e6).at[1, 0].set(3.0), "v": jnp.array([0.0, 4.0])}
-        updates, _ = tx.update(grads, tx.init(setting), setting)
-        assert updates["w"][1, 0] == pytest.approx(-0.6)
-        assert updates["v"][1] == pytest.approx(-0.8)
-        assert bits(updates["w"][0]) == bits(jnp.full(3, -0.0))
-
     def test_a_dense_mask_is_in_the_state_and_no_constant(self):
         params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
         tx = fz.freeze_when(optax.adam(0.1), {"w": (np.eye(512, dtype=bool), True)})
@@ -383,11 +375,9 @@ class TestConditions:
         ("make", "error"),
         [
             (lambda: fz.unfreeze_at(True), TypeError),
-            (lambda: fz.freeze_at(-1), ValueError),
             (lambda: fz.alternate(2, -1), ValueError),
-            (lambda: fz.gradual_unfreeze(["head", "head"], 3), ValueError),
-            (lambda: fz.gradual_unfreeze(["head", 3], 3), TypeError),
             (lambda: fz.gradual_unfreeze(["head"], 0), ValueError),
+            (lambda: fz.gradual_unfreeze(["head", "head"], 3), ValueError),
         ],
     )
     def test_bad_arguments(self, make, error):
@@ -464,7 +454,7 @@ class TestSetFrozen:
         [
             lambda tx: optax.chain(optax.clip(1.0), tx),
             lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
-            lambda tx: fz.freeze(tx, "head/bias"),
+            lambda tx: fz.freeze(tx, fz.rules({"head/kernel": fz.rows(0), "head/bias": True})),
             lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=1.0),
             lambda tx: fz.freeze_when(tx, {"head/bias": False}),
         ],
@@ -515,38 +505,27 @@ class TestSetFrozen:
                 fz.currently_frozen(state)
 
 
-def test_a_clip_over_all_groups(params):
-    """``coupled`` sees all groups, with zeros for frozen ones, and has a state that goes on."""
+def test_a_clip_over_all_groups():
+    """``coupled`` sees all groups, with zeros for frozen elements, and has a state that goes on."""
+    params = {"w": jnp.ones((3, 2)), "v": jnp.ones(2), "u": jnp.ones(2)}
+    grads = {"w": jnp.zeros((3, 2)).at[0].set(1e6).at[1, 0].set(3.0), "v": jnp.array([0.0, 4.0]), "u": jnp.ones(2)}
     coupled = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.0))
-    tx = fz.freeze_when(optax.sgd(1.0), {"encoder": fz.unfreeze_at(1)}, coupled)
-    grads = jax.tree.map(jnp.cos, params)
+    groups = {"w": (fz.rows([0]), fz.unfreeze_at(1)), "u": fz.unfreeze_at(1)}
+    tx = fz.freeze_when(optax.sgd(1.0), groups, coupled)
     updates, state = tx.update(grads, tx.init(params), params)
-    assert optax.tree.norm(updates["head"]) == pytest.approx(1.0)
-    assert bits(state.coupled_state[1].trace["head"]) == bits(jax.tree.map(jnp.negative, updates["head"]))
-    assert not any(leaf.any() for leaf in jax.tree.leaves(state.coupled_state[1].trace["encoder"]))
+    chex.assert_trees_all_close([updates["w"][1, 0], updates["v"][1]], [-0.6, -0.8], rtol=1e-6)
+    assert bits(updates["w"][0]) == bits(jnp.full(2, -0.0))
+    trace = state.coupled_state[1].trace
+    assert not trace["w"][0].any()
+    assert not trace["u"].any()
+    assert trace["v"].any()
     plain = optax.chain(coupled, optax.sgd(1.0))
-    assert bits(tx.update(grads, state, params)[0]) == bits(plain.update(grads, plain.init(params), params)[0])
+    expected, _ = plain.update(grads, plain.init(params), params)
+    chex.assert_trees_all_close(tx.update(grads, state, params)[0], expected, rtol=1e-6)
 
 
 class TestCompany:
     """Holes and parts in the gradient, extra arguments, and what users have already."""
-
-    def test_inside_freeze(self, params, loss, batch):
-        spec = {"encoder": {"layer_0": True, "layer_1": {"kernel": fz.rows([0, 1]), "bias": False}}, "head": False}
-        tx = fz.freeze(fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(1)}), spec)
-
-        @jax.jit
-        def step(params, state):
-            updates, state = tx.update(fz.grad(loss, spec)(params, batch), state, params)
-            return optax.apply_updates(params, updates), state
-
-        first, state = step(params, tx.init(params))
-        assert bits(first["encoder"]) == bits(params["encoder"])
-        second, state = step(first, state)
-        kernel, old = (p["encoder"]["layer_1"]["kernel"] for p in (second, params))
-        assert bits(kernel[:2]) == bits(old[:2])
-        assert bits(kernel[2:]) != bits(old[2:])
-        assert bits(second["encoder"]["layer_0"]) == bits(params["encoder"]["layer_0"])
 
     def test_extra_arguments_on_the_trainable_part(self, params, loss, batch):
         """A line search of each group, over its own leaves."""
@@ -607,41 +586,6 @@ class TestCompany:
         assert state.groups["b"].masks["b"].sharding == sharding
         step = jax.jit(tx.update).lower(params, state, params).compile().as_text()
         assert not any(name in step for name in ("all-gather", "all-reduce", "collective-permute"))
-
-    def test_train_state(self, params):
-        tx = fz.freeze_when(optax.adamw(0.1), {"encoder": True})
-        state = TrainState.create(apply_fn=None, params=params, tx=tx).replace(step=jnp.int32(0))
-        step = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.cos, state.params)))
-        first = step(state)
-        second = step(first.replace(opt_state=fz.set_frozen(first.opt_state, {"encoder": False})))
-        assert bits(first.params["encoder"]) == bits(params["encoder"]) != bits(second.params["encoder"])
-        assert step._cache_size() == 1
-
-    def test_nnx_optimizer(self):
-        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
-        masks = [
-            np.array([[True], [False], [True], [False]]) & np.ones((1, 3), bool),
-            np.array([[True], [False], [True]]),
-        ]
-        groups = {"layers/0/kernel": (fz.rows([0, 2]), True), "layers/1/kernel": (masks[1], True), "**/bias": True}
-        optimizer = nnx.Optimizer(model, fz.freeze_when(optax.adamw(0.1), groups), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model)
-            optimizer.update(model, grads)
-
-        history = [[np.array(layer.kernel[...]) for layer in model.layers]]
-        for frozen in ({}, dict.fromkeys(["layers/0/kernel", "layers/1/kernel"], False)):
-            optimizer.opt_state = fz.set_frozen(optimizer.opt_state, frozen)
-            step(model, optimizer)
-            history.append([np.array(layer.kernel[...]) for layer in model.layers])
-        assert list(fz.currently_frozen(optimizer.opt_state).values()) == [False, False, True]
-        for first, second, third, mask in zip(*history, masks, strict=True):
-            assert second[mask].tobytes() == first[mask].tobytes()
-            assert (second[~mask] != first[~mask]).all()
-            assert (third[mask] != first[mask]).all()
-        assert not any(layer.bias[...].any() for layer in model.layers)
 
 
 GROUPS = {

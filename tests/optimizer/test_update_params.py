@@ -148,7 +148,10 @@ class TestIsUpdateAndApply:
             fz.freeze(optax.sgd(0.1), fz.rules({"layers/0/kernel": fz.rows([0])})),
             optax.sgd(0.1),
         ):
-            same(tx, nnx.split(model)[1], grads=lambda p: jax.tree.map(jnp.cos, p))
+            first, second = same(tx, nnx.split(model)[1], 1, grads=lambda p: jax.tree.map(jnp.cos, p))
+            kernels = [nnx.to_pure_dict(params)["layers"][0]["kernel"] for params in (first, second)]
+            assert (bits(kernels[0][0]) == bits(kernels[1][0])) is hasattr(tx.update, "update_params")
+            assert bits(kernels[0][1]) != bits(kernels[1][1])
         linear = eqx.nn.Linear(2, 1, key=jax.random.key(0))
         new = same(fz.freeze_when(optax.adamw(0.1), {"weight": True}), linear)[-1]
         assert bits(new.weight) == bits(linear.weight)
