@@ -268,7 +268,7 @@ MUTANTS = [
         "_optimizer/given_groups.py",
         "if each and isinstance(condition, Converged):",
         "if False:",
-        "tests/test_errors.py -k freeze_converged_of_the_groups",
+        "tests/test_errors.py -k compared",
     ),
     Mutant(
         "_optimizer/given_groups.py",
@@ -304,7 +304,7 @@ MUTANTS = [
         "_optimizer/groups.py",
         "if name in made:",
         "if False:",
-        "tests/test_errors.py -k wrong_call",
+        "tests/test_errors.py -k named",
     ),
     Mutant(
         "_optimizer/freeze_when.py",

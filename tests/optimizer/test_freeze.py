@@ -5,7 +5,6 @@ import copy
 import pickle
 
 import chex
-import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import optax_freeze as fz
 
@@ -31,33 +29,17 @@ def train(tx, params, grads, steps=3):
     return params, state
 
 
-class TestMaskedZeroUpdates:
-    def test_zero_whatever_came_in(self, params, frozen):
-        tx = fz.masked_zero_updates(frozen)
-        update = jax.jit(tx.update)
-        for bad in (np.nan, np.inf, -np.inf, 3e38):
-            updates = jax.tree.map(lambda p, bad=bad: jnp.full_like(p, bad), params)
-            out, _ = update(updates, tx.init(params))
-            assert bits(out["encoder"]) == bits(jax.tree.map(lambda p: jnp.full_like(p, -0.0), params["encoder"]))
-            assert bits(out["head"]) == bits(updates["head"])
-
-    def test_last_in_a_chain_it_undoes_decay_and_noise(self, params, frozen):
-        tx = optax.chain(optax.adamw(0.1), optax.add_noise(0.1, 0.5, key=0), fz.masked_zero_updates(frozen))
-        new = jax.jit(lambda p: train(tx, p, p, steps=1)[0])(params)
-        assert bits(new["encoder"]) == bits(params["encoder"])
-        assert bits(new["head"]) != bits(params["head"])
-
-    def test_awkward_leaves(self, awkward):
-        tx = fz.masked_zero_updates("frozen", tied="ignore")
-        zeros = jax.jit(tx.update)(awkward, tx.init(awkward))[0]["frozen"]
-        assert zeros["key"] == HOLE
-        assert zeros["integer"].dtype == jnp.int32
-        assert zeros["boolean"].dtype == jnp.bool_
-        assert zeros["float8"].dtype == jnp.float8_e4m3fn
-        for name in ("negative_zero", "nan", "bfloat16", "float16", "float8", "scalar"):
-            assert np.signbit(np.asarray(zeros[name]).astype(np.float32)).all()
-        assert np.signbit(np.asarray(zeros["complex"]).view(np.float32)).all()
-        assert not np.isnan(np.asarray(zeros["float8_without_negative_zero"]).astype(np.float32)).any()
+def test_masked_zero_updates_of_awkward_leaves(awkward):
+    tx = fz.masked_zero_updates("frozen", tied="ignore")
+    zeros = jax.jit(tx.update)(awkward, tx.init(awkward))[0]["frozen"]
+    assert zeros["key"] == HOLE
+    assert zeros["integer"].dtype == jnp.int32
+    assert zeros["boolean"].dtype == jnp.bool_
+    assert zeros["float8"].dtype == jnp.float8_e4m3fn
+    for name in ("negative_zero", "nan", "bfloat16", "float16", "float8", "scalar"):
+        assert np.signbit(np.asarray(zeros[name]).astype(np.float32)).all()
+    assert np.signbit(np.asarray(zeros["complex"]).view(np.float32)).all()
+    assert not np.isnan(np.asarray(zeros["float8_without_negative_zero"]).astype(np.float32)).any()
 
 
 class TestFreeze:
@@ -253,20 +235,12 @@ class TestExtraArguments:
         assert jax.tree.structure(updates) == jax.tree.structure(params)
 
     def test_functions_of_the_parameters_are_restricted(self, params, loss, batch, frozen):
-        def of(params):
-            return loss(params, batch)
-
-        def gradient(params, _):
-            return jax.grad(of)(params)
-
-        grads = jax.grad(of)(params)
+        grad = lambda params, _=None: jax.grad(loss)(params, batch)  # noqa: E731
         sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=2, opaque_mode=True)
-        for inner, extra in ((optax.contrib.sophia(0.1), {"obj_fn": of}), (sam, {"grad_fn": gradient})):
-            tx = fz.freeze(inner, frozen)
-            updates, _ = tx.update(grads, tx.init(params), params, **extra)
-            new = optax.apply_updates(params, updates)
-            assert bits(new["encoder"]) == bits(params["encoder"])
-            assert bits(new["head"]) != bits(params["head"])
+        tx = fz.freeze(sam, frozen)
+        updates, _ = tx.update(grad(params), tx.init(params), params, grad_fn=grad)
+        moved = jax.tree.map(lambda u: bool(u.any()), updates)
+        assert jax.tree.leaves(moved) == [False] * 4 + [True] * 2
 
     def test_a_scalar_beside_a_lone_frozen_leaf(self):
         tx = fz.freeze(optax.contrib.reduce_on_plateau(), True)
@@ -303,35 +277,6 @@ class TestCompany:
         assert jax.tree.leaves(moved["encoder"]["layer_0"]) == [False, False]
         assert moved["encoder"]["layer_1"]["kernel"]
         assert moved["head"]["kernel"]
-
-    def test_a_clip_of_the_gradient_of_what_trains(self, params, loss, batch, frozen):
-        """Before the freeze or inside of it: the norm of the trainable part."""
-        clip, adamw = optax.clip_by_global_norm(0.1), optax.adamw(0.1)
-        before, inside = optax.chain(clip, fz.freeze(adamw, frozen)), fz.freeze(optax.chain(clip, adamw), frozen)
-        updates, _ = before.update(fz.grad(loss, frozen)(params, batch), before.init(params), params)
-        expected, _ = inside.update(jax.grad(loss)(params, batch), inside.init(params), params)
-        chex.assert_trees_all_close(updates, expected, rtol=1e-5)
-
-    def test_train_state(self, frozen):
-        class Model(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(1, name="head")(nn.Dense(3, name="encoder")(x))
-
-        model, x = Model(), jnp.ones((2, 3))
-        params = model.init(jax.random.key(0), x)["params"]
-        state = TrainState.create(apply_fn=model.apply, params=params, tx=fz.freeze(optax.adamw(0.1), frozen))
-
-        @jax.jit
-        def step(state):
-            grads = fz.grad(lambda p: jnp.mean(state.apply_fn({"params": p}, x) ** 2), frozen)(state.params)
-            return state.apply_gradients(grads=grads)
-
-        new = step(step(state))
-        assert bits(new.params["encoder"]) == bits(params["encoder"])
-        assert bits(new.params["head"]) != bits(params["head"])
-        restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(new))
-        assert bits(step(restored).params) == bits(step(new).params)
 
     def test_nnx_optimizer(self):
         model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
