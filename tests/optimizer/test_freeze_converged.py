@@ -90,9 +90,11 @@ class TestTheRule:
         tx, last = fz.freeze_when(optax.sgd(0.1), settle(NAMES, interval=interval, percentile=percentile)), []
         for seed in range(3):
             grads = recorded(seed)
-            frozen, _ = run(tx, grads)
+            frozen, (_, states) = run(tx, grads)
             expected = autofreeze(norms_of(grads), interval, percentile)
             assert [[now[name] for name in NAMES] for now in frozen] == [[i < n for i in range(5)] for n in expected]
+            flags = [states.groups[name].frozen.converged for name in NAMES]
+            assert np.array_equal(np.stack(flags).sum(axis=0), expected[1:])
             last.append(expected[-1])
         assert any(last) is (percentile > 0)
 
