@@ -3,6 +3,8 @@
 Situations are numbered; each docstring says what happens with other tools.
 """
 
+import functools
+
 import chex
 import equinox as eqx
 import flax.errors
@@ -28,25 +30,24 @@ def step(tx, params, grads):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("order", ["freeze inside a chain", "freeze around a chain", "freeze last"])
-def test_01_weight_decay_reaches_a_frozen_leaf(order):
+def test_01_weight_decay_reaches_a_frozen_leaf():
     """`chain(optax.freeze(m), adamw)` decays the frozen leaf: the order matters, silently."""
     adamw = optax.adamw(0.5, weight_decay=0.1)
-    tx = {
-        "freeze inside a chain": optax.chain(optax.clip(1.0), fz.freeze(adamw, "a")),
-        "freeze around a chain": fz.freeze(optax.chain(optax.clip(1.0), adamw), "a"),
-        "freeze last": optax.chain(adamw, fz.masked_zero_updates("a")),
-    }[order]
-    new, _ = step(tx, ONES, ONES)
-    assert bits(new["a"]) == bits(ONES["a"])
-    assert bits(new["b"]) != bits(ONES["b"])
+    for tx in (
+        optax.chain(optax.clip(1.0), fz.freeze(adamw, "a")),
+        fz.freeze(optax.chain(optax.clip(1.0), adamw), "a"),
+        optax.chain(adamw, fz.masked_zero_updates("a")),
+    ):
+        new, _ = step(tx, ONES, ONES)
+        assert bits(new["a"]) == bits(ONES["a"])
+        assert bits(new["b"]) != bits(ONES["b"])
 
 
-def test_02_moments_are_held_for_frozen_leaves(params, frozen):
-    """`chain(adamw, optax.freeze(m))` holds Adam's moments for every frozen leaf."""
-    trainable, _ = fz.partition(params, frozen)
-    tx = fz.freeze(optax.adamw(0.1), frozen)
-    assert state_bytes(tx.init(params)) == 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
+def test_02_and_10_moments_and_accumulators_are_held_for_frozen_leaves(params, frozen):
+    """`chain(adamw, optax.freeze(m))` holds moments, `MultiSteps(partition(...))` gradients of every frozen leaf."""
+    trainable = sum(leaf.nbytes for leaf in jax.tree.leaves(fz.partition(params, frozen)[0]))
+    assert state_bytes(fz.freeze(optax.adamw(0.1), frozen).init(params)) == 2 * trainable
+    assert state_bytes(fz.freeze(optax.MultiSteps(optax.adam(0.1), 4), frozen).init(params)) == 3 * trainable
 
 
 def test_03_a_callable_mask_freezes_everything(params):
@@ -89,51 +90,28 @@ def test_06_a_traced_mask():
     assert f._cache_size() == 1
 
 
-def clips():
-    """The ways to clip, with the gradient that each wants."""
-    clip, sgd = optax.clip_by_global_norm(1.0), optax.sgd(1.0)
+@pytest.mark.parametrize("frozen", [np.nan, 1e3])
+def test_07_and_08_a_frozen_gradient_reaches_the_norm(frozen):
+    """With `clip_by_global_norm` outside the partition, a frozen NaN spoils every leaf, 1e3 takes all of the norm."""
+    clip, sgd, grads = optax.clip_by_global_norm(1.0), optax.sgd(1.0), {"a": jnp.array([frozen]), "b": jnp.array([1.0])}
     outside = optax.chain(clip, fz.freeze(sgd, "a"))
-    return {
-        "inside": (fz.freeze(optax.chain(clip, sgd), "a"), lambda grads: grads),
-        "outside, gradient of what trains": (outside, lambda grads: fz.partition(grads, "a", tied="ignore")[0]),
-        "outside, zeroed before": (optax.chain(fz.masked_zero_updates("a"), outside), lambda grads: grads),
-    }
+    for tx, its in (
+        (fz.freeze(optax.chain(clip, sgd), "a"), grads),
+        (outside, fz.partition(grads, "a")[0]),
+        (optax.chain(fz.masked_zero_updates("a"), outside), grads),
+    ):
+        assert bits(step(tx, ONES, its)[0]) == bits({"a": jnp.ones(1), "b": jnp.zeros(1)})
 
 
-@pytest.mark.parametrize("where", clips())
-def test_07_a_nan_in_a_frozen_gradient_spoils_every_leaf(where):
-    """A NaN in a frozen gradient, with `clip_by_global_norm` outside the partition, makes every leaf NaN."""
-    tx, of = clips()[where]
-    new, _ = step(tx, ONES, of({"a": jnp.array([jnp.nan]), "b": jnp.array([0.5])}))
-    assert bits(new) == bits({"a": jnp.ones(1), "b": jnp.array([0.5])})
-
-
-@pytest.mark.parametrize("where", clips())
-def test_08_frozen_gradients_take_a_share_of_the_norm(where):
-    """Frozen gradients of 1e3, clipped outside: the trainable step shrinks a thousandfold."""
-    tx, of = clips()[where]
-    new, _ = step(tx, ONES, of({"a": jnp.array([1e3]), "b": jnp.array([1.0])}))
-    assert bits(new) == bits({"a": jnp.ones(1), "b": jnp.zeros(1)})
-
-
-@pytest.mark.parametrize("where", ["inside", "outside, gradient of what trains"])
-def test_09_a_finite_check_rejects_the_step_for_a_frozen_nan(where):
+def test_09_a_finite_check_rejects_the_step_for_a_frozen_nan():
     """`apply_if_finite(partition(...))` rejects the whole step for a NaN in a frozen gradient."""
-    grads = {"a": jnp.array([jnp.nan]), "b": jnp.array([0.5])}
-    if where == "inside":
-        tx = fz.freeze(optax.apply_if_finite(optax.sgd(1.0), 3), "a")
-    else:
-        tx = optax.apply_if_finite(fz.freeze(optax.sgd(1.0), "a", full_updates=False), 3)
-        grads = fz.partition(grads, "a")[0]
-    updates, _ = tx.update(grads, tx.init(ONES), ONES)
-    assert bits(fz.apply_updates(ONES, updates)) == bits({"a": jnp.ones(1), "b": jnp.array([0.5])})
-
-
-def test_10_the_accumulator_holds_every_frozen_leaf(params, frozen):
-    """`MultiSteps(partition(...))` accumulates the gradients of frozen leaves."""
-    trainable, _ = fz.partition(params, frozen)
-    state = fz.freeze(optax.MultiSteps(optax.adam(0.1), 4), frozen).init(params)
-    assert state_bytes(state) == 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
+    sgd, grads = optax.sgd(1.0), {"a": jnp.array([jnp.nan]), "b": jnp.array([0.5])}
+    for tx, its in (
+        (fz.freeze(optax.apply_if_finite(sgd, 3), "a"), grads),
+        (optax.apply_if_finite(fz.freeze(sgd, "a", full_updates=False), 3), fz.partition(grads, "a")[0]),
+    ):
+        updates, _ = tx.update(its, tx.init(ONES), ONES)
+        assert bits(fz.apply_updates(ONES, updates)) == bits({"a": jnp.ones(1), "b": jnp.array([0.5])})
 
 
 def scheduled(inner):
@@ -190,9 +168,7 @@ def test_13_momentum_moves_what_is_frozen_late(params, frozen):
     assert bits(new["head"]) != bits(params["head"])
 
 
-@pytest.mark.parametrize(
-    "inner", [optax.lars(0.1), optax.contrib.muon(0.1), optax.adafactor(0.1)], ids=["lars", "muon", "adafactor"]
-)
+@pytest.mark.parametrize("inner", [optax.lars(0.1), optax.contrib.muon(0.1), optax.adafactor(0.1)])
 def test_14_frozen_gradients_change_the_trainable_step(inner):
     """Updates zeroed only after the chain: huge frozen gradients change the steps of LARS and Muon."""
     params = {"w": jnp.eye(4), "frozen": jnp.eye(4)}
@@ -204,38 +180,30 @@ def test_14_frozen_gradients_change_the_trainable_step(inner):
         assert bits(step(tx, params, grads)[0]) == bits({"w": alone["w"], "frozen": params["frozen"]})
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("mask", [np.array([True, False]), fz.rows(0)], ids=["elements", "rows"])
-def test_15_a_nan_times_zero_is_nan(bad, mask):
+def test_15_a_nan_times_zero_is_nan(mask):
     """`u * (1 - mask)` with a NaN in `u` is NaN."""
     params = {"w": jnp.array([-0.0, 1.0])}
-    grads = {"w": jnp.array([bad, 0.5])}
-    for tx in (fz.freeze(optax.sgd(1.0), {"w": mask}), fz.masked_zero_updates({"w": mask})):
-        new, _ = step(tx, params, grads)
-        assert bits(new["w"][:1]) == bits(params["w"][:1])
-    stopped = jax.grad(lambda p: jnp.sum(fz.stop_gradient(p, {"w": mask})["w"] * grads["w"]))(params)
-    assert bits(stopped["w"]) == bits(jnp.array([0.0, 0.5]))
+    for bad in (np.nan, np.inf, -np.inf, 3e38):
+        grads = {"w": jnp.array([bad, 0.5])}
+        for tx in (fz.freeze(optax.sgd(1.0), {"w": mask}), fz.masked_zero_updates({"w": mask})):
+            assert bits(step(tx, params, grads)[0]["w"][:1]) == bits(params["w"][:1])
+        stopped = jax.grad(lambda p, grads=grads: jnp.sum(fz.stop_gradient(p, {"w": mask})["w"] * grads["w"]))(params)
+        assert bits(stopped["w"]) == bits(jnp.array([0.0, 0.5]))
 
 
-def test_16_a_label_that_depends_on_the_dtype_flips(compiled):
-    """`partition(label_fn)` calls it on the updates inside `update`: labels by dtype flip, silently."""
+def test_16_a_label_that_depends_on_dtype_or_value():
+    """`partition(label_fn)` calls it on the updates inside `update`: labels by dtype flip, and by value raise."""
     params = {"a": jnp.ones(1, jnp.bfloat16), "b": jnp.ones(1)}
     tx = fz.freeze(optax.sgd(0.5), fz.where(lambda path, leaf: leaf.dtype == jnp.bfloat16))
     grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    new, _ = compiled(lambda g: step(tx, params, g))(grads)
+    new, _ = jax.jit(lambda g: step(tx, params, g))(grads)
     assert bits(new) == bits({"a": params["a"], "b": jnp.array([0.5])})
-
-
-def test_16_a_label_that_depends_on_values(params):
-    """... and under jit a label by value raises an error about tracers."""
-    tx = fz.freeze(optax.sgd(0.5), lambda tree: jax.tree.map(lambda leaf: bool(leaf.max() > 0), tree))
     with pytest.raises(TypeError, match="looks at values"):
-        tx.init(params)
+        fz.freeze(optax.sgd(0.5), lambda tree: jax.tree.map(lambda leaf: bool(leaf.max() > 0), tree)).init(params)
 
 
-@pytest.mark.parametrize(
-    "spec", ["encodr/**", fz.only("hed"), fz.regex("decoder"), fz.rules({"haed": False})], ids=repr
-)
+@pytest.mark.parametrize("spec", ["encodr/**", fz.rules({"haed": False})], ids=repr)
 def test_17_a_pattern_matches_nothing(params, loss, batch, spec):
     """A label or pattern that matches nothing is silent; with NNX nothing trains at all."""
     for use in (
@@ -254,8 +222,6 @@ def test_17_a_pattern_matches_nothing(params, loss, batch, spec):
 
 def test_18_labels_of_mixed_types(params):
     """Labels of mixed types: the error path itself raises `'<' not supported`."""
-    with pytest.raises(ValueError, match=r"a str where a bool is expected\n  at: head"):
-        fz.freeze(optax.sgd(1.0), {"encoder": 1 == 1, "head": "trainable"}).init(params)
     with pytest.raises(ValueError, match=r"an int where a bool is expected\n  at: encoder"):
         fz.freeze(optax.sgd(1.0), {"encoder": 1, "head": "trainable"}).init(params)
 
@@ -264,19 +230,20 @@ def test_19_extra_arguments_are_not_masked(params, loss, batch, frozen):
     """`selective_transform(lbfgs())` fails: `grad` and `value_fn` still have the frozen part."""
     tx = fz.freeze(optax.lbfgs(), frozen)
     value, grads = jax.value_and_grad(loss)(params, batch)
-    updates, _ = tx.update(grads, tx.init(params), params, value=value, grad=grads, value_fn=loss, x=batch)
+    update = jax.jit(functools.partial(tx.update, value_fn=loss))
+    updates, _ = update(grads, tx.init(params), params, value=value, grad=grads, x=batch)
     new = optax.apply_updates(params, updates)
     assert bits(new["encoder"]) == bits(params["encoder"])
     assert loss(new, batch) < value
 
 
-def test_20_an_integer_leaf_with_a_float0_gradient(compiled):
+def test_20_an_integer_leaf_with_a_float0_gradient():
     """A frozen integer leaf with its float0 gradient: `Called add with a float0 array`."""
     params = {"table": jnp.array([2**30 + 1], jnp.int32), "mask": jnp.array([True]), "w": jnp.ones(1)}
     grads = jax.grad(lambda p: (p["w"] * p["table"]).sum(), allow_int=True)(params)
     assert grads["table"].dtype == jax.dtypes.float0
     for tx in (fz.freeze(optax.adamw(0.1), False), fz.masked_zero_updates(False)):
-        new, _ = compiled(lambda p, tx=tx: step(tx, p, grads))(params)
+        new, _ = jax.jit(lambda p, tx=tx: step(tx, p, grads))(params)
         assert bits({**new, "w": 0}) == bits({**params, "w": 0})
         assert bits(new["w"]) != bits(params["w"])
 
@@ -325,18 +292,19 @@ def flops_and_temporaries(fn, *args, donate=(0, 1)):
     return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("clip", ["inside", "outside"])
-@pytest.mark.parametrize("wrap", ["nothing", "MultiSteps", "apply_if_finite"])
+@pytest.mark.parametrize(
+    ("wrap", "clip"),
+    [("nothing", "outside"), ("MultiSteps", "inside"), ("MultiSteps", "outside"), ("apply_if_finite", "outside")],
+)
 def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
     """With the clip, the accumulation or the check outside, all layers are differentiated: twice the FLOPs."""
-    width, layers = 64, 6
-    params = {f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(layers)}
-    x = jax.ShapeDtypeStruct((128, width), jnp.float32)
-    frozen = fz.only(f"layer_{layers - 1}")
+    params = {f"layer_{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(6)}
+    x = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    frozen = fz.only("layer_5")
 
     def loss(params, x):
-        for i in range(layers):
-            x = jnp.tanh(x @ params[f"layer_{i}"])
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
         return jnp.mean(x**2)
 
     wrapped = {
@@ -345,34 +313,29 @@ def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
         "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 4),
     }[wrap]
     clip_tx, adam = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
-    trainable, rest = fz.partition(params, frozen)
+    tx = wrapped(optax.chain(clip_tx, adam))
 
     def by_hand(t, s, rest, x):
-        grads = jax.grad(lambda t: loss({**rest, **t}, x))(t)
-        updates, s = tx.update(grads, s, t)
+        updates, s = tx.update(jax.grad(lambda t: loss({**rest, **t}, x))(t), s, t)
         return optax.apply_updates(t, updates), s
 
     def with_fz(p, s, x):
         updates, s = frozen_tx.update(fz.grad(loss, frozen)(p, x), s, p)
         return fz.apply_updates(p, updates), s
 
-    tx = wrapped(optax.chain(clip_tx, adam))
-    by_name = {name: leaf for name, leaf in trainable.items() if not isinstance(leaf, optax.MaskedNode)}
-    others = {name: leaf for name, leaf in rest.items() if not isinstance(leaf, optax.MaskedNode)}
-    optimum = flops_and_temporaries(by_hand, by_name, jax.eval_shape(tx.init, by_name), others, x)
-
+    others = dict(params)
+    trainable = {"layer_5": others.pop("layer_5")}
+    optimum = flops_and_temporaries(by_hand, trainable, jax.eval_shape(tx.init, trainable), others, x)
     if clip == "inside":
-        frozen_tx = fz.freeze(wrapped(optax.chain(clip_tx, adam)), frozen)
+        frozen_tx = fz.freeze(tx, frozen)
         state = jax.eval_shape(frozen_tx.init, params)
     else:
         frozen_tx = wrapped(optax.chain(clip_tx, fz.freeze(adam, frozen, full_updates=False)))
-        state = jax.eval_shape(frozen_tx.init, trainable)
+        state = jax.eval_shape(frozen_tx.init, fz.partition(params, frozen)[0])
     flops, temporaries = flops_and_temporaries(with_fz, params, state, x)
     assert flops <= 1.01 * optimum[0]
     assert temporaries <= 1.02 * optimum[1] + 1024
-
-    full = flops_and_temporaries(lambda p, x: jax.grad(loss)(p, x), params, x, donate=())
-    assert full[0] > 1.9 * flops
+    assert flops_and_temporaries(jax.grad(loss), params, x, donate=())[0] > 1.9 * flops
 
 
 def test_25_statistics_of_a_frozen_batch_norm_drift():
@@ -397,18 +360,18 @@ def test_26_a_lift_that_stops_the_gradient_cannot_initialise():
     assert not jnp.any(jax.grad(lambda v: Frozen(nn.Dense(4)).apply(v, x).sum())(variables)["params"]["kernel"])
 
 
-def test_27_adding_a_zero_to_negative_zero(compiled):
+def test_27_adding_a_zero_to_negative_zero():
     """`apply_updates` of a zero to -0.0 gives +0.0: not the same bits."""
     params = {"a": jnp.array([-0.0, 0.0]), "b": jnp.ones(1)}
     for tx in (fz.freeze(optax.sgd(0.1), "a"), fz.masked_zero_updates("a")):
-        new, _ = compiled(lambda p, tx=tx: step(tx, p, p))(params)
+        new, _ = jax.jit(lambda p, tx=tx: step(tx, p, p))(params)
         assert bits(new["a"]) == bits(params["a"])
 
 
 def test_28_a_mask_becomes_a_constant_of_the_program():
-    """A dense 2048 x 2048 mask closed over makes megabytes of program and executable."""
-    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
-    for mask in (np.ones((2048, 2048), bool), fz.rows(slice(0, 1024))):
+    """A dense 512 x 512 mask closed over makes as many bytes of program and executable."""
+    shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    for mask in (np.ones((512, 512), bool), fz.rows(slice(0, 256))):
         for tx in (fz.masked_zero_updates(mask), fz.freeze(optax.adamw(0.1), mask)):
             lowered = jax.jit(tx.update).lower(shape, jax.eval_shape(tx.init, shape), shape)
             assert len(lowered.as_text()) < 30_000
@@ -437,7 +400,7 @@ def test_29_a_buffer_of_an_equinox_module_decays():
     assert new.activation is model.activation
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 3])
 def test_30_a_resumed_run_freezes_again_from_the_start(stop, tmp_path):
     """After gradual unfreezing, a resumed run is frozen again from the start."""
     tx = scheduled(optax.adam(0.1))
@@ -447,7 +410,7 @@ def test_30_a_resumed_run_freezes_again_from_the_start(stop, tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "run", (ONES, scheduled(optax.adam(0.1)).init(ONES)))
     assert fz.currently_frozen(restored[1]) == {"b": False, "a": stop < 2}
-    assert bits(steps(tx, *restored, 3)) == bits(steps(tx, params, state, 3))
+    assert bits(steps(tx, *restored, 2)) == bits(steps(tx, params, state, 2))
 
 
 def test_31_one_end_of_a_tied_weight_is_frozen():
@@ -498,17 +461,17 @@ TWO_LAYERS = {"encoder": jnp.ones((3, 2)), "head": jnp.ones((2, 2))}
 class TestErrorsOfOthers:
     """Errors of other libraries, as `docs/errors.md` lists them: each occurs as it says, and the fix removes it."""
 
-    specs = pytest.mark.parametrize("spec", ["encoder", fz.rules({"encoder": fz.rows(0)})], ids=["leaf", "rows"])
-
     @staticmethod
     def loss(params):
         return jnp.sum(jnp.tanh(params["encoder"] @ params["head"]) ** 2)
 
-    @specs
-    @pytest.mark.parametrize("outer", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2)], ids=["bare", "MultiSteps"])
-    def test_gradients_with_holes_for_a_state_of_the_full_parameters(self, outer, spec):
+    @pytest.mark.parametrize(
+        ("tx", "spec"),
+        [(optax.adam(0.1), "encoder"), (optax.MultiSteps(optax.adam(0.1), 2), fz.rules({"encoder": fz.rows(0)}))],
+        ids=["leaf", "rows"],
+    )
+    def test_gradients_with_holes_for_a_state_of_the_full_parameters(self, tx, spec):
         grads = fz.grad(self.loss, spec)(TWO_LAYERS)
-        tx = outer(optax.adam(0.1))
         with pytest.raises(ValueError, match=r"(?s)different types at key path.*(MaskedNode|Part)"):
             tx.update(grads, tx.init(TWO_LAYERS), TWO_LAYERS)
         with pytest.raises(ValueError, match=r"(?s)different types at key path.*(MaskedNode|Part)"):
@@ -518,7 +481,7 @@ class TestErrorsOfOthers:
         frozen = fz.freeze(tx, spec)
         frozen.update(grads, frozen.init(TWO_LAYERS), TWO_LAYERS)
 
-    @specs
+    @pytest.mark.parametrize("spec", ["encoder", fz.rules({"encoder": fz.rows(0)})], ids=["leaf", "rows"])
     def test_updates_of_the_trainable_part_added_by_others(self, spec):
         tx = fz.freeze(optax.adam(0.1), spec, full_updates=False)
         updates, _ = tx.update(TWO_LAYERS, tx.init(TWO_LAYERS), TWO_LAYERS)

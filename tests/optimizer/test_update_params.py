@@ -19,25 +19,18 @@ MASK = np.arange(15).reshape(5, 3) % 2 == 0
 GROUPS = {
     "leaves": {"w": fz.alternate(1), "v": False},
     "every leaf": {"**": fz.unfreeze_at(1)},
-    "no group": {},
     "rows": {"w": (fz.rows([0, 3]), fz.alternate(1)), "w/**": (fz.rows([1]), True)},
     "rows and a group of the others": {"w": (fz.rows(slice(0, 2)), True), "**": fz.alternate(1)},
     "elements": {"w": (MASK, fz.alternate(1)), "v": fz.alternate(1)},
     "compact elements": {"w": (fz.elements(MASK, compact=True), fz.alternate(1))},
 }
-INNER = {
-    "adamw": optax.adamw(0.1, weight_decay=0.1),
-    "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
-    "multi steps": optax.MultiSteps(optax.adamw(0.1), 2),
-    "noise": optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=0)),
-}
+NOISY = optax.chain(optax.adamw(optax.cosine_decay_schedule(0.1, 10)), optax.add_noise(0.1, 0.5, key=0))
 WRAPPED = {
     "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "extra arguments": optax.with_extra_args_support,
     "freeze": lambda tx: fz.freeze(tx, "u"),
     "freeze_when": lambda tx: fz.freeze_when(tx, {"u": True}),
-    "masked_zero_updates": lambda tx: optax.chain(tx, fz.masked_zero_updates("u")),
 }
 FROZEN = {
     "leaf": "w",
@@ -71,128 +64,105 @@ def run(update, tx, params, steps, grads):
     return history, state
 
 
-def same(tx, params, compiled, steps=3, grads=gradient):
+def same(tx, params, steps=3, grads=gradient, jit=True):
     """Both ways give the same bits; jitted they may round otherwise, where other operations are fused."""
-    expected, state = run(functools.partial(by_update, tx), tx, params, steps, grads)
-    got, new_state = run(compiled(functools.partial(fz.update_params, tx)), tx, params, steps, grads)
+    ways = (functools.partial(by_update, tx), functools.partial(fz.update_params, tx))
+    (expected, state), (got, new_state) = (run(jax.jit(way) if jit else way, tx, params, steps, grads) for way in ways)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    if compiled is jax.jit:
+    assert [x.shape for x in jax.tree.leaves(new_state)] == [x.shape for x in jax.tree.leaves(state)]
+    if jit:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
-        assert [x.shape for x in jax.tree.leaves(new_state)] == [x.shape for x in jax.tree.leaves(state)]
     else:
-        assert bits(got) == bits(expected)
-        assert bits(new_state) == bits(state)
+        assert bits((got, new_state)) == bits((expected, state))
     return got
 
 
 class TestIsUpdateAndApply:
     @pytest.mark.parametrize("name", GROUPS)
-    def test_groups(self, setting, name, compiled):
-        same(fz.freeze_when(optax.adamw(0.1), GROUPS[name]), setting, compiled)
+    def test_groups(self, setting, name):
+        same(fz.freeze_when(NOISY, GROUPS[name], optax.clip_by_global_norm(1.0)), setting)
 
-    @pytest.mark.parametrize("name", INNER)
-    def test_optimizers(self, setting, name, compiled):
-        same(fz.freeze_when(INNER[name], {"w": (fz.rows([1]), fz.alternate(1)), "v": True}), setting, compiled)
+    def test_bit_for_bit_if_not_compiled(self, setting):
+        inner = optax.MultiSteps(optax.adamw(0.1), 2)
+        for tx in (fz.freeze_when(inner, GROUPS["rows"]), fz.freeze(inner, FROZEN["rows"])):
+            same(tx, setting, jit=False)
 
     @pytest.mark.parametrize("name", WRAPPED)
-    def test_in_other_transformations(self, setting, name, compiled):
-        same(WRAPPED[name](fz.freeze_when(optax.adam(0.1), {"w": fz.alternate(1)})), setting, compiled, steps=4)
+    def test_in_other_transformations(self, setting, name):
+        same(WRAPPED[name](fz.freeze_when(optax.adam(0.1), {"w": fz.alternate(1)})), setting)
 
-    def test_coupled(self, setting, compiled):
-        tx = fz.freeze_when(optax.sgd(1.0), {"w": fz.alternate(1)}, optax.clip_by_global_norm(1.0))
-        same(tx, setting, compiled)
-
-    @pytest.mark.parametrize("full_updates", [True, False])
     @pytest.mark.parametrize("name", FROZEN)
-    def test_freeze(self, setting, name, full_updates, compiled):
-        tx = fz.freeze(optax.adamw(0.1), FROZEN[name], full_updates=full_updates)
-        full = fz.freeze(optax.adamw(0.1), FROZEN[name])
-        expected, _ = run(functools.partial(by_update, full), full, setting, 3, gradient)
-        got, _ = run(compiled(functools.partial(fz.update_params, tx)), tx, setting, 3, gradient)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
-        if compiled is not jax.jit:
-            assert bits(got) == bits(expected)
+    def test_freeze(self, setting, name):
+        """Whatever ``full_updates`` is, and whether the gradients are full."""
+        frozen = FROZEN[name]
+        tx, full = (fz.freeze(optax.adamw(0.1), frozen, full_updates=full) for full in (False, True))
+        expected, _ = run(jax.jit(functools.partial(by_update, full)), full, setting, 2, gradient)
+        for grads in (gradient, lambda params: fz.partition(gradient(params), frozen)[0]):
+            got, _ = run(jax.jit(functools.partial(fz.update_params, tx)), tx, setting, 2, grads)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
 
-    def test_any_other_optimizer(self, setting, compiled):
-        same(
-            optax.masked(optax.adamw(0.1), {**dict.fromkeys("wvu", True), "n": False, "none": False}), setting, compiled
-        )
+    def test_any_other_optimizer(self, setting):
+        same(optax.masked(optax.adamw(0.1), {**dict.fromkeys("wvu", True), "n": False, "none": False}), setting)
 
-    def test_mixed_precision(self, compiled):
+    def test_mixed_precision(self):
         params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2), "c": jnp.ones((3, 2), jnp.bfloat16)}
         tx = fz.freeze_when(optax.adamw(0.1), {"a": fz.alternate(1), "c": (fz.rows([0]), fz.alternate(1))})
-        history = same(tx, params, compiled, 2, lambda p: jax.tree.map(lambda x: jnp.ones(x.shape), p))
+        history = same(tx, params, 2, lambda p: jax.tree.map(lambda x: jnp.ones(x.shape), p))
         assert all(leaf.dtype == params[name].dtype for name, leaf in history[-1].items())
 
-    @pytest.mark.parametrize("frozen", ["w", fz.rules({"w": fz.rows([0, 2])})], ids=["leaf", "rows"])
-    def test_gradients_of_the_trainable_structure(self, setting, frozen, compiled):
-        tx = fz.freeze(optax.adamw(0.1), frozen)
-        same(tx, setting, compiled, grads=lambda p: fz.partition(gradient(p), frozen)[0])
-
-    @pytest.mark.parametrize("frozen", ["v", fz.rules({"w": fz.rows([0, 2])})], ids=["hole", "part"])
-    def test_the_trainable_part_alone(self, setting, frozen, compiled):
-        trainable, _ = fz.partition(setting, frozen)
+    def test_the_trainable_part_alone(self, setting):
+        trainable, _ = fz.partition(setting, fz.rules({"w": fz.rows([0, 2]), "v": True}))
         for tx in (
             fz.freeze_when(optax.adamw(0.1), {"w": fz.alternate(1)}),
             optax.adamw(0.1),
             fz.freeze(optax.adamw(0.1), "u"),
         ):
-            same(tx, trainable, compiled)
+            same(tx, trainable)
 
-    def test_extra_arguments(self, params, loss, batch):
+    def test_extra_arguments(self):
         """A line search of each group evaluates the loss at the parameters before the update."""
-        tx = fz.freeze_when(optax.lbfgs(), {"encoder": fz.unfreeze_at(1), "head": False})
-        ways = {}
-        for name, update in (
-            ("update", functools.partial(by_update, tx)),
-            ("params", functools.partial(fz.update_params, tx)),
-        ):
-            new, state = params, tx.init(params)
+        inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(4))
+        tx = fz.freeze_when(inner, {"a": fz.unfreeze_at(1), "b": False})
+        loss = lambda p: jnp.sum(p["a"] ** 2) + jnp.sum((p["b"] - p["a"]) ** 4)  # noqa: E731
+        ways = []
+        for update in (functools.partial(by_update, tx), functools.partial(fz.update_params, tx)):
+            params = {"a": jnp.ones(2), "b": jnp.zeros(2)}
+            state, step = tx.init(params), jax.jit(functools.partial(update, value_fn=loss))
             for _ in range(2):
-                value, grads = jax.value_and_grad(loss)(new, batch)
-                new, state = update(grads, state, new, value=value, grad=grads, value_fn=loss, x=batch)
-            ways[name] = new, state
-        assert bits(ways["params"]) == bits(ways["update"])
-        assert bits(ways["params"][0]["encoder"]) != bits(params["encoder"])
+                value, grads = jax.value_and_grad(loss)(params)
+                params, state = step(grads, state, params, value=value, grad=grads)
+            ways.append((params, state))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *ways)
+        assert (ways[1][0]["a"] != 1).all()
 
-    def test_gradients_of_examples(self, params, compiled):
+    def test_trees_of_all_kinds(self):
+        """A lone leaf; gradients with an axis of examples; the variables of NNX; a module of Equinox."""
+        same(fz.freeze_when(optax.adam(0.1), {"**": fz.unfreeze_at(1)}), jnp.ones(2))
         mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.mean(axis=0), updates))
-        tx = fz.freeze_when(mean, {"encoder": fz.unfreeze_at(1)})
-        same(tx, params, compiled, grads=lambda p: jax.tree.map(lambda x: jnp.stack([x, 2 * x]), p))
-
-    def test_a_lone_leaf(self, compiled):
-        same(fz.freeze_when(optax.adam(0.1), {"**": fz.unfreeze_at(1)}), jnp.ones(2), compiled)
-
-    def test_vmap_over_an_ensemble(self, params):
-        tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.alternate(1)})
-        stacked = jax.tree.map(lambda p: jnp.stack([p, p + 1]), params)
-        state = jax.vmap(tx.init)(stacked)
-        state = state._replace(step=jnp.array([0, 1]))
-        new, _ = jax.vmap(functools.partial(fz.update_params, tx))(stacked, state, stacked)
-        moved = [
-            not np.array_equal(new["encoder"]["layer_0"]["kernel"][i], stacked["encoder"]["layer_0"]["kernel"][i])
-            for i in (0, 1)
-        ]
-        assert moved == [False, True]
-
-    def test_nnx_variables(self):
+        examples = lambda p: jax.tree.map(lambda x: jnp.stack([x, 2 * x]), p)  # noqa: E731
+        same(fz.freeze_when(mean, {"head": fz.unfreeze_at(1)}), {"head": jnp.ones(2), "w": jnp.ones(1)}, grads=examples)
         model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
         groups = {"layers/0/kernel": (fz.rows([0, 2]), fz.unfreeze_at(1)), "**/bias": True}
         for tx in (
-            fz.freeze_when(optax.adamw(0.1), groups),
-            fz.freeze(optax.adamw(0.1), fz.rules({"layers/0/kernel": fz.rows([0])})),
-            optax.adamw(0.1),
+            fz.freeze_when(optax.sgd(0.1), groups),
+            fz.freeze(optax.sgd(0.1), fz.rules({"layers/0/kernel": fz.rows([0])})),
+            optax.sgd(0.1),
         ):
-            _, params = nnx.split(model)
-            same(tx, params, lambda fn: fn, grads=lambda p: jax.tree.map(jnp.cos, p))
+            first, second = same(tx, nnx.split(model)[1], 1, grads=lambda p: jax.tree.map(jnp.cos, p))
+            kernels = [nnx.to_pure_dict(params)["layers"][0]["kernel"] for params in (first, second)]
+            assert (bits(kernels[0][0]) == bits(kernels[1][0])) is hasattr(tx.update, "update_params")
+            assert bits(kernels[0][1]) != bits(kernels[1][1])
+        linear = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+        new = same(fz.freeze_when(optax.adamw(0.1), {"weight": True}), linear)[-1]
+        assert bits(new.weight) == bits(linear.weight)
+        assert bits(new.bias) != bits(linear.bias)
 
-    def test_an_equinox_module(self):
-        model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-        params, _ = eqx.partition(model, eqx.is_inexact_array)
-        tx = fz.freeze_when(optax.adamw(0.1), {"layers/0": True})
-        new, _ = fz.update_params(tx, params, tx.init(params), params)
-        assert bits(new.layers[0].weight) == bits(model.layers[0].weight)
-        assert bits(new.layers[1].weight) != bits(model.layers[1].weight)
+    def test_vmap_over_an_ensemble(self):
+        params = {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}
+        tx = fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)})
+        state = jax.vmap(tx.init)(params)._replace(step=jnp.array([0, 1]))
+        new, _ = jax.vmap(functools.partial(fz.update_params, tx))(params, state, params)
+        assert [bits(new["a"][i]) != bits(params["a"][i]) for i in (0, 1)] == [False, True]
 
 
 class TestFrozenBits:
@@ -201,17 +171,17 @@ class TestFrozenBits:
         [lambda tx: fz.freeze_when(tx, {"frozen": True}, tied="ignore"), lambda tx: fz.freeze(tx, "frozen")],
         ids=["freeze_when", "freeze"],
     )
-    def test_are_kept_whatever_the_gradient(self, awkward, odd_bits, make, compiled):
+    def test_are_kept_whatever_the_gradient(self, awkward, odd_bits, make):
         params = {"frozen": {**awkward["frozen"], **odd_bits["frozen"]}, "trains": jnp.ones(2)}
         grads = {**jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params), "trains": jnp.ones(2)}
         tx = make(optax.adamw(0.1))
-        new, _ = compiled(functools.partial(fz.update_params, tx))(grads, tx.init(params), params)
+        new, _ = jax.jit(functools.partial(fz.update_params, tx))(grads, tx.init(params), params)
         assert bits(new["frozen"]) == bits(params["frozen"])
         assert bits(new["trains"]) != bits(params["trains"])
 
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
     @pytest.mark.parametrize("kind", ["rows", "elements", "compact"])
-    def test_of_elements(self, kind, dtype, compiled):
+    def test_of_elements(self, kind, dtype):
         size = jnp.dtype(dtype).itemsize
         patterns = (np.arange(15).reshape(5, 3) * (7 if size == 1 else 1)).astype(f"uint{8 * size}")  # denormals
         patterns[0] |= 1 << (8 * size - 1)  # negative ones, and -0.0
@@ -220,7 +190,7 @@ class TestFrozenBits:
         frozen = np.isin(np.arange(5), [0, 2])[:, None] | np.zeros((5, 3), bool) if kind == "rows" else MASK
         tx = fz.freeze_when(optax.sgd(0.5), {"w": (choice, True)})
         grads = {"w": jnp.ones((5, 3), dtype)}
-        new, _ = compiled(functools.partial(fz.update_params, tx))(grads, tx.init(params), params)
+        new, _ = jax.jit(functools.partial(fz.update_params, tx))(grads, tx.init(params), params)
         before, after = (np.asarray(tree["w"]).view(f"uint{8 * size}") for tree in (params, new))
         assert np.array_equal(before[frozen], after[frozen])
         assert (before[~frozen] != after[~frozen]).any()
@@ -263,24 +233,6 @@ class TestInPlace:
         assert not in_entry(compiled, {"parameter", "get-tuple-element"})
         assert len(re.findall(r" while\(", compiled.as_text())) == 4
 
-    def test_what_is_not_frozen_now_is_no_program_of_its_own(self):
-        traced, tx = [], fz.freeze_when(optax.adam(0.1), {"a": True, "b": fz.alternate(2)})
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(params, state):
-            traced.append(True)
-            return fz.update_params(tx, params, state, params)
-
-        params = {name: jnp.ones(3) for name in "abc"}
-        state, rng = tx.init(params), np.random.default_rng(0)
-        for i in range(20):
-            state, before = fz.set_frozen(state, {"a": bool(rng.integers(2))}), jax.tree.map(np.array, params)
-            now = fz.currently_frozen(state)
-            params, state = step(params, state)
-            assert all((bits(params[name]) == bits(before[name])) is frozen for name, frozen in now.items())
-            assert state.step == i + 1
-        assert len(traced) == 1
-
     @pytest.mark.parametrize("full_updates", [True, False])
     def test_frozen_leaves_are_not_touched(self, full_updates):
         tx = fz.freeze(optax.adamw(0.1), fz.only("d"), full_updates=full_updates)
@@ -309,47 +261,21 @@ class TestSharded:
             "c": (fz.rows([1, 5]), fz.alternate(1)),
         }
         tx = fz.freeze_when(optax.adamw(0.1), groups)
-        expected, _ = run(functools.partial(by_update, tx), tx, plain, 3, gradient)
+        expected, _ = run(functools.partial(by_update, tx), tx, plain, 2, gradient)
         with jax.set_mesh(mesh):
             sharded = jax.device_put(plain, sharding)
             update = jax.jit(functools.partial(fz.update_params, tx))
-            got, state = run(update, tx, sharded, 3, gradient)
+            got, state = run(update, tx, sharded, 2, gradient)
             text = update.lower(sharded, state, sharded).compile().as_text()
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
         assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(got[-1]))
         assert "all-gather" not in text
 
 
-class TestRefuses:
-    def test_arguments_in_another_order(self, params):
-        for tx in (
-            optax.adam(0.1),
-            fz.freeze(optax.adam(0.1), "encoder"),
-            fz.freeze_when(optax.adam(0.1), {"encoder": True}),
-        ):
-            state = tx.init(params)
-            for arguments in ((params, params, state), (state, params, params)):
-                with pytest.raises(ValueError, match=r"grads: (.|\n)*fz.update_params\(tx, grads, state, params\)"):
-                    fz.update_params(tx, *arguments)
-
-    def test_no_parameters(self, params):
-        tx = optax.sgd(0.1)
-        with pytest.raises(TypeError, match="needs the parameters"):
-            fz.update_params(tx, params, tx.init(params), None)
-
-    def test_no_optimizer(self, params):
-        with pytest.raises(TypeError, match=r"`tx` is not an optimizer(.|\n)*swap the arguments"):
-            fz.update_params(params, optax.sgd(0.1), (), params)
-        with pytest.raises(TypeError, match="call the factory"):
-            fz.update_params(optax.sgd, params, (), params)
-
-    def test_the_state_of_another_transformation(self, params):
-        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
-        for state in (optax.sgd(0.1).init(params), fz.freeze_when(optax.sgd(0.1), {"head": True}).init(params)):
-            with pytest.raises(TypeError, match="the state was created by a different transformation"):
-                fz.update_params(tx, params, state, params)
-
-    def test_the_gradient_of_a_part_of_the_groups(self, params, loss, batch):
-        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
-        with pytest.raises(ValueError, match="give the gradient of every group"):
-            fz.update_params(tx, fz.grad(loss, "encoder")(params, batch), tx.init(params), params)
+def test_arguments_in_another_order(params):
+    adam = optax.adam(0.1)
+    for tx in (adam, fz.freeze(adam, "encoder"), fz.freeze_when(adam, {"encoder": True})):
+        state = tx.init(params)
+        for arguments in ((params, params, state), (state, params, params)):
+            with pytest.raises(ValueError, match=r"grads: (.|\n)*fz.update_params\(tx, grads, state, params\)"):
+                fz.update_params(tx, *arguments)

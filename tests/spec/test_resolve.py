@@ -5,12 +5,10 @@ import dataclasses
 import fnmatch
 import functools
 import re
-import warnings
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.core
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,10 +50,6 @@ class TestForms:
         expected = {"encoder": {"kernel": True, "bias": True}, "head": False}
         assert fz.resolve(other, {"encoder": True, "head": False}) == expected
         assert fz.resolve(other, expected) == expected
-        assert fz.resolve(other, {"encoder": {"kernel": np.True_, "bias": False}, "head": False})["encoder"] == {
-            "kernel": True,
-            "bias": False,
-        }
 
     @pytest.mark.parametrize("of", [np.array, jnp.array, np.bool_])
     def test_boolean_scalars_are_bools(self, other, of):
@@ -65,10 +59,6 @@ class TestForms:
         assert fz.resolve(other, lambda shapes: {"encoder": of(True), "head": of(False)}) == expected
         assert fz.resolve(other, of(True)) == fz.resolve(other, True)
         jax.jit(functools.partial(fz.partition, frozen={"encoder": of(True), "head": False}))(other)
-
-    def test_a_traced_boolean_scalar_is_refused_where_it_is_no_mask(self, other):
-        with pytest.raises(ValueError, match=r"a bool in the spec is traced\n  at: encoder/bias\n(.|\n)*outside jit"):
-            jax.jit(lambda frozen: fz.partition(other, {"encoder": frozen, "head": False}))(True)
 
     @pytest.mark.parametrize("of", [np.array, jnp.array])
     def test_the_boolean_scalar_of_a_scalar_leaf_is_a_mask_that_may_change(self, of):
@@ -102,58 +92,52 @@ class TestForms:
         assert fz.resolve(jnp.ones(2), lambda shapes: jax.tree.map(lambda leaf: leaf.ndim == 1, shapes)) is True
         assert fz.resolve(other, lambda shapes: fz.path("encoder")) == fz.resolve(other, "encoder")
 
-    def test_shape_structs_are_enough(self, other):
-        shapes = jax.eval_shape(lambda: other)
-        assert fz.resolve(shapes, "encoder") == fz.resolve(other, "encoder")
-
-    def test_under_jit(self, other):
-        @jax.jit
-        def f(params):
-            return jnp.array(jax.tree.leaves(fz.resolve(params, "encoder")))
-
-        assert f(other).tolist() == [True, True, False]
+    def test_shape_structs_are_enough_and_a_trace(self, other):
+        assert fz.resolve(jax.eval_shape(lambda: other), "encoder") == fz.resolve(other, "encoder")
+        traced = jax.jit(lambda params: jnp.array(jax.tree.leaves(fz.resolve(params, "encoder"))))
+        assert traced(other).tolist() == [True, True, False]
 
     def test_resolving_twice_changes_nothing(self, other):
         once = fz.resolve(other, fz.only("head"))
         assert fz.resolve(other, once) == once
 
 
+ONE = jnp.ones(1)
+
+
 class TestTrees:
     """The paths of each library's containers."""
 
-    def check(self, tree, pattern, expected):
+    @pytest.mark.parametrize(
+        ("tree", "pattern", "expected"),
+        [
+            ([ONE, (ONE, ONE)], "1/0", [False, True, False]),
+            ([ONE, ONE], [True, False], [True, False]),
+            (Pair(ONE, ONE), "bias", [False, True]),
+            (Layer(ONE, ONE), "value", [False, True]),  # a dataclass keeps a field called value
+            (collections.OrderedDict(b=ONE, a=ONE), "b", [True, False]),
+            (flax.core.freeze({"a": {"b": ONE}, "c": ONE}), "a/b", [True, False]),
+            (
+                {"mlp/~/linear_0": {"b": ONE, "w": ONE}, "mlp/~/linear_1": {"b": ONE}},
+                "mlp/~/linear_0",
+                [True, True, False],
+            ),
+            ({"a": ONE, "b": None}, "a", [True]),
+            ({}, "encoder", []),
+            ({"a": None}, fz.rules({"encoder": True}), []),
+        ],
+    )
+    def test_containers(self, tree, pattern, expected):
         answers = fz.resolve(tree, pattern)
         assert jax.tree.structure(answers) == jax.tree.structure(tree)
         assert jax.tree.leaves(answers) == expected
-
-    def test_list_and_tuple(self):
-        self.check([jnp.ones(1), (jnp.ones(1), jnp.ones(1))], "1/0", [False, True, False])
-        self.check([jnp.ones(1), jnp.ones(1)], [True, False], [True, False])
-
-    def test_named_tuple(self):
-        self.check(Pair(jnp.ones(1), jnp.ones(1)), "bias", [False, True])
-
-    def test_dataclass_keeps_a_field_called_value(self):
-        self.check(Layer(jnp.ones(1), jnp.ones(1)), "value", [False, True])
-
-    def test_ordered_and_frozen_dict(self):
-        self.check(collections.OrderedDict(b=jnp.ones(1), a=jnp.ones(1)), "b", [True, False])
-        self.check(flax.core.freeze({"a": {"b": jnp.ones(1)}, "c": jnp.ones(1)}), "a/b", [True, False])
-
-    def test_haiku_keys_read_as_segments(self):
-        params = hk.transform(lambda x: hk.nets.MLP([2, 2])(x)).init(jax.random.key(0), jnp.ones((1, 2)))
-        self.check(params, "mlp/~/linear_0", [True, True, False, False])
 
     def test_equinox_module(self):
         model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
         answers = fz.resolve(model, "layers/0")
         assert (answers.layers[0].weight, answers.layers[1].weight) == (True, False)
         assert answers.activation is True
-        mask = jax.tree.map(lambda _: False, model)
-        assert fz.resolve(model, mask).layers[1].weight is False
-
-    def test_equinox_module_given_to_a_callable(self):
-        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+        assert fz.resolve(model, jax.tree.map(lambda _: False, model)).layers[1].weight is False
         spec = lambda shapes: jax.tree.map(lambda leaf: getattr(leaf, "ndim", 0) == 1, shapes)  # noqa: E731
         answers = fz.resolve(model, spec)
         assert (answers.layers[0].bias, answers.layers[0].weight) == (True, False)
@@ -173,21 +157,17 @@ class TestTrees:
         assert nnx.to_pure_dict(fz.resolve(state, fz.regex("value/.*")))["value"] == {"kernel": True, "bias": True}
         assert fz.resolve(nnx.to_pure_dict(state), "encoder/kernel")["encoder"]["kernel"] is True
 
-    def test_two_leaves_with_one_path(self):
-        with pytest.raises(ValueError, match=r"same path\n  at: a/b"):
-            fz.resolve({"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, True)
+    def test_two_leaves_with_one_path_and_keys_that_do_not_sort(self):
         with pytest.raises(ValueError, match=r"same path\n  at: 1\n  got: \[1\] and \['1'\]\n"):
             fz.resolve(collections.OrderedDict([(1, jnp.ones(1)), ("1", jnp.ones(1)), ("a/b", jnp.ones(1))]), True)
-
-    def test_keys_that_do_not_sort(self):
         params = {"a": [{1: jnp.ones(1), "b": jnp.ones(1)}], "c": jnp.ones(1)}
-        for use in (fz.resolve, fz.partition, fz.summary):
+        for use in (fz.resolve, fz.partition, fz.summary, lambda params, _: _tree.flatten(params)):
             with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n  got: \[1, 'b'\]\n"):
                 use(params, "c")
-        with pytest.raises(ValueError, match=r"do not sort\n  at: a/0\n"):
-            _tree.flatten(params)
         with pytest.raises(TypeError, match=r"got: a dict whose keys do not sort\n"):
             fz.path(params)
+        with pytest.raises(ValueError, match=r"the keys of a dict do not sort(.|\n)*got: \[1, 'a'\]"):
+            fz.resolve({"a": jnp.ones(2)}, {1: True, "a": False})
 
     def test_an_error_of_a_container_of_the_user_s_is_passed_on(self):
         class Broken:
@@ -215,15 +195,6 @@ class TestTrees:
             with pytest.raises(TypeError, match=r"an object that contains one\n  at: a\n  got: a Variable of float32"):
                 use()
 
-    def test_none_is_no_leaf(self):
-        assert fz.resolve({"a": jnp.ones(1), "b": None}, "a") == {"a": True, "b": None}
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve({"a": jnp.ones(1), "b": None}, "b")
-
-    def test_a_tree_without_leaves_is_let_through(self):
-        assert fz.resolve({}, "encoder") == {}
-        assert fz.resolve({"a": None}, fz.rules({"encoder": True})) == {"a": None}
-
     def test_a_hole_is_a_frozen_leaf_with_its_path(self):
         tree = {"a": optax.MaskedNode(), "b": jnp.ones(1), "c": jnp.ones(1)}
         assert fz.resolve(tree, ["a", "c"]) == {"a": True, "b": False, "c": True}
@@ -232,48 +203,35 @@ class TestTrees:
         assert fz.resolve(tree, lambda shapes: jax.tree.map(lambda leaf: False, shapes))["a"] is True
 
 
-class TestWhatCannotTrain:
-    @pytest.mark.parametrize(
-        "leaf",
-        [
-            jnp.arange(2),
-            np.int8(1),
-            jnp.array(True),
-            jax.random.key(0),
-            jnp.tanh,
-            "name",
-            3,
-            True,
-            jax.ShapeDtypeStruct((2,), jnp.uint32),
-            np.array([None, "x"]),
-            np.array(["x"]),
-            np.zeros(2, [("a", np.float32)]),
-        ],
-        ids=lambda leaf: type(leaf).__name__,
-    )
-    def test_is_frozen_whatever_the_spec(self, leaf):
-        assert fz.resolve({"a": leaf, "b": jnp.ones(1)}, False) == {"a": True, "b": False}
+STRINGS_AND_FIELDS = (np.array([None, "x"]), np.array(["x"]), np.zeros(2, [("a", np.float32)]))
 
-    @pytest.mark.parametrize(
-        "dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "float4_e2m1fn"]
-    )
-    def test_floating_and_complex_train(self, dtype):
-        assert fz.resolve({"a": jnp.ones(1, dtype)}, False) == {"a": False}
-        assert fz.resolve({"a": np.ones(1, jnp.dtype(dtype))}, False) == {"a": False}
+
+class TestWhatCannotTrain:
+    def test_is_frozen_whatever_the_spec(self):
+        shape = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        arrays = (jnp.arange(2), np.int8(1), jnp.array(True), jax.random.key(0), shape, *STRINGS_AND_FIELDS)
+        for leaf in (*arrays, jnp.tanh, "name", 3, True):
+            assert fz.resolve({"a": leaf, "b": jnp.ones(1)}, False) == {"a": True, "b": False}
+
+    def test_floating_and_complex_train(self):
+        for dtype in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "float4_e2m1fn"):
+            assert fz.resolve({"a": jax.ShapeDtypeStruct((1,), dtype)}, False) == {"a": False}
+            assert fz.resolve({"a": np.ones(1, jnp.dtype(dtype))}, False) == {"a": False}
 
 
 class TestRefusals:
     @pytest.mark.parametrize(
         ("spec", "error"),
         [
-            ({"encoder": True}, "at: head"),
-            ({"encoder": True, "head": False, "tail": True}, "at: tail"),
             ({"encoder": {"kernel": True}, "head": True}, "at: encoder/bias"),
             ([True, False], "does not fit"),
             (Pair(True, False), "does not fit"),
-            (None, "does not fit"),
             ({"encoder": None, "head": True}, "at: encoder/"),
             ({"encoder": {"kernel": True, "bias": {"deep": True}}, "head": True}, "at: encoder/bias"),
+            ({"encoder": True, "head": optax.MaskedNode()}, "where a bool is expected"),
+            ({"encoder": True, "head": 0.5}, r"where a bool is expected\n  at: head"),
+            (["encoder", fz.path("head")], r"combine patterns and selectors with \|"),
+            ([], "to freeze nothing"),
         ],
         ids=repr,
     )
@@ -281,57 +239,31 @@ class TestRefusals:
         with pytest.raises(ValueError, match=error):
             fz.resolve(other, spec)
 
-    @pytest.mark.parametrize(
-        "leaf", ["frozen", 1, 0.5, fz.path("encoder"), lambda p: True, {1, 2}, b"x"], ids=lambda x: type(x).__name__
-    )
-    def test_a_leaf_of_the_wrong_type(self, other, leaf):
-        with pytest.raises(ValueError, match=r"where a bool is expected\n  at: head"):
-            fz.resolve(other, {"encoder": True, "head": leaf})
-
-    def test_a_number_is_no_spec(self, other):
-        with pytest.raises(ValueError, match="an int where a bool is expected"):
-            fz.resolve(other, 1)
-
-    def test_a_hole_in_the_spec_where_there_is_a_leaf(self, other):
-        with pytest.raises(ValueError, match="where a bool is expected"):
-            fz.resolve(other, {"encoder": True, "head": optax.MaskedNode()})
-
-    def test_a_callable_that_looks_at_values(self, other):
-        with pytest.raises(TypeError, match="looks at values"):
-            fz.resolve(other, lambda params: jax.tree.map(lambda leaf: bool((leaf > 0).all()), params))
-
-    @pytest.mark.parametrize("answer", [True, np.False_, jnp.array(True), np.array(False)], ids=repr)
-    @pytest.mark.parametrize(
-        "use",
-        [
-            fz.resolve,
-            fz.partition,
-            lambda params, frozen: fz.freeze(optax.sgd(1.0), frozen).init(params),
-            lambda params, frozen: fz.masked_zero_updates(frozen).init(params),
-            lambda params, frozen: fz.labels(frozen)(params),
-            lambda params, frozen: fz.grad(lambda params: params["head"].sum(), frozen)(params),
-            fz.stop_gradient,
-            fz.summary,
-            lambda _, frozen: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), frozen),
-            lambda _, frozen: linen.Frozen(nn.Dense(1), frozen).init(jax.random.key(0), jnp.ones((1, 1))),
-        ],
-    )
-    def test_a_callable_that_returns_one_bool(self, other, answer, use):
-        with pytest.raises(TypeError, match=r"got: (True|False), one bool for the whole tree\n(.|\n)*fz\.where\("):
-            use(other, lambda params: answer)
+    @pytest.mark.parametrize("answer", [True, np.False_, jnp.array(True)], ids=repr)
+    def test_a_callable_that_returns_one_bool(self, other, answer):
+        spec = lambda params: answer  # noqa: E731
+        for use in (
+            lambda: fz.resolve(other, spec),
+            lambda: fz.freeze(optax.sgd(1.0), spec).init(other),
+            lambda: fz.labels(spec)(other),
+            lambda: fz.grad(lambda params: params["head"].sum(), spec)(other),
+            lambda: fz.stop_gradient(other, spec),
+            lambda: fz.summary(other, spec),
+            lambda: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), spec),
+            lambda: linen.Frozen(nn.Dense(1), spec).init(jax.random.key(0), jnp.ones((1, 1))),
+        ):
+            with pytest.raises(TypeError, match=r"got: (True|False), one bool for the whole tree\n(.|\n)*fz\.where\("):
+                use()
 
     @pytest.mark.parametrize(
         ("function", "got"),
         [
             (lambda path: "encoder" in path, "one bool"),
-            (lambda path: path == "head", "one bool"),
             (lambda path: path.startswith("encoder"), "'startswith'"),
-            (lambda path: path.split("/")[-1] == "bias", "'split'"),
             (lambda path: bool(re.match("encoder", path)), "expected string"),
             (lambda path: fnmatch.fnmatch(path, "encoder*"), "expected str"),
             (lambda leaf: leaf.ndim == 1, "'ndim'"),
             (lambda path, leaf: True, "different arguments"),
-            (lambda path, leaf, more=1: leaf.ndim == 1, "different arguments"),
             (lambda: True, "different arguments"),
             (functools.partial(lambda prefix, path: path.startswith(prefix), "encoder"), "'startswith'"),
         ],
@@ -348,43 +280,6 @@ class TestRefusals:
         with pytest.raises(TypeError, match="one bool"):
             fz.resolve(other, functools.partial(bool))
 
-    def test_a_callable_in_a_tree(self, other):
-        for leaf in (lambda path: True, lambda path, leaf: True):
-            with pytest.raises(ValueError, match=r"where a bool is expected\n  at: head(.|\n)*fz\.where\("):
-                fz.resolve(other, {"encoder": True, "head": leaf})
-
-    def test_a_callable_that_returns_labels(self, other):
-        with pytest.raises(ValueError, match="a str where a bool is expected"):
-            fz.resolve(other, lambda params: jax.tree.map(lambda leaf: "frozen", params))
-
-    @pytest.mark.parametrize(
-        ("spec", "fix"),
-        [
-            (["encoder", fz.path("head")], r"combine patterns and selectors with \|"),
-            ([fz.path("encoder")], r"combine patterns and selectors with \|"),
-            ([], "to freeze nothing"),
-            (None, "to freeze nothing"),
-            (optax.sgd(1.0), "an optimizer is not a spec"),
-            ({"encoder"}, r"unpack it: fz\.path"),
-        ],
-        ids=["strings and selectors", "selectors", "empty list", "none", "optimizer", "set"],
-    )
-    def test_the_error_says_what_was_meant(self, other, spec, fix):
-        with pytest.raises(ValueError, match=fix):
-            fz.resolve(other, spec)
-
-    def test_swapped_arguments(self, other):
-        with pytest.raises(ValueError, match="swap the arguments"):
-            fz.partition("encoder", other)
-
-    def test_errors_have_four_parts(self, other):
-        with pytest.raises(ValueError, match="matches no leaf") as error:
-            fz.resolve(other, "hed")
-        what, at, got, expected, fix = str(error.value).split("\n")
-        assert what == "the pattern 'hed' matches no leaf"
-        assert (at[:6], got[:7], expected[:12]) == ("  at: ", "  got: ", "  expected: ")
-        assert fix == "  fix: nearest paths: head"
-
 
 def nothing_or_all(path, leaf):
     return leaf.ndim == 7
@@ -393,21 +288,17 @@ def nothing_or_all(path, leaf):
 USES = {
     "partition": lambda params, spec: fz.partition(params, spec),
     "freeze": lambda params, spec: fz.freeze(optax.sgd(1.0), spec).init(params),
-    "masked_zero_updates": lambda params, spec: fz.masked_zero_updates(spec).init(params),
     "under jit": lambda params, spec: jax.jit(fz.freeze(optax.sgd(1.0), spec).init)(params),
 }
 
 
 class TestFreezeWarning:
-    @pytest.mark.parametrize("use", USES)
     @pytest.mark.parametrize(
         ("spec", "extent"),
         [
             (fz.where(nothing_or_all), "nothing"),
             (~fz.where(nothing_or_all), "everything"),
             ("**", "everything"),
-            (fz.only("*"), "nothing"),
-            (["encoder", "head"], "everything"),
             (fz.path("encoder") & "head", "nothing"),
             ("steps", "nothing"),
             (fz.rules({"encoder": np.True_}, default=True), "everything"),
@@ -415,37 +306,29 @@ class TestFreezeWarning:
             (fz.rules({"encoder": fz.rows(slice(None)), "head": True}), "everything"),
         ],
     )
-    def test_a_spec_that_freezes_nothing_or_everything(self, other, use, spec, extent):
+    def test_a_spec_that_freezes_nothing_or_everything(self, other, spec, extent):
         params = {**other, "steps": jnp.int32(0)}
         frozen = 3 if extent == "everything" else 0
-        with pytest.warns(
-            fz.FreezeWarning, match=rf"freezes {extent}\n(.|\n)*{frozen} of 3 leaves are frozen"
-        ) as caught:
-            USES[use](params, spec)
-        assert len(caught) == 1
-        assert use == "under jit" or caught[0].filename == __file__
+        for name, use in USES.items():
+            warns = pytest.warns(fz.FreezeWarning, match=rf"freezes {extent}\n(.|\n)*{frozen} of 3 leaves are frozen")
+            with warns as caught:
+                use(params, spec)
+            assert len(caught) == 1
+            assert name == "under jit" or caught[0].filename == __file__
 
-    @pytest.mark.parametrize("use", USES)
     @pytest.mark.parametrize(
         "spec",
         [
-            True,
-            False,
-            np.True_,
-            np.array(False),
-            {"encoder": False, "head": False},
+            *(True, False, np.True_, np.array(False), {"encoder": False, "head": False}, "encoder"),
             {"encoder": True, "head": np.True_},
             {"encoder": True, "head": fz.rows(slice(None))},
-            "encoder",
             fz.rules({"head": fz.rows(0)}),
-            fz.only("encoder/bias"),
+            fz.rules({"head": np.ones(2, bool)}, default=True),
         ],
     )
-    def test_what_is_meant(self, other, use, spec):
-        USES[use](other, spec)
-
-    def test_a_dense_mask_is_not_looked_at(self, other):
-        fz.partition(other, fz.rules({"head": np.ones(2, bool)}, default=True))
+    def test_what_is_meant(self, other, spec):
+        for use in USES.values():
+            use(other, spec)
 
     def test_a_tree_with_holes_is_not_judged(self, other):
         trainable, rest = fz.partition(other, "encoder")
@@ -474,12 +357,6 @@ class TestFreezeWarning:
         tx.update(other, state, other)
         fz.partition(other, fz.spec_of(state))
 
-    def test_it_can_be_filtered(self, other):
-        assert issubclass(fz.FreezeWarning, UserWarning)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fz.FreezeWarning)
-            fz.partition(other, "**")
-
 
 class TestTied:
     def test_conflict(self):
@@ -488,7 +365,6 @@ class TestTied:
         for make in (
             lambda frozen, **kw: fz.partition(params, frozen, **kw),
             lambda frozen, **kw: fz.freeze(optax.sgd(1.0), frozen, **kw).init(params),
-            lambda frozen, **kw: fz.masked_zero_updates(frozen, **kw).init(params),
         ):
             with pytest.raises(
                 ValueError, match=r"at: embed\n  got: frozen at this path, but trained \(in whole or in part\) at head"
@@ -500,19 +376,13 @@ class TestTied:
             with pytest.raises(ValueError, match="unknown choice"):
                 make("other", tied="no")
 
-    def test_not_on_tracers_or_shapes(self):
-        shape = jax.ShapeDtypeStruct((2,), jnp.float32)
-        fz.partition({"a": shape, "b": shape}, "a")
-        jax.jit(lambda x: fz.partition({"a": x, "b": x}, "a"))(jnp.ones(2))
-
-    def test_numpy_arrays(self):
-        shared = np.ones(2, np.float32)
+    def test_arrays_of_numpy_but_not_tracers_shapes_or_integers(self):
+        shared, shape = np.ones(2, np.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
         with pytest.raises(ValueError, match="at one path and trained at another"):
             fz.partition({"a": shared, "b": shared}, "a")
-
-    def test_integers_are_frozen_at_both(self):
-        shared = jnp.arange(2)
-        fz.partition({"a": shared, "b": shared}, "a")
+        for free in (shape, jnp.arange(2)):
+            fz.partition({"a": free, "b": free}, "a")
+        jax.jit(lambda x: fz.partition({"a": x, "b": x}, "a"))(jnp.ones(2))
 
 
 class TestPlan:
@@ -575,8 +445,3 @@ class Unkeyed(Keyed):
 def test_paths_are_those_of_jax(tree):
     keys = [key for key, _ in jax.tree_util.tree_leaves_with_path(tree)]
     assert _tree.paths(tree) == [jax.tree_util.keystr(key, simple=True, separator="/") for key in keys]
-
-
-def test_a_spec_whose_keys_do_not_sort():
-    with pytest.raises(ValueError, match=r"the keys of a dict do not sort(.|\n)*got: \[1, 'a'\]"):
-        fz.resolve({"a": jnp.ones(2)}, {1: True, "a": False})

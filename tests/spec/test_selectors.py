@@ -1,7 +1,5 @@
 """Selectors: patterns, functions, rules and their algebra."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,10 +50,10 @@ class TestPath:
         assert chosen(fz.path(pattern), params) == expected
         assert chosen(pattern, params) == expected
 
-    @pytest.mark.parametrize("pattern", ["enc", "layer_0", "kernel", "encoder/kernel", "/encoder", "encoder/", "HEAD"])
-    def test_part_of_a_segment_does_not_match(self, params, pattern):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve(params, pattern)
+    def test_part_of_a_segment_does_not_match(self, params):
+        for pattern in ("enc", "layer_0", "kernel", "encoder/kernel", "/encoder", "encoder/", "HEAD"):
+            with pytest.raises(ValueError, match="matches no leaf"):
+                fz.resolve(params, pattern)
 
     @pytest.mark.parametrize(
         ("pattern", "path", "matches"),
@@ -87,25 +85,21 @@ class TestPath:
         assert bool(_glob.glob(pattern).fullmatch(path)) is matches
 
     def test_several_patterns_are_a_union(self, params):
-        assert chosen(fz.path("encoder/layer_0", "head/bias"), params) == [*ENCODER[:2], "head/bias"]
-        assert chosen(["encoder/layer_0", "head/bias"], params) == [*ENCODER[:2], "head/bias"]
-        assert chosen(("encoder/layer_0", "head/bias"), params) == [*ENCODER[:2], "head/bias"]
+        both = ("encoder/layer_0", "head/bias")
+        for union in (fz.path(*both), list(both), both):
+            assert chosen(union, params) == [*ENCODER[:2], "head/bias"]
 
-    def test_every_pattern_must_match(self, params):
-        with pytest.raises(ValueError, match="'decoder' matches no leaf"):
-            fz.resolve(params, fz.path("encoder", "decoder"))
-
-    def test_the_error_names_the_nearest_paths(self, params):
-        with pytest.raises(ValueError, match=r"nearest paths: .*encoder/layer_0"):
-            fz.resolve(params, "encoder/layr_0/**")
-
-    def test_double_star_shares_no_segment(self):
-        with pytest.raises(ValueError, match=r"whole segments(.|\n)*'encoder\*'"):
-            fz.path("encoder**")
-
-    @pytest.mark.parametrize("pattern", ["layer_[7-0]", "[a--b]"])
-    def test_a_range_the_wrong_way_round(self, pattern):
-        with pytest.raises(ValueError, match=r"not a valid pattern\n  at: fz\.path"):
+    @pytest.mark.parametrize(
+        ("pattern", "error"),
+        [
+            ("encoder**", r"whole segments(.|\n)*'encoder\*'"),
+            ("layer_[7-0]", r"not a valid pattern\n  at: fz\.path"),
+            ("[a--b]", r"not a valid pattern\n  at: fz\.path"),
+            ("layer_[!0-11]", r"not a number(.|\n)*fz\.where"),
+        ],
+    )
+    def test_what_is_no_pattern(self, pattern, error):
+        with pytest.raises(ValueError, match=error):
             fz.path(pattern)
 
     @pytest.mark.parametrize(
@@ -130,24 +124,15 @@ class TestPath:
         assert globs[-1] == last
         fz.path(*globs)
 
-    def test_numbers_to_exclude(self):
-        with pytest.raises(ValueError, match=r"not a number(.|\n)*fz\.where"):
-            fz.path("layer_[!0-11]")
-
-    @pytest.mark.parametrize(
-        "pattern", ["[0-7]", "[01]", "[012]", "[0-7,9]", "[a-f0-29]", "[90-7]", "a[[]0-11]", "[10]"]
-    )
-    def test_brackets_that_hold_characters(self, pattern):
-        fz.path(pattern)
+    def test_brackets_that_hold_characters(self):
+        fz.path("[0-7]", "[01]", "[012]", "[0-7,9]", "[a-f0-29]", "[90-7]", "a[[]0-11]", "[10]")
 
     def test_a_key_in_brackets(self, params):
         params = {"a[0]": params, "b": {"c[1]": {"d": jnp.ones(1)}}}
         for pattern, literal in [("a[0]", "a[[]0]"), ("b/c[1]/d", "b/c[[]1]/d"), ("**/c[1]", "**/c[[]1]")]:
             with pytest.raises(ValueError, match="matches no leaf") as error:
                 fz.resolve(params, pattern)
-            assert f"fix: brackets match one of the characters in them; for a literal bracket write {literal!r}" in str(
-                error.value
-            )
+            assert f"in them; for a literal bracket write {literal!r}" in str(error.value)
             assert chosen(literal, params)
 
     @pytest.mark.parametrize(
@@ -166,27 +151,21 @@ class TestPath:
         assert str(error.value).endswith(f"fix: for a regular expression write fz.regex({expression!r})")
         assert chosen(fz.regex(expression), params)
 
-    @pytest.mark.parametrize("pattern", ["encoder.layer_0", "encoder(", "tail.*", "*kernel+"])
-    def test_what_is_no_regular_expression_that_matches(self, params, pattern):
-        with pytest.raises(ValueError, match="fix: nearest paths"):
-            fz.resolve(params, pattern)
+    def test_what_is_no_regular_expression_that_matches(self, params):
+        for pattern in ("encoder.layer_0", "encoder(", "tail.*", "*kernel+"):
+            with pytest.raises(ValueError, match="fix: nearest paths"):
+                fz.resolve(params, pattern)
 
     def test_takes_strings(self):
-        with pytest.raises(TypeError, match="takes strings"):
-            fz.path(["encoder"])
         for wrong, fix in [
-            (lambda: fz.only(fz.regex("a")), r"~fz\.regex\('a'\)"),
             (lambda: fz.only(fz.path("a") | "b"), r"~\(fz\.path\('a'\) \| fz\.path\('b'\)\)"),
             (lambda: fz.only(fz.only("a")), r"fz\.path\('a'\)"),
-            (lambda: fz.path(fz.regex("a")), r"fz\.regex\('a'\)"),
             (lambda: fz.regex(fz.where(is_bias)), r"fz\.where\(is_bias\)"),
         ]:
             with pytest.raises(TypeError, match=rf"takes strings(.|\n)*fix: pass the selector itself: {fix}$"):
                 wrong()
         with pytest.raises(TypeError, match=r"wrap a function in ~fz\.where"):
             fz.only(is_bias)  # pyright: ignore
-        with pytest.raises(ValueError, match=r"fz\.path needs a pattern"):
-            fz.path()
 
     def test_a_lone_leaf_has_the_empty_path(self):
         assert fz.resolve(jnp.ones(2), "") is True
@@ -194,36 +173,21 @@ class TestPath:
         assert fz.resolve(jnp.ones(2), False) is False
 
 
-class TestOnly:
-    def test_everything_else(self, params):
-        assert chosen(fz.only("head"), params) == ENCODER
-
-    def test_is_the_inverse_of_path(self):
-        assert fz.only("head") == ~fz.path("head")
-        assert hash(fz.only("head")) == hash(~fz.path("head"))
-
-    def test_is_strict(self, params):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve(params, fz.only("tail"))
+def test_only_is_the_inverse_of_path(params):
+    assert chosen(fz.only("head"), params) == ENCODER
+    assert fz.only("head") == ~fz.path("head")
 
 
 class TestRegex:
     def test_matches_the_whole_path(self, params):
         assert chosen(fz.regex(r"encoder/layer_\d+/bias"), params) == ["encoder/layer_0/bias", "encoder/layer_1/bias"]
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve(params, fz.regex("encoder"))
-
-    def test_every_expression_must_match(self, params):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve(params, fz.regex("head/.*", "tail/.*"))
+        for selector in (fz.regex("encoder"), fz.regex("head/.*", "tail/.*")):
+            with pytest.raises(ValueError, match="matches no leaf"):
+                fz.resolve(params, selector)
 
     @pytest.mark.parametrize("make", [lambda: fz.regex("a/.*"), lambda: fz.path("a/*"), lambda: fz.path("**")])
     def test_a_key_may_hold_a_line_break(self, make):
         assert fz.resolve({"a": {"b\nc": jnp.ones(2)}}, make()) == {"a": {"b\nc": True}}
-
-    def test_no_regular_expression(self):
-        with pytest.raises(ValueError, match="not a regular expression"):
-            fz.regex("*")
 
 
 class TestWhere:
@@ -243,14 +207,8 @@ class TestWhere:
         assert chosen(fz.where(lambda path, leaf: np.bool_(True)), params) == ENCODER + HEAD
 
     def test_is_not_asked_about_objects(self):
-        assert fz.resolve({"f": jnp.tanh, "w": jnp.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 0)) == {
-            "f": True,
-            "w": False,
-        }
-
-    def test_looking_at_values_is_refused(self, params):
-        with pytest.raises(TypeError, match=r"looks at values(.|\n)*ShapeDtypeStruct"):
-            fz.resolve(params, fz.where(lambda path, leaf: leaf.sum() > 0))
+        answers = fz.resolve({"f": jnp.tanh, "w": jnp.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 0))
+        assert answers == {"f": True, "w": False}
 
     @pytest.mark.parametrize(
         "look",
@@ -258,18 +216,10 @@ class TestWhere:
         ids=["bool", "np.any", "==", "!=", "float", "jnp.sum"],
     )
     def test_no_value_is_made_up(self, params, look):
-        with pytest.raises(TypeError, match="looks at values"):
-            fz.resolve(params, fz.where(lambda path, leaf: bool(look(leaf))))
-        with pytest.raises(TypeError, match="looks at values"):
-            fz.resolve(params, lambda shapes: jax.tree.map(lambda leaf: bool(look(leaf)), shapes))
-
-    def test_returning_no_bool_is_refused(self, params):
-        with pytest.raises(TypeError, match="did not return a bool"):
-            fz.resolve(params, fz.where(lambda path, leaf: re.search("bias", path)))
-
-    def test_takes_a_function(self):
-        with pytest.raises(TypeError, match=r"fz\.path"):
-            fz.where("encoder")  # pyright: ignore
+        of_tree = lambda shapes: jax.tree.map(lambda leaf: bool(look(leaf)), shapes)  # noqa: E731
+        for spec in (fz.where(lambda path, leaf: bool(look(leaf))), of_tree):
+            with pytest.raises(TypeError, match="looks at values"):
+                fz.resolve(params, spec)
 
 
 class TestAlgebra:
@@ -284,17 +234,6 @@ class TestAlgebra:
         assert "head" | fz.path("encoder") == fz.path("head") | fz.path("encoder")
         assert "head" & fz.path("**/bias") == fz.path("head") & fz.path("**/bias")
         assert fz.path("head") | ["a", "b"] == fz.path("head") | fz.path("a", "b")
-        with pytest.raises(TypeError, match="neither a pattern nor a selector"):
-            fz.path("head") | 3  # pyright: ignore
-
-    def test_python_operators_are_refused(self, params):
-        for use in (
-            lambda: not fz.path("head"),
-            lambda: fz.path("head") and fz.path("encoder"),
-            lambda: fz.path("head") or fz.path("encoder"),
-        ):
-            with pytest.raises(TypeError, match=r"has no truth value(.|\n)*use ~, & and \|"):
-                use()
 
     def test_an_empty_intersection_is_no_error(self, params):
         assert chosen(fz.path("head") & "encoder", params) == []
@@ -317,34 +256,13 @@ class TestRules:
         rules = fz.rules({fz.where(lambda path, leaf: leaf.ndim == 1): False, ("encoder", "head"): True})
         assert chosen(rules, params) == [ENCODER[1], ENCODER[3], HEAD[1]]
 
-    def test_a_shadowed_rule_is_refused(self, params):
-        with pytest.raises(ValueError, match=r"fz\.path\('encoder/layer_0'\) never applies"):
-            fz.resolve(params, fz.rules({"encoder": True, "encoder/layer_0": False}))
-
     def test_a_rule_that_may_match_nothing_is_not_shadowed(self, params):
         nothing = fz.where(lambda path, leaf: False)
         assert chosen(fz.rules({"encoder": True, nothing: False}), params) == ENCODER
 
-    def test_a_pattern_that_matches_nothing_is_refused(self, params):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.resolve(params, fz.rules({"encoder": True, "decoder": True}))
-
     def test_is_a_selector(self, params):
         assert chosen(~fz.rules({"encoder": True}), params) == HEAD
         assert chosen(fz.rules({"encoder": True}) | "head/bias", params) == [*ENCODER, "head/bias"]
-
-    @pytest.mark.parametrize("value", ["frozen", 1, None])
-    def test_values_are_bools(self, value):
-        with pytest.raises(ValueError, match="where a bool is expected"):
-            fz.rules({"encoder": value})
-        with pytest.raises(ValueError, match=r"where a bool is expected(.|\n)*at: default"):
-            fz.rules({"encoder": True}, default=value)
-
-    def test_takes_a_mapping(self):
-        with pytest.raises(TypeError, match="takes a mapping"):
-            fz.rules(["encoder"])  # pyright: ignore
-        with pytest.raises(TypeError, match="neither a pattern nor a selector"):
-            fz.rules({3: True})
 
 
 def is_bias(path, leaf):
@@ -369,19 +287,12 @@ SELECTORS = {
 
 
 @pytest.mark.parametrize("text", SELECTORS)
-def test_repr_reads_like_the_call(text):
-    selector = SELECTORS[text]()
-    assert repr(selector) == text
-    assert eval(text, {"fz": fz, "is_bias": is_bias}) == selector
-
-
-@pytest.mark.parametrize("text", SELECTORS)
-def test_selectors_are_values(text):
+def test_selectors_are_values_whose_repr_reads_like_the_call(text):
     a, b = SELECTORS[text](), SELECTORS[text]()
-    assert a == b
+    assert repr(a) == text
+    assert a == b == eval(text, {"fz": fz, "is_bias": is_bias})
     assert hash(a) == hash(b)
-    others = [make() for other, make in SELECTORS.items() if other != text]
-    assert a not in others
+    assert a not in [make() for other, make in SELECTORS.items() if other != text]
 
 
 def test_path_and_regex_of_one_pattern_differ():
