@@ -33,7 +33,7 @@ def constants(module, *args, **kwargs):
 
 
 class Compact(nn.Module):
-    """A model by the function that its compact call is."""
+    """A model whose compact call is the function ``run``."""
 
     run: Callable
 
@@ -43,7 +43,7 @@ class Compact(nn.Module):
 
 
 def scanned(run, **axes):
-    """Three layers, each given by ``run`` as in ``Compact``."""
+    """A scan over three layers, each of which calls ``run`` as ``Compact`` does."""
     stack = nn.scan(Compact, variable_axes={"params": 0, **axes}, split_rngs={"params": True}, length=3)
     return stack(lambda module, x, _: (run(module, x), None))
 
@@ -206,9 +206,7 @@ MODELS = {
     "sequential": lambda wrap: nn.Sequential([nn.Dense(4), wrap(nn.Dense(4)), nn.relu, nn.Dense(3)]),
     "setup": in_setup,
     "compact": in_compact,
-    "field": lambda wrap: Holder(wrap(Block()), Block()),
     "fields of a field": lambda wrap: Holder(Block(), wrap(Holder(Block(), Holder(Block(), nn.Dense(4))))),
-    "list of a field": lambda wrap: wrap(nn.Sequential([nn.Sequential([nn.Dense(4), nn.relu]), nn.Dense(4)])),
     "applied twice": applied_twice,
     "frozen in frozen": lambda wrap: nn.Sequential([wrap(nn.Sequential([wrap(Block()), nn.Dense(4)])), nn.Dense(3)]),
     "frozen of frozen": lambda wrap: nn.Sequential([wrap(wrap(Block())), nn.Dense(3)]),
@@ -228,11 +226,10 @@ MODELS = {
     "adapter in a lift": lambda wrap: nn.Sequential([nn.remat(Adapter)(wrap(Holder(Block(), nn.Dense(4))))]),
     "adapter, compact": lambda wrap: Compact(lambda module, x: Adapter(wrap(nn.Dense(3)))(x)),
     "of adapters": lambda wrap: wrap(nn.Sequential([Adapter(nn.Dense(4)), wrap(Adapter(nn.Dense(3)))])),
-    "of adapter": lambda wrap: nn.Sequential([nn.Dense(4), wrap(Adapter(nn.Dense(3)))]),
 }
-COLLECTED = {"alone", "sequential", "setup", "compact", "field", "applied twice", "lifted method", "given to a method"}
-COLLECTED |= {"adapter", "adapter, compact"}
-"""Models that are tested with a collection of frozen parameters, too."""
+COLLECTED = {"alone", "sequential", "setup", "compact", "fields of a field", "applied twice", "lifted method"}
+COLLECTED |= {"given to a method", "adapter", "adapter, compact"}
+"""The models that are also tested with a collection for the frozen parameters."""
 
 
 def flat(tree):
@@ -264,7 +261,7 @@ def any_grad(grads):
 
 
 def run_with_gradients(model, variables, x=X, **options):
-    """The bits of the output, the gradients of the parameters by their paths, and the bits of that of the inputs."""
+    """The bits of the output, the gradients of the parameters by path, and the bits of the gradient of the inputs."""
 
     def value(params, x):
         output = model.apply({**variables, "params": params}, x, **options)
@@ -781,7 +778,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("wrong", "says"), WRONG.values(), ids=WRONG)
 def test_wrong_inputs(wrong, says):
-    """Beside those of ``wrong_calls.md``."""
+    """Those in ``wrong_calls.md`` are not repeated here."""
     with pytest.raises(ValueError, match=says):
         wrong()
 
@@ -970,7 +967,7 @@ def test_a_mask_sees_through_control_flow_and_custom_derivatives():
 
 
 def test_a_train_state_trains_what_the_model_leaves_free():
-    """FAILURES rows 25 and 1 with a Linen model: weight decay moves nothing that is frozen."""
+    """Weight decay does not move what the model freezes."""
     model = in_compact(Frozen)
     params, mask = model.init(KEY, X)["params"], frozen_mask(model, X)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=fz.freeze(optax.adamw(0.1), mask))

@@ -240,7 +240,7 @@ def test_statistics_of_a_leaf_that_is_frozen_in_part():
 
 
 def test_a_clip_outside_is_right_for_gradients_of_the_trainable_structure():
-    """These have nothing of what is frozen; decay after the freeze is still a leak."""
+    """With ``full_grads=False`` the clip sees no frozen gradients; decay after the freeze is still a leak."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, SPECS["rows"]))
     causes = {leak.path: leak.cause for leak in fz.audit(tx, PARAMS, SPECS["rows"]).leaks}
     assert causes == dict.fromkeys(["encoder/kernel", "head"], "a norm over frozen gradients")
@@ -420,6 +420,6 @@ WRONG = {
 
 @pytest.mark.parametrize(("args", "kind", "text"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments(args, kind, text):
-    """Beside those of ``wrong_calls.md``."""
+    """Those in ``wrong_calls.md`` are not repeated here."""
     with pytest.raises(kind, match=text):
         fz.audit(*args)

@@ -177,7 +177,7 @@ def test_no_state_is_held_for_what_cannot_train(spec):
 
 @pytest.mark.parametrize("place", ["in MultiSteps", "on a schedule"])
 def test_an_optimizer_that_freezes_already_is_refused(params, place):
-    """One without anything around it is in ``wrong_calls.md``."""
+    """A bare ``fz.freeze`` is in ``wrong_calls.md``."""
     inner = optax.adam(1e-3)
     tx = {
         "in MultiSteps": optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
