@@ -185,7 +185,7 @@ def moments(state):
 
 @pytest.mark.parametrize("body_trains", [True, False])
 def test_what_is_frozen_keeps_its_bits_while_the_rest_trains(model, body_trains):
-    """In training mode parts of two leaves are frozen, too. The statistics of the body change in training mode alone."""
+    """In training mode also parts of two leaves; the statistics of the body change in training mode alone."""
     old = by_path(model.params)
     masks, frozen = {}, {path: np.full(leaf.shape, "body/" in path) for path, leaf in old.items()}
     if body_trains:

@@ -62,15 +62,6 @@ LEAKS = {
         optax.selective_transform(ADAM, freeze_mask=lambda params: TRUE),
         [IGNORED],
     ),
-    "a label that matches nothing": (
-        optax.multi_transform(
-            {"trainable": ADAM, "frozen": optax.set_to_zero()},
-            lambda params: jax.tree.map_with_path(
-                lambda path, _: "trainable" if "hed" in str(path) else "frozen", params
-            ),
-        ),
-        [IGNORED],
-    ),
     "labels the other way round": (
         optax.multi_transform({"a": MOMENTUM, "b": optax.set_to_zero()}, {"encoder": "a", "head": "b"}),
         [TRAINS, STATE, IGNORED],
