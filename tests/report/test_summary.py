@@ -205,6 +205,7 @@ def test_depth_sums_up_what_is_below(params, depth, paths):
     assert [row.path for row in summary.rows] == paths
     for total in ("elements", "frozen_elements", "bytes", "frozen_bytes", "state_bytes", "full_state_bytes"):
         assert getattr(summary, total) == getattr(whole, total)
+    assert sum(summary.row_state_bytes) == sum(whole.row_state_bytes) > 0
     assert summary.rows[0][1:3] == (None, jnp.float32)
     assert sum(row.leaves for row in summary.rows) == 6
     if depth == 2:
