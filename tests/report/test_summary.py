@@ -140,7 +140,7 @@ def test_a_dense_mask_is_counted_where_it_has_values():
 def test_tied_leaves_are_ignored_on_demand():
     """The error is in ``wrong_calls.md``."""
     kernel = jnp.ones((2, 2))
-    assert fz.summary({"a": kernel, "b": kernel}, "a", tied="ignore").frozen_elements == 4
+    assert fz.summary({"a": kernel, "b": kernel}, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
     assert fz.summary({"a": kernel, "b": kernel}, True).elements == 8
 
 
