@@ -31,6 +31,7 @@ class Model(NamedTuple):
     body: str  # the pattern that freezes it
     kernel: str  # the path of its convolution's kernel
     head: str  # the path of the head's kernel
+    how: str  # how it is trained
 
 
 class EquinoxBody(eqx.Module):
@@ -78,7 +79,7 @@ def equinox_model():
         body = eqx.nn.inference_mode(model.body, not body_trains)
         return equinox_outputs(eqx.tree_at(lambda m: m.body, model, body), state, inputs)
 
-    return Model(params, state, apply, "body/*/*", "body/conv/weight", "head/weight")
+    return Model(params, state, apply, "body/*/*", "body/conv/weight", "head/weight", "value_and_grad")
 
 
 class HaikuBody(hk.Module):
@@ -103,7 +104,7 @@ class HaikuModel(hk.Module):
 def haiku_model():
     forward = hk.without_apply_rng(hk.transform_with_state(lambda x, train: HaikuModel("net")(x, train)))
     params, state = forward.init(jax.random.key(0), INPUTS, True)
-    return Model(params, state, forward.apply, "**/body", "net/~/body/~/conv/w", "net/head/w")
+    return Model(params, state, forward.apply, "**/body", "net/~/body/~/conv/w", "net/head/w", "partition")
 
 
 class KerasModel(keras.Model):
@@ -133,7 +134,7 @@ def keras_model():
         values = [params[variable.path] for variable in model.trainable_variables]
         return model.stateless_call(values, stats, inputs, body_trains=body_trains, training=True)
 
-    return Model(params, stats, apply, "net/body/**", "net/body/conv/kernel", "net/head/kernel")
+    return Model(params, stats, apply, "net/body/**", "net/body/conv/kernel", "net/head/kernel", "freeze")
 
 
 @pytest.fixture(scope="module", params=[equinox_model, haiku_model, keras_model], ids=["equinox", "haiku", "keras"])
@@ -148,16 +149,16 @@ def by_path(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def train(model, frozen, how, body_trains=True, steps=6):
+def train(model, frozen, body_trains):
     def loss(params, stats):
         outputs, stats = model.apply(params, stats, INPUTS, body_trains)
         return jnp.mean((outputs - TARGETS) ** 2), stats
 
     params, stats, tx, rest, apply_updates = model.params, model.stats, optax.adamw(0.05), None, optax.apply_updates
-    if how == "freeze":
+    if model.how == "freeze":
         tx = fz.freeze(tx, frozen)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
-    elif how == "value_and_grad":
+    elif model.how == "value_and_grad":
         tx = fz.freeze(tx, frozen, full_updates=False)
         value_and_grad = fz.value_and_grad(loss, frozen, has_aux=True)
         apply_updates = functools.partial(fz.apply_updates, frozen=frozen)
@@ -172,7 +173,7 @@ def train(model, frozen, how, body_trains=True, steps=6):
         return apply_updates(params, updates), stats, state, value
 
     state, values = tx.init(params), []
-    for _ in range(steps):
+    for _ in range(6):
         params, stats, state, value = step(params, stats, state)
         values.append(float(value))
     return (params if rest is None else fz.combine(params, rest)), stats, state, values
@@ -182,43 +183,22 @@ def moments(state):
     return sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.dtype == jnp.float32)
 
 
-HOW = pytest.mark.parametrize("how", ["freeze", "value_and_grad", "partition"])
-
-
-@HOW
-def test_a_frozen_body_keeps_its_bits_while_the_head_trains(model, how):
-    new, _, state, values = train(model, model.body, how)
-    old, new = by_path(model.params), by_path(new)
-    frozen = {path for path in old if "body/" in path}
-    trains = old.keys() - frozen
-    assert len(trains) == 2
-    assert len(frozen) >= 4
-    assert [bits(new[path]) for path in frozen] == [bits(old[path]) for path in frozen]
-    assert all((new[path] != old[path]).all() for path in trains)
-    assert values[-1] < values[0]
-    assert moments(state) == 2 * sum(old[path].size for path in trains)
-
-
-@HOW
-def test_parts_of_two_leaves_keep_their_bits(model, how):
-    old = by_path(model.params)
-    mask = np.asarray(jax.random.bernoulli(jax.random.key(3), shape=old[model.kernel].shape))
-    masks = {model.head: fz.rows(0), model.kernel: fz.elements(mask, compact=True)}
-    new, _, state, values = train(model, fz.rules({**masks, model.body: True}), how)
-    new = by_path(new)
-    assert bits(new[model.head][0]) == bits(old[model.head][0])
-    assert (new[model.head][1:] != old[model.head][1:]).all()
-    whole = {path for path in old if "body/" in path} - {model.kernel}
-    assert [bits(new[path]) for path in whole] == [bits(old[path]) for path in whole]
-    assert bits(new[model.kernel][mask]) == bits(old[model.kernel][mask])
-    assert (new[model.kernel][~mask] != old[model.kernel][~mask]).all()
-    assert values[-1] < values[0]
-    assert moments(state) == 2 * (old[model.head][1:].size + (~mask).sum() + 2)  # and the head's bias
-
-
 @pytest.mark.parametrize("body_trains", [True, False])
-def test_statistics_of_a_frozen_body_stand_still_only_in_inference_mode(model, body_trains):
-    _, stats, _, _ = train(model, model.body, "value_and_grad", body_trains)
+def test_what_is_frozen_keeps_its_bits_while_the_rest_trains(model, body_trains):
+    """In training mode also parts of two leaves; the statistics of the body change in training mode alone."""
+    old = by_path(model.params)
+    masks, frozen = {}, {path: np.full(leaf.shape, "body/" in path) for path, leaf in old.items()}
+    if body_trains:
+        elements = np.asarray(jax.random.bernoulli(jax.random.key(3), shape=old[model.kernel].shape))
+        masks = {model.head: fz.rows(0), model.kernel: fz.elements(elements, compact=True)}
+        frozen[model.head][0], frozen[model.kernel] = True, elements
+    new, stats, state, values = train(model, fz.rules({**masks, model.body: True}), body_trains)
+    for path, leaf in by_path(new).items():
+        assert ((np.asarray(leaf) == old[path]) == frozen[path]).all(), path
+        assert bits(leaf[frozen[path]]) == bits(old[path][frozen[path]])
+    assert len(old) - sum(map(np.all, frozen.values())) == (3 if body_trains else 2)
+    assert values[-1] < values[0]
+    assert moments(state) == 2 * sum((~mask).sum() for mask in frozen.values())
     moved = [bits(new) != bits(old) for new, old in zip(*map(jax.tree.leaves, (stats, model.stats)), strict=True)]
     assert moved == [body_trains] * len(moved)
 
@@ -255,32 +235,19 @@ def test_what_is_no_array_in_an_equinox_module_is_frozen():
 
 
 def test_a_haiku_path_has_the_segments_of_its_key():
-    params = haiku_model().params
-    frozen = fz.resolve(params, "net/~/body")
-    assert [module for module, answers in frozen.items() if answers.popitem()[1]] == [
-        "net/~/body/~/conv",
-        "net/~/body/~/norm",
-    ]
-    for pattern in ("net/*/body", "**/body", "net/~/body/~/*"):
-        assert fz.resolve(params, pattern) == fz.resolve(params, "net/~/body")
+    params = {"net/~/body/~/conv": {"w": INPUTS}, "net/head": {"w": INPUTS}}
+    for pattern in ("net/~/body", "net/*/body", "**/body", "net/~/body/~/*"):
+        assert fz.resolve(params, pattern) == {"net/~/body/~/conv": {"w": True}, "net/head": {"w": False}}
     with pytest.raises(ValueError, match="nearest paths: net/~/body"):
         fz.resolve(params, "net/body")
 
 
-@pytest.fixture
-def variables():
+def test_keras_values_are_parameters_and_its_variables_are_refused():
     layers = [keras.Input((3,)), keras.layers.Dense(2, name="body"), keras.layers.Dense(1, name="head")]
-    return keras.Sequential(layers, name="net").trainable_variables
-
-
-def test_keras_variables_are_refused_in_the_place_of_their_values(variables):
-    params = {variable.path: variable for variable in variables}
+    variables = keras.Sequential(layers, name="net").trainable_variables
     for use in (fz.freeze(optax.sgd(0.1), "**/body").init, lambda params: fz.partition(params, "**/body")):
         with pytest.raises(TypeError, match=r"at: net/body/bias\n  got: a Variable(.|\n)*variable\.value"):
-            use(params)
-
-
-def test_a_list_of_keras_values_takes_the_answers_of_their_paths(variables):
+            use({variable.path: variable for variable in variables})
     answers = fz.resolve({variable.path: variable.value for variable in variables}, "**/body")
     trainable, rest = fz.partition([variable.value for variable in variables], [answers[v.path] for v in variables])
     assert bits(trainable) == bits([*[optax.MaskedNode()] * 2, *[v.value for v in variables[2:]]])
@@ -301,18 +268,11 @@ class Layer(eqx.Module):
     nothing: Any = None
 
 
-def apply_everywhere(tx, frozen, gradient):
-    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
+LAYER = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
 
-    def loss(layer):
-        return jnp.sum(layer.activation(layer.w)) + jnp.sum(layer.b)
 
-    grads = {"equinox": eqx.filter_grad(loss), "ours": fz.grad(loss, frozen), "the module": lambda m: m}[gradient](
-        layer
-    )
-    updates, _ = tx.update(grads, tx.init(layer), layer)
-    jitted, _ = eqx.filter_jit(tx.update)(grads, tx.init(layer), layer)
-    return layer, updates, jitted
+def sum_of_layer(layer):
+    return jnp.sum(layer.activation(layer.w) ** 2) + jnp.sum(layer.b**2)
 
 
 @pytest.mark.parametrize("gradient", ["equinox", "ours", "the module"])
@@ -323,17 +283,20 @@ def test_what_is_not_an_array_of_a_module_has_no_update(kind, gradient):
         "masked_zero_updates": (fz.masked_zero_updates("w"), "w"),
         "freeze_when": (fz.freeze_when(optax.sgd(0.5), {"w": True}), False),
     }[kind]
-    layer, *both = apply_everywhere(tx, frozen, gradient)
-    for updates in both:
-        applied = [fz.apply_updates(layer, updates), fz.apply_updates(layer, updates, "w")]
+    gradients = {"equinox": eqx.filter_grad(sum_of_layer), "ours": fz.grad(sum_of_layer, frozen)}
+    grads = gradients[gradient](LAYER) if gradient in gradients else LAYER
+    state = tx.init(LAYER)
+    for update in (tx.update, eqx.filter_jit(tx.update)):
+        updates, _ = update(grads, state, LAYER)
+        applied = [fz.apply_updates(LAYER, updates), fz.apply_updates(LAYER, updates, "w")]
         if (kind, gradient) != ("masked_zero_updates", "ours"):  # its updates have the holes of the gradient
-            applied.append(eqx.apply_updates(layer, updates))
+            applied.append(eqx.apply_updates(LAYER, updates))
         for new in applied:
             assert new.inference is False
             assert (new.name, new.width, new.rate, new.activation) == ("layer", 3, 0.5, jax.nn.relu)
             assert (type(new.width), type(new.rate), new.nothing) == (int, float, None)
-            assert bits([new.w, new.steps]) == bits([layer.w, layer.steps])
-            assert bits(new.b) != bits(layer.b)
+            assert bits([new.w, new.steps]) == bits([LAYER.w, LAYER.steps])
+            assert bits(new.b) != bits(LAYER.b)
 
 
 def test_optax_adds_the_updates_of_numbers_and_bools():
@@ -406,46 +369,22 @@ def test_an_array_without_a_gradient_is_still_an_error():
 
 def test_equinox_gradients_as_an_extra_argument():
     """Of a line search, which is given them a second time."""
-    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
-
-    def loss(layer):
-        return jnp.sum(layer.w**2) + jnp.sum(layer.b**2)
-
     tx = fz.freeze(optax.lbfgs(), "w")
-    extra = {"value": loss(layer), "value_fn": loss}
+    extra = {"value": sum_of_layer(LAYER), "value_fn": sum_of_layer}
     both = []
-    for grads in (eqx.filter_grad(loss)(layer), fz.grad(loss, "w")(layer)):
-        updates, _ = tx.update(grads, tx.init(layer), layer, grad=grads, **extra)
+    for grads in (eqx.filter_grad(sum_of_layer)(LAYER), fz.grad(sum_of_layer, "w")(LAYER)):
+        updates, _ = tx.update(grads, tx.init(LAYER), LAYER, grad=grads, **extra)
         both.append(bits(updates))
     assert both[0] == both[1]
 
 
-def test_none_where_an_array_trains_is_refused():
-    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
-    tx = fz.freeze(optax.sgd(0.5), "w")
-    grads = eqx.tree_at(lambda layer: layer.b, eqx.filter(layer, eqx.is_inexact_array), None)
-    with pytest.raises(ValueError, match=r"a trainable leaf is missing\n  at: b\n  got: None"):
-        tx.update(grads, tx.init(layer), layer)
-
-
-@pytest.mark.parametrize(
-    "keep", [eqx.is_array, eqx.is_inexact_array, lambda leaf: True], ids=["array", "inexact", "all"]
-)
-def test_equinox_gradients_for_a_state_of_any_filter(keep):
-    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
-    params = eqx.filter(layer, keep)
-    grads = eqx.filter_grad(lambda layer: jnp.sum(layer.w) + jnp.sum(layer.b))(layer)
-    tx = fz.freeze(optax.adam(0.5), fz.rules({"w": fz.rows(0)}))
-    updates, _ = tx.update(grads, tx.init(params), params)
-    new = eqx.apply_updates(layer, updates)
-    assert bits([new.w[0], new.steps]) == bits([layer.w[0], layer.steps])
-    assert (new.w[1:] != layer.w[1:]).all()
-
-
 @pytest.mark.parametrize("keep", [eqx.is_array, eqx.is_inexact_array])
-def test_a_filtered_module_in_init_and_the_whole_one_in_update(keep):
-    layer = Layer(jnp.ones((3, 2)), jnp.ones(2), jnp.int32(3), jax.nn.relu)
-    grads = eqx.filter_grad(lambda layer: jnp.sum(layer.w) + jnp.sum(layer.b))(layer)
+def test_equinox_gradients_for_a_state_of_any_filter(keep):
+    params, grads = eqx.filter(LAYER, keep), eqx.filter_grad(sum_of_layer)(LAYER)
+    tx = fz.freeze(optax.adam(0.5), fz.rules({"w": fz.rows(0)}))
+    new = eqx.apply_updates(LAYER, tx.update(grads, tx.init(params), params)[0])
+    assert bits([new.w[0], new.steps]) == bits([LAYER.w[0], LAYER.steps])
+    assert (new.w[1:] != LAYER.w[1:]).all()
     for tx in (fz.freeze(optax.adam(0.5), "w"), fz.freeze_when(optax.adam(0.5), {"w": True})):
         with pytest.raises(ValueError, match=r"pass the full Equinox module in both places(.|\n)*is_inexact_array"):
-            tx.update(grads, tx.init(eqx.filter(layer, keep)), layer)
+            tx.update(grads, tx.init(params), LAYER)

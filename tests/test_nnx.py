@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
+from flax import linen as nn
 from flax import nnx
 
 import optax_freeze as fz
@@ -92,14 +93,11 @@ def step(model, optimizer, x):
 # What is frozen: the type of the variable.
 
 
-def test_a_frozen_param_is_a_variable_and_no_param():
-    assert issubclass(fnnx.FrozenParam, nnx.Variable)
-    assert not issubclass(fnnx.FrozenParam, nnx.Param)
-
-
 def test_freeze_changes_the_types_in_place_and_nothing_else(chain, x):
     before, output = values(chain), chain(x)
     assert fnnx.freeze(chain, "layers/1") is chain
+    assert isinstance(chain.layers[1].kernel, nnx.Variable)
+    assert not isinstance(chain.layers[1].kernel, nnx.Param)
     assert trains(chain) == {f"layers/{i}/{name}" for i in (0, 2) for name in ("kernel", "bias")}
     assert values(chain) == before
     assert bits(chain(x)) == bits(output)
@@ -108,35 +106,30 @@ def test_freeze_changes_the_types_in_place_and_nothing_else(chain, x):
     assert values(chain) == before
 
 
+def of_biases(params):
+    return jax.tree.map(lambda leaf: leaf.ndim == 1, params)
+
+
 @pytest.mark.parametrize(
-    ("spec", "free"),
+    ("make", "free"),
     [
-        (True, set()),
-        (False, {"kernel", "bias"}),
-        ("*/*/kernel", {"bias"}),
-        (["layers/[0-2]/bias"], {"kernel"}),
-        (fz.only("**/bias"), {"bias"}),
-        (fz.regex(r"layers/\d/bias"), {"kernel"}),
-        (fz.where(lambda path, leaf: leaf.ndim == 1), {"kernel"}),
-        (fz.path("layers") & ~fz.path("**/bias"), {"bias"}),
-        (fz.rules({"**/bias": False}, default=True), {"bias"}),
-        ({"layers": {i: {"bias": True, "kernel": False} for i in range(3)}}, {"kernel"}),
-        (lambda params: jax.tree.map(lambda leaf: leaf.ndim == 1, params), {"kernel"}),
+        (lambda state: True, set()),
+        (lambda state: False, {"kernel", "bias"}),
+        (lambda state: fz.only("**/bias"), {"bias"}),
+        (lambda state: fz.rules({"**/bias": False}, default=True), {"bias"}),
+        (lambda state: {"layers": {i: {"bias": True, "kernel": False} for i in range(3)}}, {"kernel"}),
+        (lambda state: of_biases, {"kernel"}),
+        (of_biases, {"kernel"}),
     ],
-    ids=["all", "none", "glob", "list", "only", "regex", "where", "and", "rules", "tree", "function"],
+    ids=["all", "none", "only", "rules", "tree", "function", "state"],
 )
-def test_every_form_of_spec(chain, spec, free):
+def test_every_form_of_spec(chain, make, free):
+    spec = make(nnx.state(chain, nnx.Param))
     wanted = {f"layers/{i}/{name}" for i in range(3) for name in free}
     if free:
-        some = nnx.state(chain, fnnx.trainable(chain, spec))
-        assert grad_paths(some) == wanted
+        assert grad_paths(nnx.state(chain, fnnx.trainable(chain, spec))) == wanted
     assert trains(fnnx.freeze(chain, spec)) == wanted
     assert trains(fnnx.thaw(chain, spec)) == wanted | {p for p in kinds(chain) if p not in wanted}
-
-
-def test_a_state_of_bools_is_a_spec(chain):
-    state = jax.tree.map(lambda leaf: leaf.ndim == 1, nnx.state(chain, nnx.Param))
-    assert trains(fnnx.freeze(chain, state)) == {f"layers/{i}/kernel" for i in range(3)}
 
 
 class MyParam(nnx.Param):
@@ -165,21 +158,18 @@ class Doubled(nnx.Param):
 
 
 def test_thaw_gives_back_the_type_and_the_metadata(rngs):
+    def types(module):
+        return {path: (type(v), dict(v.get_metadata())) for path, v in nnx.to_flat_state(nnx.state(module))}
+
     module = nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
     module.mine = MyParam(jnp.ones(2), note="kept")
-    before = {path: (type(v), dict(v.get_metadata())) for path, v in nnx.to_flat_state(nnx.state(module))}
+    before = types(module)
     fnnx.freeze(module, True)
     assert set(kinds(module).values()) == {"FrozenParam"}
     assert module.mine.note == "kept"
-    fnnx.thaw(module)
-    assert {path: (type(v), dict(v.get_metadata())) for path, v in nnx.to_flat_state(nnx.state(module))} == before
-
-
-def test_the_type_survives_split_merge_clone_and_jit(rngs):
-    module = fnnx.freeze(nnx.LoRA(4, 2, 4, rngs=rngs), True)
     module = nnx.merge(*nnx.split(nnx.clone(module)))
     nnx.jit(lambda module: module(jnp.ones(4)))(module)
-    assert set(kinds(fnnx.thaw(module)).values()) == {"LoRAParam"}
+    assert types(fnnx.thaw(module)) == before
 
 
 @pytest.mark.skipif(not hasattr(nnx.Variable, "get_value"), reason="this Flax has no such methods to override")
@@ -228,9 +218,7 @@ class Tied(nnx.Module):
         return self.head(self.embed(x))
 
 
-@pytest.mark.parametrize(
-    "spec", ["embed/kernel", "head/kernel", "embed", fz.regex("head/kernel"), fz.only("**/bias"), HEAD_KERNEL]
-)
+@pytest.mark.parametrize("spec", ["embed/kernel", "head/kernel", fz.only("**/bias"), HEAD_KERNEL], ids=str)
 def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
     model = Tied(rngs)
     fnnx.freeze(model, spec)
@@ -242,19 +230,24 @@ def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
     assert model.head.kernel is model.embed.kernel
 
 
-@pytest.mark.parametrize("name", ["embed", "head"])
-def test_a_shared_variable_trains_by_each_of_its_paths(rngs, name):
-    model = Tied(rngs)
-    fnnx.freeze(model, fz.only(name))
-    assert isinstance(model.embed.kernel, nnx.Param)
+def test_a_shared_variable_trains_by_each_of_its_paths(rngs):
+    for name in ("embed", "head"):
+        assert isinstance(fnnx.freeze(Tied(rngs), fz.only(name)).embed.kernel, nnx.Param)
+    wrt = fnnx.trainable(Tied(rngs), fz.only("head/kernel"))
+    paths = [("embed", "kernel"), ("head", "kernel"), ("head", "bias")]
+    assert [wrt(path, nnx.Param(jnp.ones(1))) for path in paths] == [True, True, False]
 
 
-@pytest.mark.parametrize("path", ["layers/0", "layers/2"])
-def test_a_shared_module_is_frozen_by_each_of_its_paths(rngs, path):
+def test_a_shared_module_is_frozen_by_each_of_its_paths_and_wherever_it_stands(rngs):
     shared = nnx.Linear(4, 4, rngs=rngs)
     model = nnx.Sequential(shared, nnx.Linear(4, 4, rngs=rngs), shared)
-    assert trains(fnnx.freeze(model, path)) == {"layers/1/kernel", "layers/1/bias"}
-    assert model.layers[0] is model.layers[2]
+    for path in ("layers/0", "layers/2"):
+        assert trains(fnnx.freeze(model, path)) == {"layers/1/kernel", "layers/1/bias"}
+        assert model.layers[0] is model.layers[2]
+        fnnx.thaw(model)
+    model = nnx.Sequential(shared, fnnx.Frozen(shared))
+    assert trains(model) == set()
+    assert model.layers[1].module is shared
 
 
 def test_parameters_in_containers(rngs):
@@ -344,17 +337,8 @@ def test_rows_of_hijax_variables(hijax_pair, x):
     assert bits(fz.grad(of_dict, spec)(params)["layers"][0]["kernel"].values) == bits(dense[1::2])
 
 
-def test_integers_are_frozen_whatever_the_spec_says(rngs):
-    linear = nnx.Linear(4, 4, rngs=rngs)
-    linear.table = nnx.Param(jnp.arange(3))
-    fnnx.freeze(linear, "bias")
-    assert trains(linear) == {"kernel"}
-    assert trains(fnnx.thaw(linear, "bias")) == {"kernel", "bias"}
-    assert trains(fnnx.thaw(linear)) == {"kernel", "bias", "table"}
-
-
 @pytest.mark.parametrize("spec", ["kernel", ["kernel", "**"], {"kernel": True, "table": False}])
-def test_integers_thaw_by_true_alone(rngs, spec, x):
+def test_integers_are_frozen_whatever_the_spec_says_and_thaw_by_true_alone(rngs, spec, x):
     linear = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
     linear.table = MyParam(jnp.arange(3), note="kept")
     fnnx.thaw(fnnx.freeze(linear, spec), spec)
@@ -391,19 +375,6 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer_state(chain, x):
     assert values(chain, fnnx.FrozenParam) == before
 
 
-def test_after_freezing_an_optimizer_must_be_made_anew(chain, x):
-    def make():
-        return nnx.Optimizer(chain, fz.freeze(optax.adam(0.1), "layers/0"), wrt=nnx.Param)
-
-    optimizer = make()
-    fnnx.freeze(chain, "layers/2")
-    with pytest.raises(ValueError, match=r"(?s)layers/2/bias.*create a new nnx.Optimizer \(fz.migrate"):
-        step(chain, optimizer, x)
-    step(chain, make(), x)
-    fnnx.thaw(chain)
-    step(chain, make(), x)
-
-
 DENSE = np.arange(16).reshape(4, 4) % 3 == 0
 IN_PART = {
     "rows": lambda tx: fz.freeze(tx, fz.rules({"layers/0/kernel": fz.rows([0, 2]), "layers/0/bias": True})),
@@ -419,42 +390,29 @@ IN_PART = {
 }
 
 
-@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)], ids=["adam", "MultiSteps"])
 @pytest.mark.parametrize("frozen", IN_PART)
-def test_an_nnx_optimizer_keeps_its_structure(chain, x, frozen, inner):
+def test_an_nnx_optimizer_keeps_its_structure(chain, x, frozen):
     """With leaves frozen in part: one compilation, and a scan over the model and the optimizer."""
+    inner = optax.MultiSteps(optax.adam(0.1), 2) if frozen in ("rows", "groups") else optax.adam(0.1)
     optimizer = nnx.Optimizer(chain, IN_PART[frozen](inner), wrt=nnx.Param)
     graphdef = nnx.graphdef((chain, optimizer))
     before = jax.tree.map(jnp.copy, nnx.state((chain, optimizer)))
     traces = []
 
-    @nnx.jit
-    def train(model, optimizer, x):
+    def train(models, x):
         traces.append(1)
+        model, optimizer = models
         optimizer.update(model, nnx.grad(loss)(model, x))
+        return models
 
+    jitted = nnx.jit(train)
     for _ in range(4):
-        train(chain, optimizer, x)
+        jitted((chain, optimizer), x)
     assert nnx.graphdef((chain, optimizer)) == graphdef
     assert len(traces) == 1
-
-    def body(carry, x):
-        model, optimizer = nnx.merge(graphdef, carry)
-        optimizer.update(model, nnx.grad(loss)(model, x))
-        return nnx.state((model, optimizer)), None
-
-    after, _ = jax.jit(lambda carry, xs: jax.lax.scan(body, carry, xs))(before, jnp.stack([x] * 4))
-    chex.assert_trees_all_close(after, nnx.state((chain, optimizer)), rtol=1e-4, atol=1e-5)
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def scanned(carry, x):
-        model, optimizer = carry
-        optimizer.update(model, nnx.grad(loss)(model, x))
-        return carry
-
-    model, optimizer = nnx.merge(graphdef, before)
-    scanned((model, optimizer), jnp.stack([x] * 4))
-    chex.assert_trees_all_close(nnx.state((model, optimizer)), after, rtol=1e-4, atol=1e-5)
+    scanned = nnx.merge(graphdef, before)
+    nnx.scan(train, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(scanned, jnp.stack([x] * 4))
+    chex.assert_trees_all_close(nnx.state(scanned), nnx.state((chain, optimizer)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("frozen", IN_PART)
@@ -463,11 +421,12 @@ def test_a_state_of_variables_keeps_its_structure(chain, frozen):
     params = nnx.state(chain, nnx.Param)
     tx = IN_PART[frozen](optax.adam(0.1))
     state = tx.init(params)
-    _, new = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    _, new = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, params), state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert jax.tree.structure(fz.state_shardings(tx, params)) == jax.tree.structure(state)
-    assert jax.tree.structure(fz.migrate(new, tx, params)) == jax.tree.structure(state)
-    assert bits(fz.migrate(new, tx, params)) == bits(new)
+    migrated = fz.migrate(new, tx, params)
+    assert jax.tree.structure(migrated) == jax.tree.structure(state)
+    assert bits(migrated) == bits(new)
 
 
 def test_a_checkpoint_of_an_nnx_optimizer_with_rows(chain, x, tmp_path):
@@ -486,19 +445,6 @@ def test_a_checkpoint_of_an_nnx_optimizer_with_rows(chain, x, tmp_path):
     nnx.update(other.opt_state, nnx.state(state))
     assert bits(nnx.state(other.opt_state)) == bits(nnx.state(optimizer.opt_state))
     assert step(fresh, other, x) == step(model, optimizer, x)
-
-
-def test_together_with_fz_freeze_and_fz_value_and_grad(chain, x):
-    fnnx.freeze(chain, "layers/0")
-    optimizer = nnx.Optimizer(chain, fz.freeze(optax.adamw(0.1), "layers/1"), wrt=nnx.Param)
-    before = values(chain)
-    step(chain, optimizer, x)
-    moved = {path for (path, *a), (_, *b) in zip(before, values(chain), strict=True) if a != b}
-    assert moved == {"['layers'][2]['kernel']", "['layers'][2]['bias']"}
-
-    graphdef, params, rest = nnx.split(chain, nnx.Param, ...)
-    _, grads = fz.value_and_grad(lambda params: loss(nnx.merge(graphdef, params, rest), x), "layers/1")(params)
-    assert len(jax.tree.leaves(grads)) == 2
 
 
 def test_trainable_is_a_filter(chain, x):
@@ -533,27 +479,7 @@ def test_trainable_is_compared_by_value_and_skips_frozen_params(chain):
     assert "2 paths" in repr(one)
 
 
-def test_a_shared_variable_passes_the_filter_at_each_of_its_paths(rngs):
-    wrt = fnnx.trainable(Tied(rngs), fz.only("head/kernel"))
-    param = nnx.Param(jnp.ones(1))
-    assert wrt(("embed", "kernel"), param)
-    assert wrt(("head", "kernel"), param)
-    assert not wrt(("head", "bias"), param)
-
-
 # The wrapper.
-
-
-def test_frozen_computes_the_same_and_lets_gradients_through(rngs, x):
-    block = Block(rngs)
-    block.eval()
-    bare, bare_grad = block(x), jax.grad(lambda x: loss(block, x))(x)
-    frozen = fnnx.Frozen(block)
-    assert bits(frozen(x)) == bits(bare)
-    assert bits(jax.grad(lambda x: loss(frozen, x))(x)) == bits(bare_grad)
-    assert bits(nnx.grad(loss, argnums=1)(frozen, x)) == bits(bare_grad)
-    assert trains(frozen) == set()
-    assert all(path.startswith("module/") for path in kinds(frozen))
 
 
 def test_a_chain_with_a_frozen_layer(rngs, x):
@@ -561,29 +487,11 @@ def test_a_chain_with_a_frozen_layer(rngs, x):
     l1, l2, l3 = (nnx.Linear(4, 4, rngs=rngs) for _ in range(3))
     m0, m1 = nnx.Sequential(l1, l2, l3), nnx.Sequential(l1, fnnx.Frozen(nnx.clone(l2)), l3)
     assert bits(m0(x)) == bits(m1(x))
-    g0, g1 = nnx.grad(loss)(m0, x), nnx.grad(loss)(m1, x)
+    (g0, of_input), (g1, got_of_input) = nnx.grad(loss, argnums=(0, 1))(m0, x), nnx.grad(loss, argnums=(0, 1))(m1, x)
     assert grad_paths(g1) == {f"layers/{i}/{name}" for i in (0, 2) for name in ("kernel", "bias")}
     for i in (0, 2):
         assert bits(g0["layers"][i]) == bits(g1["layers"][i])
-        assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(g1["layers"][i]))
-    assert bits(nnx.grad(loss, argnums=1)(m0, x)) == bits(nnx.grad(loss, argnums=1)(m1, x))
-
-    def difference(models):
-        return jnp.sum(models[0](x) - models[1](x))
-
-    # l1 and l3 are shared, and have one gradient in the pair
-    grads = nnx.grad(difference)((m0, m1))
-    assert grad_paths(grads[0]) == {f"layers/{i}/{name}" for i in range(3) for name in ("kernel", "bias")}
-    assert not jax.tree.leaves(grads[1])
-    for i, layer in grads[0]["layers"].items():
-        assert all(jnp.any(leaf != 0) == (i == 1) for leaf in jax.tree.leaves(layer))
-
-
-def test_a_module_that_is_shared_is_frozen_wherever_it_stands(rngs, x):
-    shared = nnx.Linear(4, 4, rngs=rngs)
-    model = nnx.Sequential(shared, fnnx.Frozen(shared))
-    assert trains(model) == set()
-    assert model.layers[1].module is shared
+    assert bits(of_input) == bits(got_of_input)
 
 
 def test_methods_and_attributes_are_those_of_the_module(rngs, x):
@@ -616,9 +524,9 @@ def test_lists_of_layers_are_reached_through_the_wrapper(chain, x):
     assert frozen
 
 
-@pytest.mark.parametrize("spec", ["linear/kernel", fz.only("linear/bias", "norm")])
-def test_a_part_of_the_module_is_frozen(rngs, spec):
-    assert trains(fnnx.Frozen(Block(rngs), spec)) == {f"module/{p}" for p in ("linear/bias", "norm/scale", "norm/bias")}
+def test_a_part_of_the_module_is_frozen(rngs):
+    model = fnnx.Frozen(Block(rngs), fz.only("linear/bias", "norm"))
+    assert trains(model) == {f"module/{path}" for path in ("linear/bias", "norm/scale", "norm/bias")}
 
 
 def test_frozen_inside_frozen(rngs, x):
@@ -634,35 +542,16 @@ def test_frozen_inside_frozen(rngs, x):
     assert trains(outer) == set()
 
 
-def use_call(model, x):
-    model(x)
+USES = {
+    "argument": lambda model, x: model(x, train=True),
+    "method": lambda model, x: model.features(x),
+    "submodule": lambda model, x: model.norm(x, use_running_average=False),
+    "jit": nnx.jit(lambda model, x: model(x)),
+    "remat": nnx.grad(nnx.remat(lambda model, x: loss(model, x)), argnums=1),
+}
 
 
-def use_argument(model, x):
-    model(x, train=True)
-
-
-def use_method(model, x):
-    model.features(x)
-
-
-def use_submodule(model, x):
-    model.norm(x, use_running_average=False)
-
-
-def use_jit(model, x):
-    nnx.jit(lambda model, x: model(x))(model, x)
-
-
-def use_grad(model, x):
-    nnx.grad(loss, argnums=1)(model, x)
-
-
-def use_remat(model, x):
-    nnx.grad(nnx.remat(lambda model, x: loss(model, x)), argnums=1)(model, x)
-
-
-@pytest.mark.parametrize("use", [use_call, use_argument, use_method, use_submodule, use_jit, use_grad, use_remat])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_batch_statistics_do_not_move_and_the_stored_ones_are_used(rngs, x, use):
     block = Block(rngs)
     model = fnnx.Frozen(block)
@@ -677,26 +566,18 @@ def test_batch_statistics_do_not_move_and_the_stored_ones_are_used(rngs, x, use)
     assert values(model, nnx.BatchStat) != before
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"train": True}])
-def test_the_output_is_that_of_the_stored_statistics(rngs, x, kwargs):
+def test_frozen_statistics_make_the_output_and_live_ones_are_the_callers(rngs, x):
     block = Block(rngs)
     block.dropout.deterministic = True
-    stored = block(x, train=False)
-    frozen, live = fnnx.Frozen(block), fnnx.Frozen(block, stats="live")
+    stored, before = bits(block(x, train=False)), values(block, nnx.BatchStat)
     block.norm.use_running_average = False
-    assert bits(frozen(x, **kwargs)) == bits(stored)
-    assert bits(live(x, **kwargs)) != bits(stored)
-
-
-def test_live_statistics_are_the_callers(rngs, x):
-    model = fnnx.Frozen(Block(rngs), stats="live")
-    before = values(model, nnx.BatchStat)
-    model.eval()
-    model(x)
-    assert values(model, nnx.BatchStat) == before
-    model.train()
-    model(x)
-    assert values(model, nnx.BatchStat) != before
+    for kwargs in ({}, {"train": True}):
+        assert bits(fnnx.Frozen(block)(x, **kwargs)) == stored
+    live = fnnx.Frozen(block, stats="live")
+    assert bits(live(x, train=False)) == stored
+    assert values(block, nnx.BatchStat) == before
+    assert bits(live(x)) != stored
+    assert values(block, nnx.BatchStat) != before
 
 
 def test_other_writers_of_statistics_keep_their_output_and_lose_the_write(x):
@@ -798,20 +679,24 @@ def test_calls_of_two_threads_leave_the_class_of_a_norm(rngs, x):
 
 
 def test_25_the_running_mean_of_a_frozen_batch_norm_does_not_drift(rngs, x):
-    """Frozen by the optimizer alone, the statistics move; wrapped, they do not, and training goes on."""
+    """Training goes on, in one compilation."""
     block = Block(rngs)
     model = nnx.Sequential(fnnx.Frozen(block), nnx.Linear(4, 1, rngs=rngs))
     model.train()
     before = values(block, (nnx.BatchStat, fnnx.FrozenParam))
     optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
-    for _ in range(3):
-        step(model, optimizer, x)
-    assert values(block, (nnx.BatchStat, fnnx.FrozenParam)) == before
+    traces = []
 
-    bare = nnx.Sequential(Block(nnx.Rngs(0)), nnx.Linear(4, 1, rngs=rngs))
-    before = values(bare, nnx.BatchStat)
-    step(bare, nnx.Optimizer(bare, fz.freeze(optax.adamw(0.1), "layers/0"), wrt=nnx.Param), x)
-    assert values(bare, nnx.BatchStat) != before
+    @nnx.jit
+    def train(model, optimizer, x):
+        traces.append(1)
+        value, grads = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    assert len({float(train(model, optimizer, x)) for _ in range(3)}) == 3
+    assert len(traces) == 1
+    assert values(block, (nnx.BatchStat, fnnx.FrozenParam)) == before
 
 
 def test_dropout_is_the_callers_and_its_counts_advance(rngs, x):
@@ -828,19 +713,12 @@ def test_dropout_is_the_callers_and_its_counts_advance(rngs, x):
 
 def test_split_merge_state_and_update(rngs, x):
     model = nnx.Sequential(fnnx.Frozen(Block(rngs)), nnx.Linear(4, 1, rngs=rngs))
-    graphdef, params, frozen, rest = nnx.split(model, nnx.Param, fnnx.FrozenParam, ...)
-    assert len(jax.tree.leaves(params)) == 2
-    assert len(jax.tree.leaves(frozen)) == 4
     model.eval()
-    merged = nnx.merge(graphdef, params, frozen, rest)
-    merged.eval()
-    assert bits(merged(x)) == bits(model(x))
+    graphdef, params, frozen, rest = nnx.split(model, nnx.Param, fnnx.FrozenParam, ...)
+    assert (len(jax.tree.leaves(params)), len(jax.tree.leaves(frozen))) == (2, 4)
+    assert bits(nnx.merge(graphdef, params, frozen, rest)(x)) == bits(model(x))
     nnx.update(model, jax.tree.map(jnp.zeros_like, frozen))
     assert not jnp.any(model.layers[0].module.linear.kernel[...])
-    assert kinds(model)["layers/0/module/linear/kernel"] == "FrozenParam"
-
-
-def test_the_state_of_a_bare_module_loads_into_a_frozen_one(rngs, x):
     bare, frozen = Block(rngs), fnnx.freeze(Block(nnx.Rngs(7)), True)
     nnx.update(frozen, nnx.to_pure_dict(nnx.state(bare)))
     assert values(frozen) == values(bare)
@@ -877,28 +755,6 @@ def test_stacked_layers(rngs, x, outside):
     assert [count.tolist() for count in jax.tree.leaves(nnx.state(stack, nnx.RngCount))] == [[2, 2, 2]]
 
 
-def test_state_axes_name_frozen_params(x):
-    axes = nnx.StateAxes({(nnx.Param, fnnx.FrozenParam): 0, ...: None})
-    stack = nnx.vmap(lambda key: nnx.Linear(4, 4, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
-    apply = nnx.vmap(lambda layer, x: layer(x), in_axes=(axes, None))
-    output = apply(stack, x)
-    assert bits(apply(fnnx.freeze(stack, "kernel"), x)) == bits(output)
-
-
-def test_cond_over_a_frozen_module(rngs, x):
-    model = fnnx.Frozen(Block(rngs))
-    model.train()
-
-    @nnx.jit
-    def forward(model, x):
-        return nnx.cond(x.sum() > 0, lambda model, x: model(x), lambda model, x: x, model, x)
-
-    before = values(model, nnx.BatchStat)
-    assert forward(model, x).shape == x.shape
-    assert values(model, nnx.BatchStat) == before
-    assert model.dropout.rngs.count[...] == 1
-
-
 @pytest.mark.skipif(not hasattr(nnx, "view"), reason="this Flax has no nnx.view")
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: m.norm], ids=["of a block", "of a norm"])
 def test_views_reach_the_module_inside(rngs, x, wrap):
@@ -911,21 +767,6 @@ def test_views_reach_the_module_inside(rngs, x, wrap):
 def test_tabulate_shows_what_is_frozen(rngs, x):
     table = nnx.tabulate(nnx.Sequential(fnnx.Frozen(Block(rngs))), x, console_kwargs={"width": 200})
     assert "FrozenParam" in table
-
-
-def test_a_jitted_step_is_compiled_once(rngs, x):
-    model = nnx.Sequential(fnnx.Frozen(Block(rngs)), nnx.Linear(4, 1, rngs=rngs))
-    optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
-    traces = []
-
-    @nnx.jit
-    def train(model, optimizer, x):
-        traces.append(1)
-        optimizer.update(model, nnx.grad(loss)(model, x))
-
-    for _ in range(3):
-        train(model, optimizer, x)
-    assert len(traces) == 1
 
 
 def test_taking_the_module_out_and_thawing_it_undoes_frozen(rngs, x):
@@ -959,7 +800,6 @@ NORM = {"norm/scale", "norm/bias"}
 FILTERS = {
     "type": (lambda: nnx.LoRAParam, LORA),
     "OfType": (lambda: nnx.OfType(nnx.LoRAParam), LORA),
-    "PathContains": (lambda: nnx.PathContains("layers"), LAYERS),
     "PathContains an index": (lambda: nnx.PathContains(1), {"layers/1/kernel", "layers/1/bias"}),
     "All": (lambda: nnx.All(nnx.Param, nnx.PathContains("bias")), {"layers/0/bias", "layers/1/bias", "norm/bias"}),
     "Any": (lambda: nnx.Any(nnx.LoRAParam, nnx.PathContains("norm")), LORA | NORM),
@@ -981,28 +821,27 @@ def value_of(variable):
     return variable.get_value() if hasattr(nnx.Variable, "get_value") else variable.raw_value
 
 
+def hits(answers):
+    """The paths at which a state of variables holds True."""
+    return {"/".join(map(str, path)) for path, hit in nnx.to_flat_state(answers) if value_of(hit) is True}
+
+
+def frozen_in(module):
+    return {path for path, kind in kinds(module).items() if kind == "FrozenParam"}
+
+
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_filter_is_a_spec_wherever_there_are_variables(rngs, name):
     make, frozen = FILTERS[name]
     model = Adapted(rngs)
     params = nnx.state(model, nnx.Param)
-    everything = LAYERS | LORA | NORM
-    assert {
-        "/".join(map(str, path)) for path, hit in nnx.to_flat_state(fz.resolve(params, make())) if value_of(hit)
-    } == frozen
-    trainable, rest = fz.partition(params, make())
-    assert len(jax.tree.leaves(trainable)) == len(everything - frozen)
-    assert len(jax.tree.leaves(rest)) == len(frozen)
-    assert bits(jax.tree.leaves(fz.combine(trainable, rest))) == bits(jax.tree.leaves(params))
-    state = fz.freeze(optax.sgd(0.1, momentum=0.9), make()).init(params)
-    assert len(jax.tree.leaves(state)) == len(everything - frozen)
-    wrt = fnnx.trainable(model, make())
-    assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))} == everything - frozen
+    assert hits(fz.resolve(params, make())) == frozen
+    assert grad_paths(nnx.state(model, fnnx.trainable(model, make()))) == (LAYERS | LORA | NORM) - frozen
     for function in (fnnx.freeze, fnnx.Frozen):
         function(model, make())
-        assert {path for path, kind in kinds(model).items() if kind == "FrozenParam"} == frozen
+        assert frozen_in(model) == frozen
         assert fnnx.thaw(model, make()) is model
-        assert "FrozenParam" not in kinds(model).values()
+        assert frozen_in(model) == set()
 
 
 def test_a_filter_of_a_module_as_a_pytree(rngs):
@@ -1014,18 +853,16 @@ def test_a_filter_of_a_module_as_a_pytree(rngs):
 def test_a_filter_names_a_group_and_a_label(rngs):
     params = nnx.state(Adapted(rngs), nnx.Param)
     labels = fz.labels_by_path({nnx.LoRAParam: "adapter"}, default="base")(params)
-    assert {"/".join(map(str, path)) for path, word in nnx.to_flat_state(labels) if value_of(word) == "adapter"} == LORA
+    assert hits(jax.tree.map(lambda word: word == "adapter", labels)) == LORA
     tx = fz.freeze_when(optax.sgd(0.1), {nnx.PathContains("norm"): fz.freeze_at(1)})
     updates, _ = tx.update(params, tx.init(params), params)
     assert len(jax.tree.leaves(updates)) == len(LAYERS | LORA | NORM)
+    spec = fz.freeze(optax.sgd(0.1), nnx.LoRAParam).init(params).spec
+    assert not any(hasattr(leaf, "variable") for leaf in spec.leaves)
 
 
 def test_a_filter_sees_each_path_of_a_shared_variable(rngs):
-    model = fnnx.freeze(Adapted(rngs), nnx.PathContains("tied"))
-    assert {path for path, kind in kinds(model).items() if kind == "FrozenParam"} == {
-        "layers/0/kernel",
-        "layers/0/bias",
-    }
+    assert frozen_in(fnnx.freeze(Adapted(rngs), nnx.PathContains("tied"))) == {"layers/0/kernel", "layers/0/bias"}
 
 
 def test_a_filter_in_an_optimizer(rngs, x):
@@ -1039,15 +876,7 @@ def test_a_filter_in_an_optimizer(rngs, x):
     assert values(model, nnx.LoRAParam) != adapters
 
 
-def test_the_state_of_a_filter_holds_no_variable(rngs):
-    params = nnx.state(Adapted(rngs), nnx.Param)
-    spec = fz.freeze(optax.sgd(0.1), nnx.LoRAParam).init(params).spec
-    assert not any(hasattr(leaf, "variable") for leaf in spec.leaves)
-
-
-@pytest.mark.parametrize(
-    "spec", [nnx.BatchStat, nnx.PathContains("heads"), fz.where(lambda path, leaf: False)], ids=repr
-)
+@pytest.mark.parametrize("spec", [nnx.BatchStat, nnx.PathContains("heads")], ids=repr)
 def test_a_spec_that_freezes_nothing_is_warned_about(chain, spec):
     for function in (fnnx.freeze, fnnx.Frozen, fnnx.trainable):
         with pytest.warns(fz.FreezeWarning, match="freezes nothing"):
@@ -1062,19 +891,12 @@ def test_a_filter_sees_no_values(rngs):
         fz.resolve(nnx.state(Adapted(rngs)), nnx.All(nnx.Param, lambda path, value: bool((value[...] > 0).all())))
 
 
-@pytest.mark.parametrize(
-    "spec", [nnx.LoRAParam, nnx.PathContains("norm"), nnx.Not(nnx.OfType(nnx.Param)) | fz.path("norm")]
-)
+@pytest.mark.parametrize("spec", [nnx.PathContains("norm"), nnx.Not(nnx.OfType(nnx.Param)) | fz.path("norm")])
 def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
     params = nnx.to_pure_dict(nnx.state(Adapted(rngs), nnx.Param))
-    for use in (
-        lambda: fz.resolve(params, spec),
-        lambda: fz.partition(params, spec),
-        lambda: fz.freeze(optax.sgd(0.1), spec).init(params),
-        lambda: fz.labels(spec)(params),
-    ):
+    for use in (fz.freeze(optax.sgd(0.1), spec).init, fz.labels(spec), lambda params: fz.resolve(params, spec)):
         with pytest.raises(ValueError, match=r"(?s)an NNX filter needs NNX variables.*fz\.path.*fz\.where"):
-            use()
+            use(params)
 
 
 def test_a_filter_in_a_tree_is_refused(rngs):
@@ -1082,49 +904,26 @@ def test_a_filter_in_a_tree_is_refused(rngs):
         fz.resolve({"norm": jnp.ones(2)}, {"norm": nnx.OfType(nnx.Param)})
 
 
-def test_a_class_of_modules_is_no_filter(chain):
-    with pytest.raises(TypeError, match=r"(?s)a class is not a spec.*nnx\.LoRAParam"):
-        fnnx.freeze(chain, nnx.Linear)
-
-
 # Bad input.
 
 
-class NoModule:
-    """Nothing of Flax."""
-
-
-@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
-@pytest.mark.parametrize(
-    ("module", "says"),
-    [
-        (NoModule(), "a NoModule"),
-        (jnp.ones(2), "pass an instance"),
-        (nnx.Linear, "make an instance: Linear"),
-        (nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))), "pass the module"),
-    ],
-)
-def test_what_is_no_module_is_refused(function, module, says):
-    with pytest.raises(TypeError, match=f"(?s)not an NNX module.*{says}"):
-        function(module, True)
-
-
-def test_a_linen_module_is_sent_to_the_other_room():
-    from flax import linen as nn
-
-    with pytest.raises(TypeError, match=r"optax_freeze\.linen"):
-        fnnx.Frozen(nn.Dense(1))
+@pytest.mark.parametrize("case", ["array", "Linen", "a type first"])
+def test_what_is_no_module_is_refused(chain, case):
+    module, frozen, says = {
+        "array": (jnp.ones(2), True, "pass an instance"),
+        "Linen": (nn.Dense(1), True, r"optax_freeze\.linen"),
+        "a type first": (nnx.LoRAParam, chain, r"swap the arguments: thaw\(module, frozen\)"),
+    }[case]
+    with pytest.raises(TypeError, match=f"(?s)thaw: not an NNX module.*{says}"):
+        fnnx.thaw(module, frozen)
 
 
 class Bridged(nnx.Module):
     """A Linen backbone, called once, and a head of NNX."""
 
     def __init__(self, rngs):
-        from flax import linen as nn
-
-        self.backbone = nnx.bridge.ToNNX(
-            nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)]), rngs=rngs
-        )
+        linen = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)])
+        self.backbone = nnx.bridge.ToNNX(linen, rngs=rngs)
         self.backbone.lazy_init(jnp.ones((1, 4)))
         self.head = nnx.Linear(4, 4, rngs=rngs)
 
@@ -1132,26 +931,17 @@ class Bridged(nnx.Module):
         return self.head(self.backbone(x))
 
 
-@pytest.mark.parametrize("frozen", [True, "backbone", "**/kernel", nnx.PathContains("layers_0")], ids=repr)
 @pytest.mark.parametrize("function", [fnnx.freeze, fnnx.Frozen])
-def test_parameters_of_a_linen_module_are_refused_and_still_train(rngs, x, function, frozen):
+def test_parameters_of_a_linen_module_are_refused_and_still_train(rngs, x, function):
     model = Bridged(rngs)
     before, output = kinds(model), bits(model(x))
-    with pytest.raises(ValueError, match=r"(?s)Linen module.*at: backbone/.*fz\.freeze\(tx, frozen\).*fnnx\.trainable"):
-        function(model, frozen)
-    with pytest.raises(ValueError, match="Linen module"):
-        function(model.backbone, True)
+    for module, frozen in ((model, True), (model, nnx.PathContains("layers_0")), (model.backbone, True)):
+        with pytest.raises(ValueError, match="parameter of a Linen module cannot become a FrozenParam"):
+            function(module, frozen)
     assert kinds(model) == before
     assert bits(model(x)) == output
-
-
-def test_what_is_beside_a_linen_module_is_frozen(rngs, x):
-    model = fnnx.freeze(Bridged(rngs), "head")
-    assert kinds(model)["head/kernel"] == "FrozenParam"
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-    before = values(model, fnnx.FrozenParam)
-    step(model, optimizer, x)
-    assert values(model, fnnx.FrozenParam) == before
+    function(model, "head")
+    assert frozen_in(model) == {"head/kernel", "head/bias"}
 
 
 def test_a_linen_module_is_frozen_by_the_optimizer(rngs, x):
@@ -1169,15 +959,6 @@ def test_a_linen_module_is_frozen_by_the_optimizer(rngs, x):
 
 
 @pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
-def test_swapped_arguments(chain, function):
-    name = function.__name__
-    with pytest.raises(TypeError, match=rf"(?s)at: {name}\n.*swap the arguments: {name}\(module, frozen\)"):
-        function("layers/0", chain)
-    with pytest.raises(TypeError, match="swap the arguments"):
-        function(nnx.LoRAParam, chain)
-
-
-@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
 def test_a_spec_that_matches_nothing_is_refused_and_changes_nothing(chain, function):
     with pytest.raises(ValueError, match=r"(?s)matches no leaf.*nearest paths: layers/2/kernel"):
         function(chain, ["layers/0", "layers/2/kernle"])
@@ -1189,13 +970,6 @@ def test_the_nearest_paths_of_a_shared_variable(rngs):
         fnnx.freeze(Tied(rngs), "head/kernal")
 
 
-@pytest.mark.parametrize("mask", [fz.rows(0), jnp.array([True, False, True, False])], ids=["rows", "elements"])
-@pytest.mark.parametrize("function", [fnnx.freeze, fnnx.thaw, fnnx.Frozen, fnnx.trainable])
-def test_element_masks_are_refused(rngs, function, mask):
-    with pytest.raises(ValueError, match=r"(?s)cannot be frozen in part.*at: bias.*fz\.freeze\(tx, frozen\)"):
-        function(nnx.Linear(4, 4, rngs=rngs), fz.rules({"bias": mask}))
-
-
 def test_a_part_of_the_tree_in_a_parameter_is_refused():
     class Module(nnx.Module):
         def __init__(self):
@@ -1205,18 +979,16 @@ def test_a_part_of_the_tree_in_a_parameter_is_refused():
         fnnx.freeze(Module(), "tree/a")
 
 
-@pytest.mark.parametrize("stats", ["Frozen", None, True])
-def test_an_unknown_choice_for_the_statistics_is_refused(rngs, stats):
+def test_an_unknown_choice_for_the_statistics_is_refused(rngs):
     linear = nnx.Linear(4, 4, rngs=rngs)
     with pytest.raises(ValueError, match=r"(?s)at: stats.*'frozen' or 'live'"):
-        fnnx.Frozen(linear, stats=stats)
+        fnnx.Frozen(linear, stats="Frozen")
     assert trains(linear) == {"kernel", "bias"}
 
 
-@pytest.mark.parametrize("spec", [True, "layers", fz.where(lambda path, leaf: True)], ids=repr)
-def test_a_filter_by_which_nothing_trains_is_refused(chain, spec):
+def test_a_filter_by_which_nothing_trains_is_refused(chain):
     with pytest.raises(ValueError, match="no parameter is trainable"):
-        fnnx.trainable(chain, spec)
+        fnnx.trainable(chain, "layers")
 
 
 def test_importing_it_teaches_flax_to_store_a_part():

@@ -45,7 +45,6 @@ LEAKS = {
     ),
     "a clip outside": (optax.chain(optax.clip_by_global_norm(1.0), FREEZE), [NORM]),
     "a clip outside that only the huge reach": (optax.chain(optax.clip_by_global_norm(1e3), FREEZE), [NORM]),
-    "normalize outside": (optax.chain(optax.normalize_by_update_norm(), FREEZE), [NORM]),
     "apply_if_finite outside": (optax.apply_if_finite(FREEZE, 5), [FINITE]),
     "apply_if_finite and a clip outside": (
         optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), FREEZE), 5),
@@ -57,29 +56,16 @@ LEAKS = {
         [FINITE, STATE],
     ),
     "noise after": (optax.chain(FREEZE, optax.add_noise(0.1, 0.5, key=0)), [AFTER]),
-    "a projection after": (optax.chain(FREEZE, optax.keep_params_nonnegative()), [AFTER]),
     "gradients zeroed before momentum": (optax.chain(fz.masked_zero_updates(FROZEN), MOMENTUM), [MOMENTS, STATE]),
-    "gradients zeroed before Adam": (optax.chain(optax.freeze(TRUE), ADAM), [MOMENTS, STATE]),
     "optax.masked for a freeze": (optax.masked(MOMENTUM, FALSE), [TRAINS]),
-    "optax.masked, then a learning rate": (optax.chain(optax.masked(ADAM, FALSE), optax.scale(0.1)), [TRAINS]),
     "a callable for selective_transform": (
         optax.selective_transform(ADAM, freeze_mask=lambda params: TRUE),
-        [IGNORED],
-    ),
-    "a label that matches nothing": (
-        optax.multi_transform(
-            {"trainable": ADAM, "frozen": optax.set_to_zero()},
-            lambda params: jax.tree.map_with_path(
-                lambda path, _: "trainable" if "hed" in str(path) else "frozen", params
-            ),
-        ),
         [IGNORED],
     ),
     "labels the other way round": (
         optax.multi_transform({"a": MOMENTUM, "b": optax.set_to_zero()}, {"encoder": "a", "head": "b"}),
         [TRAINS, STATE, IGNORED],
     ),
-    "moments for frozen leaves": (optax.chain(ADAM, fz.masked_zero_updates(FROZEN)), [STATE]),
     "a mean of frozen gradients": (optax.chain(optax.ema(0.9), FREEZE), [STATE]),
     "one vector for all": (optax.chain(optax.flatten(MOMENTUM), fz.masked_zero_updates(FROZEN)), [STATE]),
     "a product with a mask": (optax.chain(SGD, optax.stateless(times_mask)), [PRODUCT]),
@@ -168,9 +154,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "spec"), [(name, list(SPECS)[(n + k) % 5]) for n, name in enumerate(OPTIMIZERS) for k in (0, 2)]
-)
+@pytest.mark.parametrize(("optimizer", "spec"), [(name, list(SPECS)[n % 5]) for n, name in enumerate(OPTIMIZERS)])
 def test_any_optimizer_inside_the_freeze_passes(optimizer, spec):
     full_updates = spec != "rows"
     audit = fz.audit(fz.freeze(OPTIMIZERS[optimizer], SPECS[spec], full_updates=full_updates), PARAMS, SPECS[spec])
@@ -179,28 +163,31 @@ def test_any_optimizer_inside_the_freeze_passes(optimizer, spec):
     audit.raise_for_leaks()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64], ids=lambda dtype: dtype.__name__)
-def test_other_dtypes(dtype):
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype) - 1, PARAMS)
-    assert fz.audit(FREEZE, params, FROZEN)
-    kinds = {(leak.kind, leak.cause) for leak in fz.audit(LEAKS["decay after the freeze"][0], params, FROZEN).leaks}
-    assert kinds == {("moved", "weight decay")}
-    [leak] = fz.audit(optax.chain(optax.clip_by_global_norm(1.0), FREEZE), params, FROZEN).leaks
-    assert leak.cause == "a norm over frozen gradients"
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.complex64])
+def test_other_dtypes_and_their_strict_promotion(dtype):
+    params = jax.tree.map(lambda leaf: (leaf - 1).astype(dtype), PARAMS)
+    with jax.numpy_dtype_promotion("strict"):
+        assert fz.audit(fz.freeze(SGD, FROZEN), params, FROZEN)
+        assert {leak.kind for leak in fz.audit(SGD, params, FROZEN).leaks} == {"moved"}
+    if dtype is not jnp.float8_e4m3fn:
+        leaks = fz.audit(LEAKS["decay after the freeze"][0], params, FROZEN).leaks
+        assert {(leak.kind, leak.cause) for leak in leaks} == {("moved", "weight decay")}
+        [leak] = fz.audit(LEAKS["a clip outside"][0], params, FROZEN).leaks
+        assert leak.cause == "a norm over frozen gradients"
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [optax.lbfgs(), optax.contrib.sophia(0.1), optax.contrib.sam(SGD, SGD, opaque_mode=True), optax.contrib.momo(0.1)],
-    ids=["lbfgs", "sophia", "sam", "momo"],
-)
-def test_optimizers_that_ask_for_the_loss_get_one(tx):
+@pytest.mark.parametrize("name", ["sophia", "sam", "momo"])
+def test_optimizers_that_ask_for_the_loss_get_one(name):
+    arguments = {"sam": {"optimizer": SGD, "adv_optimizer": SGD, "opaque_mode": True}}
+    tx = getattr(optax.contrib, name)(**arguments.get(name, {"learning_rate": 0.1}))
     assert fz.audit(fz.freeze(tx, SPECS["rows"]), PARAMS, SPECS["rows"])
 
 
-def test_a_line_search_outside_is_caught():
-    tx = optax.chain(SGD, optax.scale_by_backtracking_linesearch(5, store_grad=True), fz.masked_zero_updates(FROZEN))
-    assert {leak.kind for leak in fz.audit(tx, PARAMS, FROZEN).leaks} == {"changed", "state"}
+def test_a_line_search_passes_inside_and_is_caught_outside():
+    search = optax.scale_by_backtracking_linesearch(5, store_grad=True)
+    assert fz.audit(fz.freeze(optax.chain(SGD, search), SPECS["rows"]), PARAMS, SPECS["rows"])
+    leaks = fz.audit(optax.chain(SGD, search, fz.masked_zero_updates(FROZEN)), PARAMS, FROZEN).leaks
+    assert {leak.kind for leak in leaks} == {"changed", "state"}
 
 
 PASSING = {
@@ -232,10 +219,9 @@ def test_a_group_that_waits_is_no_leak_and_one_that_thaws_is():
     }
 
 
-@pytest.mark.parametrize("spec", ["rows", "dense"])
-def test_statistics_of_a_leaf_that_is_frozen_in_part(spec):
-    tx = optax.chain(optax.lars(0.1), fz.masked_zero_updates(SPECS[spec]))
-    audit = fz.audit(tx, PARAMS, SPECS[spec])
+def test_statistics_of_a_leaf_that_is_frozen_in_part():
+    tx = optax.chain(optax.lars(0.1), fz.masked_zero_updates(SPECS["dense"]))
+    audit = fz.audit(tx, PARAMS, SPECS["dense"])
     kernel = {leak.kind: leak for leak in audit.leaks if leak.path == "encoder/kernel"}
     assert set(kernel) == {"changed", "state"}
     assert kernel["changed"].cause == "a statistic over frozen elements"
@@ -244,15 +230,11 @@ def test_statistics_of_a_leaf_that_is_frozen_in_part(spec):
     assert "compact=True" in kernel["state"].fix
 
 
-def test_a_clip_outside_reaches_leaves_in_part_and_whole():
+def test_a_clip_outside_is_right_for_gradients_of_the_trainable_structure():
+    """With ``full_grads=False`` the clip sees no frozen gradients; decay after the freeze is still a leak."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, SPECS["rows"]))
     causes = {leak.path: leak.cause for leak in fz.audit(tx, PARAMS, SPECS["rows"]).leaks}
     assert causes == dict.fromkeys(["encoder/kernel", "head"], "a norm over frozen gradients")
-
-
-def test_gradients_of_the_trainable_structure():
-    """The clip outside is right for gradients that have nothing of what is frozen; decay after is not."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, SPECS["rows"]))
     assert fz.audit(tx, PARAMS, SPECS["rows"], full_grads=False)
     tx = optax.chain(fz.freeze(MOMENTUM, SPECS["rows"]), optax.add_decayed_weights(0.1))
     causes = {leak.path: leak.cause for leak in fz.audit(tx, PARAMS, SPECS["rows"], full_grads=False).leaks}
@@ -269,14 +251,13 @@ def test_a_zero_that_takes_a_sign():
     assert fz.audit(fz.freeze(SGD, FROZEN), params, FROZEN)
 
 
-@pytest.mark.parametrize("full_updates", [True, False])
-def test_leaves_of_every_kind_pass(awkward, odd_bits, full_updates):
+def test_leaves_of_every_kind_pass_and_nothing_is_changed(awkward, odd_bits):
     tree = {
         "frozen": {**awkward["frozen"], **odd_bits["frozen"], "function": jnp.tanh, "number": 1.5},
         "trains": jnp.ones(2),
     }
     before = bits(tree)
-    audit = fz.audit(fz.freeze(ADAM, "frozen", full_updates=full_updates), tree, "frozen")
+    audit = fz.audit(fz.freeze(ADAM, "frozen"), tree, "frozen")
     assert audit, str(audit)
     assert bits(tree) == before
 
@@ -291,17 +272,6 @@ def test_an_integer_that_decays():
     }
 
 
-def test_nothing_is_changed_by_an_audit():
-    before = bits(PARAMS)
-    tx = fz.freeze(MOMENTUM, FROZEN)
-    state = tx.init(PARAMS)
-    state_before = bits(state)
-    for _ in range(2):
-        assert fz.audit(tx, PARAMS, FROZEN)
-    assert bits(PARAMS) == before
-    assert bits(state) == state_before
-
-
 def test_shapes_are_enough():
     shapes = jax.eval_shape(lambda: {**PARAMS, "key": jax.random.key(0), "step": jnp.int32(1)})
     assert fz.audit(FREEZE, shapes, FROZEN)
@@ -312,10 +282,10 @@ def test_shapes_are_enough():
 
 
 def test_sharded_parameters():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    params = {"encoder": jax.device_put(jnp.ones((16, 2)), sharding), "head": jnp.ones(2)}
-    spec = {"encoder": fz.rows(slice(0, 8)), "head": False}
+    params = {"encoder": jax.device_put(jnp.ones((4, 2)), sharding), "head": jnp.ones(2)}
+    spec = {"encoder": fz.rows(slice(0, 2)), "head": False}
     assert fz.audit(fz.freeze(MOMENTUM, spec), params, spec)
     leaks = fz.audit(optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, spec)), params, spec).leaks
     assert {leak.path for leak in leaks} == {"encoder", "head"}
@@ -350,16 +320,11 @@ BATCHED = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(
 
 
 @pytest.mark.parametrize(
-    "extra_args", [{"batch": 2.0}, lambda params, grads: {"batch": optax.tree.norm(params["head"])}]
+    "extra_args",
+    [{"batch": 2.0}, lambda params, grads: {"batch": optax.tree.norm(params)}],
+    ids=["a dict", "of frozen parameters, too"],
 )
 def test_extra_arguments_of_your_own(extra_args):
-    assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
-
-
-def test_a_loss_of_your_own_may_depend_on_frozen_parameters():
-    def extra_args(params, grads):
-        return {"batch": optax.tree.norm(params)}
-
     assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
 
 
@@ -400,13 +365,13 @@ def test_what_is_random_is_not_compared():
 
 
 def test_the_text_folds_leaves_of_one_cause():
-    params = {f"layer_{i}": jnp.ones(4) for i in range(50)} | {"head": jnp.ones(2)}
+    params = {f"layer_{i}": jnp.ones(4) for i in range(12)} | {"head": jnp.ones(2)}
     audit = fz.audit(optax.chain(SGD, optax.ema(0.9), fz.masked_zero_updates("layer_*")), params, "layer_*", steps=1)
-    assert len(audit.leaks) == audit.frozen == 50
+    assert len(audit.leaks) == audit.frozen == 12
     lines = str(audit).splitlines()
-    assert lines[0] == "audit: 1 leak (50 of 51 leaves frozen, 1 step a run)"
-    assert "  at: layer_0, layer_1, layer_10 and 47 more" in lines
-    assert "  got: 16 bytes, at 1/ema (layer_0); 800 bytes in all" in lines
+    assert lines[0] == "audit: 1 leak (12 of 13 leaves frozen, 1 step a run)"
+    assert "  at: layer_0, layer_1, layer_10 and 9 more" in lines
+    assert "  got: 16 bytes, at 1/ema (layer_0); 192 bytes in all" in lines
     assert repr(audit) == str(audit)
 
 
@@ -414,63 +379,38 @@ def test_nothing_frozen_is_no_leak():
     assert str(fz.audit(SGD, PARAMS, False)) == "audit: no leak (0 of 3 leaves frozen, 3 steps a run)"
 
 
-@pytest.mark.parametrize("flag", [jax.debug_nans, jax.debug_infs])
-def test_made_up_infinities_are_none_of_the_debugger_s_business(flag):
-    with flag(True):
+def test_made_up_infinities_are_none_of_the_debugger_s_business():
+    with jax.debug_nans(True), jax.debug_infs(True):
         assert fz.audit(FREEZE, PARAMS, FROZEN).ok
         assert {leak.kind for leak in fz.audit(SGD, PARAMS, FROZEN).leaks} == {"moved"}
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_double_precision_of_numpy_without_x64(dtype):
+@pytest.mark.parametrize(("dtype", "shapes"), [(np.float64, True), (np.complex128, False)])
+def test_double_precision_of_numpy_without_x64(dtype, shapes):
     """Warnings are errors here."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), PARAMS)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    if shapes:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     decay = optax.chain(fz.masked_zero_updates(FROZEN), optax.add_decayed_weights(0.3), optax.sgd(0.7))
-    for given in (params, shapes):
-        assert fz.audit(FREEZE, given, FROZEN).ok
-        assert {leak.cause for leak in fz.audit(decay, given, FROZEN).leaks} == {"weight decay"}
+    assert fz.audit(FREEZE, params, FROZEN).ok
+    assert {leak.cause for leak in fz.audit(decay, params, FROZEN).leaks} == {"weight decay"}
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float32, jnp.complex64])
-def test_strict_promotion_of_dtypes(dtype):
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), PARAMS)
-    with jax.numpy_dtype_promotion("strict"):
-        assert fz.audit(fz.freeze(SGD, FROZEN), params, FROZEN).ok
-        assert {leak.kind for leak in fz.audit(SGD, params, FROZEN).leaks} == {"moved"}
+WRONG = {
+    "swapped": ((PARAMS, SGD, FROZEN), TypeError, r"not an optimizer(.|\n)*got: a dict of 3 leaves"),
+    "a bool": ((SGD, PARAMS, FROZEN, True), TypeError, r"at: steps\n  got: True"),
+    "values": ((SGD, PARAMS, lambda leaf: leaf.sum()), TypeError, "failed on shapes"),
+    "no match": ((SGD, PARAMS, "decoder"), ValueError, "matches no leaf"),
+    "a part": (
+        (SGD, fz.partition(PARAMS, SPECS["rows"])[0], False),
+        ValueError,
+        r"the full parameters\n  at: encoder/kernel",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("args", "kind", "text"),
-    [
-        ((optax.adam, PARAMS, FROZEN), TypeError, r"at: fz.audit(.|\n)*optax.adam\(1e-3\), not optax.adam"),
-        ((PARAMS, SGD, FROZEN), TypeError, r"not an optimizer(.|\n)*got: a dict of 3 leaves"),
-        ((SGD, PARAMS, FROZEN, 0), ValueError, r"at: steps\n  got: 0"),
-        ((SGD, PARAMS, FROZEN, True), TypeError, r"at: steps\n  got: True"),
-        ((SGD, PARAMS, FROZEN, 2.0), TypeError, r"at: steps\n  got: 2.0"),
-        ((SGD, PARAMS, FROZEN, "a"), TypeError, r"at: steps\n  got: 'a'"),
-        ((SGD, PARAMS, lambda leaf: leaf.sum()), TypeError, "failed on shapes"),
-        ((SGD, PARAMS, True), ValueError, r"nothing to audit: every leaf is frozen\n  at: frozen"),
-        ((SGD, PARAMS, "decoder"), ValueError, "matches no leaf"),
-        (
-            (SGD, fz.partition(PARAMS, SPECS["rows"])[0], False),
-            ValueError,
-            r"the full parameters\n  at: encoder/kernel",
-        ),
-    ],
-    ids=[
-        "factory",
-        "swapped",
-        "`steps` must be a positive int",
-        "a bool",
-        "a float",
-        "a string",
-        "values",
-        "all frozen",
-        "no match",
-        "a Part",
-    ],
-)
+@pytest.mark.parametrize(("args", "kind", "text"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments(args, kind, text):
+    """Those in ``wrong_calls.md`` are not repeated here."""
     with pytest.raises(kind, match=text):
         fz.audit(*args)

@@ -4,11 +4,9 @@ import html
 import io
 import math
 import re
-import subprocess
 import sys
 from typing import ClassVar
 
-import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -54,14 +52,11 @@ SPECS = {
     "compact": fz.rules({"encoder/layer_0/kernel": fz.elements(MASK, compact=True)}, default=True),
 }
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "adamw": lambda: optax.adamw(1e-3),
-    "clip_and_lion": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)),
-    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=2),
-    "lbfgs": lambda: optax.lbfgs(),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-3), 4),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
-    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-3)),
+    "a_pattern": optax.adafactor(1e-3, min_dim_size_to_factor=2),
+    "rows": optax.lbfgs(),
+    "dense": optax.MultiSteps(optax.adam(1e-3), 4),
+    "compact": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "stepped_columns": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-3)),
 }
 
 
@@ -69,37 +64,29 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_what_trains_is_what_partition_puts_into_its_trainable_part(params, spec):
-    summary = fz.summary(params, spec)
-    names = jax.tree_util.tree_leaves_with_path(params)
-    assert [row.path for row in summary.rows] == [_tree.keystr(path) for path, _ in names]
-    for row, (_, leaf) in zip(summary.rows, names, strict=True):
-        assert (row.shape, row.dtype, row.elements, row.bytes) == (leaf.shape, leaf.dtype, leaf.size, leaf.nbytes)
-        assert row.frozen_bytes == row.frozen_elements * leaf.dtype.itemsize
+def test_what_trains_is_what_an_update_moves(params, spec):
+    tx = optax.adamw(1e-3)
+    summary = fz.summary(params, spec, tx)
     moved = fz.apply_updates(params, jax.tree.map(lambda leaf: jnp.full(leaf.shape, 9.0), params), spec)
-    for row, old, new in zip(summary.rows, jax.tree.leaves(params), jax.tree.leaves(moved), strict=True):
-        assert row.frozen_elements == int((old == new).sum())
+    names = jax.tree_util.tree_leaves_with_path(params)
+    for row, (path, leaf), new in zip(summary.rows, names, jax.tree.leaves(moved), strict=True):
+        assert (row.path, row.shape, row.dtype) == (_tree.keystr(path), leaf.shape, leaf.dtype)
+        assert (row.elements, row.bytes) == (leaf.size, leaf.nbytes)
+        assert row.frozen_elements == int((leaf == new).sum())
+        assert row.frozen_bytes == row.frozen_elements * leaf.dtype.itemsize
+    without = fz.summary(params, spec)
+    assert (without.rows, without.state_bytes, without.full_state_bytes) == (summary.rows, None, None)
+    assert fz.summary(jax.eval_shape(lambda: params), spec, tx) == summary
+    traced = []
+    jax.eval_shape(lambda params: traced.append(fz.summary(params, spec, tx)), params)
+    assert traced == [summary]
 
 
 def test_totals_are_sums_of_rows(params):
     summary = fz.summary(params, "encoder")
-    rows = summary.rows
-    assert summary.elements == sum(row.elements for row in rows) == summary.frozen_elements + summary.trainable_elements
+    assert summary.elements == sum(row.elements for row in summary.rows) == 36 + summary.trainable_elements
     assert summary.bytes == nbytes(params) == summary.frozen_bytes + summary.trainable_bytes
-    assert summary.frozen_elements == 3 * 4 + 4 + 4 * 4 + 4
-    assert summary.frozen_bytes == 4 * summary.frozen_elements
-    assert summary.state_bytes is None
-    assert summary.full_state_bytes is None
-
-
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_shapes_and_tracers_give_what_arrays_give(params, spec):
-    tx = optax.adamw(1e-3)
-    expected = fz.summary(params, spec, tx)
-    assert fz.summary(jax.eval_shape(lambda: params), spec, tx) == expected
-    traced = []
-    jax.eval_shape(lambda params: traced.append(fz.summary(params, spec, tx)), params)
-    assert traced == [expected]
+    assert (summary.frozen_elements, summary.frozen_bytes) == (36, 4 * 36)
 
 
 def test_awkward_leaves_have_rows(awkward):
@@ -128,9 +115,7 @@ def test_parts_count_what_is_there(params):
     assert fz.summary(rest, compact).elements == fz.summary(params, compact).elements
 
 
-def test_linen_and_nnx_have_rows_of_their_own_paths():
-    params = nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 2)))["params"]
-    assert [row.path for row in fz.summary(params, "kernel").rows] == ["bias", "kernel"]
+def test_nnx_has_rows_of_its_own_paths():
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     for tree in (model, nnx.state(model)):
         summary = fz.summary(tree, "layers/0/bias", optax.adam(1e-3))
@@ -139,39 +124,24 @@ def test_linen_and_nnx_have_rows_of_their_own_paths():
         assert summary.state_bytes == 4 + 2 * 4 * 6
 
 
-def test_a_dense_mask_without_values_cannot_be_counted(params):
-    def step(mask):
-        fz.summary(params["head"], {"kernel": mask, "bias": True})
+def test_a_dense_mask_is_counted_where_it_has_values():
+    kernel, mask, counts = {"kernel": jnp.ones((4, 2))}, jnp.eye(4, 2, dtype=bool), []
 
-    with pytest.raises(ValueError, match=r"(?s)cannot be counted.*at: kernel.*outside of jit"):
-        jax.jit(step)(jnp.ones((4, 2), bool))
-    with pytest.raises(ValueError, match="cannot be counted"):
-        fz.summary(params["head"], {"kernel": shape(4, 2, dtype=bool), "bias": True})
+    def step(kernel, mask):
+        counts.append(fz.summary(kernel, {"kernel": mask}, optax.adam(1e-3)).frozen_elements)
 
-
-def test_a_concrete_mask_is_counted_inside_jit(params):
-    mask, counts = jnp.eye(4, 2, dtype=bool), []
-
-    @jax.jit
-    def step(kernel):
-        counts.append(fz.summary({"kernel": kernel}, {"kernel": mask}, optax.adam(1e-3)).frozen_elements)
-        return kernel
-
-    step(params["head"]["kernel"])
+    jax.jit(lambda kernel: step(kernel, mask))(kernel)
     assert counts == [2]
+    for use in (lambda: jax.jit(step)(kernel, mask), lambda: step(kernel, shape(4, 2, dtype=bool))):
+        with pytest.raises(ValueError, match=r"(?s)cannot be counted.*at: kernel.*outside of jit"):
+            use()
 
 
-def test_tied_leaves_are_refused_unless_ignored():
+def test_tied_leaves_are_ignored_on_demand():
+    """The error is in ``wrong_calls.md``."""
     kernel = jnp.ones((2, 2))
-    with pytest.raises(ValueError, match=r"(?s)at one path and trained at another.*at: a"):
-        fz.summary({"a": kernel, "b": kernel}, "a")
-    assert fz.summary({"a": kernel, "b": kernel}, "a", tied="ignore").frozen_elements == 4
+    assert fz.summary({"a": kernel, "b": kernel}, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
     assert fz.summary({"a": kernel, "b": kernel}, True).elements == 8
-
-
-def test_a_spec_that_does_not_fit_is_refused(params):
-    with pytest.raises(ValueError, match="matches no leaf"):
-        fz.summary(params, "encodr")
 
 
 def test_a_tree_without_leaves_has_no_rows():
@@ -184,18 +154,12 @@ def test_a_tree_without_leaves_has_no_rows():
 # The optimizer's state.
 
 
-@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("spec", [SPECS[name] for name in ("a_pattern", "rows", "dense")], ids=str)
-def test_state_bytes_are_those_of_the_states(params, tx, spec):
-    summary = fz.summary(params, spec, tx())
-    assert summary.full_state_bytes == nbytes(tx().init(params))
-    assert summary.state_bytes == nbytes(fz.freeze(tx(), spec).init(params))
-
-
-def test_the_dense_mask_in_the_state_is_counted_and_rows_hold_nothing(params):
-    kernel = {"kernel": params["encoder"]["layer_0"]["kernel"]}
-    assert fz.summary(kernel, {"kernel": MASK}, optax.adam(1e-3)).state_bytes == 4 + 2 * 48 + 12
-    assert fz.summary(kernel, {"kernel": fz.rows([0, 1])}, optax.adam(1e-3)).state_bytes == 4 + 2 * 16
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_bytes_are_those_of_the_states(params, name):
+    tx, spec = OPTIMIZERS[name], SPECS[name]
+    summary = fz.summary(params, spec, tx)
+    assert summary.full_state_bytes == nbytes(tx.init(params))
+    assert summary.state_bytes == nbytes(fz.freeze(tx, spec).init(params))
 
 
 @pytest.mark.parametrize("spec", [False, "int8", True], ids=str)
@@ -211,30 +175,15 @@ def test_no_state_is_held_for_what_cannot_train(spec):
     assert summary.state_bytes == 4 + 2 * (12 + 8) * (spec is not True)
 
 
-@pytest.mark.parametrize("place", ["alone", "in a chain", "in MultiSteps", "on a schedule"])
+@pytest.mark.parametrize("place", ["in MultiSteps", "on a schedule"])
 def test_an_optimizer_that_freezes_already_is_refused(params, place):
+    """A bare ``fz.freeze`` is in ``wrong_calls.md``."""
     inner = optax.adam(1e-3)
     tx = {
-        "alone": fz.freeze(inner, "encoder"),
-        "in a chain": optax.chain(optax.clip(1.0), fz.freeze(inner, "encoder")),
         "in MultiSteps": optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
-        "on a schedule": fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)}),
+        "on a schedule": optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)})),
     }[place]
-    with pytest.raises(ValueError, match=r"(?s)already freezes parameters.*unwrap it"):
-        fz.summary(params, "encoder", tx)
-
-
-@pytest.mark.parametrize(
-    ("tx", "cure"),
-    [
-        (optax.adam, "call the factory"),
-        (3e-4, "pass an Optax optimizer"),
-        (optax.EmptyState(), "pass an Optax optimizer"),
-    ],
-    ids=["a factory", "a number", "a state"],
-)
-def test_what_is_no_optimizer_is_refused(params, tx, cure):
-    with pytest.raises(TypeError, match=cure):
+    with pytest.raises(ValueError, match="already freezes parameters"):
         fz.summary(params, "encoder", tx)
 
 
@@ -256,41 +205,20 @@ def test_depth_sums_up_what_is_below(params, depth, paths):
     assert [row.path for row in summary.rows] == paths
     for total in ("elements", "frozen_elements", "bytes", "frozen_bytes", "state_bytes", "full_state_bytes"):
         assert getattr(summary, total) == getattr(whole, total)
+    assert sum(summary.row_state_bytes) == sum(whole.row_state_bytes) > 0
     assert summary.rows[0][1:3] == (None, jnp.float32)
     assert sum(row.leaves for row in summary.rows) == 6
     if depth == 2:
         assert summary.rows[2:] == whole.rows[4:]
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint8])
-def test_a_depth_of_numpy(params, kind):
-    assert fz.summary(params, True, depth=kind(1)) == fz.summary(params, True, depth=1)
-
-
-def test_a_depth_below_all_leaves_changes_nothing(params):
-    assert fz.summary(params, True, depth=9) == fz.summary(params, True)
-
-
-def test_a_sum_over_dtypes_has_none():
+def test_depths(params):
     [row] = fz.summary({"a": {"b": jnp.ones(2), "c": jnp.ones(2, jnp.bfloat16)}}, True, depth=1).rows
     assert row == ("a", None, None, 4, 4, 12, 12, 2, 0)
-
-
-@pytest.mark.parametrize(
-    ("depth", "error"),
-    [
-        (-1, ValueError),
-        (np.int8(-1), ValueError),
-        (True, TypeError),
-        (np.True_, TypeError),
-        ("encoder", TypeError),
-        (1.0, TypeError),
-    ],
-    ids=repr,
-)
-def test_a_depth_is_a_number_of_segments(params, depth, error):
-    with pytest.raises(error, match="`depth` must be a non-negative int"):
-        fz.summary(params, True, depth=depth)
+    assert fz.summary(params, True, depth=np.int64(9)) == fz.summary(params, True)
+    for depth in (-1, True):
+        with pytest.raises((ValueError, TypeError), match="`depth` must be a non-negative int"):
+            fz.summary(params, True, depth=depth)
 
 
 # Folding.
@@ -379,7 +307,7 @@ trees = st.recursive(
 )
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=60)
 @hypothesis.given(trees, st.data())
 def test_the_lines_of_any_tree_add_up_to_its_rows(tree, data):
     params = jax.tree.map(lambda sizes: shape(*sizes), tree, is_leaf=lambda node: isinstance(node, tuple))
@@ -474,34 +402,23 @@ def test_leaves_say_what_they_are():
     ]
 
 
-@pytest.mark.parametrize("spec", [True, False, "encoder", {"encoder": False, "head": fz.rows([0])}], ids=str)
-def test_totals_name_what_trains_what_is_frozen_and_all(spec):
-    params = {"encoder": shape(3, 2), "head": shape(4, dtype=jnp.bfloat16)}
-    summary = fz.summary(params, spec, optax.sgd(0.1))
+def test_totals_are_shown_everywhere():
+    summary = fz.summary({"encoder": shape(3, 2), "head": shape(4)}, {"encoder": False, "head": fz.rows([0])})
     _, totals = shown(summary)
-    parts = [
-        ("trainable", summary.trainable_elements, summary.trainable_bytes),
-        ("frozen", summary.frozen_elements, summary.frozen_bytes),
-    ]
-    assert sum(elements for _, elements, _ in parts) == 10
-    assert sum(size for *_, size in parts) == 32
-    for total, (name, elements, size) in zip(totals, parts, strict=False):
-        assert re.fullmatch(rf"{name} {elements} of 10 elements \([\d.]+ %\), {size} B of 32 B", total)
-    assert totals[2] == "all 10 elements, 32 B"
-    text, html = rendered(summary, 100), summary._repr_html_()
+    assert len(totals) == 3
     for total in totals:
-        assert total in text
-        assert total in html
+        assert total in rendered(summary, 100)
+        assert total in summary._repr_html_()
 
 
-def test_text_and_html_need_neither_rich_nor_matplotlib():
-    code = """
-import sys, numpy as np, optax_freeze as fz
-summary = fz.summary({"a": np.ones(3, np.float32)}, True)
-str(summary), summary._repr_html_()
-sys.exit(bool({"rich", "matplotlib"} & set(sys.modules)))
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_text_and_html_need_neither_rich_nor_matplotlib(params, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] in ("rich", "matplotlib")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    summary = fz.summary(params, "encoder")
+    assert str(summary)
+    assert summary._repr_html_()
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        summary.plot()
 
 
 # The picture.
@@ -527,21 +444,19 @@ def drawn(ax):
     ]
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_bars_are_the_bytes_of_modules(params, ax, spec):
-    summary, tx = fz.summary(params, spec, optax.adamw(1e-3)), optax.adamw(1e-3)
+@pytest.mark.parametrize("name", ["rows", "dense", "compact"])
+def test_bars_are_the_bytes_of_modules(params, ax, name):
+    summary = fz.summary(params, SPECS[name], optax.adamw(1e-3))
     assert summary.plot(ax) is ax
     bars, legend = drawn(ax)
-    for i, total in enumerate((summary.trainable_bytes, summary.frozen_bytes, sum(summary.row_state_bytes))):
-        assert math.isclose(sum(bar[i] for bar in bars.values()), total, abs_tol=1e-6)
+    assert math.isclose(sum(bar[2] for bar in bars.values()), sum(summary.row_state_bytes))
     assert list(bars) == ["encoder", "head"]
-    for name, bar in bars.items():
-        rows = [row for row in summary.rows if row.path.startswith(name)]
+    for module, bar in bars.items():
+        rows = [row for row in summary.rows if row.path.startswith(module)]
         expected = (sum(r.bytes - r.frozen_bytes for r in rows), sum(r.frozen_bytes for r in rows))
         assert np.allclose(bar[:2], expected)
-    masks = MASK.nbytes if spec is SPECS["dense"] or spec is SPECS["compact"] else 0
+    masks = 0 if name == "rows" else MASK.nbytes
     assert summary.state_bytes == sum(summary.row_state_bytes) + 4 + masks
-    assert nbytes(fz.freeze(tx, spec).init(params)) == summary.state_bytes
     assert [text.split(":")[0] for text in legend] == ["trainable", "frozen", "optimizer state"]
     assert legend[2] == f"optimizer state: {_table.size(summary.state_bytes)}"
     for bars_of_part in ax.containers:
@@ -561,9 +476,8 @@ def test_without_an_optimizer_there_are_no_bars_for_its_state(params, ax):
     assert abs(trainable - frozen) > 0.2
 
 
-@pytest.mark.parametrize("given", [None, 2, 9])
-def test_a_depth_of_a_picture_names_smaller_modules(params, ax, given):
-    summary = fz.summary(params, "encoder", optax.adam(1e-3), depth=given)
+def test_a_depth_of_a_picture_names_smaller_modules(params, ax):
+    summary = fz.summary(params, "encoder", optax.adam(1e-3), depth=9)
     bars, _ = drawn(summary.plot(ax, depth=2))
     assert list(bars) == ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]
     assert bars["head/kernel"] == (32, 0, 64)
@@ -592,27 +506,15 @@ def test_a_picture_needs_elements(ax):
         fz.summary({"hole": optax.MaskedNode()}, True).plot(ax)
 
 
-def test_without_matplotlib_the_error_says_how_to_get_it(params, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        fz.summary(params, "encoder").plot()
-
-
-@pytest.mark.parametrize(
-    ("spec", "extent"),
-    [("**", "everything"), (True, "everything"), (False, "nothing"), (fz.where(lambda path, leaf: False), "nothing")],
-    ids=str,
-)
+@pytest.mark.parametrize(("spec", "extent"), [("**", "everything"), (False, "nothing")])
 def test_a_spec_that_freezes_nothing_or_everything_is_said(spec, extent):
+    always = "; leaves that are not floating-point or complex arrays are always frozen"
     params = {"a": jnp.ones(2), "steps": jnp.int32(0)}
     for summary in (fz.summary(params, spec), fz.summary(params, spec, optax.adam(1.0), depth=0)):
         assert summary.extent == extent
-        always = "; leaves that are not floating-point or complex arrays are always frozen"
         assert str(summary).splitlines()[-1] == f"the spec freezes {extent}" + always * (extent == "nothing")
-        assert f"the spec freezes {extent}" in summary._repr_html_()
-        console = rich.console.Console(file=io.StringIO(), width=100)
-        console.print(summary)
-        assert f"the spec freezes {extent}" in console.file.getvalue()
+        for text in (summary._repr_html_(), rendered(summary, 100)):
+            assert f"the spec freezes {extent}" in text
 
 
 def test_only_leaves_that_never_train_are_said_to_be_always_frozen():
@@ -648,15 +550,11 @@ class TestOnHost:
             assert "12 train (25 %), on the host" in text
             assert "in the device's memory 12 B, in the host's 240 B" in text
 
-    def test_a_sum_says_how_much(self):
+    def test_a_sum_and_bars_say_how_much(self, ax):
         params = fz.offload(self.model(), self.spec, min_bytes=0)
-        [row] = fz.summary(params, self.spec, depth=0).rows
-        assert (row.host_bytes, row.leaves) == (240, 3)
-        assert "240 B on the host" in str(fz.summary(params, self.spec, depth=0))
+        summary = fz.summary(params, self.spec, depth=0)
+        assert [(row.host_bytes, row.leaves) for row in summary.rows] == [(240, 3)]
+        assert "240 B on the host" in str(summary)
         assert fz.summary(fz.partition(params, self.spec)[1], True).host_bytes == 240
-
-    def test_bars_show_it(self, ax):
-        params = fz.offload(self.model(), self.spec, min_bytes=0)
-        fz.summary(params, self.spec).plot(ax)
-        labels = [text.get_text() for text in ax.get_legend().get_texts()]
-        assert labels == ["trainable: 12 B", "frozen: 0 B", "in the host's memory: 240 B"]
+        _, legend = drawn(summary.plot(ax))
+        assert legend == ["trainable: 12 B", "frozen: 0 B", "in the host's memory: 240 B"]

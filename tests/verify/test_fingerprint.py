@@ -1,5 +1,6 @@
 """Comparing what is frozen bit by bit, and its digest."""
 
+import math
 import os
 import re
 import socket
@@ -62,22 +63,22 @@ MASKS = {
     "elements": (fz.elements(MASK), MASK),
     "compact": (fz.elements(MASK, compact=True), MASK),
 }
+IN_PART = [*(("float32", mask) for mask in MASKS if mask != "all"), ("complex64", "rows")]
+
+
+def communicated(compiled):
+    """The sizes of the arrays that a compiled program exchanges between devices."""
+    lines = re.findall(r"= (.*?) (?:all-|collective-|reduce-scatter|ragged-all)[\w-]*\(", compiled.as_text())
+    shapes = [shape for line in lines for shape in re.findall(r"\[([\d,]*)\]", line)]
+    return [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
 
 
 class TestFingerprint:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_every_flipped_bit_changes_every_lane(self, dtype):
-        leaf = leaf_of(dtype)
-        changed, _ = flips(leaf)
-        assert len({row.tobytes() for row in changed} | {leaf.tobytes()}) == len(changed) + 1
-        digests = jax.jit(jax.vmap(lambda w: fz.fingerprint({"w": w}, True)))(changed)
-        assert (digests != fz.fingerprint({"w": leaf}, True)).all()
-
-    @pytest.mark.parametrize("mask", MASKS)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-    def test_a_flipped_bit_changes_it_if_and_only_if_it_is_frozen(self, dtype, mask):
+    @pytest.mark.parametrize(("dtype", "mask"), [*((dtype, "all") for dtype in DTYPES), *IN_PART])
+    def test_a_flipped_bit_changes_every_lane_if_and_only_if_it_is_frozen(self, dtype, mask):
         leaf, (frozen, where) = leaf_of(dtype), MASKS[mask]
         changed, at = flips(leaf)
+        assert len({row.tobytes() for row in changed} | {leaf.tobytes()}) == len(changed) + 1
         digests = jax.jit(jax.vmap(lambda w: fz.fingerprint({"w": w}, {"w": frozen})))(changed)
         unchanged = np.asarray(digests == fz.fingerprint({"w": leaf}, {"w": frozen}))
         assert (unchanged == ~where.reshape(-1)[at][:, None]).all()
@@ -88,9 +89,9 @@ class TestFingerprint:
         digests = jax.jit(jax.vmap(lambda d: fz.fingerprint(jax.random.wrap_key_data(d), False)))(changed)
         assert (digests != fz.fingerprint(jax.random.wrap_key_data(data), False)).all()
 
-    @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64, np.complex128])
+    @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.complex128])
     def test_64_bits_of_numpy_with_and_without_64_bit_mode(self, dtype):
-        leaf = np.array([0.0, 1.5, 2.0**40]).astype(dtype)
+        leaf = np.array([2.0**40]).astype(dtype)
         changed, _ = flips(leaf)
         digests = np.stack([fz.fingerprint({"w": w}, True) for w in changed])
         digest = fz.fingerprint({"w": leaf}, True)
@@ -99,17 +100,14 @@ class TestFingerprint:
             assert same(fz.fingerprint({"w": jnp.asarray(leaf)}, True), digest)
             assert same(jax.jit(lambda p: fz.fingerprint(p, True))({"w": jnp.asarray(leaf)}), digest)
 
-    def test_64_bit_mode_changes_nothing(self, awkward, odd_bits):
+    def test_eager_and_jitted_and_in_64_bit_mode(self, awkward, odd_bits):
         for tree in (awkward, odd_bits):
+            for frozen in ("frozen", False):
+                digest = fz.fingerprint(tree, frozen)
+                assert same(jax.jit(lambda p, frozen=frozen: fz.fingerprint(p, frozen))(tree), digest)
             digest = fz.fingerprint(tree, "frozen")
             with enable_x64(True):
                 assert same(fz.fingerprint(tree, "frozen"), digest)
-
-    def test_eager_and_jitted(self, awkward, odd_bits):
-        for tree in (awkward, odd_bits):
-            for frozen in (True, False, "frozen", "trains"):
-                jitted = jax.jit(lambda p, frozen=frozen: fz.fingerprint(p, frozen))
-                assert same(jitted(tree), fz.fingerprint(tree, frozen))
 
     def test_is_four_words_that_never_change(self):
         params = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [jnp.bfloat16(1.5), None, 2.0]}
@@ -117,18 +115,13 @@ class TestFingerprint:
         assert (digest.shape, digest.dtype) == ((4,), jnp.uint32)
         assert [f"{word:08x}" for word in digest.tolist()] == GOLDEN  # checkpoints hold such digests
 
-    def test_what_trains_does_not_count(self, params, frozen, compiled):
-        digest = compiled(lambda p: fz.fingerprint(p, frozen))
+    def test_what_trains_does_not_count(self, params, frozen):
+        digest = jax.jit(lambda p: fz.fingerprint(p, frozen))
         trained = {**params, "head": jax.tree.map(lambda p: p * jnp.nan, params["head"])}
         assert same(digest(trained), digest(params))
         moved = {**params, "encoder": jax.tree.map(lambda p: p + 1, params["encoder"])}
         assert not same(digest(moved), digest(params))
-
-    def test_negative_zero_and_nan_payloads_count(self, odd_bits):
-        assert not same(fz.fingerprint(jnp.float32(0.0), True), fz.fingerprint(jnp.float32(-0.0), True))
-        plain = jax.tree.map(lambda x: jnp.where(jnp.isnan(x), jnp.nan, 0.0), odd_bits)
-        for name in ("nan_payload", "denormal"):
-            assert not same(fz.fingerprint(odd_bits, f"frozen/{name}"), fz.fingerprint(plain, f"frozen/{name}"))
+        assert jax.eval_shape(digest, params).shape == (4,)
 
     def test_places_paths_dtypes_and_shapes_count(self):
         w = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -189,18 +182,18 @@ class TestFingerprint:
         assert same(jitted(w, MASK), fz.fingerprint(w, {"w": MASK}))
         assert not same(jitted(w, ~MASK), fz.fingerprint(w, {"w": MASK}))
 
-    def test_nothing_frozen(self, params, compiled):
-        assert compiled(lambda p: fz.fingerprint(p, False))(params).tolist() == [0, 0, 0, 0]
+    def test_nothing_frozen(self, params):
+        assert jax.jit(lambda p: fz.fingerprint(p, False))(params).tolist() == [0, 0, 0, 0]
         assert fz.fingerprint({}, True).tolist() == [0, 0, 0, 0]
         assert fz.fingerprint({"empty": jnp.zeros((0, 3)), "hole": HOLE}, True).tolist() == [0, 0, 0, 0]
 
     @pytest.mark.parametrize("frozen", ["encoder", {"encoder": fz.rows(slice(1, 3)), "head": True}])
-    def test_rest_has_the_fingerprint_of_the_whole(self, frozen, compiled):
+    def test_rest_has_the_fingerprint_of_the_whole(self, frozen):
         params = {"encoder": jnp.arange(8.0).reshape(4, 2), "head": jnp.ones(3)}
         _, rest = fz.partition(params, frozen)
         digest = fz.fingerprint(params, frozen)
-        assert same(compiled(lambda p: fz.fingerprint(p, True))(rest), digest)
-        assert same(compiled(lambda p: fz.fingerprint(p, frozen))(rest), digest)
+        assert same(jax.jit(lambda p: fz.fingerprint(p, True))(rest), digest)
+        assert same(fz.fingerprint(rest, frozen), digest)
 
     def test_objects(self):
         def digest(value, path="f"):
@@ -220,7 +213,7 @@ class TestFingerprint:
         frozen = {"w": fz.rows(slice(3, 9)), "b": np.arange(24) % 3 == 0}
         expected, in_part = fz.fingerprint(params, True), fz.fingerprint(params, frozen)
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
-        for w, b in [((), ("y",)), (("y", "x"), (("x", "y"),)), ((None, "x", "y"), ())]:
+        for w, b in [(("y", "x"), (("x", "y"),)), ((None, "x", "y"), ())]:
             placed = {
                 "w": jax.device_put(params["w"], NamedSharding(mesh, P(*w))),
                 "b": jax.device_put(params["b"], NamedSharding(mesh, P(*b))),
@@ -228,46 +221,31 @@ class TestFingerprint:
             assert same(fz.fingerprint(placed, frozen), in_part)
             assert same(jax.jit(lambda p: fz.fingerprint(p, True))(placed), expected)
 
-    def test_leaves_on_different_devices(self):
+    def test_leaves_and_masks_on_different_devices_and_on_the_host(self):
         devices = jax.devices()
-        params = {"a": jnp.ones(4), "b": jnp.arange(8.0)}
-        placed = {
-            "a": jax.device_put(params["a"], devices[1]),
-            "b": jax.device_put(params["b"], NamedSharding(Mesh(devices[4:][::-1], "x"), P("x"))),
-        }
-        assert same(fz.fingerprint(placed, True), fz.fingerprint(params, True))
+        params = {"a": jnp.ones(4), "b": jnp.arange(16.0)}
+        sharding = NamedSharding(Mesh(devices[::-1], "x"), P("x"))
+        mask = jax.device_put(jnp.arange(16) % 3 == 0, devices[3])
+        frozen = {"a": True, "b": mask}
+        expected = fz.fingerprint(params, {"a": True, "b": np.asarray(mask)})
+        for place in (sharding, sharding.with_memory_kind("pinned_host")):
+            placed = {"a": jax.device_put(params["a"], devices[1]), "b": jax.device_put(params["b"], place)}
+            assert same(fz.fingerprint(placed, frozen), expected)
 
-    def test_a_mask_that_lies_elsewhere(self):
-        params = {"w": jnp.arange(16.0)}
-        placed = jax.device_put(params, NamedSharding(Mesh(jax.devices(), "x"), P("x")))
-        mask = jax.device_put(jnp.arange(16) % 3 == 0, jax.devices()[3])
-        assert same(fz.fingerprint(placed, {"w": mask}), fz.fingerprint(params, {"w": np.asarray(mask)}))
-
-    def test_arrays_in_host_memory(self):
-        params = {"w": jnp.arange(16.0)}
-        sharding = NamedSharding(Mesh(jax.devices(), "x"), P("x"), memory_kind="pinned_host")
-        assert same(fz.fingerprint(jax.device_put(params, sharding), True), fz.fingerprint(params, True))
-
-    @pytest.mark.parametrize("mask", ["all", "rows", "elements"])
+    @pytest.mark.parametrize("mask", ["rows", "elements"])
     def test_only_digests_are_communicated(self, mask):
         sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
         w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
-        masks = {"all": True, "rows": fz.rows(slice(3, 50)), "elements": fz.elements(np.zeros((64, 32), bool))}
-        text = jax.jit(lambda w: fz.fingerprint(w, masks[mask])).lower(w).compile().as_text()
-        lines = re.findall(r"= (.*?) (?:all-|collective-|reduce-scatter|ragged-all)[\w-]*\(", text)
-        sizes = [
-            np.prod([int(n) for n in shape.split(",") if n])
-            for line in lines
-            for shape in re.findall(r"\[([\d,]*)\]", line)
-        ]
-        assert sizes
-        assert max(sizes) <= 8  # one word from each device
+        masks = {"rows": fz.rows(slice(3, 50)), "elements": fz.elements(np.zeros((64, 32), bool))}
+        sizes = communicated(jax.jit(lambda w: fz.fingerprint(w, masks[mask])).lower(w).compile())
+        assert 0 < max(sizes) <= 8  # one word from each device
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "complex64"])
-    @pytest.mark.parametrize("mask", ["all", "rows"])
+    @pytest.mark.parametrize(
+        ("dtype", "mask"), [("float32", "rows"), ("bfloat16", "all"), ("float8_e4m3fn", "rows"), ("complex64", "all")]
+    )
     def test_reads_the_data_once(self, dtype, mask):
         w = jax.ShapeDtypeStruct((32, 256, 512), jnp.dtype(dtype))
-        frozen = True if mask == "all" or dtype == "int8" else fz.rows(slice(5, 200), axis=1)
+        frozen = True if mask == "all" else fz.rows(slice(5, 200), axis=1)
         compiled = jax.jit(lambda w: fz.fingerprint(w, frozen)).lower(w).compile()
         nbytes = w.size * w.dtype.itemsize
         assert compiled.cost_analysis()["bytes accessed"] <= 1.05 * nbytes
@@ -278,23 +256,11 @@ class TestFingerprint:
         fz.fingerprint([jnp.full((5, 7), i) for i in range(20)], True)
         assert _bits.digest._cache_size() == before + 1
 
-    def test_donated(self, params, frozen):
+    def test_only_frozen_leaves_are_read(self, params, frozen):
         jax.tree.map(lambda p: p.delete(), params["encoder"]["layer_1"])
         with pytest.raises(ValueError, match=r"params: the array has been deleted\n  at: encoder/layer_1/bias"):
             fz.fingerprint(params, frozen)
         assert fz.fingerprint(params, "head").any()
-
-    def test_no_values(self, params, frozen):
-        with pytest.raises(TypeError, match=r"an array without values\n  at: encoder/layer_0/bias(.|\n)*eval_shape"):
-            fz.fingerprint(jax.eval_shape(lambda: params), frozen)
-        assert jax.eval_shape(lambda p: fz.fingerprint(p, frozen), params).shape == (4,)
-
-    def test_a_part(self):
-        params = {"w": jnp.ones((4, 2))}
-        frozen = {"w": fz.rows(0)}
-        trainable, _ = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match=r"instead of the full leaf(.|\n)*at: w"):
-            fz.fingerprint(trainable, frozen)
 
 
 GOLDEN = ["c17337f5", "f473eeed", "153d4029", "33756a17"]
@@ -308,8 +274,7 @@ class TestAssertFrozen:
             fz.assert_frozen(tree, {**copy, "trains": jnp.zeros(2)}, "frozen")
             fz.assert_frozen(tree, tree, True)
 
-    @pytest.mark.parametrize("mask", MASKS)
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "complex64"])
+    @pytest.mark.parametrize(("dtype", "mask"), [("bfloat16", "all"), ("float8_e4m3fn", "all"), *IN_PART])
     def test_every_flipped_bit_fails_if_and_only_if_it_is_frozen(self, dtype, mask):
         leaf, (frozen, where) = leaf_of(dtype), MASKS[mask]
         changed, at = flips(leaf)
@@ -352,7 +317,7 @@ class TestAssertFrozen:
                 np.float16([-65504, 0]),
                 r"1 of 2 elements, by up to 1.31e\+05",
             ),
-            (np.int32([2**30, 0]), np.int32([2**30 + 1, 0]), "1 of 2 elements, by up to 1"),
+            (np.int32([2**30, 0]), np.int32([2**30 - 3, 0]), "1 of 2 elements, by up to 3"),
             (np.int32([-(2**31), 0]), np.int32([2**31 - 1, 0]), r"1 of 2 elements, by up to 4.29e\+09"),
             (np.uint8([0, 255]), np.uint8([1, 255]), "1 of 2 elements, by up to 1"),
             (np.array([-8, 7], jnp.int4), np.array([7, 7], jnp.int4), "1 of 2 elements, by up to 15"),
@@ -378,12 +343,10 @@ class TestAssertFrozen:
             fz.assert_frozen({"w": old}, {"w": new}, True)
         fz.assert_frozen({"w": old}, {"w": old}, True)
 
-    def test_keys(self):
+    def test_keys_and_integers_are_frozen_whatever_the_spec(self):
         fz.assert_frozen(jax.random.key(0), jax.random.key(0), False)
         with pytest.raises(AssertionError, match=r"at: \(the root\): 1 of 1 elements\n"):
             fz.assert_frozen(jax.random.key(0), jax.random.key(1), False)
-
-    def test_integers_are_frozen_whatever_the_spec(self):
         with pytest.raises(AssertionError, match="step: 1 of 1 elements, by up to 1"):
             fz.assert_frozen({"step": jnp.int32(1)}, {"step": jnp.int32(2)}, False)
 
@@ -397,26 +360,18 @@ class TestAssertFrozen:
         with pytest.raises(AssertionError, match="activation: another object"):
             fz.assert_frozen(model, other, False)
 
-    def test_nnx_states(self):
-        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-        model.kernel[...] += 1.0
-        after = nnx.state(model, nnx.Param)
-        fz.assert_frozen(before, after, "bias")
-        fz.assert_frozen(before, nnx.to_pure_dict(after), "bias")
-        with pytest.raises(AssertionError, match="kernel: 6 of 6 elements, by up to 1"):
-            fz.assert_frozen(before, after, "kernel")
-
-    def test_an_nnx_module_changes_in_place(self):
+    def test_nnx_modules_change_in_place(self):
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         before, values = nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        copy = jax.tree.map(jnp.copy, before)
         model.kernel[...] += 1.0
         for old, new in ((before, nnx.state(model, nnx.Param)), (model, model), (before, before)):
             with pytest.raises(ValueError, match=r"the same NNX variables(.|\n)*nnx\.to_pure_dict"):
                 fz.assert_frozen(old, new, "bias")
-        fz.assert_frozen(values, before, "bias")
-        with pytest.raises(AssertionError, match="kernel: 6 of 6"):
-            fz.assert_frozen(values, before, "kernel")
+        for old, new in ((values, before), (copy, before), (copy, nnx.to_pure_dict(before))):
+            fz.assert_frozen(old, new, "bias")
+            with pytest.raises(AssertionError, match="kernel: 6 of 6 elements, by up to 1"):
+                fz.assert_frozen(old, new, "kernel")
 
     def test_shardings_of_all_kinds(self):
         w = jax.random.normal(jax.random.key(0), (16, 8))
@@ -433,16 +388,16 @@ class TestAssertFrozen:
         ]
         mask = np.zeros((16, 8), bool)
         mask[3, 5] = True
-        for a in places:
-            for b in places:
-                old, new, copy = (
-                    np.asarray(x) if place is None else jax.device_put(x, place)
-                    for x, place in ((w, a), (moved, b), (w, b))
-                )
-                fz.assert_frozen({"w": old}, {"w": copy}, True)
-                fz.assert_frozen({"w": old}, {"w": new}, {"w": ~mask})
-                with pytest.raises(AssertionError, match="w: 1 of 128 elements, by up to 1"):
-                    fz.assert_frozen({"w": old}, {"w": new}, {"w": mask})
+        pairs = [pair for n in (1, 2, 3) for pair in zip(places, places[n:] + places[:n], strict=True)]
+        for a, b in pairs:  # each pair of places once
+            old, new, copy = (
+                np.asarray(x) if place is None else jax.device_put(x, place)
+                for x, place in ((w, a), (moved, b), (w, b))
+            )
+            fz.assert_frozen({"w": old}, {"w": copy}, True)
+            fz.assert_frozen({"w": old}, {"w": new}, {"w": ~mask})
+            with pytest.raises(AssertionError, match="w: 1 of 128 elements, by up to 1"):
+                fz.assert_frozen({"w": old}, {"w": new}, {"w": mask})
 
     def test_counts_carry_into_a_second_word(self):
         words = (jnp.full(9, 2**30, jnp.uint32), jnp.zeros(9, jnp.uint32))
@@ -459,15 +414,7 @@ class TestAssertFrozen:
     def test_nothing_is_gathered(self):
         sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
         w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
-        text = _bits.count.lower(w, w, FROZEN).compile().as_text()
-        lines = re.findall(r"= (.*?) (?:all-|collective-|reduce-scatter|ragged-all)[\w-]*\(", text)
-        sizes = [
-            np.prod([int(n) for n in shape.split(",") if n])
-            for line in lines
-            for shape in re.findall(r"\[([\d,]*)\]", line)
-        ]
-        assert sizes
-        assert max(sizes) <= 8
+        assert 0 < max(communicated(_bits.count.lower(w, w, FROZEN).compile())) <= 8
 
     def test_a_rest_is_compared_with_the_whole(self):
         params = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(2), "head": jnp.ones(1)}
@@ -486,52 +433,16 @@ class TestAssertFrozen:
             fz.assert_frozen(params, trainable, frozen)
         with pytest.raises(ValueError, match=r"missing\n  at: head/bias\n  got: a hole in `before`"):
             fz.assert_frozen(rest, params, True)
-
-    def test_a_part(self):
-        params = {"w": jnp.ones((4, 2))}
-        frozen = {"w": fz.rows(0)}
-        trainable, _ = fz.partition(params, frozen)
+        part, _ = fz.partition({"w": jnp.ones((4, 2))}, {"w": fz.rows(0)})
         with pytest.raises(ValueError, match=r"after: the trainable part of a leaf(.|\n)*at: w"):
-            fz.assert_frozen(params, trainable, frozen)
-
-    def test_another_structure(self, params, frozen):
-        with pytest.raises(ValueError, match=r"after: different tree structure(.|\n)*at: encoder/layer_0/bias"):
-            fz.assert_frozen(params, {"head": params["head"]}, frozen)
+            fz.assert_frozen({"w": jnp.ones((4, 2))}, part, {"w": fz.rows(0)})
         with pytest.raises(ValueError, match="different containers"):
             fz.assert_frozen([jnp.ones(1)], (jnp.ones(1),), True)
 
-    def test_strict(self, params):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.assert_frozen(params, params, "decoder")
-
-    def test_donated(self, params, frozen):
-        step = jax.jit(lambda p: jax.tree.map(lambda x: x + 0, p), donate_argnums=0)
-        kept = jax.tree.map(jnp.copy, params)
-        digest = fz.fingerprint(params, frozen)
-        after = step(params)
-        with pytest.raises(ValueError, match=r"before: the array has been deleted(.|\n)*donated(.|\n)*jnp\.copy"):
-            fz.assert_frozen(params, after, frozen)
-        fz.assert_frozen(kept, after, frozen)
-        assert same(fz.fingerprint(after, frozen), digest)
-
-    def test_under_jit(self, params, frozen):
+    def test_a_mask_under_jit(self):
         leaf = {"w": np.ones(2, np.float32)}
-        with pytest.raises(TypeError, match=r"after: an array without values(.|\n)*fz\.fingerprint"):
-            jax.jit(lambda p: fz.assert_frozen(params, p, frozen))(params)
         with pytest.raises(TypeError, match="mask of a leaf"):
             jax.jit(lambda m: fz.assert_frozen(leaf, leaf, {"w": m}))(np.ones(2, bool))
-
-    def test_shapes(self, params, frozen):
-        with pytest.raises(TypeError, match=r"before: an array without values(.|\n)*eval_shape"):
-            fz.assert_frozen(jax.eval_shape(lambda: params), params, frozen)
-
-    def test_a_training_step(self, params, loss, batch, frozen):
-        tx = fz.freeze(optax.adamw(0.1), frozen)
-        updates, _ = tx.update(jax.grad(loss)(params, batch), tx.init(params), params)
-        fz.assert_frozen(params, optax.apply_updates(params, updates), frozen)
-        decayed = optax.apply_updates(params, optax.adamw(0.1).update(params, optax.adamw(0.1).init(params), params)[0])
-        with pytest.raises(AssertionError, match="of 4 frozen leaves changed"):
-            fz.assert_frozen(params, decayed, frozen)
 
 
 PROCESS = """
