@@ -40,7 +40,7 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
-    states = _outermost(state, (FreezeState,))
+    states = _outermost(state, FreezeState)
     scheduled = _outermost(state, FreezeWhenState)
     if not states and len(scheduled) == 1:
         return _groups_now(scheduled[0])
