@@ -30,16 +30,14 @@ def training(loss: Any, optimizer: Any, frozen: Any = ANY_TWO) -> Any:
     return tx, jax.jit(step)
 
 
-def choose_layers(tx: Any, params: Any, state: Any, key: Any) -> Any:
+def choose_layers(state: Any, tx: Any, params: Any, key: Any) -> Any:
     """The state in which other layers train."""
-    layers = jax.random.choice(key, LAYERS, (TRAIN,), replace=False)
-    return fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(layers)})
+    return fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jax.random.permutation(key, LAYERS)[:TRAIN])})
 
 
 # %%
 import argparse
 import builtins
-import functools
 import inspect
 import time
 
@@ -96,12 +94,11 @@ def documentation(names: list[Any]) -> np.ndarray:
 def train(params: Any, method: Any, text: np.ndarray, steps: int, held_out: Any, turns: bool = False) -> Any:
     """Held-out losses before every tenth step and at the end; seconds of each step; bytes of state; parameters."""
     (tx, step), keys = method, jax.random.split(jax.random.key(1), steps)
-    choose = jax.jit(functools.partial(choose_layers, tx))
     state, losses, seconds = jax.jit(tx.init)(params), [], []
     for i, batch in enumerate(windows_of(text, steps * BATCH, seed=0).reshape(steps, BATCH, -1)):
         if i % EVERY == 0:
             losses.append(loss(params, held_out))
-            state = choose(params, state, keys[i]) if turns else state
+            state = jax.jit(choose_layers, static_argnums=1)(state, tx, params, keys[i]) if turns else state
         start = time.perf_counter()
         params, state = jax.block_until_ready(step(params, state, batch))
         seconds.append(time.perf_counter() - start)

@@ -281,9 +281,15 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
     """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by holes."""
-    values, treedef = _tree.flatten(jax.tree.map(lambda x: _tree.struct_of(x) if is_on_host(x) else x, params))
-    values = [value if kept else _tree.HOLE for value, kept in zip(values, keep, strict=True)]
-    return eval_init(init, jax.tree.unflatten(treedef, values))
+    values, treedef = _tree.flatten(jax.tree.map(_struct, params))
+    kept = [value if here else _tree.HOLE for value, here in zip(values, keep, strict=True)]
+    return eval_init(init, jax.tree.unflatten(treedef, kept))
+
+
+def _struct(value: Any) -> Any:
+    """The shape and dtype of an array or of a Python number, which optimizers take for an array."""
+    is_number = isinstance(value, (int, float, complex))
+    return jax.eval_shape(jnp.asarray, value) if is_number else _tree.struct_of(value)
 
 
 def _nbytes(shapes: PyTree) -> int:
