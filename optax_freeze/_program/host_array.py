@@ -114,4 +114,4 @@ def _slice(array: Any, starts: tuple[Any, ...], count: int) -> jax.Array:
 
     rows = at_once(array, *starts)
     # The TPU compiler aborts if a transposed layout reaches the slice of an array on the host.
-    return to_device(with_layout_constraint(rows, Layout(tuple(range(len(shape))))))
+    return with_layout_constraint(to_device(rows), Layout(tuple(range(len(shape)))))
