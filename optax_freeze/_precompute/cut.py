@@ -17,8 +17,8 @@ from optax_freeze._program import operations
 from optax_freeze._program.dependence import CALLS, programs_in
 
 CHEAP = f"""
-{operations.ELEMENTWISE} {" ".join(operations.REDUCTIONS)} axis_index bitcast_convert_type clz complex layout_constraint
-log2 optimization_barrier random_unwrap random_wrap
+{operations.ELEMENTWISE} {" ".join(operations.REDUCTIONS)} axis_index bitcast_convert_type layout_constraint
+optimization_barrier random_unwrap random_wrap
 """
 """Operations that cost about as much as reading their operands, besides the cheap ones of the table of operations.
 

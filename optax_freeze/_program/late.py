@@ -5,12 +5,13 @@ operation that reads such a value brings the wanted rows to the device and repea
 copy of a weight waits on the device for the backward pass, and a loop reads only the row of its step.
 """
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
-from jax.extend.core.primitives import name_p
 
 from optax_freeze._program.host_array import FEWEST_AXES
 from optax_freeze._program.operations import is_cheap
@@ -22,6 +23,13 @@ _MOST_OPERATIONS = 64
 
 Origins: TypeAlias = frozenset[tuple[int, bool]]
 """The inputs of the outermost program from which a late value is computed, and whether it is a row of them."""
+
+
+@functools.cache
+def _naming() -> Equation:
+    """An operation that returns its operand. Its primitive is not public in every release of JAX."""
+    [naming] = flatten(jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(0.0)).eqns
+    return naming
 
 
 class Late:
@@ -45,7 +53,7 @@ class Late:
             for value, out, aval in zip(eqn.inputs, eqn.outputs, eqn.avals_out, strict=True):
                 if value in self:
                     same = {"inputs": (value,), "outputs": (out,), "avals_in": (aval,), "avals_out": (aval,)}
-                    self.made_by[out] = eqn._replace(primitive=name_p, params={"name": ""}, **same)
+                    self.made_by[out] = _naming()._replace(context=eqn.context, source=eqn.source, **same)
                     self.sizes[out] = self.sizes[value]
                 elif self.is_given(value):
                     self.available.add(out)

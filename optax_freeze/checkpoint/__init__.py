@@ -140,7 +140,7 @@ def save(
     plan.refuse_all_frozen("there is nothing to save", frozen)
     leaves = leaf_records(params, plan)
     record = Record(leaves, None if opt_state is None else state_records(opt_state))
-    _refuse_different_processes("the spec", record.as_json())
+    _refuse_different_processes("the spec", record.as_json()["leaves"])
     record = dataclasses.replace(record, leaves=with_fingerprints(leaves, params, plan))
     _refuse_different_processes("the frozen bits", record.as_json())
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
@@ -222,15 +222,16 @@ def restore(
         at = os.path.join(where, str(chosen))
         record = read_record(at)
         values, treedef = _tree.flatten(params)
-        given = make_plan(params, False if frozen is None else frozen)
         fix = "give the full parameters of the model that was saved"
-        refuse_other_arrays(record.leaves, leaf_records(params, given), "params", "the checkpoint", fix)
+        got = leaf_records(params, make_plan(params, False))
+        refuse_other_arrays(record.leaves, got, "params", "the checkpoint", fix)
         saved_masks = _read(manager, at, "masks", list(map(mask_struct, record.leaves)), values)
         plan = make_plan(params, spec_of(record.leaves, saved_masks))
         if frozen is not None:
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
             paths = [leaf.path for leaf in record.leaves]
-            refuse_other_selections(plan.selections, given.selections, paths, "the checkpoint", fix)
+            given = make_plan(params, frozen).selections
+            refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
         refuse_other_base(
             record.leaves,
             with_fingerprints(leaf_records(params, plan), params, plan),
