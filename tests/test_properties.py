@@ -180,7 +180,7 @@ def where(answer, shape):
     if isinstance(answer, MASKS[1]):
         return np.asarray(answer.array)
     hit = np.zeros(shape[answer.axis], bool)
-    hit[slice(*answer.index) if hasattr(answer.index, "start") else np.asarray(answer.index, int)] = True
+    hit[answer.index if isinstance(answer.index, slice) else np.asarray(answer.index, int)] = True
     column = [1] * len(shape)
     column[answer.axis] = -1
     return np.broadcast_to((hit ^ answer.inverted).reshape(column), shape)

@@ -17,7 +17,6 @@ from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import Group
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.masks import Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
@@ -197,12 +196,10 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
 def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
     """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
-    selection = fit_mask(mask, leaf)
-    named = np.full(leaf.shape[mask.axis], selection is FROZEN)
+    selection = mask.fit(leaf)
+    named = np.full(leaf.shape[mask.axis], selection is not TRAINABLE)
     if isinstance(selection, RowIndex):
-        named[:] = selection.picked_train
-        for progression in selection.picked:
-            named[slice(*progression)] = not selection.picked_train
+        named[selection.numbers] = False
     return named
 
 

@@ -250,9 +250,7 @@ class DynamicRows(_SomeRows):
 def region_of(selection: Selection) -> Region:
     """The trainable part of a leaf."""
     if isinstance(selection, RowIndex):
-        picked = np.concatenate([np.arange(*progression) for progression in selection.picked])
-        trains = picked if selection.picked_train else np.setdiff1d(np.arange(selection.size), picked)
-        return Rows(selection.axis, np.sort(trains))
+        return Rows(selection.axis, selection.numbers)
     if isinstance(selection, DynamicRowIndex):
         return DynamicRows(selection.axis, jnp.asarray(selection.array))
     return EVERYTHING

@@ -17,6 +17,7 @@ import numpy as np
 from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.layout import copy_like
+from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory import HOST, is_on_host
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
@@ -55,7 +56,7 @@ class Plan:
     @property
     def known(self) -> ResolvedSpec:
         """The plan as a spec, for trees with the same leaves."""
-        return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(s.as_spec() for s in self.selections))
+        return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(map(choice_of, self.selections)))
 
     @property
     def masks(self) -> list[Any]:
@@ -229,7 +230,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:
             is_rows = isinstance(value.index, RowSelection)
-            rows = f"a leaf frozen by {value.index.as_spec()}" if is_rows else "single elements"
+            rows = f"a leaf frozen by {choice_of(value.index)}" if is_rows else "single elements"
             got = f"a Part of {rows}, of shape {value.shape}"
     elif leaf.index is not None or (selection.in_part and not _fits(np.shape(value), leaf, selection, name)):
         got = f"an array of shape {np.shape(value)}"

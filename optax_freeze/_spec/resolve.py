@@ -17,8 +17,7 @@ import numpy as np
 
 from optax_freeze._errors import described, is_concrete, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.masks import ElementMask
+from optax_freeze._spec.masks import ElementMask, choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
@@ -83,7 +82,7 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
       {'bias': False, 'kernel': True, 'steps': True}
     """
     plan = make_plan(params, frozen)
-    return jax.tree.unflatten(plan.treedef, [selection.as_spec() for selection in plan.selections])
+    return jax.tree.unflatten(plan.treedef, list(map(choice_of, plan.selections)))
 
 
 class FreezeWarning(UserWarning):
@@ -123,11 +122,25 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
 def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice], tied: Tied) -> Plan:
     """The plan of one choice per leaf; whatever cannot have a gradient is frozen."""
     pairs = zip(choices, leaves, strict=True)
-    selections = [fit_mask(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
+    selections = [_fit(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
     if tied == "error":
         _refuse_tied(walk.values, leaves, selections)
     # An optimizer state contains the plan, so only the static fields of a `VariableLeaf` are kept.
     return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, bool(walk.variables))
+
+
+def _fit(choice: Choice, leaf: Leaf) -> Selection:
+    if isinstance(choice, bool):
+        return FROZEN if choice else TRAINABLE
+    if np.zeros((), leaf.dtype) != 0:
+        raise value_error(
+            "a leaf whose dtype has no zero cannot be frozen in part",
+            at=leaf.path,
+            got=f"{choice!r} for {leaf.dtype}",
+            expected="True or False",
+            fix="freeze the whole leaf, or train it",
+        )
+    return choice.fit(leaf)
 
 
 def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
