@@ -26,7 +26,7 @@ from optax_freeze._report import plot as _plot
 from optax_freeze._report import table as _table
 from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection

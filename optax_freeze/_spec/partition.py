@@ -16,7 +16,7 @@ import optax
 
 from optax_freeze._errors import is_array, is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan, refuse_on_host, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection

@@ -19,7 +19,7 @@ import optax
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
 from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.memory import is_on_host, to_memory_of
+from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
 _FEW = 16

@@ -18,7 +18,7 @@ from optax_freeze._errors import is_array, is_concrete, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.indexing import at, select
 from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.memory import to_device
+from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection, Selection
 from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry
