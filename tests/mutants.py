@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "_optimizer/groups.py",
-        "merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))",
+        "merged = with_sharding(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))",
         "merged = jnp.zeros(shape, dtype)",
         "tests/state/test_shardings.py -k Explicit",
     ),
@@ -1264,7 +1264,7 @@ MUTANTS = [
         "tests/state/test_shardings.py -k Explicit",
     ),
     Mutant(
-        "_spec/layout.py",
+        "_spec/sharding.py",
         "if size % math.prod(mesh.shape[name] for name in _names(axis)) == 0 else None",
         "if True else None",
         "tests/state/test_shardings.py -k Explicit",

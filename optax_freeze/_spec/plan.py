@@ -16,11 +16,11 @@ import numpy as np
 
 from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 

@@ -18,8 +18,8 @@ import optax
 
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
-from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
 _FEW = 16
@@ -156,7 +156,7 @@ class _Numbered(Selection):
 
         leaf = jnp.asarray(leaf)
         sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
-        return Part(laid_out(sharding, take, leaf, *jax.tree.leaves(self)), self.part_index, leaf.shape)
+        return Part(with_sharding(sharding, take, leaf, *jax.tree.leaves(self)), self.part_index, leaf.shape)
 
     def put(self, full: Any, part: Part) -> jax.Array:
         def put(full: Any, values: Any, *array: Any) -> jax.Array:
@@ -165,7 +165,7 @@ class _Numbered(Selection):
             return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
 
         full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), put, full, part.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(full), put, full, part.values, *jax.tree.leaves(self))
 
     def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
         shape: Any = part.shape
@@ -179,7 +179,7 @@ class _Numbered(Selection):
             return scatter(self.axis, full, self.indices(*array), values).reshape(shape)
 
         sharding = explicit_sharding(part.values if like is None else like, shape)
-        return laid_out(sharding, spread, part.values, *jax.tree.leaves(self))
+        return with_sharding(sharding, spread, part.values, *jax.tree.leaves(self))
 
     def _indices_unless_run(self, *array: Any) -> jax.Array | None:
         return self.indices(*array) if self.run is None else None
@@ -201,7 +201,7 @@ class _Numbered(Selection):
         if is_on_host(full):
             return self.put(full, dataclasses.replace(part, values=self.take(full).values + part.values))
         full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
 
 
 class RowSelection(_Numbered):
@@ -226,7 +226,7 @@ class RowSelection(_Numbered):
         if is_on_host(frozen) or is_on_host(trainable):
             part = self.take(trainable)
             return self.put(frozen, part) if jnp.ndim(frozen) else self.spread(part, frozen)
-        return laid_out(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
+        return with_sharding(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
 
 
 @jax.tree_util.register_static
@@ -398,7 +398,7 @@ class DenseMask(_Numbered):
         return leaf.ravel()
 
     def choose(self, frozen: Any, trainable: Any) -> jax.Array:
-        return laid_out(explicit_sharding(trainable), select, self.array, frozen, trainable)
+        return with_sharding(explicit_sharding(trainable), select, self.array, frozen, trainable)
 
     def indices(self, *array: Any) -> jax.Array:
         # The barrier keeps XLA from evaluating `nonzero` of a constant mask at compile time, which takes minutes.

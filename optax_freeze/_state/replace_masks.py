@@ -16,12 +16,12 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import init_with
 from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import ElementMask, Elements, elements
 from optax_freeze._spec.memory_kinds import to_memory_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
