@@ -1356,7 +1356,7 @@ MUTANTS = [
         "tests/state/test_dynamic_rows.py -k line_search",
     ),
     Mutant(
-        "_spec/partition.py",
+        "_spec/apply_updates.py",
         'refuse_other_rows(change, selection, paths()[i], "updates")',
         "pass",
         "tests/state/test_dynamic_rows.py -k outside_of_a_program",
@@ -1380,13 +1380,13 @@ MUTANTS = [
         "tests/state/test_dynamic_rows.py -k outside_of_a_program",
     ),
     Mutant(
-        "_spec/partition.py",
+        "_spec/apply_updates.py",
         "return is_number(change) and repr(change) == repr(no_change(change))",
         "return True",
         "tests/test_model_libraries.py -k number_that_is_moved",
     ),
     Mutant(
-        "_spec/partition.py",
+        "_spec/apply_updates.py",
         "        return complex(-0.0, -0.0)\n",
         "        return 0j\n",
         "tests/spec/test_partition.py -k python_numbers",
@@ -1429,7 +1429,7 @@ MUTANTS = [
         "tests/test_python_numbers.py -k eager-float]",
     ),
     Mutant(
-        "_spec/partition.py",
+        "_spec/apply_updates.py",
         "return is_number(change) and repr(change) == repr(no_change(change))",
         "return is_number(change) and change == 0",
         "tests/test_python_numbers.py -k added_to",

@@ -20,8 +20,8 @@ from optax_freeze._audit.measurements import Measurements, measure
 from optax_freeze._errors import is_array
 from optax_freeze._optimizer.inner_update import zero
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.apply_updates import is_nothing
 from optax_freeze._spec.memory_kinds import on_device, to_device
-from optax_freeze._spec.partition import is_nothing
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.sharding import copy_like

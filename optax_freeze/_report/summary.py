@@ -276,7 +276,7 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
             expected="the optimizer that you would use without freezing",
             fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
-    return full, _state(freeze(tx, plan.known, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
+    return full, _state(freeze(tx, plan.as_spec, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:

@@ -54,7 +54,7 @@ class Plan:
         return any(leaf.index is not None or selection.part_index is not None for leaf, selection in pairs)
 
     @property
-    def known(self) -> ResolvedSpec:
+    def as_spec(self) -> ResolvedSpec:
         """The plan as a spec, for trees with the same leaves."""
         return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(map(choice_of, self.selections)))
 

@@ -5,7 +5,6 @@ the parameters' shapes. :func:`make_plan` turns any of them into one selection p
 library uses it. It is strict: a pattern that silently matches nothing is the usual reason why a frozen layer trains.
 """
 
-import collections
 import dataclasses
 import sys
 import warnings
@@ -15,13 +14,14 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, is_concrete, message, refuse_unknown_choice, type_error, value_error
+from optax_freeze._errors import described, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
+from optax_freeze._spec.tied_leaves import refuse_tied
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
 
 
@@ -124,7 +124,7 @@ def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice
     pairs = zip(choices, leaves, strict=True)
     selections = [_fit(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
     if tied == "error":
-        _refuse_tied(walk.values, leaves, selections)
+        refuse_tied(walk.values, leaves, selections)
     # An optimizer state contains the plan, so only the static fields of a `VariableLeaf` are kept.
     return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, bool(walk.variables))
 
@@ -195,26 +195,3 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
 def _is_function(frozen: Spec, params: PyTree) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether a spec is a function of the tree; an Equinox module is a tree that can be called."""
     return callable(frozen) and not isinstance(frozen, type(params))
-
-
-def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
-    first: dict[int, int] = {}
-    times = collections.Counter(map(id, values))
-    for i, value in enumerate(values):
-        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):
-            j = first.setdefault(id(value), i)
-            if not _same(selections[i], selections[j]):
-                frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
-                raise value_error(
-                    "tied leaves: the same array is frozen at one path and trained at another",
-                    at=leaves[frozen].path,
-                    got=f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}",
-                    expected="tied leaves frozen together or trained together",
-                    fix='freeze both or neither, copy the array, or pass tied="ignore"',
-                )
-
-
-def _same(a: Selection, b: Selection) -> bool:
-    if a != b or not isinstance(a, DenseMask) or not isinstance(b, DenseMask) or a.array is b.array:
-        return a == b
-    return is_concrete(a.array) and is_concrete(b.array) and np.array_equal(a.array, b.array)

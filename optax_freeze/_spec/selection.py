@@ -84,7 +84,7 @@ class Selection:
 
 
 @jax.tree_util.register_static
-class _Whole(Selection):
+class _AllOrNone(Selection):
     """All elements of a leaf, or none; :data:`FROZEN` and :data:`TRAINABLE` are the only two objects of it."""
 
     in_part = False
@@ -122,7 +122,7 @@ class _Whole(Selection):
         return "is frozen" if self.is_frozen else "trains"
 
 
-FROZEN, TRAINABLE = _Whole("FROZEN"), _Whole("TRAINABLE")
+FROZEN, TRAINABLE = _AllOrNone("FROZEN"), _AllOrNone("TRAINABLE")
 
 
 class _Numbered(Selection):
@@ -336,13 +336,13 @@ class DynamicRowIndex(RowSelection):
     def frozen_rows(self) -> jax.Array:
         return jnp.ones(self.size, bool).at[self.array].set(False, mode="drop")
 
-    def of_rows(self, trains: Any) -> "DynamicRowIndex":
+    def with_trainable(self, trains: Any) -> "DynamicRowIndex":
         """The index of the rows at which a boolean array is True, as many as before."""
         return self.with_array(jnp.nonzero(trains, size=self.count, fill_value=self.size)[0].astype(jnp.int32))
 
     def without(self, array: Any) -> jax.Array:
         """The numbers of as many rows: those that are not in ``array``."""
-        return self.of_rows(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
+        return self.with_trainable(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
 
     def __str__(self) -> str:
         return f"trains in {self.count} of {self.size} rows along axis {self.axis}"
