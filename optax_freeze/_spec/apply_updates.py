@@ -27,12 +27,12 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     Args:
       params: the full tree of parameters, or only the trainable part.
       updates: a tree of the same structure; it may have holes (``optax.MaskedNode()``).
-      frozen: the spec of the frozen parameters. If given, frozen leaves and elements are returned unchanged for every
-        bit pattern, whatever their updates. If None, only leaves whose update is a hole are sure to stay unchanged.
+      frozen: the spec of the frozen parameters, which are then returned unchanged whatever their bits and updates. If
+        None, only leaves whose update is a hole are sure to stay unchanged.
 
     Returns:
-      The new parameters, with the structure, shapes and dtypes of ``params``. A Python number that is updated becomes
-      an array. Other leaves that are not arrays (bools, strings, functions) are returned unchanged.
+      The new parameters, with the structure, shapes and dtypes of ``params``; an updated Python number is an array.
+      Leaves that are not arrays or numbers are returned unchanged.
 
     Raises:
       ValueError: if the structures differ, or if the spec does not fit the parameters.
@@ -75,7 +75,7 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
 
 
 def updated(value: Any, change: Any, selection: Selection) -> Any:
-    """Returns one leaf with its update added."""
+    """One leaf with its update added."""
     if selection is FROZEN or is_nothing(change) or _stays(value, change):
         return value
     if isinstance(value, Part):
@@ -86,7 +86,7 @@ def updated(value: Any, change: Any, selection: Selection) -> Any:
 
 
 def _places(part: Part) -> Selection:
-    """Returns the selection of a part's elements in its leaf; raises ``ValueError`` if the part does not contain it."""
+    """The selection of a part's elements; a ``ValueError`` if the part does not contain it."""
     if isinstance(part.index, RowIndex):
         return part.index
     if isinstance(part.index, DynamicRowIndex) and part.trains is not None and part.trains.dtype == bool:
@@ -119,7 +119,7 @@ def no_change(number: Any) -> Any:
 
 
 def _fits(value: Any, change: Any) -> bool:
-    """Whether an update can be added to a leaf without changing its shape, or to the same part of a leaf."""
+    """Whether an update can be added to a leaf without changing its shape."""
     if isinstance(value, Part):
         return isinstance(change, Part) and change.index == value.index and change.values.shape == value.values.shape
     return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))

@@ -1,8 +1,7 @@
 """Splits parameters into a trainable part and the rest, and combines them again.
 
-This works like ``equinox.partition`` and ``equinox.combine``, but marks a leaf that is in the other part with
-``optax.MaskedNode()`` instead of ``None``. Optax's transformations, accumulation, finite checks and line searches
-already skip it, and ``None`` keeps its usual meaning.
+This works like ``equinox.partition`` and ``equinox.combine``, but with ``optax.MaskedNode()`` instead of ``None`` for a
+leaf that is in the other part: Optax's transformations already skip it.
 """
 
 import functools
@@ -34,10 +33,9 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
         error, ``"ignore"`` allows it. Tracers are never checked.
 
     Returns:
-      ``(trainable, rest)``, two trees with the structure of ``params``. Each has ``optax.MaskedNode()`` (a hole) in
-      place of a leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``,
-      as a :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that are not floating-point or complex
-      arrays or numbers are in ``rest``.
+      ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` (a hole) in place of a
+      leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``, as a
+      :class:`optax_freeze.Part`, and the full array in ``rest``. What cannot train is in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
@@ -52,8 +50,6 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
       >>> trainable, rest = fz.partition(params, "encoder")
       >>> trainable
       {'encoder': MaskedNode(), 'head': Array([0., 0.], dtype=float32)}
-      >>> rest
-      {'encoder': Array([1., 1.], dtype=float32), 'head': MaskedNode()}
       >>> state = optax.adam(1e-3).init(trainable)
     """
     if isinstance(params, Mapping) and any(isinstance(tx, optax.GradientTransformation) for tx in params.values()):
@@ -84,8 +80,7 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       rest: all other leaves, with holes in place of trainable leaves.
 
     Returns:
-      The full tree: ``combine(*partition(params, frozen))`` equals ``params`` bit for bit. A leaf that is a hole in
-      both trees remains a hole.
+      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both remains one.
 
     Raises:
       ValueError: if the trees differ in structure, or if both have a leaf at the same path.
@@ -150,8 +145,7 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
 
     Example:
       >>> import optax_freeze as fz
-      >>> params = {"encoder": 2.0, "head": 3.0}
-      >>> params = jax.tree.map(jax.numpy.asarray, params)
+      >>> params = {"encoder": jnp.float32(2), "head": jnp.float32(3)}
       >>> grads = jax.grad(lambda p: (lambda q: q["encoder"] * q["head"])(fz.stop_gradient(p, "encoder")))(params)
       >>> float(grads["encoder"]), float(grads["head"])
       (0.0, 2.0)

@@ -1,8 +1,7 @@
 """From a spec and parameters to a plan.
 
-A *spec* says what is frozen: a bool, path patterns, a selector, ordered rules, a prefix tree of bools, or a function of
-the parameters' shapes. :func:`make_plan` turns any of them into one selection per leaf, and every other function of the
-library uses it. It is strict: a pattern that silently matches nothing is the usual reason why a frozen layer trains.
+A *spec* says what is frozen, in any form. Every function of the library turns it into one selection per leaf by
+:func:`make_plan`. It is strict: a pattern that silently matches nothing is the usual reason why a frozen layer trains.
 """
 
 import dataclasses
@@ -26,14 +25,10 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
 
 
 class DataclassTree(Protocol):
-    """A tree that is a dataclass: of ``flax.struct``, of Equinox, or a filter of NNX."""
-
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 class CustomTree(Protocol):
-    """A tree that says how it is flattened, as ``jax.tree_util.register_pytree_node_class`` asks for."""
-
     def tree_flatten(self) -> Any: ...
 
 
@@ -67,13 +62,13 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
     Returns:
       A tree with the structure of ``params``, and with True (frozen), False or an element mask at every leaf. Leaves
       that are not floating-point or complex arrays or numbers are True, as are ``optax.MaskedNode()`` and the Python
-      numbers of an Equinox module, which Equinox does not differentiate.
+      numbers of an Equinox module.
 
     Raises:
-      ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
-        bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
-      TypeError: if a function of the spec takes paths, returns one bool for the whole tree or looks at values, or if a
-        leaf is not an array but holds one (a Keras variable).
+      ValueError: if a pattern matches nothing, a rule is shadowed, a tree or an element mask does not fit, a tree holds
+        anything but bools and element masks, or two leaves have the same path.
+      TypeError: if a function of the spec takes paths, returns one bool or looks at values, or if a leaf is an object
+        that holds an array (a Keras variable).
 
     Example:
       >>> import optax_freeze as fz
@@ -86,33 +81,24 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
 
 class FreezeWarning(UserWarning):
-    """The warning that a spec freezes nothing or everything.
+    """The warning that patterns, a selector or a function freeze nothing or everything.
 
     It is emitted by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
     :func:`optax_freeze.masked_zero_updates`, and, if nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable`` of
-    ``optax_freeze.nnx``. Specs that consist of bools do not cause it, and neither do parameters with
-    ``optax.MaskedNode()``.
+    ``optax_freeze.nnx``; not for parameters with ``optax.MaskedNode()``.
 
     Example:
       >>> import warnings, optax_freeze as fz
-      >>> params = {"encoder": np.ones(2, np.float32), "head": np.ones(2, np.float32)}
       >>> with warnings.catch_warnings():
       ...     warnings.simplefilter("error", fz.FreezeWarning)
-      ...     fz.partition(params, fz.where(lambda path, leaf: leaf.ndim == 2))
+      ...     fz.partition({"bias": np.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 2))
       Traceback (most recent call last):
       optax_freeze._spec.resolve.FreezeWarning: the spec freezes nothing...
     """
 
 
 def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Sequence[Leaf] | None = None) -> Plan:
-    """The plan of a spec for these parameters.
-
-    Args:
-      params: the parameters.
-      frozen: the spec.
-      tied: ``"error"`` raises an error if the same array is frozen at one path and trained at another.
-      leaves: the leaves of ``params``, if the caller knows more about them than the tree contains.
-    """
+    """The plan of a spec; ``leaves`` are those of ``params``, if the caller knows more than the tree contains."""
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
@@ -144,7 +130,7 @@ def _fit(choice: Choice, leaf: Leaf) -> Selection:
 
 
 def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
-    """Warns if patterns, a selector or a function freeze nothing or everything; bools and trees are explicit."""
+    """Emits a :class:`FreezeWarning`; bools and trees are explicit."""
     decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, ResolvedSpec)
     extent = plan.extent(params) if decides else None
     if extent is not None:

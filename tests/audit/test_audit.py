@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
-from flax import nnx
 
 import optax_freeze as fz
 
@@ -46,17 +45,12 @@ LEAKS = {
     "a clip outside": (optax.chain(optax.clip_by_global_norm(1.0), FREEZE), [NORM]),
     "a clip outside that only the huge reach": (optax.chain(optax.clip_by_global_norm(1e3), FREEZE), [NORM]),
     "apply_if_finite outside": (optax.apply_if_finite(FREEZE, 5), [FINITE]),
-    "apply_if_finite and a clip outside": (
-        optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), FREEZE), 5),
-        [NORM, FINITE],
-    ),
     "MultiSteps outside": (optax.MultiSteps(FREEZE, 2), [STATE]),
     "MultiSteps outside that skips": (
         optax.MultiSteps(FREEZE, 2, should_skip_update_fn=optax.skip_not_finite),
         [FINITE, STATE],
     ),
     "noise after": (optax.chain(FREEZE, optax.add_noise(0.1, 0.5, key=0)), [AFTER]),
-    "gradients zeroed before momentum": (optax.chain(fz.masked_zero_updates(FROZEN), MOMENTUM), [MOMENTS, STATE]),
     "optax.masked for a freeze": (optax.masked(MOMENTUM, FALSE), [TRAINS]),
     "a callable for selective_transform": (
         optax.selective_transform(ADAM, freeze_mask=lambda params: TRUE),
@@ -66,14 +60,8 @@ LEAKS = {
         optax.multi_transform({"a": MOMENTUM, "b": optax.set_to_zero()}, {"encoder": "a", "head": "b"}),
         [TRAINS, STATE, IGNORED],
     ),
-    "a mean of frozen gradients": (optax.chain(optax.ema(0.9), FREEZE), [STATE]),
     "one vector for all": (optax.chain(optax.flatten(MOMENTUM), fz.masked_zero_updates(FROZEN)), [STATE]),
     "a product with a mask": (optax.chain(SGD, optax.stateless(times_mask)), [PRODUCT]),
-    "a product with a mask, before": (optax.chain(optax.stateless(times_mask), MOMENTUM), [PRODUCT, MOMENTS, STATE]),
-    "a learning rate of 0": (
-        optax.multi_transform({"a": SGD, "b": optax.sgd(0.0)}, {"encoder": "b", "head": "a"}),
-        [PRODUCT],
-    ),
     "nothing that freezes": (MOMENTUM, [TRAINS, STATE]),
     "schedule_free outside": (
         optax.contrib.schedule_free(fz.freeze(SGD, FROZEN), learning_rate=0.1),
@@ -122,9 +110,11 @@ def test_a_leak_is_caught_and_named_with_its_cure(name):
 
 
 def test_state_is_counted_in_bytes():
-    leaks = {leak.path: leak for leak in fz.audit(ADAM, PARAMS, FROZEN).leaks if leak.kind == "state"}
-    assert {path: leak.nbytes for path, leak in leaks.items()} == {"encoder/bias": 24, "encoder/kernel": 96}
-    assert leaks["encoder/kernel"].got == "96 bytes, at 0/mu, 0/nu"
+    found = {
+        leak.path: (leak.nbytes, leak.got) for leak in fz.audit(ADAM, PARAMS, FROZEN).leaks if leak.kind == "state"
+    }
+    assert found["encoder/bias"][0] == 24
+    assert found["encoder/kernel"] == (96, "96 bytes, at 0/mu, 0/nu")
 
 
 def test_a_leaf_that_the_chain_freezes_beyond_the_spec():
@@ -145,11 +135,9 @@ SPECS = {
 }
 OPTIMIZERS = {
     "adamw and a clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
-    "lamb": optax.lamb(0.1),
     "MultiSteps": optax.MultiSteps(MOMENTUM, 2),
     "apply_if_finite": optax.apply_if_finite(MOMENTUM, 2),
     "keep_params_nonnegative": optax.chain(SGD, optax.keep_params_nonnegative()),
-    "schedule_free": optax.contrib.schedule_free_sgd(0.1),
     "warm-up": optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.0, 1.0, 10)),
 }
 
@@ -211,8 +199,7 @@ def test_other_chains_that_freeze_pass(name):
 
 def test_a_group_that_waits_is_no_leak_and_one_that_thaws_is():
     tx = fz.freeze_when(MOMENTUM, {"encoder/kernel": (fz.rows(0), True), "encoder": fz.unfreeze_at(1)})
-    waiting = {"encoder": {"kernel": fz.rows(0), "bias": False}, "head": False}
-    assert fz.audit(tx, PARAMS, waiting)
+    assert fz.audit(tx, PARAMS, {"encoder": {"kernel": fz.rows(0), "bias": False}, "head": False})
     leaks = fz.audit(tx, PARAMS, FROZEN).leaks
     assert {(leak.path, leak.kind, leak.cause) for leak in leaks} == {
         (path, "moved", "it trains") for path in ("encoder/bias", "encoder/kernel")
@@ -287,15 +274,6 @@ def test_sharded_parameters():
     params = {"encoder": jax.device_put(jnp.ones((4, 2)), sharding), "head": jnp.ones(2)}
     spec = {"encoder": fz.rows(slice(0, 2)), "head": False}
     assert fz.audit(fz.freeze(MOMENTUM, spec), params, spec)
-    leaks = fz.audit(optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(SGD, spec)), params, spec).leaks
-    assert {leak.path for leak in leaks} == {"encoder", "head"}
-
-
-def test_an_nnx_state():
-    params = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
-    assert fz.audit(fz.freeze(MOMENTUM, "kernel"), params, "kernel")
-    [leak] = fz.audit(optax.chain(MOMENTUM, fz.masked_zero_updates("kernel")), params, "kernel").leaks
-    assert (leak.kind, leak.path, leak.nbytes) == ("state", "kernel", 24)
 
 
 def test_a_parameter_with_the_name_of_a_count_has_no_state():
@@ -319,13 +297,10 @@ def scaled(updates, state, params=None, *, batch, **extra_args):
 BATCHED = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scaled)
 
 
-@pytest.mark.parametrize(
-    "extra_args",
-    [{"batch": 2.0}, lambda params, grads: {"batch": optax.tree.norm(params)}],
-    ids=["a dict", "of frozen parameters, too"],
-)
-def test_extra_arguments_of_your_own(extra_args):
-    assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
+def test_extra_arguments_of_your_own():
+    of_frozen_parameters = lambda params, grads: {"batch": optax.tree.norm(params)}  # noqa: E731
+    for extra_args in ({"batch": 2.0}, of_frozen_parameters):
+        assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
 
 
 def test_errors_of_the_optimizer_are_passed_on():
@@ -396,21 +371,11 @@ def test_double_precision_of_numpy_without_x64(dtype, shapes):
     assert {leak.cause for leak in fz.audit(decay, params, FROZEN).leaks} == {"weight decay"}
 
 
-WRONG = {
-    "swapped": ((PARAMS, SGD, FROZEN), TypeError, r"not an optimizer(.|\n)*got: a dict of 3 leaves"),
-    "a bool": ((SGD, PARAMS, FROZEN, True), TypeError, r"at: steps\n  got: True"),
-    "values": ((SGD, PARAMS, lambda leaf: leaf.sum()), TypeError, "failed on shapes"),
-    "no match": ((SGD, PARAMS, "decoder"), ValueError, "matches no leaf"),
-    "a part": (
-        (SGD, fz.partition(PARAMS, SPECS["rows"])[0], False),
-        ValueError,
-        r"the full parameters\n  at: encoder/kernel",
-    ),
-}
-
-
-@pytest.mark.parametrize(("args", "kind", "text"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments(args, kind, text):
+def test_wrong_arguments():
     """Those in ``wrong_calls.md`` are not repeated here."""
-    with pytest.raises(kind, match=text):
-        fz.audit(*args)
+    with pytest.raises(TypeError, match=r"not an optimizer(.|\n)*got: a dict of 3 leaves"):
+        fz.audit(PARAMS, SGD, FROZEN)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"at: steps\n  got: True"):
+        fz.audit(SGD, PARAMS, FROZEN, True)
+    with pytest.raises(ValueError, match=r"the full parameters\n  at: encoder/kernel"):
+        fz.audit(SGD, fz.partition(PARAMS, SPECS["rows"])[0], False)

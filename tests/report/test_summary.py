@@ -74,19 +74,14 @@ def test_what_trains_is_what_an_update_moves(params, spec):
         assert (row.elements, row.bytes) == (leaf.size, leaf.nbytes)
         assert row.frozen_elements == int((leaf == new).sum())
         assert row.frozen_bytes == row.frozen_elements * leaf.dtype.itemsize
+    assert summary.elements == summary.frozen_elements + summary.trainable_elements
+    assert summary.bytes == nbytes(params) == summary.frozen_bytes + summary.trainable_bytes
     without = fz.summary(params, spec)
     assert (without.rows, without.state_bytes, without.full_state_bytes) == (summary.rows, None, None)
     assert fz.summary(jax.eval_shape(lambda: params), spec, tx) == summary
     traced = []
     jax.eval_shape(lambda params: traced.append(fz.summary(params, spec, tx)), params)
     assert traced == [summary]
-
-
-def test_totals_are_sums_of_rows(params):
-    summary = fz.summary(params, "encoder")
-    assert summary.elements == sum(row.elements for row in summary.rows) == 36 + summary.trainable_elements
-    assert summary.bytes == nbytes(params) == summary.frozen_bytes + summary.trainable_bytes
-    assert (summary.frozen_elements, summary.frozen_bytes) == (36, 4 * 36)
 
 
 def test_awkward_leaves_have_rows(awkward):
@@ -137,11 +132,11 @@ def test_a_dense_mask_is_counted_where_it_has_values():
             use()
 
 
-def test_tied_leaves_are_ignored_on_demand():
-    """The error is in ``wrong_calls.md``."""
-    kernel = jnp.ones((2, 2))
-    assert fz.summary({"a": kernel, "b": kernel}, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
-    assert fz.summary({"a": kernel, "b": kernel}, True).elements == 8
+def test_tied_leaves():
+    tied = dict.fromkeys("ab", jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="the same array is frozen at one path"):
+        fz.summary(tied, "a", optax.adam(0.1))
+    assert fz.summary(tied, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
 
 
 def test_a_tree_without_leaves_has_no_rows():
@@ -175,30 +170,24 @@ def test_no_state_is_held_for_what_cannot_train(spec):
     assert summary.state_bytes == 4 + 2 * (12 + 8) * (spec is not True)
 
 
-@pytest.mark.parametrize("place", ["in MultiSteps", "on a schedule"])
-def test_an_optimizer_that_freezes_already_is_refused(params, place):
+def test_an_optimizer_that_freezes_already_is_refused(params):
     """A bare ``fz.freeze`` is in ``wrong_calls.md``."""
     inner = optax.adam(1e-3)
-    tx = {
-        "in MultiSteps": optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
-        "on a schedule": optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)})),
-    }[place]
-    with pytest.raises(ValueError, match="already freezes parameters"):
-        fz.summary(params, "encoder", tx)
+    for tx in (
+        optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
+        optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)})),
+    ):
+        with pytest.raises(ValueError, match="already freezes parameters"):
+            fz.summary(params, "encoder", tx)
 
 
 # Depth.
 
 
-@pytest.mark.parametrize(
-    ("depth", "paths"),
-    [
-        (0, [""]),
-        (1, ["encoder", "head"]),
-        (2, ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]),
-    ],
-    ids=str,
-)
+LAYERS = ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]
+
+
+@pytest.mark.parametrize(("depth", "paths"), [(0, [""]), (1, ["encoder", "head"]), (2, LAYERS)])
 def test_depth_sums_up_what_is_below(params, depth, paths):
     spec, tx = fz.rules({"encoder/layer_0": True, "head/kernel": fz.rows([0])}), optax.adam(1e-3)
     whole, summary = fz.summary(params, spec, tx), fz.summary(params, spec, tx, depth=depth)
@@ -252,15 +241,12 @@ def test_a_model_of_seventy_billion_parameters_reads_on_one_screen():
     ("names", "label"),
     [
         ([f"layer_{i}" for i in range(32)], "layer_0 … layer_31"),
-        ([f"h.{i}" for i in range(12)], "h.0 … h.11"),
         ([f"block{i:02d}" for i in range(12)], "block00 … block11"),
-        (["Dense_3", "Dense_4"], "Dense_3 … Dense_4"),
         ([f"{i}" for i in range(3)], "0 … 2"),
         (["0", "2", "4"], "0, 2, 4"),
         (["a1", "a2", "a3", "a7", "a8"], "a1 … a3, a7 … a8"),
         ([f"a{i}" for i in range(0, 40, 2)], "a0, a2, a4, …, a38"),
         ([f"model.{i}.kernel" for i in range(8)], "model.{0 … 7}.kernel"),
-        ([f"layer_{i}_conv2" for i in range(8)], "layer_{0 … 7}_conv2"),
         ([f"v2_block_{i}" for i in range(8)], "v2_block_0 … v2_block_7"),
         (["only_1"], "only_1"),
         ([f"a{10**30 + i}" for i in range(1)], f"a{10**30}"),
@@ -340,11 +326,6 @@ def test_text_is_plain_and_knows_no_terminal(params, monkeypatch):
     assert paths(fz.summary({long: shape(3)}, True)) == [long]
 
 
-def test_whatever_a_key_holds_is_one_line_of_text():
-    params = {"a\nb": shape(3), "\x1b[31mred": shape(2), "[bold]c[/bold]": shape(4)}
-    assert paths(fz.summary(params, True)) == ["'\\x1b[31mred'", "[bold]c[/bold]", "'a\\nb'"]
-
-
 def rendered(summary, width):
     file = io.StringIO()
     rich.console.Console(file=file, width=width).print(summary)
@@ -360,30 +341,19 @@ def test_a_terminal_shows_paths_as_they_are(params):
     assert path in "".join(line.split("  ")[0].strip() for line in narrow.splitlines())
 
 
-def test_html_is_escaped(params):
-    html = fz.summary({"<script>alert(1)</script>": shape(3), "a&b": shape(2)}, True, optax.sgd(0.1))._repr_html_()
+def test_html_is_escaped():
+    html = fz.summary({"<script>alert(1)</script>": shape(3), "a&b": shape(2)}, True)._repr_html_()
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
     assert "a&amp;b" in html
     assert html.count("<tr>") == 3
-    assert "optimizer state 0 B instead of 0 B" in html
 
 
 def test_shares_are_nothing_or_everything_only_if_exactly_so():
-    assert [_table.share(part, 10**9) for part in (0, 1, 10**7, 10**9 - 1, 10**9)] == [
-        "0 %",
-        "< 0.01 %",
-        "1 %",
-        "> 99.99 %",
-        "100 %",
-    ]
-    assert [_table.size(count) for count in (0, 1023, 1024, 3 * 2**29, 2**80)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 GiB",
-        "1,048,576.0 EiB",
-    ]
+    shares = [_table.share(part, 10**9) for part in (0, 1, 10**7, 10**9 - 1, 10**9)]
+    assert shares == ["0 %", "< 0.01 %", "1 %", "> 99.99 %", "100 %"]
+    sizes = [_table.size(count) for count in (0, 1023, 1024, 3 * 2**29, 2**80)]
+    assert sizes == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1,048,576.0 EiB"]
 
 
 def test_leaves_say_what_they_are():
@@ -400,15 +370,6 @@ def test_leaves_say_what_they_are():
         "frozen 990 of 1,002 elements (98.8 %), 3.9 KiB of 3.9 KiB",
         "all 1,002 elements, 3.9 KiB",
     ]
-
-
-def test_totals_are_shown_everywhere():
-    summary = fz.summary({"encoder": shape(3, 2), "head": shape(4)}, {"encoder": False, "head": fz.rows([0])})
-    _, totals = shown(summary)
-    assert len(totals) == 3
-    for total in totals:
-        assert total in rendered(summary, 100)
-        assert total in summary._repr_html_()
 
 
 def test_text_and_html_need_neither_rich_nor_matplotlib(params, monkeypatch):
@@ -444,7 +405,7 @@ def drawn(ax):
     ]
 
 
-@pytest.mark.parametrize("name", ["rows", "dense", "compact"])
+@pytest.mark.parametrize("name", ["rows", "compact"])
 def test_bars_are_the_bytes_of_modules(params, ax, name):
     summary = fz.summary(params, SPECS[name], optax.adamw(1e-3))
     assert summary.plot(ax) is ax
@@ -499,11 +460,8 @@ def test_a_picture_without_axes_makes_its_own(params):
     ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a\\$b\\$", "'x\\ny'"]
     plt.close(ax.figure)
-
-
-def test_a_picture_needs_elements(ax):
     with pytest.raises(ValueError, match="nothing to draw"):
-        fz.summary({"hole": optax.MaskedNode()}, True).plot(ax)
+        fz.summary({"hole": optax.MaskedNode()}, True).plot()
 
 
 @pytest.mark.parametrize(("spec", "extent"), [("**", "everything"), (False, "nothing")])
@@ -517,12 +475,9 @@ def test_a_spec_that_freezes_nothing_or_everything_is_said(spec, extent):
             assert f"the spec freezes {extent}" in text
 
 
-def test_only_leaves_that_never_train_are_said_to_be_always_frozen():
-    assert str(fz.summary({"a": jnp.ones(2)}, False)).splitlines()[-1] == "the spec freezes nothing"
-
-
 def test_a_spec_that_freezes_some_is_not():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    assert str(fz.summary(params, False)).splitlines()[-1] == "the spec freezes nothing"
     for tree, spec in ((params, "a"), (fz.partition(params, "a")[0], "a"), (params, fz.rules({"**": fz.rows(0)}))):
         assert fz.summary(tree, spec).extent is None
         assert "the spec freezes" not in str(fz.summary(tree, spec))
