@@ -1395,7 +1395,7 @@ MUTANTS = [
         "_spec/tree.py",
         "    if is_number(value):\n        return Leaf(path, (), jnp.result_type(value))\n",
         "",
-        "tests/test_python_numbers.py -k not_differentiated",
+        "tests/test_python_numbers.py -k which_numbers",
     ),
     Mutant(
         "_spec/tree.py",

@@ -26,19 +26,12 @@ def eagerly(fn):
 
 
 ROWS = {
-    "head of a slice": (fz.rows(slice(0, 3)), [0, 1, 2]),
-    "tail of a slice": (fz.rows(slice(4, None)), [4, 5, 6]),
-    "middle": (fz.rows(slice(2, 5)), [2, 3, 4]),
+    "slice": (fz.rows(slice(2, 5)), [2, 3, 4]),
     "negative": (fz.rows(slice(-2, None)), [5, 6]),
     "strided": (fz.rows(slice(1, None, 2)), [1, 3, 5]),
-    "strided by three": (fz.rows(slice(0, 6, 3)), [0, 3]),
     "backwards": (fz.rows(slice(None, None, -3)), [0, 3, 6]),
-    "int": (fz.rows(3), [3]),
-    "negative int": (fz.rows(-1), [6]),
-    "list": (fz.rows([5, 0, 1]), [0, 1, 5]),
-    "negative list": (fz.rows([-1, 0]), [0, 6]),
-    "array": (fz.rows(np.array([2, 4])), [2, 4]),
-    "range": (fz.rows(range(3)), [0, 1, 2]),
+    "int": (fz.rows(-1), [6]),
+    "list": (fz.rows([5, 0, -6]), [0, 1, 5]),
     "inverted": (~fz.rows(slice(4, None)), [0, 1, 2, 3]),
     "inverted stride": (~fz.rows(slice(None, None, 2)), [1, 3, 5]),
     "inverted list": (~fz.rows([0, 6]), [1, 2, 3, 4, 5]),
@@ -51,7 +44,7 @@ SAME_ROWS = {
         *(fz.rows(slice(0, 36)), fz.rows(slice(0, 36), axis=-2), fz.rows(slice(35, None, -1))),
         *(~fz.rows([39, 36, 38, 37]), fz.rows(range(35, -1, -1)), ~fz.rows(slice(-4, None))),
     ],
-    "one row": [fz.rows(7), fz.rows([7]), fz.rows(-33), fz.rows(slice(7, 8)), fz.rows(slice(7, 9, 2))],
+    "one row": [fz.rows(7), fz.rows(np.array([7])), fz.rows(-33), fz.rows(slice(7, 8)), fz.rows(slice(7, 9, 2))],
     "few runs": [fz.rows(slice(0, 8, 2)), fz.rows([0, 2, 4, 6]), fz.rows(slice(6, None, -2))],
     "every second row": [
         *(fz.rows(slice(0, None, 2)), fz.rows(range(0, 40, 2)), fz.rows(slice(-2, None, -2))),
@@ -67,7 +60,6 @@ SAME_ROWS = {
         ~fz.rows([i for i in range(40) if i not in SCATTERED]),
     ],
 }
-EVERY_FUNCTION = [(name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate(ROWS)] + [("strided", 1, eagerly)]
 
 
 def frozen_rows(size, frozen, axis, ndim):
@@ -76,62 +68,78 @@ def frozen_rows(size, frozen, axis, ndim):
     return mask.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
-class TestRows:
-    @pytest.mark.parametrize(("name", "axis", "compiled"), EVERY_FUNCTION)
-    def test_every_function(self, name, axis, compiled):
+def a_mask(name, axis):
+    """An element mask, where it freezes an array, and a function that gives the trainable part of the array."""
+    shape = [3, 2, 4]
+    shape[axis] = 7
+    if name in ROWS:
         rows, expected = ROWS[name]
-        rows = type(rows)(rows.index, axis, rows.inverted)
-        shape = [3, 2, 4]
-        shape[axis] = 7
-        w = jax.random.normal(jax.random.key(0), shape)
-        mask = np.broadcast_to(frozen_rows(7, expected, axis % 3, 3), shape)
-        trains = [i for i in range(7) if i not in expected]
-        params, spec = {"w": w, "b": jnp.ones(2)}, {"w": rows, "b": False}
+        frozen = np.broadcast_to(frozen_rows(7, expected, axis % 3, 3), shape)
+        trains = jnp.array([i for i in range(7) if i not in expected])
+        return type(rows)(rows.index, axis, rows.inverted), frozen, lambda x: jnp.take(x, trains, axis)
+    frozen = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.5, shape))
+    library, compact = (jnp, True) if name == "compact" else (np, False)
+    take = (lambda x: jnp.asarray(np.asarray(x)[~frozen])) if compact else lambda x: jnp.where(frozen, 0, x)
+    return fz.elements(library.asarray(frozen), compact), frozen, take
 
-        wild = {"w": jnp.where(mask, jnp.nan, 1.0), "b": jnp.ones(2)}
-        zero, tx = fz.masked_zero_updates(spec), fz.freeze(optax.adam(0.1), spec)
 
-        def loss(p):
-            return jnp.sum(jnp.sin(p["w"])) + p["b"].sum()
+KINDS = [*((name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"]))]
+KINDS += [("strided", 1, eagerly), ("compact", 0, eagerly)]
 
-        @compiled
-        def run(params, wild, state):
-            trainable, rest = fz.partition(params, spec)
-            nan = jax.tree.map(lambda x: x * np.nan, params)
-            return {
-                "partition": (trainable, rest),
-                "combine": fz.combine(trainable, rest),
-                "combine twice": fz.combine(jax.tree.map(lambda x: x * 2, trainable), rest),
-                "apply a part": fz.apply_updates(params, trainable),
-                "apply updates": fz.apply_updates(params, nan, spec),
-                "grad": fz.grad(loss, spec)(params),
-                "stopped grad": jax.grad(lambda p: loss(fz.stop_gradient(p, spec)))(params),
-                "stopped": fz.stop_gradient(params, spec),
-                "zeroed": zero.update(wild, zero.init(params))[0],
-                "updates": tx.update(wild, state, params)[0],
-            }
 
-        state = tx.init(params)
-        assert state_bytes(state) == 8 * (len(trains) * w.size // 7 + 2)
-        got = run(params, wild, state)
-        trainable, rest = got["partition"]
-        assert bits(trainable["w"].values) == bits(jnp.take(w, jnp.array(trains), axis))
-        assert trainable["w"].shape == w.shape
-        assert bits(got["combine"]) == bits(fz.combine(trainable, rest)) == bits(got["stopped"]) == bits(params)
-        assert bits(got["combine twice"]["w"]) == bits(jnp.where(mask, w, w * 2))
-        assert bits(got["apply a part"]["w"]) == bits(jnp.where(mask, w, w + w))
-        moved = np.asarray(got["apply updates"]["w"])
-        assert np.array_equal(np.isnan(moved), ~mask)
-        assert moved[mask].tobytes() == np.asarray(w)[mask].tobytes()
-        chex.assert_trees_all_close(got["grad"]["w"].values, jnp.take(jnp.cos(w), jnp.array(trains), axis), rtol=1e-6)
-        chex.assert_trees_all_close(got["stopped grad"]["w"], jnp.where(mask, 0, jnp.cos(w)), rtol=1e-6)
-        assert bits(got["zeroed"]["w"]) == bits(jnp.where(mask, -0.0, 1.0))
-        updates = np.asarray(got["updates"]["w"])
-        assert updates[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
-        assert (updates[~mask] != 0).all()
-        assert fz.labels(spec)(params) == {"w": "trainable", "b": "trainable"}
-        assert fz.resolve(params, spec) == spec
+@pytest.mark.parametrize(("name", "axis", "compiled"), KINDS)
+def test_every_function(name, axis, compiled):
+    element_mask, frozen, take = a_mask(name, axis)
+    w = jax.random.normal(jax.random.key(0), frozen.shape)
+    params, spec = {"w": w, "b": jnp.ones(2)}, {"w": element_mask, "b": False}
+    wild = {"w": jnp.where(frozen, jnp.nan, 1.0), "b": jnp.ones(2)}
+    zero, tx = fz.masked_zero_updates(spec), fz.freeze(optax.adamw(0.1), spec)
 
+    def loss(p):
+        return jnp.sum(jnp.sin(p["w"])) * p["b"].sum()
+
+    @compiled
+    def run(params, wild, state):
+        trainable, rest = fz.partition(params, spec)
+        nan = jax.tree.map(lambda x: x * np.nan, params)
+        return {
+            "partition": (trainable, rest),
+            "combine": fz.combine(trainable, rest),
+            "combine twice": fz.combine(jax.tree.map(lambda x: x * 2, trainable), rest),
+            "apply a part": fz.apply_updates(params, trainable, spec),
+            "apply updates": fz.apply_updates(params, nan, spec),
+            "grad": fz.grad(loss, spec)(params),
+            "stopped grad": jax.grad(lambda p: loss(fz.stop_gradient(p, spec)))(params),
+            "stopped": fz.stop_gradient(params, spec),
+            "zeroed": zero.update(wild, zero.init(params))[0],
+            "updates": tx.update(wild, state, params)[0],
+        }
+
+    state = tx.init(params)
+    values = lambda tree: getattr(tree["w"], "values", tree["w"])  # noqa: E731
+    masks = frozen.size if name in ("dense", "compact") else 0
+    assert state_bytes(state) == 8 * (take(w).size + 2) + masks
+    got = run(params, wild, state)
+    trainable, rest = got["partition"]
+    assert bits(values(trainable)) == bits(take(w))
+    assert trainable["w"].shape == w.shape
+    assert bits(got["combine"]) == bits(fz.combine(trainable, rest)) == bits(got["stopped"]) == bits(params)
+    assert bits(got["combine twice"]["w"]) == bits(jnp.where(frozen, w, w * 2))
+    assert bits(got["apply a part"]["w"]) == bits(jnp.where(frozen, w, w + w))
+    moved = np.asarray(got["apply updates"]["w"])
+    assert np.array_equal(np.isnan(moved), ~frozen)
+    assert moved[frozen].tobytes() == np.asarray(w)[frozen].tobytes()
+    chex.assert_trees_all_close(values(got["grad"]), take(2 * jnp.cos(w)), rtol=1e-6)
+    chex.assert_trees_all_close(got["stopped grad"]["w"], jnp.where(frozen, 0, 2 * jnp.cos(w)), rtol=1e-6)
+    assert bits(got["zeroed"]["w"]) == bits(jnp.where(frozen, -0.0, 1.0))
+    updates = np.asarray(got["updates"]["w"])
+    assert updates[frozen].tobytes() == np.full(frozen.sum(), -0.0, np.float32).tobytes()
+    assert (updates[~frozen] != 0).all()
+    assert fz.labels(spec)(params) == {"w": "trainable", "b": "trainable"}
+    assert masks or fz.resolve(params, spec) == spec
+
+
+class TestRows:
     def test_all_or_none_fold_to_the_whole_leaf(self):
         params = {"w": jnp.ones((3, 2))}
         for rows, expected in [
@@ -251,48 +259,6 @@ class TestRows:
 
 
 class TestElements:
-    @pytest.mark.parametrize(
-        ("compact", "library", "compiled"), [(False, np, jax.jit), (True, jnp, jax.jit), (True, np, eagerly)]
-    )
-    def test_every_function(self, compact, library, compiled):
-        mask = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.5, (5, 4)))
-        w = jax.random.normal(jax.random.key(0), (5, 4)).at[0, 0].set(-0.0)
-        params = {"w": w, "b": jnp.ones(2)}
-        spec = {"w": fz.elements(library.asarray(mask), compact), "b": True}
-        count = int((~mask).sum())
-
-        trainable, rest = compiled(lambda p: fz.partition(p, spec))(params)
-        assert bits(fz.combine(trainable, rest)) == bits(params)
-        if compact:
-            assert bits(trainable["w"].values) == bits(jnp.asarray(np.asarray(w)[~mask]))
-        else:
-            assert bits(trainable["w"]) == bits(jnp.where(mask, 0, w))
-        moved = compiled(lambda p, u: fz.apply_updates(p, u, spec))(params, trainable)
-        assert bits(moved["w"]) == bits(jnp.where(mask, w, w + w))
-
-        def loss(p):
-            return jnp.sum(jnp.sin(p["w"])) * p["b"].sum()
-
-        grads = compiled(fz.grad(loss, spec))(params)
-        expected = np.asarray(2 * jnp.cos(w))
-        if compact:
-            chex.assert_trees_all_close(grads["w"].values, expected[~mask], rtol=1e-6)
-        else:
-            chex.assert_trees_all_close(grads["w"], np.where(mask, 0, expected), rtol=1e-6)
-        stopped = compiled(jax.grad(lambda p: loss(fz.stop_gradient(p, spec))))(params)
-        chex.assert_trees_all_close(stopped["w"], np.where(mask, 0, expected), rtol=1e-6)
-
-        wild = {"w": jnp.where(mask, jnp.nan, 1.0), "b": jnp.ones(2)}
-        tx = fz.masked_zero_updates(spec)
-        zeroed, _ = compiled(tx.update)(wild, tx.init(params))
-        assert bits(zeroed["w"]) == bits(jnp.where(mask, -0.0, 1.0))
-        tx = fz.freeze(optax.adamw(0.1), spec)
-        state = tx.init(params)
-        assert state_bytes(state) == 20 + 8 * (count if compact else 20)
-        updates, _ = compiled(tx.update)(wild, state, params)
-        assert np.asarray(updates["w"])[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
-        assert (np.asarray(updates["w"])[~mask] != 0).all()
-
     @pytest.mark.parametrize("compact", [False, True])
     def test_gradients_of_examples(self, compact):
         """Of the trainable structure, as of ``jax.vmap(fz.grad(...))``; beside a dense mask that is a full array."""
@@ -593,17 +559,6 @@ class TestReplaceMasks:
         assert updates["w"].tolist() == [0.0, 0.0, -1.5, -2.0, -2.5]
         assert bits(state) == bits(tx.update(grads, tx.init(params), params)[1])
 
-    def test_only_the_leaf_that_is_named(self):
-        old, new = np.array([True, True, False, False]), np.array([True, False, True, False])
-        grads = jnp.array([1.0, 2.0, 3.0, 4.0])
-        for other in (fz.elements(old, compact=True), fz.rows(slice(0, 2))):
-            params = {"w": jnp.ones(4), "a": {"w": jnp.ones(4)}}
-            tx = fz.freeze(optax.trace(0.9), {"w": fz.elements(old, compact=True), "a": {"w": other}})
-            _, state = tx.update({"w": grads, "a": {"w": grads}}, tx.init(params), params)
-            trace = optax.tree.get(fz.replace_masks(state, tx, params, {"w": new}), "trace")
-            assert trace["a"]["w"].values.tolist() == [3.0, 4.0]
-            assert trace["w"].values.tolist() == [0.0, 4.0]
-
     @pytest.mark.parametrize(
         "inner", [optax.contrib.muon(0.1), optax.sm3(0.1), optax.adafactor(0.1)], ids=["muon", "sm3", "adafactor"]
     )
@@ -743,24 +698,12 @@ def sum_of_squares(params):
 
 
 COMPLEX = [
-    optax.sgd(0.1),
     optax.sgd(0.1, momentum=0.9, nesterov=True),
-    optax.adam(0.1),
     optax.adamw(0.1, weight_decay=0.1),
-    optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
     optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
 ]
-REAL = [  # these compare numbers, or take their sign
-    *COMPLEX,
-    optax.nadam(0.1),
-    optax.amsgrad(0.1),
-    optax.adagrad(0.1),
-    optax.adadelta(0.1),
-    optax.rmsprop(0.1),
-    optax.lion(0.1),
-    optax.adabelief(0.1),
-    optax.chain(optax.clip(0.5), optax.sgd(0.1)),
-]
+REAL = [*COMPLEX, optax.amsgrad(0.1), optax.adadelta(0.1), optax.lion(0.1), optax.adabelief(0.1)]
 
 
 @st.composite
