@@ -732,7 +732,7 @@ def leaves(draw):
 
 
 class TestTheContract:
-    @settings(max_examples=30, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     @given(st.lists(leaves(), min_size=1, max_size=3), st.data(), st.integers(1, 3), st.booleans())
     def test_frozen_bits_stay_and_the_rest_trains_as_if_alone(self, drawn, data, steps, ours):
         has_complex = any(jnp.iscomplexobj(leaf[0]) for leaf in drawn)
