@@ -1448,14 +1448,14 @@ MUTANTS = [
     ),
     Mutant(
         "_spec/selection.py",
-        "in [(runs, False), (gaps(runs, size), True)]",
-        "in [(runs, False)]",
+        "in [(trains, False), (frozen, True)]",
+        "in [(trains, False)]",
         "tests/spec/test_masks.py -k does_not_grow_with_the_rows",
     ),
     Mutant(
         "_spec/selection.py",
-        "if len(runs) > _FEW else []",
-        "if len(runs) > 1 else []",
+        "if len(trains) > _FEW else []",
+        "if len(trains) > 1 else []",
         "tests/spec/test_masks.py -k record_of_no_selection",
     ),
     Mutant(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
-from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, gaps, row_index
+from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
 
 
@@ -81,7 +81,7 @@ class Rows(_RowMask):
             named = set(numbers)
             starts, stops = ([n for n in numbers if n + step not in named] for step in (-1, 1))
             runs = [(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
-        return row_index(self, axis, size, runs if self.inverted else gaps(runs, size))
+        return row_index(self, axis, size, runs, self.inverted)
 
     def _runs_of_slice(self, index: slice, size: int, leaf: Leaf) -> list[tuple[int, int]]:
         self._refuse_outside([bound for bound in (index.start, index.stop) if bound is not None], size, size, leaf)

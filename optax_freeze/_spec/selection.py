@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -287,24 +286,21 @@ class RowIndex(RowSelection):
         return hit if self.others else ~hit
 
 
-def row_index(mask: Any, axis: int, size: int, runs: Sequence[tuple[int, int]]) -> Selection:
-    """The selection of a leaf of which the rows in ascending ``runs`` (start, stop) train.
+def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inverted: bool) -> Selection:
+    """The selection of a leaf whose rows in ``named``, ascending runs (start, stop), are frozen or, if inverted, train.
 
     Many runs are stored as one progression, if their rows are one, or all other rows are.
     """
-    if runs in ([], [(0, size)]):
-        return TRAINABLE if runs else FROZEN
-    for rows, others in [(runs, False), (gaps(runs, size), True)] if len(runs) > _FEW else []:
+    edges = [0, *itertools.chain.from_iterable(named), size]
+    gaps = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+    trains, frozen = (named, gaps) if inverted else (gaps, named)
+    if not trains or not frozen:
+        return TRAINABLE if trains else FROZEN
+    for rows, others in [(trains, False), (frozen, True)] if len(trains) > _FEW else []:
         progression = rows[0][0], rows[-1][1], rows[1][0] - rows[0][0]
-        if rows == [(i, i + 1) for i in range(*progression)]:
+        if rows[0][1] == rows[0][0] + 1 and rows == [(i, i + 1) for i in range(*progression)]:
             return RowIndex(mask, axis, size, (progression,), others)
-    return RowIndex(mask, axis, size, tuple((start, stop, 1) for start, stop in runs))
-
-
-def gaps(runs: Iterable[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """The runs (start, stop) of all other rows."""
-    edges = [0, *itertools.chain.from_iterable(runs), size]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+    return RowIndex(mask, axis, size, tuple((start, stop, 1) for start, stop in trains))
 
 
 @functools.partial(

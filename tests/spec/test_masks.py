@@ -275,18 +275,14 @@ class TestElements:
             tx.update(wrong, tx.init(params), params)
 
     def test_a_boolean_array_means_elements(self):
-        params = {"w": jnp.ones((2, 2))}
+        params, trains = {"w": jnp.ones((2, 2))}, bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
         for array in (DIAGONAL, jnp.asarray(DIAGONAL)):
             for spec in ({"w": array}, fz.rules({"w": array}), lambda shapes, a=array: {"w": a}):
-                assert bits(fz.partition(params, spec)[0]["w"]) == bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
-        assert bits(fz.partition(params["w"], DIAGONAL)[0]) == bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
-
-    def test_invert(self):
-        params = {"w": jnp.ones((2, 2))}
+                assert bits(fz.partition(params, spec)[0]["w"]) == trains
+        assert bits(fz.partition(params["w"], DIAGONAL)[0]) == trains
+        assert bits(fz.partition(params, {"w": ~fz.elements(~DIAGONAL)})[0]["w"]) == trains
         inverted = ~fz.elements(DIAGONAL, compact=True)
-        assert inverted.compact
-        assert bits(inverted.array) == bits(jnp.asarray(~DIAGONAL))
-        assert bits(fz.partition(params, {"w": ~fz.elements(DIAGONAL)})[0]["w"]) == bits(jnp.eye(2))
+        assert (inverted.compact, inverted.array.tolist()) == (True, (~DIAGONAL).tolist())
 
     def test_dense_masks_never_fold(self):
         params = {"w": jnp.ones((2, 2))}
@@ -320,14 +316,13 @@ class TestElements:
 
     def test_the_part_of_another_spec(self):
         params = {"w": jnp.ones((4, 2))}
-        tx = fz.freeze(optax.sgd(0.1), {"w": fz.rows(0)})
-        with pytest.raises(ValueError, match=r"not the trainable part of the leaf\n  at: w(.|\n)*a Part of"):
-            tx.update(fz.partition(params, {"w": fz.rows(1)})[0], tx.init(params))
-        with pytest.raises(ValueError, match=r"at: w\n  got: an array of shape \(3, 2\)"):
-            tx.update({"w": jnp.ones((3, 2))}, tx.init(params))
-        plain = fz.freeze(optax.sgd(0.1), False)
-        with pytest.raises(ValueError, match="a Part of"):
-            plain.update(fz.partition(params, {"w": fz.rows(1)})[0], plain.init(params))
+        part = fz.partition(params, {"w": fz.rows(1)})[0]
+        for frozen, wrong in (({"w": fz.rows(0)}, part), (False, part), ({"w": fz.rows(0)}, {"w": jnp.ones((3, 2))})):
+            tx = fz.freeze(optax.sgd(0.1), frozen)
+            with pytest.raises(
+                ValueError, match=r"not the trainable part of the leaf\n  at: w\n  got: (a Part|an array)"
+            ):
+                tx.update(wrong, tx.init(params))
 
     @pytest.mark.parametrize("mask", [fz.rows(0), fz.elements(DIAGONAL), fz.elements(DIAGONAL, compact=True)], ids=repr)
     def test_a_wider_part_takes_the_dtype_of_the_leaf(self, mask):
@@ -413,20 +408,16 @@ class TestEveryBitPattern:
 
 
 class TestPartsOfAnotherLeaf:
-    def test_apply_updates(self):
+    def test_are_refused(self):
         params = {"w": jnp.zeros((6, 2))}
-        updates = fz.partition(params, {"w": fz.rows(slice(0, 4))})[0]
-        for frozen in ({"w": fz.rows(slice(4, 6))}, {"w": np.ones((6, 2), bool)}, {"w": fz.elements(DIAGONAL)}):
+        updates, rest = fz.partition(params, {"w": fz.rows(slice(0, 4))})
+        for frozen in ({"w": fz.rows(slice(4, 6))}, {"w": np.ones((6, 2), bool)}):
             with pytest.raises(ValueError, match=r"at: w"):
                 fz.apply_updates(params, updates, frozen)
         for shape in ((5, 2), (16, 2), (6, 3)):
             with pytest.raises(ValueError, match=r"updates: not the trainable part of the leaf\n  at: w"):
                 fz.apply_updates({"w": jnp.zeros(shape)}, updates)
         assert bits(fz.apply_updates(params, updates, {"w": True})) == bits(params)
-
-    def test_combine(self):
-        params = {"w": jnp.zeros((6, 2))}
-        _, rest = fz.partition(params, {"w": fz.rows(slice(0, 4))})
         for trainable in (fz.partition(params, {"w": fz.rows(slice(2, 6))})[0], params):
             with pytest.raises(ValueError, match=r"trainable: not the trainable part of the leaf\n  at: w"):
                 fz.combine(trainable, rest)
@@ -523,9 +514,7 @@ class TestReplaceMasks:
     def test_between_steps_without_recompiling(self, compact):
         key = jax.random.key(0)
         params = {"w": jax.random.normal(key, (4, 4)), "b": jnp.ones(4)}
-        masks = [
-            np.asarray(jax.random.permutation(jax.random.key(i), jnp.arange(16) < 8).reshape(4, 4)) for i in range(3)
-        ]
+        masks = [np.arange(16).reshape(4, 4) % 2 == 0, np.arange(16).reshape(4, 4) < 8]
         tx = fz.freeze(optax.adam(0.1), {"w": fz.elements(masks[0], compact), "b": False}, full_updates=False)
         state = tx.init(params)
 
@@ -559,9 +548,7 @@ class TestReplaceMasks:
         assert updates["w"].tolist() == [0.0, 0.0, -1.5, -2.0, -2.5]
         assert bits(state) == bits(tx.update(grads, tx.init(params), params)[1])
 
-    @pytest.mark.parametrize(
-        "inner", [optax.contrib.muon(0.1), optax.sm3(0.1), optax.adafactor(0.1)], ids=["muon", "sm3", "adafactor"]
-    )
+    @pytest.mark.parametrize("inner", [optax.sm3(0.1), optax.adafactor(0.1)], ids=["sm3", "adafactor"])
     def test_state_that_is_no_vector_is_left_alone(self, inner):
         params = {"w": jnp.ones((2, 4)), "m": jnp.ones((4, 4))}
         mask = np.arange(8).reshape(2, 4) < 4
@@ -617,9 +604,7 @@ class TestReplaceMasks:
         state = fz.replace_masks(tx.init(params), tx, params, {"w": ~DIAGONAL})
         assert bits(fz.resolve(params, fz.spec_of(state))["w"].array) == bits(jnp.asarray(~DIAGONAL))
         updates, _ = tx.update(params, state)
-        assert bits(optax.apply_updates(params, updates)["w"]) == bits(
-            jnp.where(DIAGONAL, 0.9, 1.0).astype(jnp.float32)
-        )
+        assert updates["w"].tolist() == np.where(DIAGONAL, np.float32(-0.1), -0.0).tolist()
 
     def test_refusals_change_nothing(self):
         params = {"w": jnp.ones((2, 2)), "c": jnp.ones((2, 2)), "r": jnp.ones((2, 2))}
@@ -628,9 +613,7 @@ class TestReplaceMasks:
         state = tx.init(params)
         before = bits(state)
         for path, mask, error in [
-            ("x", DIAGONAL, r"the state has no replaceable mask for this path\n  at: x"),
             ("r", DIAGONAL, r"the state has no replaceable mask for this path\n  at: r"),
-            ("w", np.zeros(2, bool), "shape of an element mask differs"),
             ("c", np.zeros((2, 2), bool), r"compact mask is fixed\n  at: c\n  got: 4"),
         ]:
             with pytest.raises(ValueError, match=error):

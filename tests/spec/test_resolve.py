@@ -276,25 +276,24 @@ USES = {
 
 class TestFreezeWarning:
     @pytest.mark.parametrize(
-        ("spec", "extent"),
+        ("spec", "extent", "uses"),
         [
-            (fz.where(nothing_or_all), "nothing"),
-            (~fz.where(nothing_or_all), "everything"),
-            ("**", "everything"),
-            (fz.path("encoder") & "head", "nothing"),
-            ("steps", "nothing"),
-            (fz.rules({"encoder": np.True_}, default=True), "everything"),
-            (lambda params: jax.tree.map(lambda leaf: False, params), "nothing"),
-            (fz.rules({"encoder": fz.rows(slice(None)), "head": True}), "everything"),
+            (fz.where(nothing_or_all), "nothing", USES),
+            (~fz.where(nothing_or_all), "everything", ["partition"]),
+            ("**", "everything", ["partition"]),
+            (fz.path("encoder") & "head", "nothing", ["partition"]),
+            ("steps", "nothing", ["partition"]),
+            (fz.rules({"encoder": np.True_}, default=True), "everything", ["partition"]),
+            (lambda params: jax.tree.map(lambda leaf: False, params), "nothing", ["partition"]),
+            (fz.rules({"encoder": fz.rows(slice(None)), "head": True}), "everything", ["partition"]),
         ],
     )
-    def test_a_spec_that_freezes_nothing_or_everything(self, other, spec, extent):
+    def test_a_spec_that_freezes_nothing_or_everything(self, other, spec, extent, uses):
         params = {**other, "steps": jnp.int32(0)}
-        frozen = 3 if extent == "everything" else 0
-        for name, use in USES.items() if spec == "**" else [("freeze", USES["freeze"])]:
-            warns = pytest.warns(fz.FreezeWarning, match=rf"freezes {extent}\n(.|\n)*{frozen} of 3 leaves are frozen")
-            with warns as caught:
-                use(params, spec)
+        told = rf"freezes {extent}\n(.|\n)*{3 if extent == 'everything' else 0} of 3 leaves are frozen"
+        for name in uses:
+            with pytest.warns(fz.FreezeWarning, match=told) as caught:
+                USES[name](params, spec)
             assert len(caught) == 1
             assert name == "under jit" or caught[0].filename == __file__
 
