@@ -58,7 +58,7 @@ class Selection:
         """``full`` with its trainable elements replaced."""
 
     def spread(self, part: Part, fill: Any, like: Any = None) -> Any:
-        """An array of the leaf's shape, laid out as ``like``: a part at its trainable elements, ``fill`` elsewhere."""
+        """An array of the leaf's shape, sharded as ``like``: a part at its trainable elements, ``fill`` elsewhere."""
 
     def add(self, full: Any, update: Any) -> Any:
         """``full`` with an update, of its shape or a part of it, added to its trainable elements."""
