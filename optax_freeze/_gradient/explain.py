@@ -15,7 +15,7 @@ from optax_freeze._errors import is_array, printable
 from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import Part, PyTree

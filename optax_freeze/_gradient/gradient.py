@@ -7,7 +7,7 @@ import jax
 
 from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree

@@ -18,7 +18,7 @@ from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
 from optax_freeze._program.regions import Region, region_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import elements, rows
+from optax_freeze._spec.masks import choice_of, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
@@ -75,7 +75,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         found = functools.reduce(np.union1d, [region_of(index).numbers for index in frozen])  # type: ignore[attr-defined]
         return len(found) == size or rows(found.tolist(), axis)
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
-        return len(frozen) > 1 or ~frozen[0].as_spec()
+        return len(frozen) > 1 or ~choice_of(frozen[0])
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
     return elements(functools.reduce(jnp.logical_or, arrays))
 

@@ -33,7 +33,7 @@ from optax_freeze._program.schedule import LateValue, schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
 from optax_freeze._spec.indexing import set_rows
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble
 from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import Part, PyTree, Rest

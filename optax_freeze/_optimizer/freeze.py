@@ -18,8 +18,8 @@ from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, v
 from optax_freeze._optimizer.plan_in_state import plan_and_masks, plan_of, plans_of_spec, with_plan
 from optax_freeze._optimizer.update_params import with_update_params
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
-from optax_freeze._spec.partition import add_updates
+from optax_freeze._spec.apply_updates import add_updates
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection

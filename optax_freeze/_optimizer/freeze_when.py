@@ -27,6 +27,7 @@ from optax_freeze._optimizer.inner_update import parts_outside
 from optax_freeze._optimizer.update_call import UpdateCall
 from optax_freeze._optimizer.update_params import with_update_params
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
 from optax_freeze._spec.selection import FROZEN, DenseMask, Selection
@@ -275,7 +276,7 @@ def _owned(selection: Selection) -> str:
         return "some elements of the leaf"
     if not selection.in_part:
         return "nothing" if selection is FROZEN else "the whole leaf"
-    return f"{~selection.as_spec()!r} of the leaf"
+    return f"{~choice_of(selection)!r} of the leaf"
 
 
 def _refuse_other_condition(name: str, condition: Condition | None, mine: Condition | None) -> None:

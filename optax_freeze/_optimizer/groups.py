@@ -17,13 +17,12 @@ from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import Group
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.masks import Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex
 from optax_freeze._spec.selector_algebra import Choice
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -77,7 +76,7 @@ class GroupPlans:
         if owners[0][0] is TRAINABLE:
             return owners[0][1]
         shape, dtype = self.leaves[i].shape or (), jnp.result_type(*(part.dtype for _, part in owners))
-        merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))
+        merged = with_sharding(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))
         for selection, part in owners:
             merged = selection.put(merged, part)
         return merged
@@ -197,12 +196,10 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
 def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
     """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
-    selection = fit_mask(mask, leaf)
-    named = np.full(leaf.shape[mask.axis], selection is FROZEN)
+    selection = mask.fit(leaf)
+    named = np.full(leaf.shape[mask.axis], selection is not TRAINABLE)
     if isinstance(selection, RowIndex):
-        named[:] = selection.picked_train
-        for progression in selection.picked:
-            named[slice(*progression)] = not selection.picked_train
+        named[selection.numbers] = False
     return named
 
 

@@ -17,8 +17,9 @@ import numpy as np
 from optax_freeze._errors import is_array
 from optax_freeze._gradient.restrict import restrict
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
-from optax_freeze._spec.partition import no_change, split
+from optax_freeze._spec.apply_updates import no_change
+from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree

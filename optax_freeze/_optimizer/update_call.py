@@ -10,8 +10,8 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.inner_update import parts_outside, variables_outside, without_frozen, zero
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host, to_device, to_memory_of
-from optax_freeze._spec.partition import updated
+from optax_freeze._spec.apply_updates import updated
+from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree

@@ -13,7 +13,7 @@ from optax_freeze._errors import described, type_error
 from optax_freeze._gradient.groups_now import GradientOfGroups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.partition import apply_updates
+from optax_freeze._spec.apply_updates import apply_updates
 from optax_freeze._spec.tree import PyTree
 
 _CALL = "fz.update_params(tx, grads, state, params)"

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optax_freeze._errors import is_number
 from optax_freeze._optimizer.inner_update import negative_zero, zero
 from optax_freeze._program.regions import cast_to_vary, varies
-from optax_freeze._spec.layout import explicit_sharding, laid_out
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, PyTree
 
 
@@ -77,4 +77,4 @@ def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
     def filled(like: Any, value: Any) -> jax.Array:
         return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
 
-    return laid_out(explicit_sharding(like, shape.shape), filled, like, value)
+    return with_sharding(explicit_sharding(like, shape.shape), filled, like, value)

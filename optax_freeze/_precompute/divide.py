@@ -20,7 +20,7 @@ from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.function import Traced, as_array, needs_value
 from optax_freeze._program.regions import Rows, Values
 from optax_freeze._program.tasks import Schedule
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part

@@ -16,11 +16,11 @@ from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
 from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import fitting
-from optax_freeze._spec.memory import on_device
+from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
+from optax_freeze._spec.sharding import fitting
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
 from optax_freeze._spec import host_rows
-from optax_freeze._spec.memory import to_device
+from optax_freeze._spec.memory_kinds import to_device
 
 FEWEST_AXES = 3
 """The TPU compiler slices arrays in host memory of three axes or more only."""

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
 from optax_freeze._program.trace import Equation, is_reference
-from optax_freeze._spec.layout import fitting
+from optax_freeze._spec.sharding import fitting
 
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 

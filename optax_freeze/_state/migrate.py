@@ -101,7 +101,7 @@ def migrate(
         fresh = tx.init(params)
         shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
         old, new = entries_of(state, shapes), entries_of(fresh, shapes)
-        _refuse_other_state(old, new, by_type=_tree.has_variables(params))
+        _refuse_other_state(old, new, by_type=bool(_tree.walk(params).variables))
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise

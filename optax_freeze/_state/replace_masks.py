@@ -16,13 +16,12 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import init_with
 from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import ElementMask, Elements, elements
-from optax_freeze._spec.memory import to_memory_of
+from optax_freeze._spec.memory_kinds import to_memory_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
@@ -183,7 +182,7 @@ def _new_mask(mask: Any, leaf: Leaf, old: Selection) -> Any:
     if isinstance(mask, ElementMask) and not isinstance(mask, Elements):
         raise _another_kind(mask, leaf, "a boolean array of the leaf's shape, or fz.elements of one")
     new = elements(mask.array if isinstance(mask, Elements) else mask, old.compact)
-    fit_mask(dataclasses.replace(new, count=old.count), leaf)
+    dataclasses.replace(new, count=old.count).fit(leaf)
     if new.count != old.count:
         raise value_error(
             "the number of trainable elements of a compact mask is fixed",
@@ -198,7 +197,7 @@ def _new_mask(mask: Any, leaf: Leaf, old: Selection) -> Any:
 def _new_rows(mask: Any, leaf: Leaf, old: DynamicRowIndex) -> Any:
     if not isinstance(mask, ElementMask) or isinstance(mask, Elements):
         raise _another_kind(mask, leaf, "rows of a JAX array: ~fz.rows(jnp.array([...]))")
-    new = fit_mask(mask, leaf)
+    new = mask.fit(leaf)
     if not isinstance(new, RowSelection) or (new.axis, new.count) != (old.axis, old.count):
         rows = _told(new) if isinstance(new, RowSelection) else f"a leaf that {new}"
         raise value_error(

@@ -67,7 +67,7 @@ def _resized(selection: Any, more: int) -> Any:
     if isinstance(selection, DynamicRowIndex):
         return dataclasses.replace(selection, array=jnp.arange(count), count=count)
     if isinstance(selection, RowIndex):
-        return dataclasses.replace(selection, picked=((0, count, 1),), picked_train=True)
+        return dataclasses.replace(selection, progressions=((0, count, 1),), others=False)
     return dataclasses.replace(selection, count=count)
 
 

@@ -11,7 +11,7 @@ from optax_freeze._errors import described, message, refuse_no_mapping, value_er
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.given_groups import group_name
-from optax_freeze._spec.layout import copy_like
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import map_states, states_in
 

@@ -52,7 +52,7 @@ def spec_of(state: optax.OptState) -> Selector:
             expected="one, or several of fz.freeze with the same spec",
             fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
         )
-    return plan_of(states[0]).known
+    return plan_of(states[0]).as_spec
 
 
 def _differ(a: Any, b: Any) -> bool:
