@@ -125,14 +125,6 @@ def in_compact(wrap):
     return Compact(run)
 
 
-def applied_twice(wrap):
-    def run(module, x):
-        body = wrap(Block())
-        return nn.Dense(3)(body(body(x)))
-
-    return Compact(run)
-
-
 def in_scan(wrap):
     def layer(module, x):
         return nn.Dense(4, name="free")(wrap(Block(name="fixed"))(x))
@@ -141,10 +133,8 @@ def in_scan(wrap):
 
 
 def of_scan(wrap):
-    def run(module, x):
-        return nn.Dense(3)(wrap(scanned(lambda module, x: Block()(x)))(x, None)[0])
-
-    return Compact(run)
+    stack = lambda: wrap(scanned(lambda module, x: Block()(x)))  # noqa: E731
+    return Compact(lambda module, x: nn.Dense(3)(stack()(x, None)[0]))
 
 
 def in_lift(lift):
@@ -178,9 +168,7 @@ def two_wrappers(wrap):
     class Model(nn.Module):
         def setup(self):
             shared = nn.Dense(4)
-            self.a = wrap(shared, "kernel")
-            self.b = wrap(shared, "bias")
-            self.head = nn.Dense(3)
+            self.a, self.b, self.head = wrap(shared, "kernel"), wrap(shared, "bias"), nn.Dense(3)
 
         def __call__(self, x):
             return self.head(self.b(nn.tanh(self.a(x))))
@@ -207,7 +195,7 @@ MODELS = {
     "setup": in_setup,
     "compact": in_compact,
     "fields of a field": lambda wrap: Holder(Block(), wrap(Holder(Block(), Holder(Block(), nn.Dense(4))))),
-    "applied twice": applied_twice,
+    "applied twice": lambda wrap: nn.Sequential([(body := wrap(Block())), body, nn.Dense(3)]),
     "frozen in frozen": lambda wrap: nn.Sequential([wrap(nn.Sequential([wrap(Block()), nn.Dense(4)])), nn.Dense(3)]),
     "frozen of frozen": lambda wrap: nn.Sequential([wrap(wrap(Block())), nn.Dense(3)]),
     "two wrappers": two_wrappers,
@@ -228,8 +216,7 @@ MODELS = {
     "of adapters": lambda wrap: wrap(nn.Sequential([Adapter(nn.Dense(4)), wrap(Adapter(nn.Dense(3)))])),
 }
 COLLECTED = {"alone", "sequential", "setup", "compact", "fields of a field", "applied twice", "lifted method"}
-COLLECTED |= {"given to a method", "adapter", "adapter, compact"}
-"""The models that are also tested with a collection for the frozen parameters."""
+COLLECTED |= {"given to a method", "adapter", "adapter, compact"}  # which are also tested with a collection
 
 
 def flat(tree):
@@ -359,17 +346,6 @@ def test_whatever_is_read_through_the_wrapper_is_frozen(read):
         assert not any_grad(got_grads)
 
 
-def test_a_variable_made_in_setup_is_read_through_the_wrapper():
-    class Model(nn.Module):
-        def setup(self):
-            self.count = self.variable("cache", "count", lambda: jnp.ones(()))
-
-        def __call__(self):
-            return self.count.value
-
-    assert Frozen(Model()).bind(Model().init(KEY)).count.value == 1
-
-
 def test_a_submodule_given_to_a_jitted_module_is_read_anew_each_time():
     class Reader(nn.Module):
         mix: nn.Module
@@ -430,9 +406,19 @@ def test_the_name_is_that_of_the_bare_module():
     with flax.config.temp_flip_flag("preserve_adopted_names", True):
         kept, expected = (nn.Sequential([wrap(nn.Dense(3, name="kept"))]).init(KEY, X) for wrap in (Frozen, bare))
     assert bits(kept) == bits(expected)
+    options = {"console_kwargs": {"width": 200, "force_terminal": False}}
+    assert in_setup(Frozen).tabulate(KEY, X, **options) == in_setup(bare).tabulate(KEY, X, **options)
 
 
-def test_plain_attributes_can_be_read_bound_or_not():
+def test_plain_attributes_and_variables_of_setup():
+    class Counter(nn.Module):
+        def setup(self):
+            self.count = self.variable("cache", "count", lambda: jnp.ones(()))
+
+        def __call__(self):
+            return self.count.value
+
+    assert Frozen(Counter()).bind(Counter().init(KEY)).count.value == 1
     frozen = Frozen(Table(9))
     bound = frozen.bind(Table(9).init(KEY, IDS))
     for module in (frozen, bound):
@@ -476,11 +462,6 @@ def test_bind_and_unbind():
     assert bits(module.apply(part, X)) == bits(bound.body(X)) == bits(Block().apply(part, X))
 
 
-def test_a_table_of_the_model_is_that_of_the_bare_one():
-    options = {"console_kwargs": {"width": 200, "force_terminal": False}}
-    assert in_setup(Frozen).tabulate(KEY, X, **options) == in_setup(bare).tabulate(KEY, X, **options)
-
-
 class Noted(nn.Module):
     """Sows, drops out and draws."""
 
@@ -520,26 +501,25 @@ class Normed(nn.Module):
         return x + count.value
 
 
-def test_frozen_statistics_stand_still_in_either_mode():
+def test_frozen_statistics_stand_still_and_live_ones_are_the_callers():
     variables = Normed().init(KEY, X)
-    frozen = Frozen(Normed())
-    assert bits(frozen.init(KEY, X)) == bits(variables)
+    assert bits(Frozen(Normed()).init(KEY, X)) == bits(variables)
     for train in (True, False):
-        output, moved = frozen.apply(variables, X, train=train, mutable=["batch_stats"])
-        assert bits(moved["batch_stats"]) == bits(variables["batch_stats"])
-        assert bits(output) == bits(Normed().apply(variables, X, train=False, mutable=["batch_stats"])[0])
-    assert bits(frozen.apply(variables, X, mutable=True)[1]) == bits(variables)
-
-
-def test_live_statistics_are_the_callers():
-    variables = Normed().init(KEY, X)
-    frozen = Frozen(Normed(), stats="live")
-    for train in (True, False):
-        got = frozen.apply(variables, X, train=train, mutable=["batch_stats"])
-        assert bits(got) == bits(Normed().apply(variables, X, train=train, mutable=["batch_stats"]))
-    assert bits(got[1]) != bits({"batch_stats": variables["batch_stats"]})
+        live, frozen, expected, stored = (
+            module.apply(variables, X, train=mode, mutable=["batch_stats"])
+            for module, mode in (
+                (Frozen(Normed(), stats="live"), train),
+                (Frozen(Normed()), train),
+                (Normed(), train),
+                (Normed(), False),
+            )
+        )
+        assert bits(live) == bits(expected)
+        assert bits(live[1]["batch_stats"]) != bits(variables["batch_stats"])
+        assert bits(frozen) == bits((stored[0], {"batch_stats": variables["batch_stats"]}))
     with freeze_variables(True):
-        assert bits(Normed().apply(variables, X, train=False, mutable=["batch_stats"])) == bits(got)
+        assert bits(Normed().apply(variables, X, train=False, mutable=["batch_stats"])) == bits(live)
+    assert bits(Frozen(Normed()).apply(variables, X, mutable=True)[1]) == bits(variables)
 
 
 @pytest.mark.parametrize("field", [None, False, True])
@@ -591,25 +571,16 @@ def test_statistics_beside_a_frozen_module_and_of_one_given_to_its_method_move()
         return norm("beside")(x)
 
     variables = Compact(run).init(KEY, X)
-    moved, before = (
-        Compact(run).apply(variables, X, mutable=["batch_stats"])[1]["batch_stats"],
-        variables["batch_stats"],
-    )
-    assert {name: bits(moved[name]) != bits(before[name]) for name in before} == {
-        "reader": False,
-        "given": True,
-        "beside": True,
-    }
-
-
-class Helper(nn.Module):
-    """Has a method that needs no variables."""
-
-    def double(self, x):
-        return 2 * x
+    moved = Compact(run).apply(variables, X, mutable=["batch_stats"])[1]["batch_stats"]
+    stays = {name for name, before in variables["batch_stats"].items() if bits(moved[name]) == bits(before)}
+    assert stays == {"reader"}
 
 
 def test_a_method_of_an_unbound_module_needs_nothing_frozen():
+    class Helper(nn.Module):
+        def double(self, x):
+            return 2 * x
+
     model = Compact(lambda module, x: Helper(parent=None).double(x))
     assert bits(Frozen(model).apply({}, X)) == bits(2 * X)
     with freeze_variables("kernel"):
@@ -632,13 +603,11 @@ def test_a_module_used_bare_and_frozen_has_the_gradient_of_the_bare_use():
     variables = Model().init(KEY, X, 1)
     assert set(variables["params"]) == {"layer"}
     grads = jax.grad(lambda v: Model().apply(v, X, 1).sum())(variables)["params"]["layer"]
+    apply = lambda params, x: nn.Dense(4).apply({"params": params}, x)  # noqa: E731
 
     def by_hand(params):
         constant = jax.lax.stop_gradient(params)
-        x = X
-        for layer in (constant, params, constant):
-            x = nn.Dense(4).apply({"params": layer}, jax.lax.stop_gradient(x) if layer is params else x)
-        return x.sum()
+        return apply(constant, apply(params, jax.lax.stop_gradient(apply(constant, X)))).sum()
 
     assert bits(grads) == bits(jax.grad(by_hand)(variables["params"]["layer"]))
     assert not any(jax.tree.leaves(frozen_mask(Model(), X, 1)))
@@ -657,11 +626,8 @@ def test_a_spec_is_relative_to_the_module(spec):
     body = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(4)])
     model = nn.Sequential([Frozen(body, spec), nn.Dense(3)])
     assert frozen_paths(frozen_mask(model, X)) == {"layers_0/layers_0/kernel", "layers_0/layers_0/bias"}
-
-
-def test_layers_that_live_elsewhere_are_named_from_the_module():
-    model = Compact(lambda module, x: Frozen(nn.Sequential([nn.Dense(4), nn.Dense(4)]), "../Dense_0")(x))
-    assert frozen_modules(model, X) == {"Dense_0"}
+    elsewhere = Compact(lambda module, x: Frozen(nn.Sequential([nn.Dense(4), nn.Dense(4)]), "../Dense_0")(x))
+    assert frozen_modules(elsewhere, X) == {"Dense_0"}
 
 
 @pytest.mark.parametrize("mask", [fz.rows(slice(0, 3)), fz.elements(jnp.eye(4, dtype=bool))], ids=["rows", "elements"])
@@ -759,6 +725,9 @@ def test_boxed_parameters_keep_their_boxes():
     mask = frozen_mask(frozen, X)
     assert mask == {"kernel": True, "bias": False}
     assert isinstance(constants(dense, "kernel").init(KEY, X)["constants"]["kernel"], nn.Partitioned)
+    in_box = Compact(lambda module, x: x @ module.param("kernel", kernel_init, (4, 4), unbox=False).value)
+    boxed = {"params": {"kernel": variables["params"]["kernel"]}}
+    assert bits(Frozen(in_box).apply(boxed, X)) == bits(X @ boxed["params"]["kernel"].value)
     assert len(jax.tree.leaves(fz.partition(variables["params"], mask)[0])) == 1
 
 

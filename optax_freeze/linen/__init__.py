@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-from flax.core import FrozenDict, Scope, unfreeze
+from flax.core import FrozenDict, Scope
 from flax.linen.module import TestScope, wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -164,9 +164,9 @@ class Frozen(nn.Module):
     ) -> Any:
         """``fun(module, *args, **kwargs)`` with the frozen variables."""
         self._try_setup()
-        frozen = unfreeze(self.frozen) if isinstance(self.frozen, FrozenDict) else self.frozen
         stats = self.stats_collections if self.stats == "frozen" else ()
-        return VariableFreezer(frozen, self.collection, stats).call(fun, self.module, args, kwargs, is_call=is_call)
+        freezer = VariableFreezer(self.frozen, self.collection, stats)
+        return freezer.call(fun, self.module, args, kwargs, is_call=is_call)
 
 
 @contextlib.contextmanager
