@@ -5,6 +5,7 @@ damaged or edited by hand, so each value that is read is checked.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import counted, described, is_array, is_int, value_error
+from optax_freeze._errors import counted, described, is_array, is_int, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE, Selection
@@ -90,9 +91,23 @@ def _dtype(name: Any) -> Any:
     return dtype if str(dtype) == name and is_array(jax.ShapeDtypeStruct((), dtype)) else None
 
 
-def is_key(dtype: Any) -> bool:
-    """Whether it is the dtype of random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+def is_key(array: Any) -> bool:
+    """Whether these are random keys."""
+    return is_array(array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def absolute(directory: Any, fix: str, *, local: bool = False) -> str:
+    """The absolute path of a directory, or its address."""
+    if not isinstance(directory, (str, os.PathLike)):
+        at, got = "the first argument", described(directory)
+        raise type_error("not a directory", at=at, got=got, expected="the path of a directory", fix=fix)
+    where = os.fspath(directory)
+    is_address = "://" in where
+    if os.path.isfile(where) or (local and is_address):
+        got = "an address" if is_address else "a file"
+        expected = f"a directory{' on a local disk' if local else ''}, or nothing there"
+        raise value_error("not a directory", at=where, got=got, expected=expected, fix=fix)
+    return where if is_address else os.path.abspath(where)
 
 
 def key_impl(dtype: Any) -> str:
@@ -106,7 +121,7 @@ def struct_as_json(struct: Any) -> dict[str, Any]:
     """What :meth:`Field.struct` reads."""
     if struct is None:
         return {"shape": None, "dtype": None}
-    dtype = f"key {key_impl(struct.dtype)}" if is_key(struct.dtype) else str(struct.dtype)
+    dtype = f"key {key_impl(struct.dtype)}" if is_key(struct) else str(struct.dtype)
     return {"shape": list(struct.shape), "dtype": dtype, "weak": bool(struct.weak_type)}
 
 
@@ -132,24 +147,17 @@ class LeafRecord:
         return {"path": self.path, **struct_as_json(self.struct), **frozen}
 
 
-def leaf_records(params: PyTree, plan: Plan) -> list[LeafRecord]:
-    """The records of the parameters, without fingerprints."""
-    return [
-        LeafRecord(
-            leaf.path,
-            None
-            if leaf.shape is None
-            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(_tree.is_weak(value))),
-            selection.with_array(_tree.HOLE),
-        )
-        for leaf, selection, value in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)
-    ]
+def leaf_records(params: PyTree, plan: Plan, *, fingerprints: bool = True) -> list[LeafRecord]:
+    """The records of the parameters, with the fingerprints of their frozen parts or without."""
+    lanes = digests(params, plan) if fingerprints else {}
 
+    def record(leaf: _tree.Leaf, selection: Selection, value: Any) -> LeafRecord:
+        weak = bool(_tree.is_weak(value))
+        struct = None if leaf.shape is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+        fingerprint = "".join(f"{int(lane):08x}" for lane in lanes.get(leaf.path, ())) or None
+        return LeafRecord(leaf.path, struct, selection.with_array(_tree.HOLE), fingerprint)
 
-def with_fingerprints(records: Sequence[LeafRecord], params: PyTree, plan: Plan) -> list[LeafRecord]:
-    """The records with the fingerprints of the frozen parts."""
-    found = {path: "".join(f"{int(lane):08x}" for lane in lanes) for path, lanes in digests(params, plan).items()}
-    return [dataclasses.replace(record, fingerprint=found.get(record.path)) for record in records]
+    return list(map(record, plan.leaves, plan.selections, _tree.flatten(params)[0]))
 
 
 def leaves_of_json(leaves: Field) -> list[LeafRecord]:
@@ -182,13 +190,9 @@ def refuse_newer(record: Field, where: str, what: str) -> None:
     """Raises a ``ValueError`` for the record of a newer release."""
     number = record["format"].number(1)
     if number > FORMAT:
-        raise value_error(
-            f"{what} written by a newer optax_freeze",
-            at=where,
-            got=f"format {number}",
-            expected=f"format {FORMAT} or older",
-            fix="install the newest release: pip install --upgrade optax-freeze",
-        )
+        got, expected = f"format {number}", f"format {FORMAT} or older"
+        fix = "install the newest release: pip install --upgrade optax-freeze"
+        raise value_error(f"{what} written by a newer optax_freeze", at=where, got=got, expected=expected, fix=fix)
 
 
 def refuse_other_arrays(saved: Sequence[Any], got: Sequence[Any], name: str, where: str, fix: str) -> None:

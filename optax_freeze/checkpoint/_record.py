@@ -98,13 +98,10 @@ def reading(step: str, item: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise value_error(
-            "the checkpoint cannot be read",
-            at=step,
-            got=f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}",
-            expected="everything that checkpoint.save wrote",
-            fix="the checkpoint is damaged or was not written by checkpoint.save; restore another step",
-        ) from error
+        got = f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}"
+        expected = "everything that checkpoint.save wrote"
+        fix = "the checkpoint is damaged or was not written by checkpoint.save; restore another step"
+        raise value_error("the checkpoint cannot be read", at=step, got=got, expected=expected, fix=fix) from error
 
 
 def read_record(step: str) -> Record:
@@ -138,12 +135,9 @@ def _state_of_json(array: Field) -> StateRecord:
 def refuse_other_state(saved: Sequence[StateRecord] | None, template: PyTree, at: str) -> None:
     """Raises a ``ValueError`` if the template is the state of another optimizer or spec, or no state was saved."""
     if saved is None:
-        raise value_error(
-            "no optimizer state in the checkpoint",
-            at=at,
-            got="a template of an optimizer state",
-            expected="opt_state=None, since no state was given to checkpoint.save",
-            fix="create a new state: tx.init(params)",
-        )
+        got = "a template of an optimizer state"
+        expected = "opt_state=None, since no state was given to checkpoint.save"
+        fix = "create a new state: tx.init(params)"
+        raise value_error("no optimizer state in the checkpoint", at=at, got=got, expected=expected, fix=fix)
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
     refuse_other_arrays(saved, state_records(template), "opt_state", "the checkpoint", fix)

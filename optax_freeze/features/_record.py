@@ -30,7 +30,6 @@ from optax_freeze._verify.base_record import (
     refuse_other_base,
     refuse_other_selections,
     struct_as_json,
-    with_fingerprints,
 )
 
 _FILE = "features.json"
@@ -69,7 +68,7 @@ def base_of(params: PyTree, once: Precomputed) -> list[LeafRecord]:
     plan = make_plan(params, once.frozen)
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
-    return with_fingerprints(leaf_records(params, plan), params, plan)
+    return leaf_records(params, plan)
 
 
 def begin(where: str, shapes: Features, leaves: list[LeafRecord]) -> Record:
@@ -200,13 +199,10 @@ def refuse_other_batch(record: Record, digest: str, number: int) -> None:
     """Refuses a batch with other values than the one that is stored."""
     stored = record.batches
     if number > len(stored):
-        raise value_error(
-            "there are more batches than are stored",
-            at=f"batch {number}",
-            got="another batch",
-            expected=f"{counted(len(stored), 'batch', 'batches')}: these features are complete",
-            fix="give the same batches, or write into another directory",
-        )
+        at, got = f"batch {number}", "another batch"
+        expected = f"{counted(len(stored), 'batch', 'batches')}: these features are complete"
+        fix = "give the same batches, or write into another directory"
+        raise value_error("there are more batches than are stored", at=at, got=got, expected=expected, fix=fix)
     if digest != stored[number - 1]:
         raise value_error(
             "a batch differs from the one whose features are stored",

@@ -76,13 +76,10 @@ class Frozen(nn.Module):
         _check_collection(self.collection, self.stats_collections)
         is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
         if is_new and self.name is not None:
-            raise value_error(
-                "Frozen does not take a name",
-                at="name",
-                got=described(self.name),
-                expected="the name on the wrapped module, since Frozen is not part of parameter paths",
-                fix=f"Frozen({type(self.module).__name__}(..., name={self.name!r}))",
-            )
+            got = described(self.name)
+            expected = "the name on the wrapped module, since Frozen is not part of parameter paths"
+            fix = f"Frozen({type(self.module).__name__}(..., name={self.name!r}))"
+            raise value_error("Frozen does not take a name", at="name", got=got, expected=expected, fix=fix)
         super().__post_init__()
         if self.module.scope is not None:
             object.__setattr__(self, "scope", self.module.scope)
@@ -345,25 +342,17 @@ def _check_module(module: Any, name: str) -> None:
     if isinstance(module, nn.Module):
         return
     is_class = isinstance(module, type) and issubclass(module, nn.Module)
-    raise type_error(
-        f"{name} takes a Linen module",
-        at="its first argument",
-        got=described(module),
-        expected="an instance of flax.linen.Module",
-        fix=f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx",
-    )
+    at, expected = "its first argument", "an instance of flax.linen.Module"
+    fix = f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx"
+    raise type_error(f"{name} takes a Linen module", at=at, got=described(module), expected=expected, fix=fix)
 
 
 def _check_collection(collection: Any, stats_collections: Any) -> None:
     is_sequence = isinstance(stats_collections, Iterable) and not isinstance(stats_collections, str)
     if not is_sequence or not all(isinstance(name, str) for name in stats_collections):
-        raise value_error(
-            "collections are given by their names",
-            at="stats_collections",
-            got=described(stats_collections),
-            expected="a sequence of names",
-            fix='stats_collections=("batch_stats",)',
-        )
+        at, got = "stats_collections", described(stats_collections)
+        expected, fix = "a sequence of names", 'stats_collections=("batch_stats",)'
+        raise value_error("collections are given by their names", at=at, got=got, expected=expected, fix=fix)
     is_usable = isinstance(collection, str) and collection not in ("", "params", *stats_collections)
     if (collection is not None and not is_usable) or "params" in stats_collections:
         raise value_error(
