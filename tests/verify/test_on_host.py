@@ -98,8 +98,5 @@ def test_a_moved_element_is_found(name, spec):
 
 def test_no_array_of_the_size_of_the_stack_is_made_on_the_device():
     host = jax.device_put(np.zeros((64, 256, 256), np.float32), sharding_of("one device"))
-    for program in (
-        _bits.digest.lower(host, np.zeros(4, np.uint32), FROZEN),
-        _bits.count.lower(host, host, FROZEN),
-    ):
+    for program in (_bits.digest.lower(host, np.zeros(4, np.uint32), FROZEN), _bits.count.lower(host, host, FROZEN)):
         assert program.compile().memory_analysis().temp_size_in_bytes < host.nbytes / 2
