@@ -26,34 +26,31 @@ FORMAT = 1
 """The version of the form of a record. It is increased when older releases would misread a record."""
 
 
-class DamagedError(Exception):
-    """A field of a record has a wrong value: the field, what it is, and what is expected."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A value in a record, and the field that it is in."""
+    """A value in a record, the error for a wrong one (of the field, what it is, what is expected), and the field."""
 
     value: Any
+    damaged: Callable[[str, str, str], ValueError]
     at: str = ""
 
     def __getitem__(self, name: str) -> "Field":
         record = self.checked("a JSON object", lambda value: isinstance(value, dict))
         at = f"{self.at}.{name}".lstrip(".")
         if name not in record:
-            raise DamagedError(at, "nothing", "a value")
-        return Field(record[name], at)
+            raise self.damaged(at, "nothing", "a value")
+        return dataclasses.replace(self, value=record[name], at=at)
 
     def checked(self, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         """The value, if it is valid."""
         if not is_valid(self.value):
-            raise DamagedError(self.at or "the whole file", described(self.value), expected)
+            raise self.damaged(self.at or "the whole file", described(self.value), expected)
         return self.value
 
     def items(self, of: str) -> list["Field"]:
         """The items of a list."""
         values = self.checked(f"a list of {of}", lambda value: isinstance(value, list))
-        return [Field(value, f"{self.at}[{i}]") for i, value in enumerate(values)]
+        return [dataclasses.replace(self, value=value, at=f"{self.at}[{i}]") for i, value in enumerate(values)]
 
     def text(self) -> str:
         """A string."""
@@ -67,9 +64,9 @@ class Field:
         """An int."""
         return self.checked(f"a number, {least} or more", lambda value: is_int(value) and value >= least)
 
-    def struct(self) -> jax.ShapeDtypeStruct | None:
-        """The shape and dtype of an array; None for another object."""
-        if self["shape"].value is None:
+    def struct(self, *, is_array: bool = True) -> Any:
+        """The shape and dtype of an array; None for another object, if that is allowed."""
+        if not is_array and self["shape"].value is None:
             return self["dtype"].checked("null, like the shape", lambda name: name is None)
         sizes = self["shape"].checked("a list of sizes", _are_sizes)
         dtype = _dtype(self["dtype"].checked("the name of a dtype", lambda name: _dtype(name) is not None))
@@ -164,18 +161,19 @@ def leaves_of_json(leaves: Field) -> list[LeafRecord]:
     """The records of the leaves of a file."""
     records = [_leaf_of_json(leaf) for leaf in leaves.items("leaves")]
     if len({record.path for record in records}) < len(records):
-        raise DamagedError(leaves.at, described([record.path for record in records]), "a different path for each leaf")
+        paths = described([record.path for record in records])
+        raise leaves.damaged(leaves.at, paths, "a different path for each leaf")
     return records
 
 
 def _leaf_of_json(leaf: Field) -> LeafRecord:
-    path, struct, frozen = leaf["path"].text(), leaf.struct(), leaf["frozen"]
+    path, struct, frozen = leaf["path"].text(), leaf.struct(is_array=False), leaf["frozen"]
     is_numeric = struct is not None and jnp.issubdtype(struct.dtype, jnp.inexact)
     try:
         selection = selection_of(frozen.value, struct.shape if is_numeric else None)  # type: ignore[union-attr]
     except ValueError:
         expected = f"true{', false, or the frozen part' if is_numeric else ' or false'}"
-        raise DamagedError(frozen.at, described(frozen.value), expected) from None
+        raise frozen.damaged(frozen.at, described(frozen.value), expected) from None
     has_bits = selection is not TRAINABLE and (struct is None or struct.dtype != jax.dtypes.float0)
     expected = f"{8 * LANES} hexadecimal digits" if has_bits else "null, since nothing is frozen"
     fingerprint = leaf["fingerprint"].checked(expected, _is_fingerprint if has_bits else lambda value: value is None)

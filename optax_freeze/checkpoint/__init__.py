@@ -358,11 +358,6 @@ def _refuse_different_processes(what: str, record: Any) -> None:
 
 
 def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoundError:
-    text = message(
-        "no checkpoint to restore",
-        at=where,
-        got=got,
-        expected="a complete checkpoint" if step is None else f"a checkpoint of step {step}",
-        fix="pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None",
-    )
-    return FileNotFoundError(text)
+    expected = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
+    fix = "pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None"
+    return FileNotFoundError(message("no checkpoint to restore", at=where, got=got, expected=expected, fix=fix))

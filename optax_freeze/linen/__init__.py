@@ -152,12 +152,7 @@ class Frozen(nn.Module):
 
     @nn.nowrap
     def _run(
-        self,
-        fun: Callable[..., Any],
-        args: Any = (),
-        kwargs: Mapping[str, Any] = FrozenDict(),
-        *,
-        is_call: bool = False,
+        self, fun: Callable[..., Any], args: Any = (), kwargs: Any = FrozenDict(), *, is_call: bool = False
     ) -> Any:
         """``fun(module, *args, **kwargs)`` with the frozen variables."""
         self._try_setup()
