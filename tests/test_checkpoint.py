@@ -558,6 +558,7 @@ def test_two_processes(tmp_path):
     assert len(set(digests)) == 1
     for out, _ in told:
         assert "refused: processes differ in the spec\n  at: process 1\n  got: the fingerprint " in out
+        assert "moved: 1 of 2 frozen leaves changed\n  at: embed: 48 of 512 elements, by up to 1\n" in out
         assert "latest: 3" in out
 
 
