@@ -398,7 +398,7 @@ _BY_FILE = {
             "{path: value for path, value in zip(_tree.paths(tree), ",
             "-k one_path",
         ),
-        ("it is damaged ({in_one_line(error)})", "it is damaged", "-k reason"),
+        ("it is damaged ({in_one_line(error)})", "it is damaged", "-k valid_header"),
         ('"F4": "float4_e2m1fn",', "", "-k dtypes_of_safetensors"),
     ],
     ("_report/summary.py", "tests/report/test_summary.py"): [

@@ -64,9 +64,9 @@ class Field:
         """An int."""
         return self.checked(f"a number, {least} or more", lambda value: is_int(value) and value >= least)
 
-    def struct(self, *, is_array: bool = True) -> Any:
+    def struct(self, *, or_none: bool = False) -> Any:
         """The shape and dtype of an array; None for another object, if that is allowed."""
-        if not is_array and self["shape"].value is None:
+        if or_none and self["shape"].value is None:
             return self["dtype"].checked("null, like the shape", lambda name: name is None)
         sizes = self["shape"].checked("a list of sizes", _are_sizes)
         dtype = _dtype(self["dtype"].checked("the name of a dtype", lambda name: _dtype(name) is not None))
@@ -167,7 +167,7 @@ def leaves_of_json(leaves: Field) -> list[LeafRecord]:
 
 
 def _leaf_of_json(leaf: Field) -> LeafRecord:
-    path, struct, frozen = leaf["path"].text(), leaf.struct(is_array=False), leaf["frozen"]
+    path, struct, frozen = leaf["path"].text(), leaf.struct(or_none=True), leaf["frozen"]
     is_numeric = struct is not None and jnp.issubdtype(struct.dtype, jnp.inexact)
     try:
         selection = selection_of(frozen.value, struct.shape if is_numeric else None)  # type: ignore[union-attr]

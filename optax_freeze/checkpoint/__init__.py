@@ -7,7 +7,7 @@ restores it without comparing the base.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -139,9 +139,9 @@ def save(
     fix = "fz.combine(trainable, rest)"
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
-    _refuse_different_processes("the spec", [leaf.as_json() for leaf in leaf_records(params, plan, fingerprints=False)])
+    _refuse_different_processes("the spec", lambda: Record(leaf_records(params, plan, fingerprints=False), None))
     record = Record(leaf_records(params, plan), None if opt_state is None else state_records(opt_state))
-    _refuse_different_processes("the frozen bits", record.as_json())
+    _refuse_different_processes("the frozen bits", lambda: record)
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
     items: dict[str, Any] = {"spec": ocp.args.JsonSave(record.as_json())}
     for name, flat in nodes.items():
@@ -344,10 +344,10 @@ def _with_array(node: Any, array: Any) -> Any:
     return jax.tree.unflatten(structure, [array])
 
 
-def _refuse_different_processes(what: str, record: Any) -> None:
+def _refuse_different_processes(what: str, record: Callable[[], Record]) -> None:
     if jax.process_count() == 1:
         return
-    own = hashed(json.dumps(record, sort_keys=True))
+    own = hashed(json.dumps(record().as_json(), sort_keys=True))
     first, *others = np.asarray(multihost_utils.process_allgather(own))
     for process, other in enumerate(others, 1):
         if not np.array_equal(other, first):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-from flax.core import FrozenDict, Scope
+from flax.core import Scope
 from flax.linen.module import TestScope, wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -151,14 +151,12 @@ class Frozen(nn.Module):
         return self.module._innermost if isinstance(self.module, Frozen) else self.module
 
     @nn.nowrap
-    def _run(
-        self, fun: Callable[..., Any], args: Any = (), kwargs: Any = FrozenDict(), *, is_call: bool = False
-    ) -> Any:
+    def _run(self, fun: Callable[..., Any], args: Any = (), kwargs: Any = None, *, is_call: bool = False) -> Any:
         """``fun(module, *args, **kwargs)`` with the frozen variables."""
         self._try_setup()
         stats = self.stats_collections if self.stats == "frozen" else ()
         freezer = VariableFreezer(self.frozen, self.collection, stats)
-        return freezer.call(fun, self.module, args, kwargs, is_call=is_call)
+        return freezer.call(fun, self.module, args, kwargs or {}, is_call=is_call)
 
 
 @contextlib.contextmanager
