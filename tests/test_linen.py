@@ -437,7 +437,7 @@ def test_a_method_can_be_named_to_apply(method):
     assert not any_grad(grads)
 
 
-def test_parameters_made_by_several_methods():
+def test_parameters_made_by_several_methods_and_bind_and_unbind():
     def run(module, ids):
         table = Frozen(Table(name="table"), "mix")
         return table.decode(table.scaled(jnp.ones((2, 4))))
@@ -445,9 +445,6 @@ def test_parameters_made_by_several_methods():
     variables = Compact(run).init(KEY, IDS)
     assert set(variables["params"]["table"]) == {"table", "mix", "layers_0", "layers_1", "stages_last"}
     assert frozen_paths(frozen_mask(Compact(run), IDS)) == {"table/mix/kernel", "table/mix/bias"}
-
-
-def test_bind_and_unbind():
     model = in_setup(Frozen)
     variables = model.init(KEY, X)
     bound = model.bind(variables)
@@ -531,15 +528,14 @@ def test_the_mode_of_a_frozen_batch_norm_is_the_stored_one(field):
 def test_statistics_of_other_names():
     def run(module, x):
         for col in ("mine", "cache"):
-            count = module.variable(col, "count", lambda: jnp.zeros(()))
-            count.value += 1
+            module.variable(col, "count", lambda: jnp.zeros(())).value += 1
         return nn.Dense(4)(x)
 
     frozen = Frozen(Compact(run), stats_collections=("mine",))
     variables = frozen.init(KEY, X)
     _, moved = frozen.apply(variables, X, mutable=["mine", "cache"])
-    assert moved["mine"]["count"] == variables["mine"]["count"]
-    assert moved["cache"]["count"] == variables["cache"]["count"] + 1
+    changes = {col: float(moved[col]["count"] - variables[col]["count"]) for col in moved}
+    assert changes == {"mine": 0, "cache": 1}
 
 
 def test_a_jitted_module_with_statistics_is_not_run_by_the_program_of_another_mode():
