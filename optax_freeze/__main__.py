@@ -121,13 +121,9 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
         below = {path.removeprefix(prefix): leaf for path, leaf in shapes.items() if path.startswith(prefix)}
         if not below:
             tops = ", ".join(dict.fromkeys(path.split("/")[0] for path in shapes))
-            raise value_error(
-                "there is no such path in the checkpoint",
-                at=str(checkpoint),
-                got=f"--params {params}",
-                expected=f"a path that begins with one of {tops}",
-                fix="leave --params out to see every path",
-            )
+            at, got = str(checkpoint), f"--params {params}"
+            expected, fix = f"a path that begins with one of {tops}", "leave --params out to see every path"
+            raise value_error("there is no such path in the checkpoint", at=at, got=got, expected=expected, fix=fix)
         shapes = below
     return shapes, False
 
@@ -152,7 +148,7 @@ def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
 
 def _shape(struct: Any) -> Any:
     """The shape of an array; a number in the place of another leaf."""
-    return 0 if struct is None or is_key(struct.dtype) else struct
+    return 0 if struct is None or is_key(struct) else struct
 
 
 def _optimizer(name: str) -> optax.GradientTransformation:

@@ -164,13 +164,9 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
     params = _params(module, frozen, "trainable")
     paths = [path for p in params if not p.frozen and not isinstance(p.variable, FrozenParam) for path in p.paths]
     if not paths:
-        raise value_error(
-            "no parameter is trainable",
-            at=f"trainable(..., {frozen!r})",
-            got=f"{len(params)} parameters, all frozen",
-            expected="at least one trainable parameter",
-            fix="freeze less: fz.only('head'); or thaw(module) first",
-        )
+        at, got = f"trainable(..., {frozen!r})", f"{len(params)} parameters, all frozen"
+        expected, fix = "at least one trainable parameter", "freeze less: fz.only('head'); or thaw(module) first"
+        raise value_error("no parameter is trainable", at=at, got=got, expected=expected, fix=fix)
     return _Trainable(frozenset(paths))
 
 
@@ -242,7 +238,7 @@ class Frozen(nnx.Module):
     def _wrapped(self, value: Any) -> Any:
         """An attribute of the module: a method runs with the stored statistics, a submodule gets a wrapper too."""
         if isinstance(value, nnx.Module):
-            return value if isinstance(value, Frozen) else Frozen(value, False, self.stats)
+            return Frozen(value, False, self.stats)
         if not (inspect.ismethod(value) and value.__self__ is self.module):
             return value
 
@@ -331,7 +327,9 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     tree = nnx.to_pure_dict(nnx.state(module, (nnx.Param, FrozenParam)))
     leaves, variables = _tree.leaves(tree), []
     for i, leaf in enumerate(leaves):
-        path = _path_of_variable(leaf.path, by_path)
+        path = leaf.path
+        while path not in by_path:  # a variable may hold a tree, and the path of the leaf be longer
+            path = path.rpartition("/")[0]
         variable = by_path[path]
         variables.append(variable)
         aliases = tuple(other + leaf.path[len(path) :] for other in names[id(variable)] if other != path)
@@ -354,13 +352,6 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
                 fix="freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)",
             )
     return list(params.values())
-
-
-def _path_of_variable(path: str, variables: Mapping[str, nnx.Variable]) -> str:
-    """The path of the variable that holds a leaf: a variable may hold a tree, and the path of the leaf be longer."""
-    while path not in variables:
-        path = path.rpartition("/")[0]
-    return path
 
 
 def _walk(

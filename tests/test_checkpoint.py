@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import flax.serialization
 import jax
@@ -20,7 +21,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
-from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -55,12 +55,12 @@ def base():
     }
 
 
-def trained(base, frozen, steps=2):
+def trained(base, frozen, steps=2, state=None):
     """What a few steps make of the parameters and the optimizer's state."""
-    tx = fz.freeze(optax.adamw(0.1), frozen)
-    state, params = tx.init(base), base
+    tx, params = fz.freeze(optax.adamw(0.1), frozen), base
+    state = state or tx.init(base)
     for _ in range(steps):
-        grads = jax.tree.map(lambda x: jnp.ones_like(x) if fz._errors.is_array(x) and x.dtype in FLOATS else x, params)
+        grads = jax.tree.map(lambda x: jnp.ones_like(x) if getattr(x, "dtype", None) in FLOATS else x, params)
         updates, state = tx.update(grads, state, params)
         params = fz.apply_updates(params, updates, frozen)
     return tx, params, state
@@ -74,28 +74,13 @@ def test_what_was_saved_comes_back(base, name, tmp_path):
     frozen = SPECS[name]
     tx, params, state = trained(base, frozen)
     checkpoint.save(tmp_path, params, frozen, step=2, opt_state=state)
-    for spec in (frozen, None):
-        restored, restored_state = checkpoint.restore(tmp_path, base, opt_state=tx.init(base), frozen=spec)
-        assert bits(restored) == bits(params)
-        assert bits(restored_state) == bits(state)
-        assert jax.tree.structure(restored_state) == jax.tree.structure(state)
-    _, again = checkpoint.restore(tmp_path, base, opt_state=jax.eval_shape(lambda: tx.init(base)))
-    assert bits(again) == bits(state)
+    for spec, template in ((frozen, tx.init(base)), (None, jax.eval_shape(lambda: tx.init(base)))):
+        restored = checkpoint.restore(tmp_path, base, opt_state=template, frozen=spec)
+        assert bits(restored) == bits((params, state))
+        assert jax.tree.structure(restored[1]) == jax.tree.structure(state)
     assert checkpoint.restore(tmp_path, base)[1] is None
-
-
-def test_training_goes_on_as_if_it_had_not_stopped(base, tmp_path):
-    frozen = SPECS["rows"]
-    _, expected, expected_state = trained(base, frozen, steps=4)
-    tx, params, state = trained(base, frozen, steps=2)
-    checkpoint.save(tmp_path, params, frozen, step=2, opt_state=state)
-    params, state = checkpoint.restore(tmp_path, base, opt_state=tx.init(base))
-    for _ in range(2):
-        grads = jax.tree.map(lambda x: jnp.ones_like(x) if fz._errors.is_array(x) and x.dtype in FLOATS else x, params)
-        updates, state = tx.update(grads, state, params)
-        params = fz.apply_updates(params, updates, frozen)
-    assert bits(params) == bits(expected)
-    assert bits(state) == bits(expected_state)
+    if name == "rows":
+        assert bits(trained(restored[0], frozen, 2, restored[1])[1:]) == bits(trained(base, frozen, 4)[1:])
 
 
 def test_the_base_is_never_written(tmp_path):
@@ -139,7 +124,8 @@ def test_arrays_of_no_size(name, with_state, tmp_path, capsys):
     tx = fz.freeze(optax.chain(optax.trace(0.9), optax.scale_by_adam()), frozen)
     state = tx.init(base)
     opt_state = jax.tree.map(lambda x: x + jnp.ones_like(x), state) if with_state else None
-    params = fz.combine(jax.tree.map(lambda x: x * 2, fz.partition(base, frozen)[0]), fz.partition(base, frozen)[1])
+    trainable, rest = fz.partition(base, frozen)
+    params = fz.combine(jax.tree.map(lambda x: x * 2, trainable), rest)
     checkpoint.save(tmp_path, params, frozen, step=0, opt_state=opt_state)
     for template in (state, jax.eval_shape(lambda: state)) if with_state else (None,):
         restored = checkpoint.restore(tmp_path, base, opt_state=template, frozen=frozen)
@@ -147,22 +133,6 @@ def test_arrays_of_no_size(name, with_state, tmp_path, capsys):
         assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{fz.summary(base, frozen)}\n"
-
-
-def test_arrays_of_no_size_lie_where_the_template_s_do(tmp_path):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, P("x", "y"))
-    base = jax.device_put({"a": jnp.zeros((0, 8)), "b": jnp.ones((8, 2))}, sharding)
-    tx = optax.adam(0.1)
-    checkpoint.save(tmp_path, base, False, step=0, opt_state=tx.init(base))
-    layout = fz.state_shardings(tx, base)
-    template = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(tx.init, base), layout
-    )
-    restored, state = checkpoint.restore(tmp_path, base, opt_state=template)
-    assert bits((restored, state)) == bits((base, tx.init(base)))
-    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == {"a": sharding, "b": sharding}
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == layout
 
 
 def test_groups_go_on_within_their_schedule(tmp_path):
@@ -178,7 +148,7 @@ def test_groups_go_on_within_their_schedule(tmp_path):
 
 def test_onto_another_mesh(tmp_path):
     def placed(mesh, spec):
-        params = {"embed": jnp.arange(512.0).reshape(64, 8), "encoder": jnp.ones((8, 8))}
+        params = {"embed": jnp.arange(512.0).reshape(64, 8), "encoder": jnp.ones((8, 8)), "empty": jnp.zeros((0, 8))}
         return jax.device_put(params, NamedSharding(mesh, spec))
 
     frozen = fz.rules({"encoder": True, "embed": fz.rows(slice(0, 56))})
@@ -186,52 +156,29 @@ def test_onto_another_mesh(tmp_path):
     params = placed(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
     checkpoint.save(tmp_path, params, frozen, step=0, opt_state=tx.init(params))
     base = placed(jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,)), P(None, "z"))
-    layout = fz.state_shardings(tx, base)
-    template = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(tx.init, base),
+    layout, shapes = fz.state_shardings(tx, base), jax.eval_shape(tx.init, base)
+    template = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, layout)
+    restored, state = checkpoint.restore(tmp_path, base, opt_state=template)
+    assert bits((restored, state)) == bits((params, tx.init(params)))
+    assert jax.tree.map(lambda leaf: leaf.sharding, (restored, state)) == (
+        jax.tree.map(lambda leaf: leaf.sharding, base),
         layout,
     )
-    restored, state = checkpoint.restore(tmp_path, base, opt_state=template)
-    assert bits(restored) == bits(params)
-    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, base)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == layout
-
-
-def test_a_model_of_nnx(tmp_path):
-    def make(seed):
-        model = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 2, rngs=nnx.Rngs(seed)))
-        return model, nnx.Optimizer(model, fz.freeze(optax.adam(0.1), "layers/0"), wrt=nnx.Param)
-
-    model, optimizer = make(1)
-    optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 3))).sum())(model))
-    params, state = nnx.state(model, nnx.Param), nnx.state(optimizer, nnx.optimizer.OptState)
-    checkpoint.save(tmp_path, params, "layers/0", step=1, opt_state=state)
-    other, other_optimizer = make(2)
-    base, template = nnx.state(other, nnx.Param), nnx.state(other_optimizer, nnx.optimizer.OptState)
-    params, state = checkpoint.restore(tmp_path, base, opt_state=template)
-    nnx.update(other, params)
-    nnx.update(other_optimizer, state)
-    assert bits(nnx.state(other)) == bits(nnx.state(model))
-    assert bits(nnx.state(other_optimizer)) == bits(nnx.state(optimizer))
 
 
 @pytest.mark.parametrize("written_by", ["orbax", "flax"])
 def test_a_full_checkpoint_serves_as_the_base(written_by, tmp_path):
     base = {"encoder": jnp.arange(3.0), "head": jnp.zeros(2)}
-    if written_by == "orbax":
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "base", base)
-    else:
-        (tmp_path / "base").write_bytes(flax.serialization.to_bytes(base))
     checkpoint.save(tmp_path / "run", {**base, "head": jnp.ones(2)}, "encoder", step=7)
     if written_by == "orbax":
         with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "base", base)
+        with ocp.StandardCheckpointer() as checkpointer:
             read = checkpointer.restore(tmp_path / "base")
     else:
-        read = flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, base), (tmp_path / "base").read_bytes())
-    params, _ = checkpoint.restore(tmp_path / "run", read)
-    assert bits(params) == bits({**base, "head": jnp.ones(2)})
+        template, written = jax.tree.map(jnp.zeros_like, base), flax.serialization.to_bytes(base)
+        read = flax.serialization.from_bytes(template, written)
+    assert bits(checkpoint.restore(tmp_path / "run", read)[0]) == bits({**base, "head": jnp.ones(2)})
 
 
 class TestSteps:
@@ -245,12 +192,6 @@ class TestSteps:
             params, _ = checkpoint.restore(tmp_path, base, step=step)
             assert bits(params["embed"]) == bits(base["embed"] + (step or 10))
 
-    def test_it_says_whether_it_is_done(self, base, tmp_path):
-        saving = checkpoint.save(tmp_path, base, "encoder", step=0, wait=False)
-        assert repr(saving) == f"Saving({str(tmp_path)!r}, under way)"
-        saving.wait()
-        assert repr(saving) == f"Saving({str(tmp_path)!r}, done)"
-
     def test_a_file_where_the_directory_should_be(self, base, tmp_path):
         (tmp_path / "file").write_text("")
         for call in (
@@ -262,12 +203,14 @@ class TestSteps:
                 call()
 
     def test_in_the_background(self, base, tmp_path):
-        savings = [
+        *_, saving = [
             checkpoint.save(tmp_path, {**base, "embed": base["embed"] + n}, "encoder", step=n, wait=False)
             for n in range(3)
         ]
-        savings[-1].wait()
-        savings[-1].wait()
+        assert repr(saving) == f"Saving({str(tmp_path)!r}, under way)"
+        saving.wait()
+        saving.wait()
+        assert repr(saving) == f"Saving({str(tmp_path)!r}, done)"
         assert checkpoint.latest_step(tmp_path) == 2
         assert bits(checkpoint.restore(tmp_path, base)[0]["embed"]) == bits(base["embed"] + 2)
 
@@ -279,31 +222,17 @@ class TestSteps:
         restored, _ = checkpoint.restore(tmp_path, {"encoder": jnp.ones(2), "head": jnp.ones(100_000)})
         assert bits(restored["head"]) == bits(jnp.zeros(100_000))
 
-    @pytest.mark.parametrize(
-        ("step", "error", "text"),
-        [
-            (3, ValueError, "already exists"),
-            (2, ValueError, "a later"),
-            (-1, ValueError, "at least 0"),
-            ("4", TypeError, "at least 0"),
-            (1.0, TypeError, "at least 0"),
-            (True, TypeError, "at least 0"),
-        ],
-    )
-    def test_a_step_must_be_new(self, base, tmp_path, step, error, text):
+    def test_a_step_is_a_new_number(self, base, tmp_path):
         checkpoint.save(tmp_path, base, "encoder", step=3)
-        with pytest.raises(error, match=text):
-            checkpoint.save(tmp_path, base, "encoder", step=step)
-        assert bits(checkpoint.restore(tmp_path, base)[0]) == bits(base)
-
-    @pytest.mark.parametrize(
-        ("step", "error"), [(1.0, TypeError), (True, TypeError), ("1", TypeError), (-1, ValueError)]
-    )
-    def test_no_number_of_a_step_to_restore(self, base, tmp_path, step, error):
-        checkpoint.save(tmp_path, base, "encoder", step=1)
-        with pytest.raises(error, match="at least 0"):
-            checkpoint.restore(tmp_path, base, step=step)
-        assert bits(checkpoint.restore(tmp_path, base, step=np.int64(1))[0]) == bits(base)
+        for step, text in ((3, "already exists"), (2, "a later")):
+            with pytest.raises(ValueError, match=text):
+                checkpoint.save(tmp_path, base, "encoder", step=step)
+        for step, error in ((-1, ValueError), ("4", TypeError), (4.0, TypeError), (True, TypeError)):
+            with pytest.raises(error, match="at least 0"):
+                checkpoint.save(tmp_path, base, "encoder", step=step)
+            with pytest.raises(error, match="at least 0"):
+                checkpoint.restore(tmp_path, base, step=step)
+        assert bits(checkpoint.restore(tmp_path, base, step=np.int64(3))[0]) == bits(base)
 
 
 class TestWrongInput:
@@ -322,24 +251,21 @@ class TestWrongInput:
         with pytest.raises(FileNotFoundError, match="no checkpoint"):
             checkpoint.restore(saved / "empty", base)
 
-    def test_another_base(self, base, saved):
-        for path, leaf in (("encoder", base["encoder"].at[0].set(0.0)), ("embed", base["embed"].at[5, 3].add(1e-6))):
-            with pytest.raises(ValueError, match=rf"(?s)the base differs.*at: {path}\n.*1 of 5 frozen leaves"):
-                checkpoint.restore(saved, {**base, path: leaf})
-        checkpoint.restore(saved, {**base, "embed": base["embed"].at[6].add(1.0)})  # a row that trains
-
-    def test_another_model(self, base, saved):
-        with pytest.raises(ValueError, match=r"(?s)at: embed\n  got: float32 of shape \[4, 4\]\n.*\[8, 4\]"):
-            checkpoint.restore(saved, {**base, "embed": base["embed"][:4]})
-        with pytest.raises(ValueError, match=r"(?s)at: embed\n  got: bfloat16"):
-            checkpoint.restore(saved, {**base, "embed": base["embed"].astype(jnp.bfloat16)})
-        with pytest.raises(ValueError, match=r"(?s)different tree structure\n  at: more"):
-            checkpoint.restore(saved, {**base, "more": jnp.ones(1)})
-
-    @pytest.mark.parametrize("name", ["leaves", "several runs", "dense", "nothing"])
-    def test_another_spec(self, base, saved, name):
-        with pytest.raises(ValueError, match=r"(?s)the spec differs.*fz\.migrate"):
-            checkpoint.restore(saved, base, frozen=SPECS[name])
+    def test_another_base_model_or_spec(self, base, saved):
+        embed = base["embed"]
+        for other, says in (
+            ({"encoder": base["encoder"].at[0].set(0.0)}, "the base differs.*at: encoder\n.*1 of 5 frozen leaves"),
+            ({"embed": embed.at[5, 3].add(1e-6)}, "the base differs.*at: embed\n.*1 of 5 frozen leaves"),
+            ({"embed": embed[:4]}, r"at: embed\n  got: float32 of shape \[4, 4\]\n.*\[8, 4\]"),
+            ({"embed": embed.astype(jnp.bfloat16)}, r"at: embed\n  got: bfloat16"),
+            ({"more": jnp.ones(1)}, r"different tree structure\n  at: more"),
+        ):
+            with pytest.raises(ValueError, match=f"(?s){says}"):
+                checkpoint.restore(saved, {**base, **other})
+        for name in ("leaves", "several runs", "dense", "nothing"):
+            with pytest.raises(ValueError, match=r"(?s)the spec differs.*fz\.migrate"):
+                checkpoint.restore(saved, base, frozen=SPECS[name])
+        checkpoint.restore(saved, {**base, "embed": embed.at[6].add(1.0)})  # a row that trains
 
     def test_the_same_rows_however_they_are_named(self, tmp_path):
         params = {"w": jnp.arange(80.0).reshape(40, 2)}
@@ -367,11 +293,6 @@ class TestWrongInput:
         rows = fz.rules({"encoder": True, "embed": fz.rows([0, 1, 2, 3, 4, 7])})
         with pytest.raises(ValueError, match=r"(?s)opt_state: a leaf differs.*at: .*mu/embed.*rows.*fz\.migrate"):
             checkpoint.restore(saved, base, opt_state=fz.freeze(optax.adamw(0.1), rows).init(base))
-
-    def test_a_state_that_was_not_saved(self, base, tmp_path):
-        checkpoint.save(tmp_path, base, "encoder", step=0)
-        with pytest.raises(ValueError, match="no optimizer state in the checkpoint"):
-            checkpoint.restore(tmp_path, base, opt_state=optax.adam(0.1).init(jnp.ones(2)))
 
     def test_nothing_trains(self, base, tmp_path):
         with pytest.raises(ValueError, match="nothing to save"):
@@ -441,17 +362,9 @@ def recorded(tmp_path_factory):
 
 
 ROWS = [
-    *(None, [], {}, 3, [1, 2, 1], ["abc"], [[1, 2]], [[1, 2, 0]], [[1, 2, 1.0]], [[0, 1, math.nan]]),
-    *(
-        [[0, 4, 1]],
-        [[0, 2, 1], [2, 3, 1]],
-        [[0, 3, 2]],
-        [[2, 1, 1]],
-        [[-1, 1, 1]],
-        [[1, 5, 1]],
-        [[3, 4, 1], [1, 2, 1]],
-        [[0, 2, 1], [1, 3, 1]],
-    ),
+    *(None, [], {}, 3, [1, 2, 1], ["abc"], [[1, 2]], [[1, 2, 0]], [[1, 2, 1.0]], [[0, 1, math.nan]], [[0, 4, 1]]),
+    *([[0, 2, 1], [2, 3, 1]], [[0, 3, 2]], [[2, 1, 1]], [[-1, 1, 1]], [[1, 5, 1]], [[3, 4, 1], [1, 2, 1]]),
+    [[0, 2, 1], [1, 3, 1]],
 ]
 PART = "true, false, or the frozen part"
 FIELDS = {
@@ -521,27 +434,21 @@ class TestDamagedRecords:
             assert f"/1/spec: {field}\n" in told
             assert re.search(rf"\n  expected: {re.escape(expected)}", told)
 
-    def test_a_field_that_is_missing(self, recorded, refused):
+    def test_a_field_that_is_missing_or_a_path_that_is_there_twice(self, recorded, refused):
         fields = ["format", "leaves", "opt_state"]
         fields += [f"leaves[5].{name}" for name in ("path", "shape", "dtype", "weak", "frozen", "fingerprint")]
         fields += [f"opt_state[3].{name}" for name in ("path", "shape", "dtype", "weak", "part")]
         for field in fields:
             told = refused(json.dumps(put(json.loads(recorded[2]), field)))
             assert f"/1/spec: {field}\n  got: nothing\n" in told
-
-    def test_two_leaves_with_one_path(self, recorded, refused):
         told = refused(json.dumps(put(json.loads(recorded[2]), "leaves[0].path", "rows")))
         assert re.search(r"spec: leaves\n(.|\n)*a different path", told)
 
-    @pytest.mark.parametrize("top", [[], None, 3, "record", math.nan, True])
-    def test_another_type_at_the_top(self, refused, top):
-        assert "/1/spec: the whole file\n" in refused(json.dumps(top))
-
-    @pytest.mark.parametrize("text", ["", "{", "record", "{'format': 1}", "\x00", "[" * 100_000])
-    def test_what_is_no_json(self, refused, text):
-        assert "at spec: " in refused(text)
-
-    def test_half_of_the_file(self, recorded, refused):
+    def test_what_is_no_record(self, recorded, refused):
+        for top in ([], None, 3, "record", math.nan, True):
+            assert "/1/spec: the whole file\n" in refused(json.dumps(top))
+        for text in ("", "{", "record", "{'format': 1}", "\x00", "[" * 100_000):
+            assert "at spec: " in refused(text)
         assert "JSONDecodeError at spec: " in refused(recorded[2][: len(recorded[2]) // 2])
 
     def test_as_a_program(self, recorded):
@@ -557,7 +464,7 @@ class TestDamagedRecords:
         assert len(done.stderr.splitlines()) == 5
 
     @given(st.data())
-    @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     def test_any_change_is_refused_or_of_no_effect(self, recorded, data):
         directory, file, text = recorded
         record = json.loads(text)
@@ -607,63 +514,39 @@ def nodes(tree):
             yield from nodes(child)
 
 
-def test_the_record_is_readable(base, tmp_path):
-    checkpoint.save(tmp_path, base, SPECS["rows"], step=0)
-    record = json.loads((tmp_path / "0" / "spec" / "metadata").read_text())
-    assert [leaf["path"] for leaf in record["leaves"]][:2] == ["embed", "encoder"]
-    frozen = [leaf["path"] for leaf in record["leaves"] if leaf["fingerprint"]]
-    assert frozen == ["embed", "encoder", "odd/function", "odd/integer", "odd/key"]
+def run(script, *arguments, **options):
+    """A script in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), **options}
+    command = [sys.executable, HERE / script, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_a_process_killed_while_saving_leaves_the_last_complete_checkpoint(tmp_path):
     moments = random.Random(0)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
-    for round_ in range(2):
-        directories = [tmp_path / f"{round_}_{i}" for i in range(3)]
-        children = [
-            subprocess.Popen(
-                [sys.executable, HERE / "save_until_killed.py", directory],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=environment,
-            )
-            for directory in directories
-        ]
-        for directory, child in zip(directories, children, strict=True):
-            for _ in range(moments.randint(1, 4)):
-                said = int(child.stdout.readline())
-            try:
-                child.wait(moments.uniform(0.0, 0.3))
-            except subprocess.TimeoutExpired:
-                os.kill(child.pid, signal.SIGKILL)
-            assert child.wait() == -signal.SIGKILL
-            child.stdout.close()
-            latest = checkpoint.latest_step(directory)
-            assert latest >= said - 1  # every other one is waited for
-            params, state = at_step(latest)
-            base, _ = at_step(-1)
-            restored = checkpoint.restore(directory, base, opt_state=TX.init(base), frozen=FROZEN)
-            assert bits(restored) == bits((params, state))
-            checkpoint.save(directory, params, FROZEN, step=latest + 1)
+    directories = [tmp_path / f"{i}" for i in range(4)]
+    children = [run("save_until_killed.py", directory) for directory in directories]
+    for directory, child in zip(directories, children, strict=True):
+        for _ in range(moments.randint(1, 4)):
+            said = int(child.stdout.readline())
+        time.sleep(moments.uniform(0.0, 0.3))
+        child.kill()
+        child.communicate()
+        assert child.returncode == -signal.SIGKILL
+        latest = checkpoint.latest_step(directory)
+        assert latest >= said - 1  # every other one is waited for
+        params, state = at_step(latest)
+        base, _ = at_step(-1)
+        restored = checkpoint.restore(directory, base, opt_state=TX.init(base), frozen=FROZEN)
+        assert bits(restored) == bits((params, state))
+        checkpoint.save(directory, params, FROZEN, step=latest + 1)
 
 
 def test_two_processes(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    devices = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent), "XLA_FLAGS": devices}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, HERE / "two_processes.py", str(process), str(port), tmp_path],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for process in range(2)
-    ]
+        port = str(listener.getsockname()[1])
+    options = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    processes = [run("two_processes.py", str(process), port, tmp_path, **options) for process in range(2)]
     try:
         told = [process.communicate(timeout=240) for process in processes]
     finally:
@@ -675,6 +558,7 @@ def test_two_processes(tmp_path):
     assert len(set(digests)) == 1
     for out, _ in told:
         assert "refused: processes differ in the spec\n  at: process 1\n  got: the fingerprint " in out
+        assert "moved: 1 of 2 frozen leaves changed\n  at: embed: 48 of 512 elements, by up to 1\n" in out
         assert "latest: 3" in out
 
 

@@ -17,11 +17,7 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 MENTION = re.compile(r"`((?:docs|examples|tests)/[\w/]+\.\w+)`")
 NAME = re.compile(r"`(fz|fnnx|checkpoint)\.(?!py`)(\w+)(?:\(.*?\))?`")
 CELL = re.compile(r"^```\{code-cell\} python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOTEBOOKS = {
-    "docs/few_labels.md": "finetune_digits",
-    "docs/lisa.md": "lisa",
-    "docs/precompute.md": "train_on_features",
-}
+NOTEBOOKS = {"docs/few_labels.md": "finetune_digits", "docs/lisa.md": "lisa", "docs/precompute.md": "train_on_features"}
 ROOMS = {"fz": fz, "fnnx": fz.nnx, "checkpoint": fz.checkpoint}
 
 

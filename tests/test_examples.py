@@ -120,6 +120,24 @@ def test_the_index_has_no_other_examples():
     assert sorted(set(re.findall(r"\.\./examples/(\w+)\.py", index))) == EXAMPLES
 
 
+OF_EPOCHS = (
+    *("audit_a_training_script", "autofreeze", "freeze_a_backbone_linen", "freeze_a_backbone_nnx"),
+    *("freeze_at_construction", "gradual_unfreezing", "lora_and_frozen_base", "lottery_ticket", "train_on_features"),
+)
+SIZES = dict.fromkeys(OF_EPOCHS, "epochs") | {
+    "finetune_digits": "draws",
+    "new_token_rows": "steps",
+    "grades": "steps",
+    "gan_alternating": "turns",
+}
+
+
+@pytest.mark.parametrize("example", SIZES)
+def test_an_example_refuses_to_train_for_no_time(run, example):
+    with pytest.raises(SystemExit, match="2"):
+        run(example, f"--{SIZES[example]}", 0)
+
+
 @pytest.mark.usefixtures("as_users_compile")
 def test_finetune_digits(run, tmp_path):
     output = run("finetune_digits", "--draws", 4, "--picture", tmp_path / "curves.png")
@@ -140,11 +158,6 @@ def test_finetune_digits(run, tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
-def test_finetune_digits_refuses_no_draws(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("finetune_digits", "--draws", 0)
-
-
 @pytest.mark.usefixtures("as_users_compile")
 def test_train_on_features(run, tmp_path):
     output = run("train_on_features", "--epochs", 1, "--picture", tmp_path / "features.png")
@@ -161,11 +174,6 @@ def test_train_on_features(run, tmp_path):
     assert (tmp_path / "features.png").stat().st_size > 5000
 
 
-def test_train_on_features_refuses_no_epochs(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("train_on_features", "--epochs", 0)
-
-
 def test_new_token_rows(run):
     output = run("new_token_rows", "--steps", 60)
     before, after = (float(cell) for cell in row(output, "loss, nats per character"))
@@ -177,11 +185,6 @@ def test_new_token_rows(run):
     assert "no bit of the old rows and of all other parameters moved" in output
     assert re.search(r"embed/embedding: 16 of \d+ rows train; only their gradient is computed", output)
     assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
-
-
-def test_new_token_rows_refuses_no_steps(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("new_token_rows", "--steps", 0)
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -243,11 +246,6 @@ def test_lottery_ticket(run, drawn, tmp_path):
     assert [[f"{y:.1%}" for y in pair] for pair in plotted] == [row(output, cell)[:2] for cell in cells]
 
 
-def test_lottery_ticket_refuses_no_epochs(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("lottery_ticket", "--epochs", 0)
-
-
 def test_lora_and_frozen_base(run):
     output = run("lora_and_frozen_base", "--epochs", 6)
     assert row(output, "layer_1/kernel")[1:] == ["int8", "65,536", "64.0 KiB", "frozen"]
@@ -283,12 +281,6 @@ def test_freeze_at_construction(run):
         assert cells[4] == "0"
 
 
-@pytest.mark.parametrize("example", ["freeze_a_backbone_linen", "freeze_at_construction", "lora_and_frozen_base"])
-def test_an_example_with_models_refuses_no_epochs(run, example):
-    with pytest.raises(SystemExit, match="2"):
-        run(example, "--epochs", 0)
-
-
 def test_freeze_a_backbone_nnx(run):
     output = run("freeze_a_backbone_nnx", "--epochs", 4)
     trained, frozen, wrapped = (row(output, name) for name in ("everything", "fnnx.freeze(", "fnnx.Frozen("))
@@ -298,11 +290,6 @@ def test_freeze_a_backbone_nnx(run):
     assert trained[1] == f"{8 + 2 * 4 * (650 + 19_008):,} bytes"
     assert "0" not in (trained[2], trained[3], frozen[3])
     assert (frozen[2], *wrapped[2:]) == ("0", "0", "0")
-
-
-def test_freeze_a_backbone_nnx_refuses_no_epochs(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("freeze_a_backbone_nnx", "--epochs", 0)
 
 
 def test_gradual_unfreezing(run, drawn, tmp_path):
@@ -324,11 +311,6 @@ def test_gradual_unfreezing(run, drawn, tmp_path):
     assert [f"{curve[-1]:.1%}" for curve in curves] == row(output, "held-out accuracy")
     assert curves[0][0] == curves[1][0] < 0.6  # five of the ten digits
     assert [float(f"{bar.get_height():.1f}") for bar in bars.patches] == [static for _, static in flops]
-
-
-def test_gradual_unfreezing_refuses_no_epochs(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("gradual_unfreezing", "--epochs", 0)
 
 
 def test_autofreeze(run, drawn, tmp_path):
@@ -355,11 +337,6 @@ def test_autofreeze(run, drawn, tmp_path):
     assert [len(line.get_ydata()) for line in losses.lines] == [12] * 3
 
 
-def test_autofreeze_refuses_no_epochs(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("autofreeze", "--epochs", 0)
-
-
 def test_grades(run):
     output = run("grades", "--steps", 60, "--share", 0.5)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if re.match(r"│ \d", line)]
@@ -372,11 +349,6 @@ def test_grades(run):
     (first, _), (last, full) = ([float(cell) for cell in cells[5:]] for cells in (rows[0], rows[-1]))
     assert full < last < 0.8 * first
     assert int(re.search(r"(\d+) sets of frozen matrices, 1 compilation", output)[1]) > 3
-
-
-def test_grades_refuses_no_steps(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("grades", "--steps", 0)
 
 
 def test_gan_alternating(run, drawn, tmp_path):
@@ -416,13 +388,3 @@ def test_audit_a_training_script(run):
     assert frozen == 4 + 2 * 4 * 650
     assert full == 4 + 2 * 4 * (650 + 16_576)
     assert all(float(cell.rstrip("%")) > 60 for cell in row(output, "accuracy"))
-
-
-def test_gan_alternating_refuses_no_turns(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("gan_alternating", "--turns", 0)
-
-
-def test_audit_a_training_script_refuses_no_epochs(run):
-    with pytest.raises(SystemExit, match="2"):
-        run("audit_a_training_script", "--epochs", 0)

@@ -7,8 +7,6 @@ import functools
 
 import chex
 import equinox as eqx
-import flax.errors
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optax_freeze as fz
-from optax_freeze.linen import Frozen
 
 ONES = {"a": jnp.ones(1), "b": jnp.ones(1)}
 
@@ -307,11 +304,8 @@ def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
             x = jnp.tanh(x @ params[name])
         return jnp.mean(x**2)
 
-    wrapped = {
-        "nothing": lambda tx: tx,
-        "MultiSteps": lambda tx: optax.MultiSteps(tx, 4),
-        "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 4),
-    }[wrap]
+    wrappers = {"MultiSteps": lambda tx: optax.MultiSteps(tx, 4), "nothing": lambda tx: tx}
+    wrapped = {**wrappers, "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 4)}[wrap]
     clip_tx, adam = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
     tx = wrapped(optax.chain(clip_tx, adam))
 
@@ -336,28 +330,6 @@ def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
     assert flops <= 1.01 * optimum[0]
     assert temporaries <= 1.02 * optimum[1] + 1024
     assert flops_and_temporaries(jax.grad(loss), params, x, donate=())[0] > 1.9 * flops
-
-
-def test_25_statistics_of_a_frozen_batch_norm_drift():
-    """A BatchNorm whose parameters the optimizer freezes: its running mean moves all the same."""
-    x = 5 + jax.random.normal(jax.random.key(0), (8, 3))
-    norm = nn.BatchNorm(use_running_average=False)
-    variables = norm.init(jax.random.key(0), x)
-    _, drifted = norm.apply(variables, x, mutable=["batch_stats"])
-    _, still = Frozen(norm).apply(variables, x, mutable=["batch_stats"])
-    assert bits(drifted["batch_stats"]) != bits(variables["batch_stats"])
-    assert bits(still["batch_stats"]) == bits(variables["batch_stats"])
-
-
-def test_26_a_lift_that_stops_the_gradient_cannot_initialise():
-    """`map_variables(..., trans_in_fn=stop_gradient)` without `init=`: ScopeCollectionNotFound."""
-    x = jnp.ones((2, 3))
-    stopped = nn.map_variables(nn.Dense, "params", lambda tree: jax.tree.map(jax.lax.stop_gradient, tree))
-    with pytest.raises(flax.errors.ScopeCollectionNotFound):
-        stopped(4).init(jax.random.key(0), x)
-    variables = Frozen(nn.Dense(4)).init(jax.random.key(0), x)
-    assert bits(variables) == bits(nn.Dense(4).init(jax.random.key(0), x))
-    assert not jnp.any(jax.grad(lambda v: Frozen(nn.Dense(4)).apply(v, x).sum())(variables)["params"]["kernel"])
 
 
 def test_27_adding_a_zero_to_negative_zero():
@@ -417,10 +389,8 @@ def test_31_one_end_of_a_tied_weight_is_frozen():
     """Tied weights, one end frozen: the other end moves it."""
     shared = jnp.ones((2, 2))
     params = {"embed": shared, "head": shared}
-    with pytest.raises(
-        ValueError,
-        match=r"at one path(.|\n)*at: embed\n  got: frozen at this path, but trained \(in whole or in part\) at head",
-    ):
+    says = r"(?s)at one path.*at: embed\n  got: frozen at this path, but trained \(in whole or in part\) at head"
+    with pytest.raises(ValueError, match=says):
         fz.freeze(optax.sgd(0.1), "embed").init(params)
     chex.assert_trees_all_equal(step(fz.freeze(optax.sgd(0.1), True), params, params)[0], params)
     assert np.array_equal(step(fz.freeze(optax.sgd(0.1), "embed", tied="ignore"), params, params)[0]["embed"], shared)
@@ -429,10 +399,8 @@ def test_31_one_end_of_a_tied_weight_is_frozen():
 def test_33_new_rows_of_an_embedding_cost_as_much_as_all():
     """16 new rows of an embedding: the whole leaf and moments for all of it move in each step."""
     vocabulary, width, new = 4096, 64, 16
-    shapes = {
-        "embed": jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
-        "out": jax.ShapeDtypeStruct((width, width), jnp.float32),
-    }
+    sizes = {"embed": (vocabulary, width), "out": (width, width)}
+    shapes = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
     tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 
     def loss(params, tokens):
@@ -485,8 +453,7 @@ class TestErrorsOfOthers:
     def test_updates_of_the_trainable_part_added_by_others(self, spec):
         tx = fz.freeze(optax.adam(0.1), spec, full_updates=False)
         updates, _ = tx.update(TWO_LAYERS, tx.init(TWO_LAYERS), TWO_LAYERS)
-        says = r"unsupported operand type\(s\) for \+: 'ArrayImpl' and 'MaskedNode'|a Part cannot be added"
-        says = says.replace("'ArrayImpl'", r"'[\w.]*ArrayImpl'")
+        says = r"unsupported operand type\(s\) for \+: '[\w.]*ArrayImpl' and 'MaskedNode'|a Part cannot be added"
         with pytest.raises(TypeError, match=says):
             optax.apply_updates(TWO_LAYERS, updates)
         with pytest.raises(TypeError, match=says):

@@ -1,4 +1,4 @@
-"""One of two processes with four devices each, which trains, saves and restores. Run by `test_checkpoint.py`."""
+"""One of two processes with four devices each: it compares, trains, saves and restores. Run by `test_checkpoint.py`."""
 
 import sys
 
@@ -20,12 +20,30 @@ def loss(params, tokens):
     return jnp.mean((jnp.tanh(params["embed"][tokens] @ params["encoder"]) @ params["head"] - 1.0) ** 2)
 
 
-def model(mesh, spec):
-    def leaf(shape, scale):
-        array = np.sin(np.arange(np.prod(shape), dtype=np.float32) * scale).reshape(shape)
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda at: array[at])
+VALUES = {
+    path: np.sin(np.arange(np.prod(shape), dtype=np.float32) * (0.1 + i)).reshape(shape)
+    for i, (path, shape) in enumerate(SHAPES.items())
+}
 
-    return {path: leaf(shape, 0.1 + i) for i, (path, shape) in enumerate(SHAPES.items())}
+
+def model(mesh, spec, values=VALUES):
+    def leaf(array):
+        return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda at: array[at])
+
+    return jax.tree.map(leaf, values)
+
+
+def compare(base, turned, moved):
+    """What is frozen is compared and hashed wherever it is."""
+    masked = {"embed": fz.rows(slice(3, 9)), "encoder": VALUES["encoder"] > 0, "head": False}
+    for spec in (True, masked):
+        assert (fz.fingerprint(base, spec) == fz.fingerprint(VALUES, spec)).all()
+        fz.assert_frozen(base, turned, spec)
+        fz.assert_frozen(VALUES, base, spec)
+    try:
+        fz.assert_frozen(base, moved, masked)
+    except AssertionError as error:
+        print(f"moved: {error}", flush=True)
 
 
 def say(name, value):
@@ -42,6 +60,8 @@ def main(process, port, directory):
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     base = model(mesh, P("data", "model"))
+    moved = model(mesh, P(("data", "model")), {**VALUES, "embed": VALUES["embed"] + 1})
+    compare(base, model(mesh, P("model", "data")), moved)
     tx = fz.freeze(optax.adam(0.1), FROZEN)
     state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, base))(base)
 

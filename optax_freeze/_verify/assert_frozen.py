@@ -67,13 +67,10 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     news = frozen_leaves(plan, news, "after", traced=False)
     missing = sorted(olds.keys() ^ news.keys())
     if missing:
-        raise value_error(
-            "a frozen leaf is missing",
-            at=missing[0],
-            got=f"a hole in `{'after' if missing[0] in olds else 'before'}`",
-            expected="the leaf in both trees, or a hole in both",
-            fix="compare the full parameters: fz.combine(trainable, rest)",
-        )
+        got = f"a hole in `{'after' if missing[0] in olds else 'before'}`"
+        expected = "the leaf in both trees, or a hole in both"
+        fix = "compare the full parameters: fz.combine(trainable, rest)"
+        raise value_error("a frozen leaf is missing", at=missing[0], got=got, expected=expected, fix=fix)
     pairs = [(old.value, news[path].value, old.selection) for path, old in olds.items()]
     differences = jax.device_get([_difference(*pair) for pair in pairs])
     found = zip(olds, pairs, differences, strict=True)

@@ -5,6 +5,7 @@ damaged or edited by hand, so each value that is read is checked.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import counted, described, is_array, is_int, value_error
+from optax_freeze._errors import counted, described, is_array, is_int, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE, Selection
@@ -25,34 +26,31 @@ FORMAT = 1
 """The version of the form of a record. It is increased when older releases would misread a record."""
 
 
-class DamagedError(Exception):
-    """A field of a record has a wrong value: the field, what it is, and what is expected."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A value in a record, and the field that it is in."""
+    """A value in a record, the error for a wrong one (of the field, what it is, what is expected), and the field."""
 
     value: Any
+    damaged: Callable[[str, str, str], ValueError]
     at: str = ""
 
     def __getitem__(self, name: str) -> "Field":
         record = self.checked("a JSON object", lambda value: isinstance(value, dict))
         at = f"{self.at}.{name}".lstrip(".")
         if name not in record:
-            raise DamagedError(at, "nothing", "a value")
-        return Field(record[name], at)
+            raise self.damaged(at, "nothing", "a value")
+        return dataclasses.replace(self, value=record[name], at=at)
 
     def checked(self, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         """The value, if it is valid."""
         if not is_valid(self.value):
-            raise DamagedError(self.at or "the whole file", described(self.value), expected)
+            raise self.damaged(self.at or "the whole file", described(self.value), expected)
         return self.value
 
     def items(self, of: str) -> list["Field"]:
         """The items of a list."""
         values = self.checked(f"a list of {of}", lambda value: isinstance(value, list))
-        return [Field(value, f"{self.at}[{i}]") for i, value in enumerate(values)]
+        return [dataclasses.replace(self, value=value, at=f"{self.at}[{i}]") for i, value in enumerate(values)]
 
     def text(self) -> str:
         """A string."""
@@ -66,9 +64,9 @@ class Field:
         """An int."""
         return self.checked(f"a number, {least} or more", lambda value: is_int(value) and value >= least)
 
-    def struct(self) -> jax.ShapeDtypeStruct | None:
-        """The shape and dtype of an array; None for another object."""
-        if self["shape"].value is None:
+    def struct(self, *, or_none: bool = False) -> Any:
+        """The shape and dtype of an array; None for another object, if that is allowed."""
+        if or_none and self["shape"].value is None:
             return self["dtype"].checked("null, like the shape", lambda name: name is None)
         sizes = self["shape"].checked("a list of sizes", _are_sizes)
         dtype = _dtype(self["dtype"].checked("the name of a dtype", lambda name: _dtype(name) is not None))
@@ -90,9 +88,23 @@ def _dtype(name: Any) -> Any:
     return dtype if str(dtype) == name and is_array(jax.ShapeDtypeStruct((), dtype)) else None
 
 
-def is_key(dtype: Any) -> bool:
-    """Whether it is the dtype of random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+def is_key(array: Any) -> bool:
+    """Whether these are random keys."""
+    return is_array(array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def absolute(directory: Any, fix: str, *, local: bool = False) -> str:
+    """The absolute path of a directory, or its address."""
+    if not isinstance(directory, (str, os.PathLike)):
+        at, got = "the first argument", described(directory)
+        raise type_error("not a directory", at=at, got=got, expected="the path of a directory", fix=fix)
+    where = os.fspath(directory)
+    is_address = "://" in where
+    if os.path.isfile(where) or (local and is_address):
+        got = "an address" if is_address else "a file"
+        expected = f"a directory{' on a local disk' if local else ''}, or nothing there"
+        raise value_error("not a directory", at=where, got=got, expected=expected, fix=fix)
+    return where if is_address else os.path.abspath(where)
 
 
 def key_impl(dtype: Any) -> str:
@@ -106,7 +118,7 @@ def struct_as_json(struct: Any) -> dict[str, Any]:
     """What :meth:`Field.struct` reads."""
     if struct is None:
         return {"shape": None, "dtype": None}
-    dtype = f"key {key_impl(struct.dtype)}" if is_key(struct.dtype) else str(struct.dtype)
+    dtype = f"key {key_impl(struct.dtype)}" if is_key(struct) else str(struct.dtype)
     return {"shape": list(struct.shape), "dtype": dtype, "weak": bool(struct.weak_type)}
 
 
@@ -132,42 +144,36 @@ class LeafRecord:
         return {"path": self.path, **struct_as_json(self.struct), **frozen}
 
 
-def leaf_records(params: PyTree, plan: Plan) -> list[LeafRecord]:
-    """The records of the parameters, without fingerprints."""
-    return [
-        LeafRecord(
-            leaf.path,
-            None
-            if leaf.shape is None
-            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(_tree.is_weak(value))),
-            selection.with_array(_tree.HOLE),
-        )
-        for leaf, selection, value in zip(plan.leaves, plan.selections, _tree.flatten(params)[0], strict=True)
-    ]
+def leaf_records(params: PyTree, plan: Plan, *, fingerprints: bool = True) -> list[LeafRecord]:
+    """The records of the parameters, with the fingerprints of their frozen parts or without."""
+    lanes = digests(params, plan) if fingerprints else {}
 
+    def record(leaf: _tree.Leaf, selection: Selection, value: Any) -> LeafRecord:
+        weak = bool(_tree.is_weak(value))
+        struct = None if leaf.shape is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+        fingerprint = "".join(f"{int(lane):08x}" for lane in lanes.get(leaf.path, ())) or None
+        return LeafRecord(leaf.path, struct, selection.with_array(_tree.HOLE), fingerprint)
 
-def with_fingerprints(records: Sequence[LeafRecord], params: PyTree, plan: Plan) -> list[LeafRecord]:
-    """The records with the fingerprints of the frozen parts."""
-    found = {path: "".join(f"{int(lane):08x}" for lane in lanes) for path, lanes in digests(params, plan).items()}
-    return [dataclasses.replace(record, fingerprint=found.get(record.path)) for record in records]
+    return list(map(record, plan.leaves, plan.selections, _tree.flatten(params)[0]))
 
 
 def leaves_of_json(leaves: Field) -> list[LeafRecord]:
     """The records of the leaves of a file."""
     records = [_leaf_of_json(leaf) for leaf in leaves.items("leaves")]
     if len({record.path for record in records}) < len(records):
-        raise DamagedError(leaves.at, described([record.path for record in records]), "a different path for each leaf")
+        paths = described([record.path for record in records])
+        raise leaves.damaged(leaves.at, paths, "a different path for each leaf")
     return records
 
 
 def _leaf_of_json(leaf: Field) -> LeafRecord:
-    path, struct, frozen = leaf["path"].text(), leaf.struct(), leaf["frozen"]
+    path, struct, frozen = leaf["path"].text(), leaf.struct(or_none=True), leaf["frozen"]
     is_numeric = struct is not None and jnp.issubdtype(struct.dtype, jnp.inexact)
     try:
         selection = selection_of(frozen.value, struct.shape if is_numeric else None)  # type: ignore[union-attr]
     except ValueError:
         expected = f"true{', false, or the frozen part' if is_numeric else ' or false'}"
-        raise DamagedError(frozen.at, described(frozen.value), expected) from None
+        raise frozen.damaged(frozen.at, described(frozen.value), expected) from None
     has_bits = selection is not TRAINABLE and (struct is None or struct.dtype != jax.dtypes.float0)
     expected = f"{8 * LANES} hexadecimal digits" if has_bits else "null, since nothing is frozen"
     fingerprint = leaf["fingerprint"].checked(expected, _is_fingerprint if has_bits else lambda value: value is None)
@@ -182,13 +188,9 @@ def refuse_newer(record: Field, where: str, what: str) -> None:
     """Raises a ``ValueError`` for the record of a newer release."""
     number = record["format"].number(1)
     if number > FORMAT:
-        raise value_error(
-            f"{what} written by a newer optax_freeze",
-            at=where,
-            got=f"format {number}",
-            expected=f"format {FORMAT} or older",
-            fix="install the newest release: pip install --upgrade optax-freeze",
-        )
+        got, expected = f"format {number}", f"format {FORMAT} or older"
+        fix = "install the newest release: pip install --upgrade optax-freeze"
+        raise value_error(f"{what} written by a newer optax_freeze", at=where, got=got, expected=expected, fix=fix)
 
 
 def refuse_other_arrays(saved: Sequence[Any], got: Sequence[Any], name: str, where: str, fix: str) -> None:

@@ -66,10 +66,6 @@ def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
             else "initialize the parameters: model.init, not jax.eval_shape of it",
         )
     if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
-        raise value_error(
-            f"{name}: the array has been deleted",
-            at=path,
-            got="an array that was donated to a jitted function",
-            expected="an array that still has its values",
-            fix="before training, keep a copy, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)",
-        )
+        got, expected = "an array that was donated to a jitted function", "an array that still has its values"
+        fix = "before training, keep a copy, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)"
+        raise value_error(f"{name}: the array has been deleted", at=path, got=got, expected=expected, fix=fix)

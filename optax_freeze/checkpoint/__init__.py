@@ -5,10 +5,9 @@ the frozen base. Restoring it with a different base or spec raises an error. Orb
 restores it without comparing the base.
 """
 
-import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +26,12 @@ from optax_freeze._spec.sharding import replicated
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
 from optax_freeze._verify.base_record import (
+    absolute,
+    is_key,
     leaf_records,
     refuse_other_arrays,
     refuse_other_base,
     refuse_other_selections,
-    with_fingerprints,
 )
 from optax_freeze._verify.bits import hashed
 from optax_freeze.checkpoint._record import (
@@ -78,6 +78,7 @@ class Saving:
                 self._manager.close()
 
 
+_CALLS = "checkpoint.save(directory, params, frozen, step=...), checkpoint.restore(directory, params)"
 _UNFINISHED: dict[str, Saving] = {}
 """The last checkpoint of each directory that :func:`save` did not wait for."""
 
@@ -129,7 +130,7 @@ def save(
       Array([1., 1.], dtype=float32)
     """
     step = _step_number(step)
-    where = _absolute(directory)
+    where = absolute(directory, _CALLS)
     _refuse_wildcards(where)
     _refuse_no_state(opt_state)
     plan = make_plan(params, frozen, tied=tied)
@@ -138,11 +139,9 @@ def save(
     fix = "fz.combine(trainable, rest)"
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
-    leaves = leaf_records(params, plan)
-    record = Record(leaves, None if opt_state is None else state_records(opt_state))
-    _refuse_different_processes("the spec", record.as_json()["leaves"])
-    record = dataclasses.replace(record, leaves=with_fingerprints(leaves, params, plan))
-    _refuse_different_processes("the frozen bits", record.as_json())
+    _refuse_different_processes("the spec", lambda: Record(leaf_records(params, plan, fingerprints=False), None))
+    record = Record(leaf_records(params, plan), None if opt_state is None else state_records(opt_state))
+    _refuse_different_processes("the frozen bits", lambda: record)
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
     items: dict[str, Any] = {"spec": ocp.args.JsonSave(record.as_json())}
     for name, flat in nodes.items():
@@ -209,7 +208,7 @@ def restore(
     """
     if step is not None:
         step = _step_number(step)
-    where = _absolute(directory)
+    where = absolute(directory, _CALLS)
     _refuse_no_state(opt_state)
     _wait_for(where)
     if not _exists(where):
@@ -223,8 +222,8 @@ def restore(
         record = read_record(at)
         values, treedef = _tree.flatten(params)
         fix = "give the full parameters of the model that was saved"
-        got = leaf_records(params, make_plan(params, False))
-        refuse_other_arrays(record.leaves, got, "params", "the checkpoint", fix)
+        now = leaf_records(params, make_plan(params, False), fingerprints=False)
+        refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
         saved_masks = _read(manager, at, "masks", list(map(mask_struct, record.leaves)), values)
         plan = make_plan(params, spec_of(record.leaves, saved_masks))
         if frozen is not None:
@@ -232,13 +231,9 @@ def restore(
             paths = [leaf.path for leaf in record.leaves]
             given = make_plan(params, frozen).selections
             refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
-        refuse_other_base(
-            record.leaves,
-            with_fingerprints(leaf_records(params, plan), params, plan),
-            "the checkpoint",
-            expected="the parameters at the start of the run",
-            fix="load the same base; if the run changed frozen leaves, fz.audit(tx, params, frozen) finds the cause",
-        )
+        expected = "the parameters at the start of the run"
+        fix = "load the same base; if the run changed frozen leaves, fz.audit(tx, params, frozen) finds the cause"
+        refuse_other_base(record.leaves, leaf_records(params, plan), "the checkpoint", expected, fix)
         if opt_state is not None:
             refuse_other_state(record.opt_state, opt_state, at)
         parts = _read(manager, at, "trainable", jax.eval_shape(lambda: plan.take(values)), values)
@@ -264,7 +259,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
       ...     print(checkpoint.latest_step(directory))
       None
     """
-    where = _absolute(directory)
+    where = absolute(directory, _CALLS)
     if not _exists(where):
         return None
     with _manager(where) as manager:
@@ -274,36 +269,9 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
 def _refuse_wildcards(where: str) -> None:
     """Orbax globs the path of its own files: it may miss them, and then leaves the arrays out without an error."""
     if any(character in where for character in "*?["):
-        raise value_error(
-            "Orbax cannot save into this directory",
-            at=where,
-            got="a path with wildcards",
-            expected="a path without any of * ? [",
-            fix="choose another name",
-        )
-
-
-def _absolute(directory: str | os.PathLike[str]) -> str:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise type_error(
-            "not a directory",
-            at="the first argument",
-            got=described(directory),
-            expected="the path of a directory, then the parameters",
-            fix="checkpoint.save(directory, params, frozen, step=...), checkpoint.restore(directory, params)",
-        )
-    where = os.fspath(directory)
-    if "://" in where:
-        return where
-    if os.path.isfile(where):
-        raise value_error(
-            "not a directory",
-            at=where,
-            got="a file",
-            expected="a directory of checkpoints, or nothing there",
-            fix="pass the directory in which each checkpoint gets its own subdirectory",
-        )
-    return os.path.abspath(where)
+        got, expected = "a path with wildcards", "a path without any of * ? ["
+        fix = "choose another name"
+        raise value_error("Orbax cannot save into this directory", at=where, got=got, expected=expected, fix=fix)
 
 
 def _step_number(step: Any) -> int:
@@ -313,26 +281,17 @@ def _step_number(step: Any) -> int:
 
 def _refuse_no_state(opt_state: PyTree) -> None:
     if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
-        raise type_error(
-            "not an optimizer state",
-            at="opt_state",
-            got=described(opt_state),
-            expected="an optimizer state",
-            fix="opt_state=tx.init(params) to restore, and the result of tx.update to save",
-        )
+        got, fix = described(opt_state), "opt_state=tx.init(params) to restore, and the result of tx.update to save"
+        raise type_error("not an optimizer state", at="opt_state", got=got, expected="an optimizer state", fix=fix)
 
 
 def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
     latest = manager.latest_step()
     if latest is not None and step <= latest:
         which = "a checkpoint of this step" if step in manager.all_steps() else "a later checkpoint"
-        raise value_error(
-            f"{which} already exists",
-            at=str(manager.directory),
-            got=f"step={step}",
-            expected=f"a step after {latest}, the latest",
-            fix="continue from the latest step, or save into another directory",
-        )
+        at, expected = str(manager.directory), f"a step after {latest}, the latest"
+        fix = "continue from the latest step, or save into another directory"
+        raise value_error(f"{which} already exists", at=at, got=f"step={step}", expected=expected, fix=fix)
 
 
 def _exists(where: str) -> bool:
@@ -353,7 +312,7 @@ def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
     """The array of each node that has one, by the number of the node, with random keys as their data."""
     arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
     arrays = {name: jnp.asarray(array) if is_number(array) else array for name, array in arrays.items()}
-    return {name: jax.random.key_data(array) if _is_key(array) else array for name, array in arrays.items()}
+    return {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
 
 
 def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
@@ -381,36 +340,24 @@ def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[An
 def _with_array(node: Any, array: Any) -> Any:
     """The node with its array replaced by ``array``, which was read from a checkpoint."""
     [old], structure = jax.tree.flatten(node)
-    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if _is_key(old) else array
+    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if is_key(old) else array
     return jax.tree.unflatten(structure, [array])
 
 
-def _is_key(array: Any) -> bool:
-    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _refuse_different_processes(what: str, record: Any) -> None:
+def _refuse_different_processes(what: str, record: Callable[[], Record]) -> None:
     if jax.process_count() == 1:
         return
-    own = hashed(json.dumps(record, sort_keys=True))
+    own = hashed(json.dumps(record().as_json(), sort_keys=True))
     first, *others = np.asarray(multihost_utils.process_allgather(own))
     for process, other in enumerate(others, 1):
         if not np.array_equal(other, first):
-            raise value_error(
-                f"processes differ in {what}",
-                at=f"process {process}",
-                got=f"the fingerprint {other.tobytes().hex()}",
-                expected=f"{first.tobytes().hex()}, as in process 0",
-                fix="run the same program with the same spec and parameters in every process",
-            )
+            at, got = f"process {process}", f"the fingerprint {other.tobytes().hex()}"
+            expected = f"{first.tobytes().hex()}, as in process 0"
+            fix = "run the same program with the same spec and parameters in every process"
+            raise value_error(f"processes differ in {what}", at=at, got=got, expected=expected, fix=fix)
 
 
 def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoundError:
-    text = message(
-        "no checkpoint to restore",
-        at=where,
-        got=got,
-        expected="a complete checkpoint" if step is None else f"a checkpoint of step {step}",
-        fix="pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None",
-    )
-    return FileNotFoundError(text)
+    expected = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
+    fix = "pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None"
+    return FileNotFoundError(message("no checkpoint to restore", at=where, got=got, expected=expected, fix=fix))

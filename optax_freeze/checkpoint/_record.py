@@ -23,7 +23,6 @@ from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._verify.base_record import (
     FORMAT,
-    DamagedError,
     Field,
     LeafRecord,
     leaves_of_json,
@@ -98,32 +97,24 @@ def reading(step: str, item: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise value_error(
-            "the checkpoint cannot be read",
-            at=step,
-            got=f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}",
-            expected="everything that checkpoint.save wrote",
-            fix="the checkpoint is damaged or was not written by checkpoint.save; restore another step",
-        ) from error
+        got = f"{type(error).__name__} at {item}: {in_one_line(error)[:300]}"
+        expected = "everything that checkpoint.save wrote"
+        fix = "the checkpoint is damaged or was not written by checkpoint.save; restore another step"
+        raise value_error("the checkpoint cannot be read", at=step, got=got, expected=expected, fix=fix) from error
 
 
 def read_record(step: str) -> Record:
     """Reads the record of a checkpoint. A ``ValueError`` names a field that is missing or invalid."""
+
+    def damaged(field: str, got: str, expected: str) -> ValueError:
+        what, fix = "the record of the checkpoint is damaged", "restore another step, or restore this file from a copy"
+        return value_error(what, at=f"{step}/spec: {field}", got=got, expected=expected, fix=fix)
+
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record = Field(checkpointer.restore(epath.Path(step) / "spec"))
-    try:
-        refuse_newer(record, step, "the checkpoint was")
-        leaves, state = leaves_of_json(record["leaves"]), record["opt_state"]
-        return Record(leaves, None if state.value is None else [_state_of_json(x) for x in state.items("arrays")])
-    except DamagedError as damage:
-        field, got, expected = damage.args
-        raise value_error(
-            "the record of the checkpoint is damaged",
-            at=f"{step}/spec: {field}",
-            got=got,
-            expected=expected,
-            fix="restore another step, or restore this file from a copy",
-        ) from None
+        record = Field(checkpointer.restore(epath.Path(step) / "spec"), damaged)
+    refuse_newer(record, step, "the checkpoint was")
+    leaves, state = leaves_of_json(record["leaves"]), record["opt_state"]
+    return Record(leaves, None if state.value is None else [_state_of_json(x) for x in state.items("arrays")])
 
 
 def _state_of_json(array: Field) -> StateRecord:
@@ -131,19 +122,15 @@ def _state_of_json(array: Field) -> StateRecord:
         "rows, a number of elements, or null",
         lambda part: part is None or isinstance(part, dict) or (is_int(part) and part >= 0),
     )
-    array["shape"].checked("a list of sizes", lambda shape: shape is not None)
     return StateRecord(array["path"].text(), array.struct(), part)
 
 
 def refuse_other_state(saved: Sequence[StateRecord] | None, template: PyTree, at: str) -> None:
     """Raises a ``ValueError`` if the template is the state of another optimizer or spec, or no state was saved."""
     if saved is None:
-        raise value_error(
-            "no optimizer state in the checkpoint",
-            at=at,
-            got="a template of an optimizer state",
-            expected="opt_state=None, since no state was given to checkpoint.save",
-            fix="create a new state: tx.init(params)",
-        )
+        got = "a template of an optimizer state"
+        expected = "opt_state=None, since no state was given to checkpoint.save"
+        fix = "create a new state: tx.init(params)"
+        raise value_error("no optimizer state in the checkpoint", at=at, got=got, expected=expected, fix=fix)
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
     refuse_other_arrays(saved, state_records(template), "opt_state", "the checkpoint", fix)

@@ -15,6 +15,7 @@ import numpy as np
 from optax_freeze._errors import counted, described, in_one_line, is_array, type_error, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
+from optax_freeze._verify.base_record import absolute
 from optax_freeze.features._arrays import append, as_feature, on_host, open_array
 from optax_freeze.features._batches import computation
 from optax_freeze.features._record import (
@@ -29,6 +30,8 @@ from optax_freeze.features._record import (
     refuse_other_params,
     save,
 )
+
+_CALLS = "features.write(directory, once, params, batches), features.read(directory)"
 
 
 def write(
@@ -77,7 +80,7 @@ def write(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    where = _absolute(directory)
+    where = absolute(directory, _CALLS, local=True)
     _refuse_other_once(once)
     if is_array(batches) or isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
         expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
@@ -159,27 +162,19 @@ def read(
       FileNotFoundError: there are no features
       ...
     """
-    where = _absolute(directory)
+    where = absolute(directory, _CALLS, local=True)
     if params is not None and once is None:
         fix = "features.read(directory, once, params)"
-        raise value_error(
-            "`params` was given without `once`",
-            at="once",
-            got="None",
-            expected="the result of fz.precompute, which has the spec",
-            fix=fix,
-        )
+        expected = "the result of fz.precompute, which has the spec"
+        raise value_error("`params` was given without `once`", at="once", got="None", expected=expected, fix=fix)
     if once is not None:
         _refuse_other_once(once)
     record = read_record(where)
     if not record.complete:
-        raise value_error(
-            "the features are not complete",
-            at=where,
-            got=f"{counted(len(record.batches), 'batch', 'batches')}, {record.examples} examples",
-            expected="all batches: features.write was stopped",
-            fix="call features.write again; it continues where it stopped",
-        )
+        got = f"{counted(len(record.batches), 'batch', 'batches')}, {record.examples} examples"
+        expected = "all batches: features.write was stopped"
+        fix = "call features.write again; it continues where it stopped"
+        raise value_error("the features are not complete", at=where, got=got, expected=expected, fix=fix)
     if once is not None and params is not None:
         refuse_other_params(record, base_of(params, once))
     found = FeatureSequence(where, record)
@@ -243,13 +238,8 @@ class FeatureSequence(Sequence[Features]):
         if not np.issubdtype(chosen.dtype, np.integer) or chosen.ndim > 1:
             fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
             expected = "an int, a slice, or a list or an array of ints"
-            raise type_error(
-                "the index does not select examples",
-                at="features[...]",
-                got=described(index),
-                expected=expected,
-                fix=fix,
-            )
+            at, got = "features[...]", described(index)
+            raise type_error("the index does not select examples", at=at, got=got, expected=expected, fix=fix)
         wrong = chosen[(chosen < -len(self)) | (chosen >= len(self))]
         if wrong.size:
             raise IndexError(f"there is no example {wrong.flat[0]}: {len(self)} are stored")
@@ -260,27 +250,6 @@ class FeatureSequence(Sequence[Features]):
         if self._stores is None:
             self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._record.features))]
         return self._stores
-
-
-def _absolute(directory: str | os.PathLike[str]) -> str:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise type_error(
-            "not a directory",
-            at="the first argument",
-            got=described(directory),
-            expected="the path of a directory",
-            fix="features.write(directory, once, params, batches), features.read(directory)",
-        )
-    where = os.fspath(directory)
-    if "://" in where or os.path.isfile(where):
-        raise value_error(
-            "not a directory",
-            at=where,
-            got="a file" if os.path.isfile(where) else "an address",
-            expected="a directory on a local disk, or nothing there",
-            fix="use a separate directory for the features",
-        )
-    return os.path.abspath(where)
 
 
 def _refuse_other_once(once: Any) -> None:

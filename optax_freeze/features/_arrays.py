@@ -69,14 +69,14 @@ def open_array(where: str, record: Record, i: int, batch: int | None = None) -> 
 
 def _as_stored(struct: Any) -> tuple[np.dtype, tuple[int, ...]]:
     """The dtype and shape in which a feature of one example is stored: of a key its data."""
-    if is_key(struct.dtype):
+    if is_key(struct):
         struct = jax.eval_shape(jax.random.key_data, struct)
     return struct.dtype, struct.shape
 
 
 def as_feature(array: Any, struct: Any) -> Any:
     """A feature as ``before`` computed it, from what is stored."""
-    if is_key(struct.dtype):
+    if is_key(struct):
         return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=key_impl(struct.dtype))
     return np.asarray(array)
 
@@ -84,13 +84,10 @@ def as_feature(array: Any, struct: Any) -> Any:
 def on_host(array: Any, what: str) -> np.ndarray:
     """The values of an array; of random keys their data."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        raise value_error(
-            "an array is spread over several processes",
-            at=what,
-            got=f"{described(array)}, of which this process has only a part",
-            expected="arrays that are entirely in this process",
-            fix="each process must write the features of its own batches into its own directory",
-        )
-    if is_key(array.dtype):
+        got = f"{described(array)}, of which this process has only a part"
+        expected = "arrays that are entirely in this process"
+        fix = "each process must write the features of its own batches into its own directory"
+        raise value_error("an array is spread over several processes", at=what, got=got, expected=expected, fix=fix)
+    if is_key(array):
         array = jax.random.key_data(array)
     return np.asarray(array)

@@ -84,13 +84,9 @@ class _Beside:
         """
         count = next((x.shape[self._axis] for x in batch if len(x.shape) > self._axis), None)
         if count == 0:
-            raise value_error(
-                "a batch has no examples",
-                at=f"batch {number}",
-                got=f"an array of shape {tuple(batch[0].shape)}",
-                expected=f"at least one example along axis {self._axis}",
-                fix="leave empty batches out",
-            )
+            got = f"an array of shape {tuple(batch[0].shape)}"
+            expected, fix = f"at least one example along axis {self._axis}", "leave empty batches out"
+            raise value_error("a batch has no examples", at=f"batch {number}", got=got, expected=expected, fix=fix)
         self._first = self._first or count or 0
         if count is None or count == self._first:
             return result(tuple(self._shapes)), tuple(self._shapes)
@@ -125,13 +121,10 @@ def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[li
     items = [batch] if len(ordered) == 1 else batch
     if len(ordered) > 1 and (not isinstance(batch, (tuple, list)) or len(batch) != len(ordered)):
         which = ", ".join(names[place] if is_int(place) and place < len(names) else str(place) for place in ordered)
-        raise value_error(
-            "a batch must contain all recurring arguments",
-            at="batches",
-            got=described(batch),
-            expected=f"a tuple of {len(ordered)}: {which}",
-            fix="give batches as tuples, in the order of the arguments of the function",
-        )
+        at, got = "batches", described(batch)
+        expected = f"a tuple of {len(ordered)}: {which}"
+        fix = "give batches as tuples, in the order of the arguments of the function"
+        raise value_error("a batch must contain all recurring arguments", at=at, got=got, expected=expected, fix=fix)
     kinds = [] if not names else [each.kind for each in inspect.signature(once.fun).parameters.values()]
     args, by_name, left = [], {}, [*others]
     for place, value in zip(ordered, items, strict=True):

@@ -13,14 +13,13 @@ from typing import Any
 import filelock
 import jax
 
-from optax_freeze._errors import counted, described, in_one_line, value_error
+from optax_freeze._errors import counted, described, in_one_line, message, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import (
     FORMAT,
-    DamagedError,
     Field,
     LeafRecord,
     leaf_records,
@@ -30,7 +29,6 @@ from optax_freeze._verify.base_record import (
     refuse_other_base,
     refuse_other_selections,
     struct_as_json,
-    with_fingerprints,
 )
 
 _FILE = "features.json"
@@ -69,7 +67,7 @@ def base_of(params: PyTree, once: Precomputed) -> list[LeafRecord]:
     plan = make_plan(params, once.frozen)
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
-    return with_fingerprints(leaf_records(params, plan), params, plan)
+    return leaf_records(params, plan)
 
 
 def begin(where: str, shapes: Features, leaves: list[LeafRecord]) -> Record:
@@ -123,47 +121,32 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
     others = sorted({*os.listdir(where)} - {f"{_FILE}.new"}) if os.path.isdir(where) else []
     if not os.path.isfile(file):
         if others:
-            raise value_error(
-                "the directory holds other files" if or_none else "there is no record of features",
-                at=where,
-                got=f"{counted(len(others), 'file', 'files')}: {described(others[:3])}",
-                expected=f"features written by features.write, with their record {_FILE}",
-                fix="use a separate directory for the features"
-                if or_none
-                else "write the features again, into another directory",
-            )
+            what = "the directory holds other files" if or_none else "there is no record of features"
+            got = f"{counted(len(others), 'file', 'files')}: {described(others[:3])}"
+            expected = f"features written by features.write, with their record {_FILE}"
+            fix = "use a separate directory" if or_none else "write the features again, into another directory"
+            raise value_error(what, at=where, got=got, expected=expected, fix=fix)
         if or_none:
             return None
-        message = value_error(
-            "there are no features",
-            at=where,
-            got="an empty directory" if os.path.isdir(where) else "no such directory",
-            expected="a directory written by features.write",
-            fix="first call features.write(directory, once, params, batches)",
-        )
-        raise FileNotFoundError(str(message))
+        got = "an empty directory" if os.path.isdir(where) else "no such directory"
+        expected = "a directory written by features.write"
+        fix = "first call features.write(directory, once, params, batches)"
+        raise FileNotFoundError(message("there are no features", at=where, got=got, expected=expected, fix=fix))
     try:
         with open(file, encoding="utf-8") as lines:
-            record = Field(json.load(lines))
-        refuse_newer(record, where, "the features were")
-        return Record(
-            leaves_of_json(record["leaves"]),
-            record["cut"].text(),
-            [_feature_of_json(feature) for feature in record["features"].items("arrays")],
-            [batch.text() for batch in record["batches"].items("digests")],
-            record["examples"].number(),
-            record["complete"].flag(),
-        )
+            stored = json.load(lines)
     except json.JSONDecodeError as error:
         raise damaged(file, f"{type(error).__name__}: {in_one_line(error)[:300]}") from error
-    except DamagedError as damage:
-        field, got, expected = damage.args
-        raise damaged(f"{file}: {field}", got, expected) from None
-
-
-def _feature_of_json(feature: Field) -> Any:
-    feature["shape"].checked("a list of sizes", lambda shape: shape is not None)
-    return feature.struct()
+    record = Field(stored, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
+    refuse_newer(record, where, "the features were")
+    return Record(
+        leaves_of_json(record["leaves"]),
+        record["cut"].text(),
+        [feature.struct() for feature in record["features"].items("arrays")],
+        [batch.text() for batch in record["batches"].items("digests")],
+        record["examples"].number(),
+        record["complete"].flag(),
+    )
 
 
 def damaged(at: str, got: str, expected: str = "everything that features.write wrote") -> ValueError:
@@ -200,13 +183,10 @@ def refuse_other_batch(record: Record, digest: str, number: int) -> None:
     """Refuses a batch with other values than the one that is stored."""
     stored = record.batches
     if number > len(stored):
-        raise value_error(
-            "there are more batches than are stored",
-            at=f"batch {number}",
-            got="another batch",
-            expected=f"{counted(len(stored), 'batch', 'batches')}: these features are complete",
-            fix="give the same batches, or write into another directory",
-        )
+        at, got = f"batch {number}", "another batch"
+        expected = f"{counted(len(stored), 'batch', 'batches')}: these features are complete"
+        fix = "give the same batches, or write into another directory"
+        raise value_error("there are more batches than are stored", at=at, got=got, expected=expected, fix=fix)
     if digest != stored[number - 1]:
         raise value_error(
             "a batch differs from the one whose features are stored",

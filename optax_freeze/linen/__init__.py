@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
-from flax.core import FrozenDict, Scope, unfreeze
+from flax.core import Scope
 from flax.linen.module import TestScope, wrap_method_once
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -76,13 +76,10 @@ class Frozen(nn.Module):
         _check_collection(self.collection, self.stats_collections)
         is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
         if is_new and self.name is not None:
-            raise value_error(
-                "Frozen does not take a name",
-                at="name",
-                got=described(self.name),
-                expected="the name on the wrapped module, since Frozen is not part of parameter paths",
-                fix=f"Frozen({type(self.module).__name__}(..., name={self.name!r}))",
-            )
+            got = described(self.name)
+            expected = "the name on the wrapped module, since Frozen is not part of parameter paths"
+            fix = f"Frozen({type(self.module).__name__}(..., name={self.name!r}))"
+            raise value_error("Frozen does not take a name", at="name", got=got, expected=expected, fix=fix)
         super().__post_init__()
         if self.module.scope is not None:
             object.__setattr__(self, "scope", self.module.scope)
@@ -154,19 +151,12 @@ class Frozen(nn.Module):
         return self.module._innermost if isinstance(self.module, Frozen) else self.module
 
     @nn.nowrap
-    def _run(
-        self,
-        fun: Callable[..., Any],
-        args: Any = (),
-        kwargs: Mapping[str, Any] = FrozenDict(),
-        *,
-        is_call: bool = False,
-    ) -> Any:
+    def _run(self, fun: Callable[..., Any], args: Any = (), kwargs: Any = None, *, is_call: bool = False) -> Any:
         """``fun(module, *args, **kwargs)`` with the frozen variables."""
         self._try_setup()
-        frozen = unfreeze(self.frozen) if isinstance(self.frozen, FrozenDict) else self.frozen
         stats = self.stats_collections if self.stats == "frozen" else ()
-        return VariableFreezer(frozen, self.collection, stats).call(fun, self.module, args, kwargs, is_call=is_call)
+        freezer = VariableFreezer(self.frozen, self.collection, stats)
+        return freezer.call(fun, self.module, args, kwargs or {}, is_call=is_call)
 
 
 @contextlib.contextmanager
@@ -345,25 +335,17 @@ def _check_module(module: Any, name: str) -> None:
     if isinstance(module, nn.Module):
         return
     is_class = isinstance(module, type) and issubclass(module, nn.Module)
-    raise type_error(
-        f"{name} takes a Linen module",
-        at="its first argument",
-        got=described(module),
-        expected="an instance of flax.linen.Module",
-        fix=f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx",
-    )
+    at, expected = "its first argument", "an instance of flax.linen.Module"
+    fix = f"{name}({module.__name__}(...))" if is_class else "for an NNX module, use optax_freeze.nnx"
+    raise type_error(f"{name} takes a Linen module", at=at, got=described(module), expected=expected, fix=fix)
 
 
 def _check_collection(collection: Any, stats_collections: Any) -> None:
     is_sequence = isinstance(stats_collections, Iterable) and not isinstance(stats_collections, str)
     if not is_sequence or not all(isinstance(name, str) for name in stats_collections):
-        raise value_error(
-            "collections are given by their names",
-            at="stats_collections",
-            got=described(stats_collections),
-            expected="a sequence of names",
-            fix='stats_collections=("batch_stats",)',
-        )
+        at, got = "stats_collections", described(stats_collections)
+        expected, fix = "a sequence of names", 'stats_collections=("batch_stats",)'
+        raise value_error("collections are given by their names", at=at, got=got, expected=expected, fix=fix)
     is_usable = isinstance(collection, str) and collection not in ("", "params", *stats_collections)
     if (collection is not None and not is_usable) or "params" in stats_collections:
         raise value_error(

@@ -154,13 +154,8 @@ class VariableFreezer:
             what, at, fix = "no parameter is frozen, and the collection would be empty", (), "freeze more, or drop it"
         else:
             return
-        raise value_error(
-            what,
-            at="/".join((*here.path, *at)),
-            got=f"collection={collection!r}",
-            expected="a collection for the frozen parameters alone",
-            fix=fix,
-        )
+        got, expected = f"collection={collection!r}", "a collection for the frozen parameters alone"
+        raise value_error(what, at="/".join((*here.path, *at)), got=got, expected=expected, fix=fix)
 
 
 class _ScopeVariables:

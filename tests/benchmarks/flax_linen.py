@@ -69,17 +69,6 @@ def loss_of(model: nn.Module, *, train: bool, by_hand: bool = False) -> Loss:
     return loss
 
 
-def step_of(loss: Loss, tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """A training step that donates parameters and state."""
-
-    def step(params: Any, state: Any, stats: Any, x: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, stats, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
 def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) -> None:
     """Adds the rows of one model to the table."""
     table.add_row(f"[bold]{name}")
@@ -94,7 +83,10 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
         "nothing frozen": (bare, loss_of(bare, train=False)),
     }
     *_, (_, plain) = cases.values()
-    trained = {case: step_of(loss, tx if loss is not plain else optax.adamw(1e-3)) for case, (_, loss) in cases.items()}
+    trained = {
+        case: measure.stepping(jax.value_and_grad(loss), tx if loss is not plain else optax.adamw(1e-3))
+        for case, (_, loss) in cases.items()
+    }
     sharding = measure.tpu_sharding()
     first = None
     for case, step in trained.items():
@@ -103,8 +95,8 @@ def rows(name: str, backbone: nn.Module, x: jax.ShapeDtypeStruct, table: Table) 
         first = first or figures
         table.add_row(
             case,
-            f"{figures.flops / 1e9:.2f} ({figures.flops / first.flops:.2f})",
-            f"{figures.temporary / 1e6:.2f} ({figures.temporary / first.temporary:.2f})",
+            measure.with_ratio(figures.flops / 1e9, first.flops / 1e9, ".2f"),
+            measure.with_ratio(figures.temporary / 1e6, first.temporary / 1e6, ".2f"),
         )
     table.add_section()
 

@@ -113,8 +113,8 @@ def main() -> None:
         rows = {name: measure.figures(p.step, *measure.on(chip, p.args), donate=()) for name, p in programs.items()}
         best = rows["stop_gradient by hand"]
         for name, row in rows.items():
-            flops = f"{row.flops / 1e9:.2f} ({row.flops / best.flops:.3f})"
-            temporary = f"{row.temporary / 1e6:.2f} ({row.temporary / best.temporary:.3f})"
+            flops = measure.with_ratio(row.flops / 1e9, best.flops / 1e9, ".2f", ".3f")
+            temporary = measure.with_ratio(row.temporary / 1e6, best.temporary / 1e6, ".2f", ".3f")
             table.add_row(name, flops, temporary)
     measure.show(table)
 

@@ -63,11 +63,7 @@ def gib_per_chip(decoder: Decoder, how: str) -> float | str:
     state = adamw_state(trainable, mesh)
     value_and_grad = jax.value_and_grad(split_by_hand if how == "by hand" else restricted)
 
-    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
-        value, grads = value_and_grad(trainable, rest, tokens)
-        updates, state = ADAMW.update(grads, state, trainable)
-        return optax.apply_updates(trainable, updates), state, value
-
+    step = measure.stepping(value_and_grad, ADAMW)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(trainable, state, rest, tokens)
     try:
         compiled = lowered.compile()

@@ -4,12 +4,13 @@ FLOPs and bytes are exact and repeatable. Times are mostly ratios of alternating
 in italics, on the terminal and in ``docs/benchmarks.md``.
 """
 
+import functools
 import importlib.util
 import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -19,6 +20,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.experimental import topologies
 from rich.console import Console
 from rich.table import Table
@@ -68,6 +70,21 @@ def figures(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (0, 1)
     )
 
 
+def stepping(value_and_grad: Callable[..., Any], tx: Any, apply: Callable[..., Any] = optax.apply_updates) -> Any:
+    """A training step: ``step(params, state, *others)`` returns the new parameters, the new state and the value."""
+
+    def step(params: Any, state: Any, *others: Any) -> Any:
+        value, grads = value_and_grad(params, *others)
+        updates, state = tx.update(grads, state, params)
+        return apply(params, updates), state, value
+
+    return step
+
+
+def with_ratio(figure: float, base: float, form: str, ratio: str = ".2f") -> str:
+    return f"{figure:{form}} ({figure / base:{ratio}})"
+
+
 def nbytes(shapes: Any) -> int:
     """Bytes of all arrays of a tree of shapes."""
     return sum(x.size * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(shapes))
@@ -76,6 +93,27 @@ def nbytes(shapes: Any) -> int:
 def clock() -> float:
     """Seconds; on the CPU backend CPU time, which other programs hardly affect."""
     return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
+
+
+def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each run returns, its seconds, in alternating rounds."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            found[name].append(run())
+    return found
+
+
+def least_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The minimum seconds of each call, in alternating runs."""
+
+    def seconds(call: Callable[[], Any]) -> float:
+        start = clock()
+        jax.block_until_ready(call())
+        return clock() - start
+
+    found = in_turn({name: functools.partial(seconds, call) for name, call in calls.items()}, rounds)
+    return {name: min(times) for name, times in found.items()}
 
 
 def busy_seconds(profile: Any) -> float:

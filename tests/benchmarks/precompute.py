@@ -27,6 +27,7 @@ the scanned decoder). The transformers model runs in the environment of ``make g
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.util
 import json
@@ -61,13 +62,7 @@ Step = Callable[..., Any]
 """``step(params, state, *others)`` returns parameters, state and value."""
 
 
-def stepping(value_and_grad: Step, tx: Any, apply: Callable[[Any, Any], Any] = fz.apply_updates) -> Step:
-    def step(params: Any, state: Any, *others: Any) -> Any:
-        value, grads = value_and_grad(params, *others)
-        updates, state = tx.update(grads, state, params)
-        return apply(params, updates), state, value
-
-    return step
+stepping = functools.partial(measure.stepping, apply=fz.apply_updates)
 
 
 def on_leaves(step: Step, params: Any, state: Any) -> tuple[Step, list[Any], list[Any]]:
@@ -80,10 +75,6 @@ def on_leaves(step: Step, params: Any, state: Any) -> tuple[Step, list[Any], lis
         return jax.tree.leaves(params), jax.tree.leaves(state), value
 
     return flat, jax.tree.leaves(params), jax.tree.leaves(state)
-
-
-def with_ratio(figure: float, base: float, form: str) -> str:
-    return f"{figure:{form}} ({figure / base:.2f})"
 
 
 def decoder() -> None:
@@ -125,7 +116,7 @@ def decoder() -> None:
         found = [row.flops / 1e9, row.argument / 1e6, row.temporary / 1e6, row.accessed / 1e6]
         found.append(measure.nbytes(stored) / 1e6)
         best = best or found
-        cells = [with_ratio(mine, its, ".2f") for mine, its in zip(found, best, strict=True)]
+        cells = [measure.with_ratio(mine, its, ".2f") for mine, its in zip(found, best, strict=True)]
         table.add_row(name, *(cells if stored else [*cells[:-1], ""]))
     measure.show(table)
 
@@ -168,7 +159,7 @@ def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
     def of_features(trainable: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
         return loss(trainable, tokens, x)
 
-    step = stepping(jax.value_and_grad(of_features), ADAMW, optax.apply_updates)
+    step = stepping(jax.value_and_grad(of_features), ADAMW, apply=optax.apply_updates)
     return (trainable, adamw_state(trainable, params["norm"].sharding.mesh), residual_stream(params)), step
 
 
@@ -179,7 +170,7 @@ def scanned_precomputed(loss: Loss, params: Any, which: Any) -> scale.Step:
     before = jax.eval_shape(once.before, params, tokens_on(mesh))
     stream = residual_stream(params)
     features = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stream.sharding), before)
-    step = stepping(fz.value_and_grad(once.after, frozen), ADAMW, optax.apply_updates)
+    step = stepping(fz.value_and_grad(once.after, frozen), ADAMW, apply=optax.apply_updates)
     return (needed, adamw_state(needed, mesh), features), step
 
 
@@ -342,12 +333,13 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
 
 def least_in_turn(measured: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     """The minimum of several alternating measurements of each function."""
-    least = dict.fromkeys(measured, float("inf"))
-    for _ in range(ROUNDS):
-        for name, seconds in measured.items():
-            gc.collect()
-            least[name] = min(least[name], seconds())
-    return least
+
+    def without_garbage(seconds: Callable[[], float]) -> float:
+        gc.collect()
+        return seconds()
+
+    runs = {name: functools.partial(without_garbage, seconds) for name, seconds in measured.items()}
+    return {name: min(times) for name, times in measure.in_turn(runs, ROUNDS).items()}
 
 
 MODELS = {
@@ -452,10 +444,7 @@ def tracing() -> None:
     params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32), "head": jax.ShapeDtypeStruct((8,), jnp.float32)}
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     least = least_in_turn(
-        {
-            "trace": seconds(lambda: jax.make_jaxpr(long)(params, x)),
-            "needed": seconds(lambda: once.needed(params, x)),
-        }
+        {"trace": seconds(lambda: jax.make_jaxpr(long)(params, x)), "needed": seconds(lambda: once.needed(params, x))}
     )
     table = measure.table(f"Dividing a function of {OPERATIONS:,} operations", timed=("seconds",))
     table.add_row("jax.make_jaxpr of the function", f"{least['trace']:.2f}")

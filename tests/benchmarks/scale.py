@@ -149,13 +149,11 @@ def as_of_arrays(traced: Any, shapes: Any) -> Any:
 def by_restrict(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
     trainable, placed = partition(params, spec(which))
 
-    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
-        rest = as_of_arrays(rest, placed)
-        value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
-        updates, state = ADAMW.update(grads, state, trainable)
-        return optax.apply_updates(trainable, updates), state, value
+    def value_and_grad(trainable: Any, rest: Any, tokens: jax.Array) -> Any:
+        return jax.value_and_grad(fz.restrict(loss, as_of_arrays(rest, placed)))(trainable, tokens)
 
-    return (trainable, adamw_state(trainable, params["norm"].sharding.mesh), placed), step
+    state = adamw_state(trainable, params["norm"].sharding.mesh)
+    return (trainable, state, placed), measure.stepping(value_and_grad, ADAMW)
 
 
 def by_offload(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
@@ -165,13 +163,7 @@ def by_offload(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
 def by_freeze(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
     frozen = spec(which)
     tx = fz.freeze(ADAMW, frozen, full_updates=False)
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = fz.value_and_grad(loss, frozen)(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return fz.apply_updates(params, updates), state, value
-
-    return (params, in_float32(tx, params)), step
+    return (params, in_float32(tx, params)), measure.stepping(fz.value_and_grad(loss, frozen), tx, fz.apply_updates)
 
 
 def by_optax(loss: Callable[..., jax.Array], params: Any, which: Any, clip_around: bool = False) -> Step:

@@ -86,17 +86,6 @@ def where(tx: Any, frozen: Any, grad: Any, state: Any, param: Any) -> Any:
     return jax.tree.map(lambda old, new: jnp.where(frozen, old, new), (jnp.zeros_like(grad), state), new)
 
 
-def best_of(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """The minimum seconds of each program, in alternating runs."""
-    seconds = dict.fromkeys(runs, float("inf"))
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            start = measure.clock()
-            run()
-            seconds[name] = min(seconds[name], measure.clock() - start)
-    return seconds
-
-
 def ratio(a: float, b: float) -> str:
     return "" if math.isnan(a) else f"({a / b:.2f})"
 
@@ -155,7 +144,7 @@ def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
         runs[f"{way}, applied"] = Updating(init, update, params, freeze(way, 0), moves=True)
         for k in counts:
             runs[f"{way} {k}"] = Updating(init, update, params, freeze(way, k))
-    seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
+    seconds = measure.least_in_turn(runs, ROUNDS) if times else dict.fromkeys(runs, float("nan"))
     plain = runs["plain optimizer"]
 
     table = measure.table(
@@ -234,7 +223,7 @@ def in_place(times: bool, side: int) -> None:
         for k in counts:
             state = fz.set_frozen(tx.init(params), {name: i < k for i, name in enumerate(NAMES)})
             runs[f"{way} {k}"] = Stepping(lambda p, s, g, update=update: update(g, s, p), params, state, params)
-    seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
+    seconds = measure.least_in_turn(runs, ROUNDS) if times else dict.fromkeys(runs, float("nan"))
     table = measure.table(
         f"Updating parameters with AdamW, {GROUPS} groups of {side} x {side}, k of them frozen",
         "MB temporary",
@@ -278,7 +267,7 @@ def whole_steps(times: bool, layers: int, side: int, batch: int, sets: dict[str,
             runs[f"{way} {label}"] = Stepping(step, params, fz.set_frozen(tx.init(params), spec), x, first)
     plain = lambda p, s, x: apply_after(ADAMW)(jax.grad(loss)(p, x), s, p)  # noqa: E731
     everything = Stepping(plain, params, ADAMW.init(params), x)
-    seconds = best_of(runs) if times else dict.fromkeys(runs, float("nan"))
+    seconds = measure.least_in_turn(runs, ROUNDS) if times else dict.fromkeys(runs, float("nan"))
     table = measure.table(
         f"A training step of {layers} layers of {side} x {side} on {batch} examples, some of them frozen",
         *("MB temporary", "program: equations", "compiled bytes"),
@@ -303,14 +292,6 @@ def decoder(chip: Any) -> None:
     tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
     patterns = ["head", *(f"blocks/{i:02d}" for i in reversed(range(transformer.LAYERS))), "embed"]
 
-    def stepping(tx: Any, value_and_grad: Any, apply: Any = optax.apply_updates) -> Any:
-        def step(params: Any, state: Any, tokens: Any, *rest: Any) -> Any:
-            value, grads = value_and_grad(params, tokens, *rest)
-            updates, state = tx.update(grads, state, params)
-            return apply(params, updates), state, value
-
-        return step
-
     def figures(tx: Any, step: Any, params: Any, *rest: Any) -> measure.Figures:
         return measure.figures(step, *measure.on(chip, (params, jax.eval_shape(tx.init, params), tokens, *rest)))
 
@@ -320,7 +301,7 @@ def decoder(chip: Any) -> None:
     scheduled = fz.freeze_when(ADAMW, fz.gradual_unfreeze(patterns, every=100))
     rows = []
     for name, tx in (("plain optimizer", ADAMW), (f"fz.freeze_when, {len(patterns)} groups", scheduled)):
-        step = stepping(tx, everything)
+        step = measure.stepping(everything, tx)
         row = figures(tx, step, params)
         rows.append((row.flops / 1e9, row.accessed / 1e6, row.temporary / 1e6))
         cells = (f"{a:.1f} ({a / b:.2f})" for a, b in zip(rows[-1], rows[0], strict=True))
@@ -337,8 +318,8 @@ def decoder(chip: Any) -> None:
             return jax.value_and_grad(lambda t: transformer.loss(fz.combine(t, rest), tokens))(trainable)
 
         tx, gradient = fz.freeze(ADAMW, frozen), fz.value_and_grad(transformer.loss, frozen)
-        phase = figures(tx, stepping(tx, gradient, fz.apply_updates), params)
-        hand = figures(ADAMW, stepping(ADAMW, value_and_grad), trainable, rest)
+        phase = figures(tx, measure.stepping(gradient, tx, fz.apply_updates), params)
+        hand = figures(ADAMW, measure.stepping(value_and_grad, ADAMW), trainable, rest)
         name = patterns[0] if n == 1 else f"{patterns[0]} to {patterns[n - 1]}"
         table.add_row(
             name,

@@ -90,11 +90,7 @@ class Case(NamedTuple):
 def full_gradient(name: str, tx: Any, init: Any = None) -> Case:
     """Every leaf is differentiated; the optimizer freezes."""
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
+    step = measure.stepping(jax.value_and_grad(loss), tx)
     return Case(name, step, lambda params: (params, tx.init(params)))
 
 
@@ -110,10 +106,7 @@ def by_hand(name: str, tx: Any, *, full_tree: bool) -> Case:
         blocks = {**rest["blocks"], f"{LAYERS - 1:02d}": trainable["last"]}
         return {"embed": rest["embed"], "blocks": blocks, "head": trainable["head"]}
 
-    def of_parts(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(lambda t: loss(paste(t, rest), tokens))(trainable)
-        updates, state = tx.update(grads, state, trainable)
-        return optax.apply_updates(trainable, updates), state, value
+    of_parts = measure.stepping(jax.value_and_grad(lambda t, rest, tokens: loss(paste(t, rest), tokens)), tx)
 
     def of_whole(params: Any, state: Any, tokens: jax.Array) -> Any:
         trainable, rest = cut(params)
@@ -122,9 +115,8 @@ def by_hand(name: str, tx: Any, *, full_tree: bool) -> Case:
 
     if full_tree:
         return Case(name, of_whole, lambda params: (params, tx.init(cut(params)[0])))
-    return Case(
-        name, of_parts, lambda params: (cut(params)[0], tx.init(cut(params)[0]), cut(params)[1]), full_tree=False
-    )
+    start = lambda params: (cut(params)[0], tx.init(cut(params)[0]), cut(params)[1])  # noqa: E731
+    return Case(name, of_parts, start, full_tree=False)
 
 
 def equinox(name: str, tx: Any) -> Case:
@@ -178,12 +170,7 @@ def nnx_wrt(name: str, tx: Any) -> Case:
 def with_fz(name: str, tx: Any, *, plain_gradient: bool = False) -> Case:
     """``fz.freeze`` around the optimizer, on the full tree."""
     value_and_grad = jax.value_and_grad(loss) if plain_gradient else fz.value_and_grad(loss, FROZEN)
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = value_and_grad(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return fz.apply_updates(params, updates), state, value
-
+    step = measure.stepping(value_and_grad, tx, fz.apply_updates)
     return Case(name, step, lambda params: (params, tx.init(params)))
 
 
@@ -196,16 +183,14 @@ def with_fz_outside(name: str, tx: Any) -> Case:
 def with_partition(name: str, tx: Any) -> Case:
     """``fz.partition``: the step takes and returns the trainable part."""
 
-    def step(trainable: Any, state: Any, rest: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
-        updates, state = tx.update(grads, state, trainable)
-        return fz.apply_updates(trainable, updates), state, value
+    def value_and_grad(trainable: Any, rest: Any, tokens: jax.Array) -> Any:
+        return jax.value_and_grad(fz.restrict(loss, rest))(trainable, tokens)
 
     def start(params: Any) -> Any:
         trainable, rest = fz.partition(params, FROZEN)
         return trainable, tx.init(trainable), rest
 
-    return Case(name, step, start, full_tree=False)
+    return Case(name, measure.stepping(value_and_grad, tx, fz.apply_updates), start, full_tree=False)
 
 
 def cases(wrap: Callable[[Any], Any]) -> list[Case]:
@@ -263,9 +248,8 @@ def main() -> None:
             if len(optima) < 2:
                 optima.append(figures)
             best = optima[case.full_tree and len(optima) > 1]
-            ratios = [f"({mine / its:.2f})" for mine, its in zip(figures, best, strict=True)]
-            cells = [f"{figures[0] / 1e9:.1f}", f"{figures[1] / 1e6:.0f}", f"{figures[2] / 1e6:.2f}"]
-            compared = [f"{cell} {ratio}" for cell, ratio in zip(cells, ratios, strict=True)]
+            scaled = zip(figures, best, (1e9, 1e6, 1e6), (".1f", ".0f", ".2f"), strict=True)
+            compared = [measure.with_ratio(mine / unit, its / unit, form) for mine, its, unit, form in scaled]
             table.add_row(case.name, f"{measure.nbytes(args[1]) / 1e6:.1f}", *compared, f"{row.output / 1e6:.1f}")
             print(f"{title}: {case.name}", flush=True)
     measure.show(table)

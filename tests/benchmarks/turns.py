@@ -128,13 +128,7 @@ def times() -> None:
         ours, theirs = (jax.tree.leaves(programs[f"{rows} {way}"]()[1]) for way in ("fz", "by hand"))
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(ROUNDS):
-        for name, program in programs.items():
-            start = measure.clock()
-            jax.block_until_ready(program())
-            seconds[name].append(measure.clock() - start)
-    least = {name: min(times) for name, times in seconds.items()}
+    least = measure.least_in_turn(programs, ROUNDS)
     columns = {"fz": "fz.rows(array)", "by hand": "by hand", "list": "fz.rows(list)"}
     table = measure.table(
         f"Time of a gradient / time of the gradient of all {LAYERS} layers",

@@ -13,6 +13,7 @@ from gallery.gallery import Case, Model
 WIDTH, VOCABULARY, NEW = 128, 1024, 16
 OLD = slice(0, VOCABULARY - NEW)
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 32))
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 
 def next_token(logits, tokens):
@@ -40,15 +41,7 @@ def gpt2():
 def llama():
     from transformers import FlaxLlamaForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, num_key_value_heads=2, **SIZES)
     rows = {"**/embed_tokens": fz.rows(OLD), "lm_head": fz.rows(OLD, axis=1)}
     return of_transformers(FlaxLlamaForCausalLM, config, fz.rules({**rows, "**/layers/0": True, "**": False}))
 
@@ -56,14 +49,7 @@ def llama():
 def bert():
     from transformers import BertConfig, FlaxBertForMaskedLM
 
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=256,
-        max_position_embeddings=64,
-    )
+    config = BertConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **SIZES)
     rows = {"**/word_embeddings": fz.rows(OLD), "cls/predictions/bias": fz.rows(OLD)}
     spec = fz.rules({**rows, "**/position_embeddings": fz.rows(slice(0, 16)), "**/layer/0": True, "**": False})
     return of_transformers(FlaxBertForMaskedLM, config, spec)
@@ -72,17 +58,9 @@ def bert():
 def bart():
     from transformers import BartConfig, FlaxBartForConditionalGeneration
 
-    config = BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=256,
-        decoder_ffn_dim=256,
-        max_position_embeddings=64,
-    )
+    sizes = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
+    sizes |= {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 2}
+    config = BartConfig(max_position_embeddings=64, **sizes)
     model = FlaxBartForConditionalGeneration(config, seed=0, input_shape=(1, 8))
 
     def loss(params, tokens):
@@ -95,17 +73,9 @@ def bart():
 
 def of_gemma(flax_class, spec, **config):
     """A model of Gemma, smaller."""
-    config = dataclasses.replace(
-        flax_class.config,
-        num_embed=VOCABULARY,
-        embed_dim=WIDTH,
-        hidden_dim=256,
-        num_heads=4,
-        head_dim=32,
-        num_kv_heads=1,
-        attention_types=flax_class.config.attention_types[4:6],
-        **config,
-    )
+    sizes = {"num_embed": VOCABULARY, "embed_dim": WIDTH, "hidden_dim": 256, "num_heads": 4, "head_dim": 32}
+    types = flax_class.config.attention_types[4:6]
+    config = dataclasses.replace(flax_class.config, **sizes, num_kv_heads=1, attention_types=types, **config)
     model = flax_class(config=config, dtype=jnp.float32, tokens="tokens")
     params = jax.jit(model.init)(jax.random.key(0), jnp.asarray(TOKENS))["params"]
 
@@ -136,20 +106,9 @@ def qwen3_moe():
     from flax import nnx
     from tunix.models.qwen3 import model as qwen3
 
-    config = qwen3.ModelConfig(
-        num_layers=2,
-        vocab_size=VOCABULARY,
-        embed_dim=WIDTH,
-        hidden_dim=64,
-        num_heads=4,
-        head_dim=32,
-        num_kv_heads=2,
-        rope_theta=10000,
-        norm_eps=1e-6,
-        use_tied_embedding=True,
-        num_experts=8,
-        num_experts_per_tok=2,
-    )
+    sizes = {"num_layers": 2, "vocab_size": VOCABULARY, "embed_dim": WIDTH, "hidden_dim": 64, "num_heads": 4}
+    sizes |= {"head_dim": 32, "num_kv_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    config = qwen3.ModelConfig(rope_theta=10000, norm_eps=1e-6, use_tied_embedding=True, **sizes)
     graph, state = nnx.split(qwen3.Qwen3(config, rngs=nnx.Rngs(0)))
     params = nnx.to_pure_dict(state)
 
@@ -171,13 +130,7 @@ def maxtext_like():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_flax_llama import FlaxLlamaDecoderLayer, FlaxLlamaRMSNorm
 
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    config = LlamaConfig(num_key_value_heads=2, **SIZES)
 
     class Layer(nn.Module):
         @nn.compact
@@ -232,13 +185,7 @@ CASES = [
         maxtext_like,
     ),
     Case("BERT", TRANSFORMERS, "encoder", "old tokens (tied head), their output biases, old positions, a block", bert),
-    Case(
-        "BART",
-        TRANSFORMERS,
-        "encoder-decoder",
-        "old tokens (tied head), old positions, the encoder",
-        bart,
-    ),
+    Case("BART", TRANSFORMERS, "encoder-decoder", "old tokens (tied head), old positions, the encoder", bart),
     Case("Gemma 3", ("gemma",), "decoder", "old tokens (tied head), the first block", gemma3),
     Case("Gemma 4 MoE", ("gemma",), "MoE", "old tokens (tied head), 6 of 8 experts, the first block", gemma4_moe),
     Case("Qwen3 MoE", ("tunix",), "MoE", "old tokens (tied head), 6 of 8 experts, the first block", qwen3_moe),

@@ -57,15 +57,8 @@ def scanned_vit():
 def vit():
     from transformers import FlaxViTForImageClassification, ViTConfig
 
-    config = ViTConfig(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=256,
-        image_size=32,
-        patch_size=4,
-        num_labels=CLASSES,
-    )
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    config = ViTConfig(image_size=32, patch_size=4, num_labels=CLASSES, **sizes)
     model = FlaxViTForImageClassification(config, seed=0, input_shape=(1, 32, 32, 3))
 
     def loss(params, batch):
@@ -169,14 +162,8 @@ def convnext():
     import equinox as eqx
     from equimo.vision.models import convnext
 
-    model = convnext.ConvNeXt(
-        3,
-        depths=[1, 1, 1, 1],
-        dims=[16, 32, 64, 64],
-        num_classes=CLASSES,
-        layer_scale_init_value=0.1,
-        key=jax.random.key(0),
-    )
+    sizes = {"depths": [1, 1, 1, 1], "dims": [16, 32, 64, 64], "num_classes": CLASSES, "layer_scale_init_value": 0.1}
+    model = convnext.ConvNeXt(3, **sizes, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(params, batch):

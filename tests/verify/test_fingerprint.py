@@ -1,11 +1,7 @@
 """Comparing what is frozen bit by bit, and its digest."""
 
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import equinox as eqx
 import jax
@@ -126,22 +122,19 @@ class TestFingerprint:
     def test_places_paths_dtypes_and_shapes_count(self):
         w = np.arange(6, dtype=np.float32).reshape(2, 3)
         zeros = np.zeros(4, np.float32)
-        trees = [
-            {"a": w, "b": w + 1},
-            {"a": w + 1, "b": w},
-            {"a": w, "c": w + 1},
-            {"a": w[::-1], "b": w + 1},
-            {"a": w[:, ::-1], "b": w + 1},
-            {"a": w.reshape(3, 2), "b": w + 1},
-            {"a": w.reshape(6), "b": w + 1},
-            {"a": w[:, :, None], "b": w + 1},
-            {"a": w.view(np.int32), "b": w + 1},
-            {"a": w.view(np.uint32), "b": w + 1},
-            {"a": w, "b": w + 1, "z": zeros},
-            {"a": w, "b": w + 1, "z": zeros[:3]},
-            {"a": w, "b": w + 1, "z": zeros.view(np.uint32)},
-            {"a": w, "b": w + 1, "z": zeros.view(jnp.bfloat16)},
+        others = [{"a": w + 1, "b": w}, {"a": w, "c": w + 1}]
+        forms = [
+            w,
+            w[::-1],
+            w[:, ::-1],
+            w.reshape(3, 2),
+            w.reshape(6),
+            w[:, :, None],
+            w.view(np.int32),
+            w.view(np.uint32),
         ]
+        more = [zeros, zeros[:3], zeros.view(np.uint32), zeros.view(jnp.bfloat16)]
+        trees = others + [{"a": a, "b": w + 1} for a in forms] + [{"a": w, "b": w + 1, "z": z} for z in more]
         digests = [tuple(fz.fingerprint(tree, True).tolist()) for tree in trees]
         assert all(len(set(lane)) == len(trees) for lane in zip(*digests, strict=True))
 
@@ -163,14 +156,8 @@ class TestFingerprint:
     def test_one_set_of_elements_however_it_is_said(self):
         w = {"w": leaf_of("float32")}
         _, where = MASKS["rows"]
-        said = [
-            fz.rows([0, 2]),
-            ~fz.rows(1),
-            fz.rows(slice(None, None, 2)),
-            fz.elements(where),
-            fz.elements(where, compact=True),
-            jnp.asarray(where),
-        ]
+        said = [fz.rows([0, 2]), ~fz.rows(1), fz.rows(slice(None, None, 2)), jnp.asarray(where)]
+        said += [fz.elements(where, compact) for compact in (False, True)]
         assert same([fz.fingerprint(w, {"w": mask}) for mask in said], fz.fingerprint(w, {"w": said[0]})).all()
         assert same(fz.fingerprint(w, {"w": np.ones((3, 2), bool)}), fz.fingerprint(w, True))
         others = [fz.fingerprint(w, {"w": fz.rows(i)}).tolist() for i in range(3)]
@@ -290,18 +277,15 @@ class TestAssertFrozen:
         with pytest.raises(AssertionError) as error:
             fz.assert_frozen(params, moved, frozen)
         text = str(error.value)
-        assert text.startswith(
-            "4 of 4 frozen leaves changed\n  at: encoder/layer_0/bias: 1 of 4 elements, by up to 0.5\n"
-        )
+        first = "encoder/layer_0/bias: 1 of 4 elements, by up to 0.5"
+        assert text.startswith(f"4 of 4 frozen leaves changed\n  at: {first}\n")
         assert "encoder/layer_1/kernel: 4 of 16 elements, by up to 0.5" in text
         assert "head" not in text
         assert all(part in text for part in ("\n  got: ", "\n  expected: ", "\n  fix: "))
 
     def test_many_paths(self):
         before = {f"layer_{i:03}": jnp.zeros(()) for i in range(120)}
-        told = (
-            r"120 of 120(.|\n)*layer_099: 1 of 1 elements, by up to 1\n.*layer_100: 1 of 1 elements\n(.|\n)*layer_119"
-        )
+        told = r"(?s)120 of 120.*layer_099: 1 of 1 elements, by up to 1\n *layer_100: 1 of 1 elements\n.*layer_119"
         with pytest.raises(AssertionError, match=told):
             fz.assert_frozen(before, jax.tree.map(jnp.ones_like, before), True)
 
@@ -312,11 +296,7 @@ class TestAssertFrozen:
             ([1.0, 2.0], [np.nan, 2.5], "2 of 2 elements, by up to 0.5, to or from NaN"),
             ([1.0, np.nan], [1.0, 2.0], "1 of 2 elements, to or from NaN"),
             ([1.0, np.inf], [1.0, -np.inf], "1 of 2 elements, by up to inf"),
-            (
-                np.float32([65504, 0]).astype(np.float16),
-                np.float16([-65504, 0]),
-                r"1 of 2 elements, by up to 1.31e\+05",
-            ),
+            (np.float16([65504, 0]), np.float16([-65504, 0]), r"1 of 2 elements, by up to 1.31e\+05"),
             (np.int32([2**30, 0]), np.int32([2**30 - 3, 0]), "1 of 2 elements, by up to 3"),
             (np.int32([-(2**31), 0]), np.int32([2**31 - 1, 0]), r"1 of 2 elements, by up to 4.29e\+09"),
             (np.uint8([0, 255]), np.uint8([1, 255]), "1 of 2 elements, by up to 1"),
@@ -345,10 +325,12 @@ class TestAssertFrozen:
 
     def test_keys_and_integers_are_frozen_whatever_the_spec(self):
         fz.assert_frozen(jax.random.key(0), jax.random.key(0), False)
-        with pytest.raises(AssertionError, match=r"at: \(the root\): 1 of 1 elements\n"):
-            fz.assert_frozen(jax.random.key(0), jax.random.key(1), False)
-        with pytest.raises(AssertionError, match="step: 1 of 1 elements, by up to 1"):
-            fz.assert_frozen({"step": jnp.int32(1)}, {"step": jnp.int32(2)}, False)
+        for old, new, told in (
+            (jax.random.key(0), jax.random.key(1), r"at: \(the root\): 1 of 1 elements\n"),
+            ({"step": jnp.int32(1)}, {"step": jnp.int32(2)}, "step: 1 of 1 elements, by up to 1"),
+        ):
+            with pytest.raises(AssertionError, match=told):
+                fz.assert_frozen(old, new, False)
 
     def test_equinox_modules(self):
         model = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
@@ -443,48 +425,3 @@ class TestAssertFrozen:
         leaf = {"w": np.ones(2, np.float32)}
         with pytest.raises(TypeError, match="mask of a leaf"):
             jax.jit(lambda m: fz.assert_frozen(leaf, leaf, {"w": m}))(np.ones(2, bool))
-
-
-PROCESS = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
-import optax_freeze as fz
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-
-def put(array, *spec):
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P(*spec)), lambda index: array[index])
-
-w = np.arange(128, dtype=np.float32).reshape(16, 8)
-host = {"w": w, "b": w}
-params = {"w": put(w, "x", "y"), "b": put(w)}
-frozen = {"w": fz.rows(slice(3, 9)), "b": w > 3}
-for spec in (True, frozen):
-    assert (fz.fingerprint(params, spec) == fz.fingerprint(host, spec)).all()
-    fz.assert_frozen(params, {"w": put(w, "y", "x"), "b": put(w, None, "x")}, spec)
-    fz.assert_frozen(host, params, spec)
-try:
-    fz.assert_frozen(params, {"w": put(w + 1, ("x", "y")), "b": w}, frozen)
-except AssertionError as error:
-    assert "at: w: 48 of 128 elements, by up to 1" in str(error)
-    print("moved")
-"""
-
-
-def test_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    command = [sys.executable, "-c", PROCESS]
-    pair = [subprocess.Popen([*command, i, port], env=env, stdout=subprocess.PIPE, text=True) for i in "01"]
-    try:
-        printed = [process.communicate(timeout=300)[0] for process in pair]
-        assert [process.returncode for process in pair] == [0, 0]
-        assert all(text.endswith("moved\n") for text in printed)
-    finally:
-        for process in pair:
-            process.kill()
