@@ -639,14 +639,14 @@ MUTANTS = [
     ),
     Mutant(
         "_gradient/restricted.py",
-        "at_once = [is_mapped or EVERYTHING in wanted.get(i, ())",
-        "at_once = [True",
+        "if EVERYTHING not in wanted.get(i, ())",
+        "if False",
         "tests/gradient/test_restrict.py -k put_together",
     ),
     Mutant(
         "_gradient/restricted.py",
-        "is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)",
-        "is_mapped = False",
+        " and not jax.sharding.get_abstract_mesh().manual_axes",
+        "",
         "tests/gradient/test_rules.py -k what_varies",
     ),
     Mutant("_program/operations.py", " mulhi name ", " name ", "tests/program/test_operations.py -k elementwise"),

@@ -135,14 +135,13 @@ class _Call:
         self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
         self.structs = [x.struct if isinstance(x, _InRows) else as_argument(x) for x in leaves]
         self.traced = Traced(fun, self.structs)
+        on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, _InRows) else x)}
         self.program = self.traced.program._replace(on_host=range(len(leaves)))
-        wanted = self._outputs().given
         # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
-        is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        at_once = [is_mapped or EVERYTHING in wanted.get(i, ()) for i in range(len(leaves))]
-        on_host = [is_on_host(x.array if isinstance(x, _InRows) else x) for x in leaves]
-        unread = [i for i in range(len(leaves)) if on_host[i] or not at_once[i]]
-        self.program = self.program._replace(on_host=unread)
+        if on_host != set(range(len(leaves))) and not jax.sharding.get_abstract_mesh().manual_axes:
+            wanted = self._outputs().given
+            on_host |= {i for i in range(len(leaves)) if EVERYTHING not in wanted.get(i, ())}
+        self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:

@@ -119,14 +119,6 @@ class Precomputed:
           ValueError: if the spec does not fit; if there is nothing to compute once; if a parameter is missing; if, with
             ``example_axis``, an operation mixes examples or a recurring array has no such axis; if the function cannot
             be traced.
-
-        Example:
-          >>> import jax.numpy as jnp, optax_freeze as fz
-          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-          >>> [features] = jax.jit(fz.precompute(loss, "encoder").before)(params, jnp.ones((2, 4)))
-          >>> features.shape
-          (2, 8)
         """
         division = self._of_params(params, args, kwargs)
         pairs = zip(_tree.leaves(params), _tree.flatten(params)[0], strict=True)
@@ -165,21 +157,7 @@ class Precomputed:
         Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
-          A :class:`optax_freeze.CutExplanation`. Print it, or draw it with ``plot()``.
-
-        Example:
-          >>> import jax.numpy as jnp, optax_freeze as fz
-          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-          >>> print(fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4))))
-          computed once: 144 FLOP, 80.9 % of the forward pass
-          computed in each step: 34 FLOP, 19.1 %
-          stored: 1 array, 64 B
-            float32 [2, 8], 64 B: tanh at ...
-          not read in a step: 1 frozen leaf, 128 B
-            encoder
-          first on its path that cannot be computed once:
-            dot_general at ...: depends on head, which trains
+          An :class:`optax_freeze.Explanation`. Print it, or draw it with ``plot()``.
         """
         return self._of_params(params, args, kwargs).explanation
 

@@ -179,7 +179,7 @@ def test_no_operation_merges_the_rows(loss):
     frozen = {"embed": True, "layers": ~fz.rows(jnp.array([1, 2])), "scale": False, "head": False}
     for row in fz.explain(loss, init(), frozen, X).rows:
         assert row.merged is None
-        assert "scan" in {operation.name for operation in row.in_parts}
+        assert "scan" in {operation.name for operation in row.by_rows}
         assert (row.rows, row.trainable_rows) == (LAYERS, 2)
 
 

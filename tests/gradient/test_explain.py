@@ -30,12 +30,12 @@ def line_of(text):
 def test_operations_and_source_lines():
     embed, out = fz.explain(loss, PARAMS, FROZEN, TOKENS).rows
     assert (embed.path, embed.rows, embed.trainable_rows) == ("embed", 6, 1)
-    assert [operation.name for operation in embed.in_parts][-1] == "scatter-add"
-    assert f"test_explain.py:{line_of('tokens]')}" in embed.in_parts[-1].source
+    assert [operation.name for operation in embed.by_rows][-1] == "scatter-add"
+    assert f"test_explain.py:{line_of('tokens]')}" in embed.by_rows[-1].source
     assert embed.merged is None
     assert (out.path, out.rows, out.trainable_rows) == ("out", 4, 2)
-    assert "dot_general" in [operation.name for operation in out.in_parts]
-    assert out.whole == (out.merged,)
+    assert "dot_general" in [operation.name for operation in out.by_rows]
+    assert out.everything == (out.merged,)
     assert out.merged.name == "reshape"
     assert f"test_explain.py:{line_of('reshape')}" in out.merged.source
     assert "(loss)" in out.merged.source
@@ -49,7 +49,7 @@ def test_an_operation_of_jax_numpy_has_the_line_that_calls_it():
     params, frozen = {"embed": PARAMS["embed"]}, {"embed": FROZEN["embed"]}
     [row] = fz.explain(twice, params, frozen).rows
     _, start = inspect.getsourcelines(twice)
-    lines = {operation.source.split(":")[1] for operation in row.in_parts if operation.name == "scatter-add"}
+    lines = {operation.source.split(":")[1] for operation in row.by_rows if operation.name == "scatter-add"}
     assert lines == {str(start + 1), str(start + 2)}
 
 

@@ -484,7 +484,7 @@ class TestAwkward:
         step = jax.jit(fz.value_and_grad(loss, frozen))
         assert_equal_up_to_rounding(step(base, X), step(three(), X))
         for leaf in fz.explain(loss, base, frozen, X).host:
-            assert (leaf.by_rows or leaf.whole) or leaf.path == "down"
+            assert (leaf.by_rows or leaf.everything) or leaf.path == "down"
 
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
     def test_vmap_over_indices_and_over_stacks(self, transform):
@@ -550,13 +550,13 @@ class TestExplain:
             found = {leaf.path: leaf for leaf in fz.explain(scan, tree, LORA, X).host}
             assert set(found) == {"up", "down"}
             assert {op.name for op in found["up"].by_rows} == {"dot_general"}
-            assert found["up"].whole == ()
+            assert found["up"].everything == ()
             assert str(found["up"]).startswith("up: from the host, by rows\n  by rows: dot_general at ")
 
     def test_whole(self):
         base = fz.offload(params(), LORA, min_bytes=0)
         found = {leaf.path: leaf for leaf in fz.explain(TestReadAsAWhole.lookups, base, LORA, X).host}
-        assert [op.name for op in found["up"].whole] == ["gather"]
+        assert [op.name for op in found["up"].everything] == ["gather"]
         assert str(found["up"]).startswith("up: from the host, by rows and whole\n")
 
     def test_what_is_only_looked_up_stays_on_the_device(self):

@@ -311,7 +311,7 @@ def check(funs, w, rows, *, axis=0, in_parts=True, run=jit):
     for name, loss in losses.items():
         [row] = fz.explain(loss, params, frozen).rows
         assert (row.merged is None) == in_parts, f"{name}: {row}"
-        assert row.in_parts or row.whole or not in_parts, name
+        assert row.by_rows or row.everything or not in_parts, name
 
 
 def some(table, i, of):
@@ -1621,7 +1621,7 @@ class TestFlax:
         chex.assert_trees_all_close(*both(params), rtol=1e-5, atol=1e-5)
         rows = fz.explain(loss, params, frozen).rows
         assert rows
-        assert all(row.merged is None and (row.in_parts or row.whole) for row in rows), "\n".join(map(str, rows))
+        assert all(row.merged is None and (row.by_rows or row.everything) for row in rows), "\n".join(map(str, rows))
 
     @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
     def test_linen_embed(self, dtype):
