@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -121,16 +120,14 @@ LOSSES = {
     "vmap over examples": lambda params, x: jnp.mean(jax.vmap(of_scan(), (None, 0))(params, x[:, None])),
 }
 
-TRAINED = {
-    "rows alone": {"embed": True, "scale": True, "head": True},
-    "head too": {"embed": True, "scale": True, "head": False},
-    "what every step reads too": {"embed": True, "scale": False, "head": False},
-    "everything else": {"embed": False, "scale": False, "head": False},
-}
+ROWS_ALONE = {"embed": True, "scale": True, "head": True}
+HEAD_TOO = {"embed": True, "scale": True, "head": False}
+ALL_STEPS_READ_TOO = {"embed": True, "scale": False, "head": False}
+EVERYTHING_ELSE = {"embed": False, "scale": False, "head": False}
 
 
-def rows_of(array, index, axis=0):
-    return jnp.take(array, jnp.asarray(sorted(index)), axis)
+def trains(*numbers, axis=0):
+    return ~fz.rows(jnp.array(numbers), axis)
 
 
 def close(got, expected, rtol=1e-5, atol=1e-6):
@@ -138,192 +135,128 @@ def close(got, expected, rtol=1e-5, atol=1e-6):
 
 
 def values(tree):
-    return jax.tree.map(
-        lambda x: x.values if isinstance(x, fz.Part) else x, tree, is_leaf=lambda x: isinstance(x, fz.Part)
-    )
+    is_part = lambda x: isinstance(x, fz.Part)  # noqa: E731
+    return jax.tree.map(lambda x: x.values if is_part(x) else x, tree, is_leaf=is_part)
 
 
-def expected_of(loss, params, frozen, index, *args):
+def dense(loss, frozen, params, x=X):
     """The dense gradient, cut to what trains."""
-    dense = jax.grad(loss)(params, *args)
-    layers = jax.tree.map(lambda g: rows_of(g, index), dense["layers"])
-    return {**{k: optax.MaskedNode() if frozen[k] else dense[k] for k in frozen}, "layers": layers}
+    return values(fz.partition(jax.grad(loss)(params, x), frozen)[0])
+
+
+def rows_of(loss, frozen, params, x=X):
+    return values(fz.grad(loss, frozen)(params, x))
+
+
+def check(loss, frozen, params=None, run=jax.jit, rtol=1e-5, atol=1e-6):
+    """The gradient of the rows is the dense one, and no operation of it computes everything."""
+    params = init() if params is None else params
+    got = run(functools.partial(rows_of, loss, frozen))(params)
+    close(got, dense(loss, frozen, params), rtol, atol)
+    for row in fz.explain(loss, params, frozen, X).rows:
+        assert row.merged is None
 
 
 @pytest.mark.parametrize(
-    ("loss", "trained"),
+    ("loss", "others"),
     [
-        *((loss, trained) for loss in LOSSES for trained in ("rows alone", "everything else")),
-        *(("forward", trained) for trained in ("head too", "what every step reads too")),
+        *((loss, others) for loss in LOSSES for others in (ROWS_ALONE, EVERYTHING_ELSE)),
+        *(("forward", others) for others in (HEAD_TOO, ALL_STEPS_READ_TOO)),
     ],
 )
-def test_the_gradient_is_that_of_the_rows(loss, trained):
-    params, traces, loss, trained = init(), [], LOSSES[loss], TRAINED[trained]
+def test_the_gradient_is_that_of_the_rows(loss, others):
+    params, traces, of = init(), [], LOSSES[loss]
 
     @jax.jit
-    def grads(params, index, x):
+    def grads(params, index):
         traces.append(1)
-        return fz.value_and_grad(loss, {**trained, "layers": ~fz.rows(index)})(params, x)
+        return fz.value_and_grad(of, {**others, "layers": ~fz.rows(index)})(params, X)
 
     for index in ([4, 5], [3, 1], [0, 1], [-1, 0]):
-        value, got = grads(params, jnp.array(index), X)
-        close(value, loss(params, X))
-        close(values(got), expected_of(loss, params, trained, [i % LAYERS for i in index], X))
+        value, got = grads(params, jnp.array(index))
+        close(value, of(params, X))
+        frozen = {**others, "layers": trains(*(i % LAYERS for i in index))}
+        close(values(got), dense(of, frozen, params))
     assert len(traces) == 1
+    if loss != "vmap over examples":  # vmap is applied before the scan is traced, and moves no rows
+        for row in fz.explain(of, params, frozen, X).rows:
+            assert row.merged is None
+            assert "scan" in {operation.name for operation in row.by_rows}
+            assert (row.rows, row.trainable_rows) == (LAYERS, 2)
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_no_operation_merges_the_rows(loss):
-    if loss is LOSSES["vmap over examples"]:
-        pytest.skip("vmap is applied before the scan is traced, and moves no rows")
-    frozen = {"embed": True, "layers": ~fz.rows(jnp.array([1, 2])), "scale": False, "head": False}
-    for row in fz.explain(loss, init(), frozen, X).rows:
-        assert row.merged is None
-        assert "scan" in {operation.name for operation in row.by_rows}
-        assert (row.rows, row.trainable_rows) == (LAYERS, 2)
+def of_kernels(fun):
+    return lambda params, x: jnp.sum(fun(params["layers"]["kernel"], x) ** 2)
 
 
-def test_leaves_may_have_other_rows_and_static_ones():
-    params = init()
-    frozen = {"embed": True, "scale": True, "head": True, "layers": {"bias": ~fz.rows([0, 4]), "kernel": True}}
-    for kernel, bias in [([1, 3], ~fz.rows([0, 4])), ([5, 2], ~fz.rows(jnp.array([3]))), ([2, 3], False), ([2], True)]:
-        frozen["layers"] = {"kernel": ~fz.rows(jnp.array(kernel)), "bias": bias}
-        got, dense = fz.grad(of_scan(), frozen)(params, X), jax.grad(of_scan())(params, X)
-        close(got["layers"]["kernel"].values, rows_of(dense["layers"]["kernel"], kernel))
-        if bias is not True:
-            expected = fz.partition(dense["layers"], {"kernel": True, "bias": bias})[0]["bias"]
-            close(values(got["layers"]["bias"]), values(expected))
+def cast_before(params, x):
+    return of_scan()(jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params), x)
 
 
-def test_the_rows_that_are_named_may_be_the_frozen_ones():
-    params, frozen = init(), {"embed": True, "scale": True, "head": True, "layers": fz.rows(jnp.array([5, 0, 2]))}
-    close(values(fz.grad(of_scan(), frozen)(params, X)), expected_of(of_scan(), params, {**frozen}, [1, 3, 4], X))
+def in_a_loop(w, x):
+    return functools.reduce(lambda x, i: jnp.tanh(x @ w[i]), range(LAYERS), x)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_restrict_reads_the_rows_that_it_is_given(jit):
-    params = init()
-    trainable, rest = fz.partition(
-        params, {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([4, 1]))}
-    )
+CASES = {
+    "the named rows are frozen": (of_scan(), fz.rows(jnp.array([5, 0, 2]))),
+    "every row": (of_scan(), trains(3, 1, 0, 2, 5, 4)),
+    "another axis of the scan": (of_scan(), {"bias": True, "kernel": trains(3, 1, axis=2)}),
+    "a cast": (cast_before, trains(2, 4)),
+    "other rows of a leaf": (of_scan(), {"kernel": trains(5, 2), "bias": trains(3)}),
+    "static rows of a leaf": (of_scan(), {"kernel": trains(1, 3), "bias": ~fz.rows([0, 4])}),
+    "all rows of a leaf": (of_scan(), {"kernel": trains(2, 3), "bias": False}),
+    "no row of a leaf": (of_scan(), {"kernel": trains(2), "bias": True}),
+    "lookup": (of_kernels(lambda w, x: w[jnp.array([1, 2, 1])]), {"bias": True, "kernel": trains(3, 1)}),
+    "matmul": (of_kernels(lambda w, x: w @ x.T), {"bias": True, "kernel": trains(3, 1)}),
+    "einsum": (of_kernels(lambda w, x: jnp.einsum("lij,bj->bli", w, x)), {"bias": True, "kernel": trains(3, 1)}),
+    "loop": (of_kernels(in_a_loop), {"bias": True, "kernel": trains(3, 1)}),
+    "loop, other axis": (of_kernels(in_a_loop), {"bias": True, "kernel": trains(3, 1, axis=1)}),
+    "gradient of the inputs": (with_gradient_of_inputs, trains(1, 2)),  # as a gradient penalty
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_one_program(name):
+    loss, layers = CASES[name]
+    check(loss, {**ROWS_ALONE, "layers": layers}, rtol=1e-4)
+
+
+@pytest.mark.parametrize("run", [jax.jit, lambda fun: fun], ids=["jitted", "eager"])
+def test_restrict_reads_the_rows_that_it_is_given(run):
+    """Whatever the rest has at these rows."""
+    params, frozen = init(), {**ROWS_ALONE, "layers": trains(4, 1)}
+    trainable, rest = fz.partition(params, frozen)
     moved = jax.tree.map(lambda x: x * 1.5, trainable)
-    value_and_grad = jax.value_and_grad(fz.restrict(of_scan(), rest))
-    value, got = (jax.jit(value_and_grad) if jit else value_and_grad)(moved, X)
+    stale = jax.tree.map(lambda x: x.at[jnp.array([1, 4])].set(jnp.nan) if x.shape[0] == LAYERS else x, rest)
+    value, got = run(jax.value_and_grad(fz.restrict(of_scan(), stale)))(moved, X)
     whole = fz.combine(moved, rest)
     close(value, of_scan()(whole, X))
-    frozen = {"embed": True, "scale": True, "head": True}
-    close(values(got), expected_of(of_scan(), whole, frozen, [1, 4], X))
-
-
-def test_stale_rows_may_be_nan():
-    params = init()
-    trainable, rest = fz.partition(
-        params, {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([2, 3]))}
-    )
-    stale = jax.tree.map(lambda x: x.at[2:4].set(jnp.nan) if x.shape[0] == LAYERS else x, rest)
-    close(jax.grad(fz.restrict(of_scan(), stale))(trainable, X), jax.grad(fz.restrict(of_scan(), rest))(trainable, X))
-
-
-@pytest.mark.parametrize("cast", [jnp.bfloat16, jnp.float32])
-def test_parameters_that_are_cast_before_the_scan(cast):
-    def loss(params, x):
-        return of_scan()(jax.tree.map(lambda p: p.astype(cast), params), x)
-
-    params, frozen = init(), {"embed": True, "scale": True, "head": False, "layers": ~fz.rows(jnp.array([2, 4]))}
-    got, dense = fz.grad(loss, frozen)(params, X), jax.grad(loss)(params, X)
-    tolerance = 2e-2 if cast is jnp.bfloat16 else 1e-5
-    close(got["layers"]["kernel"].values, rows_of(dense["layers"]["kernel"], [2, 4]), rtol=tolerance, atol=tolerance)
-    assert got["layers"]["kernel"].dtype == jnp.float32
-    assert all(row.merged is None for row in fz.explain(loss, params, frozen, X).rows)
-
-
-@pytest.mark.parametrize("name", ["lookup", "matmul", "loop over layers", "einsum", "other axis"])
-def test_other_operations_compute_the_rows(name):
-    def loss(params, x):
-        kernel = params["layers"]["kernel"]
-        if name == "lookup":
-            return jnp.sum(kernel[jnp.array([1, 2, 1])] ** 2)
-        if name == "matmul":
-            return jnp.sum((kernel @ x.T) ** 2)
-        if name == "einsum":
-            return jnp.sum(jnp.einsum("lij,bj->bli", kernel, x) ** 2)
-        for i in range(LAYERS):
-            x = jnp.tanh(x @ kernel[i])
-        return jnp.mean(x**2)
-
-    params, axis = init(), 1 if name == "other axis" else 0
-    frozen = {
-        "embed": True,
-        "scale": True,
-        "head": True,
-        "layers": {"bias": True, "kernel": ~fz.rows(jnp.array([3, 1]), axis)},
-    }
-    got = fz.grad(loss, frozen)(params, X)["layers"]["kernel"].values
-    close(got, rows_of(jax.grad(loss)(params, X)["layers"]["kernel"], [1, 3], axis))
-    [row] = fz.explain(loss, params, frozen, X).rows
-    assert row.merged is None
-
-
-def test_rows_along_another_axis_of_the_scan():
-    params = init()
-    frozen = {
-        "embed": True,
-        "scale": True,
-        "head": True,
-        "layers": {"bias": True, "kernel": ~fz.rows(jnp.array([3, 1]), axis=2)},
-    }
-    got = fz.grad(of_scan(), frozen)(params, X)["layers"]["kernel"].values
-    close(got, rows_of(jax.grad(of_scan())(params, X)["layers"]["kernel"], [1, 3], 2))
+    close(values(got), dense(of_scan(), frozen, whole))
 
 
 def test_layers_stacked_along_another_axis():
     """As in MaxText: the scan is over the array with its axes in another order."""
 
     def loss(params, x):
-        layers = jax.tree.map(lambda p: jnp.moveaxis(p, 1, 0), params["layers"])
-        return of_scan()({**params, "layers": layers}, x)
+        return of_scan()({**params, "layers": jax.tree.map(lambda p: jnp.moveaxis(p, 1, 0), params["layers"])}, x)
 
     params = init()
     params["layers"] = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), params["layers"])
-    frozen = {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([5, 2]), axis=1)}
-    got, dense = fz.grad(loss, frozen)(params, X), jax.grad(loss)(params, X)
-    close(values(got["layers"]), jax.tree.map(lambda g: rows_of(g, [2, 5], 1), dense["layers"]))
-    for row in fz.explain(loss, params, frozen, X).rows:
-        assert row.merged is None
-
-
-def test_every_row_may_train():
-    params = init()
-    frozen = {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([3, 1, 0, 2, 5, 4]))}
-    got = fz.grad(of_scan(), frozen)(params, X)
-    close(values(got), expected_of(of_scan(), params, {**frozen}, range(LAYERS), X))
+    check(loss, {**ROWS_ALONE, "layers": trains(5, 2, axis=1)}, params)
 
 
 def test_examples_may_have_rows_of_their_own():
-    params = init()
-
-    def grads(index, x):
-        return fz.grad(of_scan(), {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(index)})(params, x)
-
-    indices = jnp.array([[0, 1], [4, 2]])
-    got = jax.vmap(grads)(indices, jnp.stack([X, X + 1]))
-    for i, index in enumerate(indices.tolist()):
-        one = jax.tree.map(lambda g, i=i: g[i], got)
-        frozen = {"embed": True, "scale": True, "head": True}
-        close(values(one), expected_of(of_scan(), params, frozen, index, X + i))
-
-    def merged(index, x):
-        loss = lambda params, x: jnp.sum((params["layers"]["kernel"] @ x) ** 2)  # noqa: E731
-        frozen = {"embed": True, "scale": True, "head": True, "layers": {"bias": True, "kernel": ~fz.rows(index)}}
-        return fz.grad(loss, frozen)(params, x)["layers"]["kernel"].values
-
-    got = jax.vmap(merged)(indices, X[:2])
-    for i in range(2):
-        close(got[i], merged(indices[i], X[i]))
+    indices, xs = jnp.array([[0, 1], [4, 2]]), jnp.stack([X, X + 1])
+    for loss in (of_scan(), of_kernels(lambda w, x: w @ x.T)):
+        grads = lambda index, x, loss=loss: rows_of(loss, {**ROWS_ALONE, "layers": ~fz.rows(index)}, init(), x)  # noqa: E731
+        got = jax.vmap(grads)(indices, xs)
+        for i, index in enumerate(indices.tolist()):
+            expected = dense(loss, {**ROWS_ALONE, "layers": trains(*index)}, init(), xs[i])
+            close(jax.tree.map(lambda g, i=i: g[i], got), expected)
 
 
 class TestSecondDerivatives:
-    FROZEN = {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(jnp.array([1, 2]))}  # noqa: RUF012
+    FROZEN = {**ROWS_ALONE, "layers": trains(1, 2)}  # noqa: RUF012
 
     def of_scale(self, fun):
         """A function of one number, by which the trainable rows are multiplied."""
@@ -333,15 +266,10 @@ class TestSecondDerivatives:
 
     def test_of_the_gradient(self, compiled):
         """Forward over reverse as of the dense gradient; JAX refuses reverse over a loop that ends early."""
-        dense = lambda x: values(fz.partition(jax.grad(of_scan())(init(), x), self.FROZEN)[0])  # noqa: E731
-        rows = lambda x: values(fz.grad(of_scan(), self.FROZEN)(init(), x))  # noqa: E731
-        assert jax.tree.structure(rows(X)) == jax.tree.structure(dense(X))
-        for derivative in (
-            jax.jacfwd,
-            lambda fun: lambda x: jax.jvp(fun, (x,), (x,)),
-            lambda f: lambda x: jax.linearize(f, x)[1](x),
-        ):
-            close(compiled(derivative(rows))(X), derivative(dense)(X), rtol=1e-4, atol=1e-5)
+        rows, whole = (functools.partial(f, of_scan(), self.FROZEN, init()) for f in (rows_of, dense))
+        assert jax.tree.structure(rows(X)) == jax.tree.structure(whole(X))
+        for derivative in (jax.jacfwd, lambda f: lambda x: (jax.jvp(f, (x,), (x,)), jax.linearize(f, x)[1](x))):
+            close(compiled(derivative(rows))(X), derivative(whole)(X), rtol=1e-4, atol=1e-5)
         of_combine = self.of_scale(lambda trainable, rest: of_scan()(fz.combine(trainable, rest), X))
         of_restrict = self.of_scale(lambda trainable, rest: fz.restrict(of_scan(), rest)(trainable, X))
         close(compiled(jax.hessian(of_restrict))(jnp.ones(())), jax.hessian(of_combine)(jnp.ones(())), rtol=1e-4)
@@ -362,20 +290,10 @@ class TestSecondDerivatives:
         dense = of_rest(lambda t, rest: of_scan()(fz.combine(t, rest), X))
         close(got["layers"]["kernel"].array, dense["layers"]["kernel"].array)
 
-    def test_a_gradient_inside_of_the_loss_is_differentiated(self):
-        """With respect to the inputs, as a gradient penalty: its scans are those of a first derivative."""
-        params = init()
-        got = fz.grad(with_gradient_of_inputs, self.FROZEN)(params, X)
-        frozen = {"embed": True, "scale": True, "head": True}
-        close(values(got), expected_of(with_gradient_of_inputs, params, frozen, [1, 2], X), rtol=1e-4)
-
     def test_other_operations_have_them(self):
         params = init()
         loss = lambda params: jnp.sum(params["layers"]["kernel"] ** 4)  # noqa: E731
-        trainable, rest = fz.partition(
-            params,
-            {"embed": True, "scale": True, "head": True, "layers": {"bias": True, "kernel": ~fz.rows(jnp.array([2]))}},
-        )
+        trainable, rest = fz.partition(params, {**ROWS_ALONE, "layers": {"bias": True, "kernel": trains(2)}})
         hessian = jax.hessian(
             lambda v: fz.restrict(loss, rest)({**trainable, "layers": {**trainable["layers"], "kernel": v}})
         )
@@ -408,31 +326,27 @@ def test_on_a_mesh(explicit):
         x, _ = jax.lax.scan(step, x @ embed, params["layers"])
         return jnp.mean((x @ params["head"]) ** 2)
 
-    frozen = {"embed": True, "scale": False, "head": False}
-
     @jax.jit
     def grads(params, index, x):
-        return fz.grad(loss, {**frozen, "layers": ~fz.rows(index)})(params, x)
+        return rows_of(loss, {**ALL_STEPS_READ_TOO, "layers": ~fz.rows(index)}, params, x)
 
     with jax.set_mesh(mesh):
         for index in ([5, 2], [0, 1]):
-            got = grads(placed, jnp.array(index), x)
-            expected = expected_of(of_scan(), params, frozen, index, X)
-            close(jax.device_get(values(got)), jax.device_get(expected))
+            got = jax.device_get(grads(placed, jnp.array(index), x))
+            close(got, dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(*index)}, params))
 
 
 def test_inside_of_shard_map():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    params, frozen = init(), {"embed": True, "scale": False, "head": False}
+    mean = lambda params, x: jax.lax.pmean(of_scan()(params, x), "data")  # noqa: E731
 
     def grads(params, index, x):
-        return fz.grad(
-            lambda params, x: jax.lax.pmean(of_scan()(params, x), "data"), {**frozen, "layers": ~fz.rows(index)}
-        )(params, x)
+        return rows_of(mean, {**ALL_STEPS_READ_TOO, "layers": ~fz.rows(index)}, params, x)
 
     sharded = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P()))
     for index in ([5, 2], [0, 1]):
-        close(values(sharded(params, jnp.array(index), X)), expected_of(of_scan(), params, frozen, index, X))
+        expected = dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(*index)}, init())
+        close(sharded(init(), jnp.array(index), X), expected)
 
 
 def pcast(tree):
@@ -442,42 +356,26 @@ def pcast(tree):
     return jax.tree.map(lambda x: jax.lax.pvary(x, ("data",)), tree)
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_devices_may_have_rows_of_their_own(check_vma):
+@pytest.mark.parametrize("own", ["everything", "everything, not checked", "numbers", "rows"])
+def test_devices_may_have_rows_of_their_own(own):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    params, frozen = init(), {"embed": True, "scale": True, "head": True}
-    index = jnp.array([[0, 1], [5, 2], [4, 3], [1, 5]])
+    index, is_checked = jnp.array([[0, 1], [5, 2], [4, 3], [1, 5]]), own != "everything, not checked"
+    index = index[:1] if own == "rows" else index
 
     def grads(params, index, x):
-        params = pcast(params) if check_vma else params
-        got = fz.grad(of_scan(), {**frozen, "layers": ~fz.rows(index[0])})(params, x)
-        return jax.tree.map(lambda g: g[None], got)
-
-    options = {"mesh": mesh, "in_specs": (P(), P("data"), P("data")), "out_specs": P("data"), "check_vma": check_vma}
-    got = jax.jit(jax.shard_map(grads, **options))(params, index, X)
-    for i, rows in enumerate(index.tolist()):
-        one = jax.tree.map(lambda g, i=i: g[i], got)
-        close(values(one), expected_of(of_scan(), params, frozen, rows, X[2 * i : 2 * i + 2]))
-
-
-@pytest.mark.parametrize("own", ["numbers", "rows"])
-def test_devices_with_rows_of_their_own_and_common_parameters(own):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    frozen = {"embed": True, "scale": True, "head": True}
-
-    def grads(params, index, x):
-        trainable, rest = fz.partition(params, {**frozen, "layers": ~fz.rows(index)})
+        params = pcast(params) if own == "everything" else params
+        trainable, rest = fz.partition(params, {**ROWS_ALONE, "layers": ~fz.rows(index[0])})
         trainable = pcast(trainable) if own == "rows" else trainable
-        return jax.grad(fz.restrict(of_scan(), rest))(trainable, x)["layers"]["bias"].values[None]
+        whole = jax.grad(fz.restrict(of_scan(), rest))(trainable, x)
+        return jax.tree.map(lambda g: g[None], values(whole))
 
-    specs = (P(), P("data") if own == "numbers" else P(), P("data"))
-    sharded = jax.shard_map(grads, mesh=mesh, in_specs=specs, out_specs=P("data"))
-    index = jnp.arange(8) % LAYERS if own == "numbers" else jnp.array([5])
-    got = sharded(init(), index, X)
-    for i in range(8):
-        rows = [int(index[i % len(index)])]
-        expected = expected_of(of_scan(), init(), frozen, rows, X[i : i + 1])["layers"]["bias"]
-        close(got[i], expected)
+    specs = P(), P() if own == "rows" else P("data"), P("data")
+    got = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=is_checked))(
+        init(), index, X
+    )
+    for i in range(4):
+        frozen = {**ROWS_ALONE, "layers": trains(*index[i % len(index)].tolist())}
+        close(jax.tree.map(lambda g, i=i: g[i], got), dense(of_scan(), frozen, init(), X[2 * i : 2 * i + 2]))
 
 
 def test_a_collective_in_the_layers():
@@ -490,14 +388,11 @@ def test_a_collective_in_the_layers():
 
         return jnp.mean(jax.lax.scan(step, x, params["layers"])[0] ** 2)
 
-    def grads(index, x):
-        return fz.grad(loss, {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(index)})(init(), x)
+    def both(index, x):
+        frozen = {**ROWS_ALONE, "layers": ~fz.rows(index)}
+        return rows_of(loss, frozen, init(), x), dense(loss, frozen, init(), x)
 
-    indices, x = jnp.array([[5, 4], [1, 0]]), X.reshape(2, 4, WIDTH)
-    got = jax.vmap(grads, axis_name="examples")(indices, x)["layers"]["bias"].values
-    dense = jax.vmap(lambda x: jax.grad(loss)(init(), x), axis_name="examples")(x)["layers"]["bias"]
-    for i, index in enumerate(indices.tolist()):
-        close(got[i], rows_of(dense[i], index))
+    close(*jax.vmap(both, axis_name="examples")(jnp.array([[4, 5], [0, 1]]), X.reshape(2, 4, WIDTH)))
 
 
 def test_eager_on_a_mesh_with_explicit_axes():
@@ -529,70 +424,40 @@ def test_nn_scan():
         model = Model(remat)
         params = model.init(jax.random.key(0), X)["params"]
         loss = lambda params, x, model=model: jnp.mean(model.apply({"params": params}, x) ** 2)  # noqa: E731
-        frozen = {"layers": ~fz.rows(jnp.array([4, 1])), "Dense_0": False}
-        got, dense = jax.jit(fz.grad(loss, frozen))(params, X), jax.grad(loss)(params, X)
-        close(values(got["layers"]), jax.tree.map(lambda g: rows_of(g, [1, 4]), dense["layers"]))
-        close(got["Dense_0"], dense["Dense_0"])
-        assert all(row.merged is None for row in fz.explain(loss, params, frozen, X).rows)
+        check(loss, {"layers": trains(4, 1), "Dense_0": False}, params)
 
 
 def test_nnx_scan():
-    class Layer(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    @nnx.split_rngs(splits=LAYERS)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
-        def __call__(self, x):
-            return jnp.tanh(self.linear(x))
+    graph, params = nnx.split(make(nnx.Rngs(0)))
 
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = (
-                nnx.vmap(Layer)(nnx.Rngs(rngs.params()).fork(split=LAYERS))
-                if False
-                else nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(rngs.params(), LAYERS))
-            )
-            self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+    def loss(params, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(layer, x):
+            return jnp.tanh(layer(x))
 
-        def __call__(self, x):
-            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            def run(x, layer):
-                return layer(x)
+        return jnp.sum(forward(nnx.merge(graph, params), x) ** 2)
 
-            return self.head(run(x, self.layers))
-
-    graph, params = nnx.split(Model(nnx.Rngs(0)))
-    loss = lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2)  # noqa: E731
-    frozen = fz.rules({"layers/**": ~fz.rows(jnp.array([4, 1]))}, default=False)
-    got, dense = jax.jit(fz.grad(loss, frozen))(params, X), jax.grad(loss)(params, X)
-    close(
-        [g.values for g in jax.tree.leaves(got, is_leaf=lambda g: isinstance(g, fz.Part)) if isinstance(g, fz.Part)],
-        [rows_of(g, [1, 4]) for g in jax.tree.leaves(dense["layers"])],
-    )
-    assert all(row.merged is None for row in fz.explain(loss, params, frozen, X).rows)
+    check(loss, fz.rules({"**": trains(4, 1)}), params)
 
 
 class TestCost:
-    def compiled(self, grads, *args):
-        return jax.jit(grads).lower(*args).compile()
-
     def test_no_array_of_the_gradient_has_every_row(self):
         """The gradient of a stack, and what sums it up, would have the shape of the stack."""
-        params = init()
-        frozen = lambda index: {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(index)}  # noqa: E731
-        grads = lambda params, index, x: fz.grad(of_scan(), frozen(index))(params, x)  # noqa: E731
-        program = jax.make_jaxpr(grads)(params, jnp.array([1, 2]), X)
-        stacks = {(LAYERS, WIDTH, WIDTH)}
 
-        def shapes(jaxpr):
+        def made(jaxpr):
             for eqn in jaxpr.eqns:
                 yield from (v.aval.shape for v in eqn.outvars)
-                for value in eqn.params.values():
-                    for inner in value if isinstance(value, (tuple, list)) else [value]:
-                        inner = getattr(inner, "jaxpr", inner)
-                        if hasattr(inner, "eqns"):
-                            yield from shapes(inner)
+                for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+                    yield from made(inner.jaxpr) if hasattr(inner, "jaxpr") else ()
 
-        assert stacks.isdisjoint(shapes(program.jaxpr))
+        grads = lambda params, index: rows_of(of_scan(), {**ROWS_ALONE, "layers": ~fz.rows(index)}, params)  # noqa: E731
+        assert (LAYERS, WIDTH, WIDTH) not in {*made(jax.make_jaxpr(grads)(init(), jnp.array([1, 2])).jaxpr)}
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_no_row_of_the_parameters_is_stored(self, dtype):
@@ -607,8 +472,9 @@ class TestCost:
             return fz.grad(loss, {"layers": ~fz.rows(index)})(params, x)
 
         params = {"layers": stack}
-        forward = self.compiled(loss, params, x).memory_analysis().temp_size_in_bytes  # with a cast stack, on a CPU
-        both = self.compiled(grads, params, jnp.array([3]), x).memory_analysis().temp_size_in_bytes
+        temporary = lambda f, *args: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+        forward = temporary(loss, params, x)  # with a cast stack, on a CPU
+        both = temporary(grads, params, jnp.array([3]), x)
         assert both - forward < 0.5 * 4 * stack.size
 
     @pytest.mark.parametrize("reverse", [False, True])
@@ -636,7 +502,7 @@ class TestCost:
 
         @jax.jit
         def grads(params, index, x):
-            return fz.grad(loss, {"embed": True, "scale": True, "head": True, "layers": ~fz.rows(index)})(params, x)
+            return fz.grad(loss, {**ROWS_ALONE, "layers": ~fz.rows(index)})(params, x)
 
         for index in ([4, 5], [3, 1], [0, 1], [0, 5]):
             counts.update(kernel=0, x=0)
