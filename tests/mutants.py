@@ -449,7 +449,7 @@ MUTANTS = [
         "_precompute/inputs.py",
         "return is_rows and not np.intersect1d(region.numbers, self.trainable.numbers).size",
         "return is_rows",
-        "tests/precompute/test_precompute.py -k 'not_read_before and rows'",
+        "tests/precompute/test_precompute.py -k 'value_and_gradient and rows'",
     ),
     Mutant(
         "_precompute/example_axis.py",
@@ -652,7 +652,7 @@ MUTANTS = [
     Mutant("_program/operations.py", " mulhi name ", " name ", "tests/program/test_operations.py -k elementwise"),
     Mutant(
         "_program/operations.py",
-        "wanted[0].axis not in apart",
+        "wanted[0].axis not in axes",
         "False",
         "tests/precompute/test_example_axis.py -k refused",
     ),
@@ -694,8 +694,8 @@ MUTANTS = [
     ),
     Mutant(
         "_program/operations.py",
-        "return [region.along(kept[region.axis])], eqn.bind\n",
-        "return [region.along(region.axis)], eqn.bind\n",
+        "return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))",
+        "return [region.along(region.axis)], functools.partial(eqn.bind, **_laid_out(eqn, region))",
         "tests/program/test_operations.py -k squeeze",
     ),
     Mutant(
@@ -833,8 +833,8 @@ MUTANTS = [
     ),
     Mutant(
         "_program/operations.py",
-        ' if i != eqn.params["dimension"]]',
-        "]",
+        '    axes.pop(eqn.params.get("dimension", eqn.params.get("axis", -1)))\n',
+        "",
         "tests/program/test_operations.py -k sort",
     ),
     Mutant(

@@ -20,6 +20,7 @@ from optax_freeze._program.regions import Region, region_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import elements, rows
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
@@ -83,7 +84,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
 class GradientOfGroups:
     """The value of a function, and for each group its gradient, which is computed where it is asked for.
 
-    What several groups need is evaluated at once, each operation if one of these groups is trainable now.
+    What several groups need is evaluated at once.
 
     Attributes:
       value: the value.
@@ -101,16 +102,12 @@ class GradientOfGroups:
 
         self._at, self._spec = at, spec
         self._owners = [*new_labels(len(spec.names)), ALWAYS]
-        owned = [
-            (number, region_of_leaf(selections[i], leaf), n)
-            for number, i, leaf in zip(traced.grads, at.trains, at.leaves, strict=True)
-            for n, selections in enumerate(spec.selections)
-            if selections[i] is not FROZEN
-        ]
-        wanted: list[tuple[Any, Region, int]] = [(number, region, self._owners[n]) for number, region, n in owned]
+        leaves = list(zip(traced.grads, at.trains, at.leaves, strict=True))
         self._grads: list[list[tuple[Any, Region]]] = [
-            [(number, region) for number, region, owner in owned if owner == n] for n in range(len(self._owners))
+            [(x, region_of_leaf(own[i], leaf)) for x, i, leaf in leaves if own[i] is not FROZEN]
+            for own in spec.selections
         ]
+        wanted = [(*each, owner) for owner, own in zip(self._owners, self._grads, strict=True) for each in own]
         self._schedule, self._values = traced.schedule(wanted), traced.inputs()
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
@@ -167,12 +164,7 @@ def _joined(others: Any, grad: Any, selection: Selection, value: Any) -> Any:
 
 
 def gradient_of_groups(
-    fun: Callable[..., Any],
-    spec: GroupsNow,
-    make_plan: Callable[[PyTree, Any], Plan],
-    params: PyTree,
-    has_aux: bool,
-    holomorphic: bool = False,
+    fun: Callable[..., Any], spec: GroupsNow, params: PyTree, has_aux: bool, holomorphic: bool = False
 ) -> GradientOfGroups | None:
     """The gradient of ``fun(params)`` for each group; None if the function cannot be traced."""
     _refuse_constant_rows(spec, params)
@@ -182,19 +174,14 @@ def gradient_of_groups(
 
 
 def value_and_grad_of_groups(
-    fun: Callable[..., Any],
-    spec: GroupsNow,
-    make_plan: Callable[[PyTree, Any], Plan],
-    params: PyTree,
-    has_aux: bool,
-    holomorphic: bool,
+    fun: Callable[..., Any], spec: GroupsNow, params: PyTree, has_aux: bool, holomorphic: bool
 ) -> tuple[Any, PyTree]:
     """The value of ``fun(params)`` and the gradient of the groups that are trainable now, with zeros for the others."""
     if spec.is_known:
         _refuse_constant_rows(spec, params)
         plan = make_plan(params, spec.spec_of_set(tuple(map(bool, spec.frozen))))
         return _of_known(fun, plan, params, has_aux, holomorphic)
-    found = gradient_of_groups(fun, spec, make_plan, params, has_aux, holomorphic)
+    found = gradient_of_groups(fun, spec, params, has_aux, holomorphic)
     if found is not None:
         return found.value, found.tree()
     whole = make_plan(params, spec.spec_of_set(()))

@@ -151,7 +151,7 @@ def value_and_grad(
             return fun(*with_params, **kwargs)
 
         if isinstance(frozen, GroupsNow):
-            return value_and_grad_of_groups(of_params, frozen, make_plan, args[i], has_aux, holomorphic)
+            return value_and_grad_of_groups(of_params, frozen, args[i], has_aux, holomorphic)
         plan = _something_trains(args[i], frozen)
         refuse: Any = getattr(fun, "refuse_gradient", None)  # of `after` of fz.precompute
         if refuse is not None:
