@@ -208,10 +208,7 @@ def _of_known(
 
 
 def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
-    """A ``ValueError`` if a program contains the rows of the groups as constants, which ``replace_masks`` may change.
-
-    The gradient of rows that begin to train would be zero.
-    """
+    """A ``ValueError`` if rows of groups are constants: the gradient of those that begin to train would be zero."""
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
         return
     for i, leaf in enumerate(spec.leaves):

@@ -129,7 +129,12 @@ class _Transposed(NamedTuple):
 
 
 class _Call:
-    """One call of a function of leaves that are frozen by rows or in host memory."""
+    """One call of a function of leaves that are frozen by rows or in host memory.
+
+    Attributes:
+      leaves: the types of the leaves that are frozen by rows, in parts; None for others.
+      others: the numbers of the other tracers that the function reads.
+    """
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
@@ -217,15 +222,15 @@ class _Call:
         grads = iter([_gradient(program, values, x, region) for x, region, _ in wanted[transposed.outs :]])
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
         marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, strict=True)
-        for leaf, of_rows, of_array, numbers in marks:
-            grad = next(grads) if of_rows or of_array else None
+        for leaf, in_rows, in_array, numbers in marks:
+            grad = next(grads) if in_rows or in_array else None
             rows, array = grad, None
-            if of_array:
+            if in_array:
                 selection = leaf.with_numbers(numbers)
                 part = selection.take(grad)
                 frozen = dataclasses.replace(part, values=jnp.zeros_like(part.values))
                 rows, array = part.values, selection.put(grad, frozen)
-            found.rows.append(rows if of_rows else None)
+            found.rows.append(rows if in_rows else None)
             found.arrays.append(array)
         found.others.extend(next(grads) if here else None for here in perturbed.others)
         return (found,)

@@ -1,8 +1,7 @@
 """Values that are computed from arrays in host memory where they are used, and never stored.
 
-A value is *late* if cheap operations compute it from arrays in host memory, inputs on the device and numbers. An
-operation that reads such a value brings the wanted rows to the device and repeats the cheap operations there. So no
-copy of a weight waits on the device for the backward pass, and a loop reads only the row of its step.
+A value is *late* if cheap operations compute it from arrays in host memory, inputs on the device and numbers. They are
+repeated where the value is read, on the rows that are wanted. So no copy of a weight waits for the backward pass.
 """
 
 import functools

@@ -40,11 +40,11 @@ def schedule(
 ) -> Schedule:
     """The tasks that compute these regions of values, each with its label.
 
-    ``late`` are the values that are computed where they are read, by default from the inputs in host memory.
-    ``is_late``: the program computes such a value, so slices and loops read only the rows of an array that they need.
-    A program that will be differentiated has a ``known`` part: loops are divided after their known steps, and what
-    later steps read is cut, since the transpose of a row of an array that is read in place is an array of zeros in each
-    step. Other regions are wanted only of values that are known in part.
+    Args:
+      late: the values that are computed where they are read, by default from the inputs in host memory.
+      is_late: whether the program computes such a value: slices and loops read only the rows that they need.
+      known: of a program that will be differentiated: loops are divided after their known steps. What later steps read
+        is cut, since the transpose of a row that is read in place is an array of zeros in each step.
     """
     if late is None and program.on_host and not is_late:
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
@@ -87,10 +87,7 @@ class Walk:
             wanted[region] = wanted.get(region, 0) | label
 
     def record(self, eqn: Equation, extent: Any) -> None:
-        """Adds an operation to the log: of which some "rows" are computed, or "everything" although less is wanted.
-
-        Of one that reads an input in host memory: the number of the input, and whether it is read by rows.
-        """
+        """Adds to the log that "rows" or "everything" is computed, or (an input in host memory, whether by rows)."""
         if self.log is not None:
             self.log.append((eqn, extent))
 
@@ -111,9 +108,7 @@ class Walk:
         read = Read(value, region, in_place)
         if region is not LAZY and (self.late is None or value not in self.late):
             return read
-        made_by = (
-            {out: eqn for eqn in self.program.eqns for out in eqn.outputs} if self.late is None else self.late.made_by
-        )
+        made_by = self.program.made_by if self.late is None else self.late.made_by
         program, leaves = part_of(self.program, value, made_by)
         if region is LAZY:
             return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
@@ -269,7 +264,6 @@ def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
 
 
 def _of_late(program: Program, region: Region) -> Schedule:
-    """The tasks that compute a region of the value of a program of cheap operations."""
     return schedule(program, [(program.outputs[0], region, ALWAYS)], is_late=True)
 
 
@@ -314,7 +308,7 @@ class LateValue(Unread):
 
 
 class LateRead(NamedTuple):
-    """A read of a late value, which is computed where it is read; or of :data:`LAZY`, which is passed on unread."""
+    """A read of a late value; or of :data:`LAZY`, which is passed on unread."""
 
     read: Read
     program: Program
