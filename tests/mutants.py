@@ -525,7 +525,7 @@ MUTANTS = [
     ),
     Mutant(
         "_program/tasks.py",
-        "kept.update(number for i in late for number in self.tasks[i].read_numbers)",
+        "kept.update(number for i in postponed for number in self.tasks[i].read_numbers)",
         "pass",
         "tests/state/test_train_step.py -k toggles",
     ),

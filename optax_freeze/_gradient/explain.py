@@ -205,26 +205,26 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
             tuple(LeafExplanation(paths[i], (), python, s.size, s.count) for i, s in in_rows.items()),
             tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
         )
-    grads, of_rows, of_host = dict(zip(trains, program.outputs, strict=False)), [], []
+    grads, of_gradient, of_reads = dict(zip(trains, program.outputs, strict=False)), [], []
     for i, selection in in_rows.items():
         log = _log(program, [(grads[i], region_of(selection))], on_host=())
         rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
         everything = _operations(eqn for eqn, extent in log if extent == "everything")
-        of_rows.append(LeafExplanation(paths[i], rows, everything, selection.size, selection.count))
+        of_gradient.append(LeafExplanation(paths[i], rows, everything, selection.size, selection.count))
     if not on_host:
-        return GradientExplanation(tuple(of_rows))
+        return GradientExplanation(tuple(of_gradient))
     inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
     frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
     regions = [region_of_leaf(selections[i], values[i]) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     log = _log(program, list(zip(program.outputs, regions, strict=True)), frozen)
     for n in frozen:
-        is_late = inputs[n] in on_host
-        found = [(eqn, extent[1] and is_late) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
+        from_host = inputs[n] in on_host
+        found = [(eqn, extent[1] and from_host) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
         rows, everything = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
-        if is_late or {operation.name for operation in everything} == {"gather"}:
-            of_host.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=is_late))
-    return GradientExplanation(tuple(of_rows), tuple(of_host))
+        if from_host or {operation.name for operation in everything} == {"gather"}:
+            of_reads.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=from_host))
+    return GradientExplanation(tuple(of_gradient), tuple(of_reads))
 
 
 def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:

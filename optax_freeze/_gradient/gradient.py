@@ -31,16 +31,16 @@ class AtLeaves:
     def __init__(self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool) -> None:
         self.values, self.treedef = plan.align(params, "params")
         self.trains = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
-        self.late = [i for i, value in enumerate(self.values) if is_on_host(value)]
-        late = [i for i in self.late if i not in self.trains]
+        self.on_host = [i for i, value in enumerate(self.values) if is_on_host(value)]
+        others = [i for i in self.on_host if i not in self.trains]
 
-        def dense(leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+        def dense(leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
             filled = list(self.values)
-            for i, leaf in zip([*self.trains, *late], [*leaves, *others], strict=True):
+            for i, leaf in zip([*self.trains, *others], [*leaves, *arrays], strict=True):
                 filled[i] = leaf
             return fun(jax.tree.unflatten(self.treedef, filled))
 
-        self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in late]
+        self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in others]
         self.value_and_grad = jax.value_and_grad(dense, has_aux=has_aux, holomorphic=holomorphic)
 
     def trace(self) -> "TracedGradient | None":
@@ -93,7 +93,7 @@ def value_and_grad_of_plan(
     """The value of ``fun(params)`` and its gradient with respect to what trains under a plan."""
     at = AtLeaves(fun, plan, params, has_aux, holomorphic)
     parts = [plan.selections[i] for i in at.trains]
-    traced = at.trace() if at.late or any(isinstance(selection, RowSelection) for selection in parts) else None
+    traced = at.trace() if at.on_host or any(isinstance(selection, RowSelection) for selection in parts) else None
     if traced is None:
         value, grads = at.value_and_grad(*jax.tree.map(to_device, (at.leaves, at.others)))
         grads = [taken(selection, grad) for selection, grad in zip(parts, grads, strict=True)]

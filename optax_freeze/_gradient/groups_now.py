@@ -112,12 +112,12 @@ class GradientOfGroups:
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
         numbers = [{number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections]
-        self._late = [
-            self._schedule.late(label, {*range(len(traced.arrays))} - own)
+        self._postponed = [
+            self._schedule.postponable(label, {*range(len(traced.arrays))} - own)
             for label, own in zip(self._owners[:-1], numbers, strict=False)
         ]
-        late = {i for each in self._late for i in each}
-        after = self._schedule.run_except(late, self._values, self._context)
+        postponed = {i for each in self._postponed for i in each}
+        after = self._schedule.run_except(postponed, self._values, self._context)
         self.frozen = [
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
@@ -130,8 +130,8 @@ class GradientOfGroups:
         from optax_freeze._program.tasks import Read
 
         values = self._values
-        if n < len(self._late):
-            values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)
+        if n < len(self._postponed):
+            values = self._schedule.run_postponed(self._postponed[n], self._owners[n], values, self._context)
         grads, found = [Read(*output).of(values) for output in self._grads[n]], [HOLE] * len(self._at.values)
         owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
@@ -184,8 +184,8 @@ def value_and_grad_of_groups(
     found = gradient_of_groups(fun, spec, params, has_aux, holomorphic)
     if found is not None:
         return found.value, found.tree()
-    whole = make_plan(params, spec.spec_of_set(()))
-    value, grads = value_and_grad_of_plan(fun, whole, params, has_aux, holomorphic)
+    dense = make_plan(params, spec.spec_of_set(()))
+    value, grads = value_and_grad_of_plan(fun, dense, params, has_aux, holomorphic)
     values, treedef = _tree.flatten(grads)
     return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
 

@@ -59,9 +59,9 @@ class _InRows(NamedTuple):
     @property
     def struct(self) -> Any:
         """The type of the leaf, put together."""
-        return jax.eval_shape(self.whole, self.array, self.rows, jax.tree.leaves(self.selection))
+        return jax.eval_shape(self.put_together, self.array, self.rows, jax.tree.leaves(self.selection))
 
-    def whole(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
+    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
         """The leaf, put together from these arrays."""
         selection, array = self.with_numbers(numbers), to_device(array)
         return selection.put(array, Part(jnp.asarray(rows, array.dtype), selection.part_index, array.shape))
@@ -102,8 +102,9 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
     except Exception as error:
         if not needs_value(error):
             raise
-        whole = [x.whole(x.array, x.rows, jax.tree.leaves(x.selection)) if isinstance(x, _InRows) else x for x in found]
-        return of_leaves(*map(to_device, whole))
+        numbers = [jax.tree.leaves(x.selection) if isinstance(x, _InRows) else None for x in found]
+        each = zip(found, numbers, strict=True)
+        return of_leaves(*(to_device(x) if n is None else x.put_together(x.array, x.rows, n) for x, n in each))
     return call(found)
 
 
@@ -179,7 +180,7 @@ class _Call:
         for i, (leaf, array, rows, numbers) in enumerate(each):
             array = HostArray(array, (lambda _: True) if was_read else None) if is_on_host(array) else array
             if leaf is not None:  # frozen by rows
-                array = (leaf.unread if i in self.program.on_host else leaf.whole)(array, rows, numbers)
+                array = (leaf.unread if i in self.program.on_host else leaf.put_together)(array, rows, numbers)
             found.append(array)
         return found
 

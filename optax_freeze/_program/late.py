@@ -75,10 +75,10 @@ class Late:
         repeats = (is_repeated(eqn) and name not in ("gather", "scan")) or (name == "scatter" and eqn.inputs[0] in self)
         return repeats and all(v in self or self.is_given(v) or not self.program.avals[v].shape for v in eqn.inputs)
 
-    def origins(self, value: int, of_rows: bool) -> Origins:
-        """From which inputs of the outermost program a late value is computed; ``of_rows``: a row of it is read."""
+    def origins(self, value: int, by_rows: bool) -> Origins:
+        """From which inputs of the outermost program a late value is computed; ``by_rows``: a row of it is read."""
         _, leaves = part_of(self.program, value, self.made_by)
-        return frozenset((n, rows or of_rows) for leaf in leaves for n, rows in self.on_host.get(leaf, ()))
+        return frozenset((n, by_rows or rows) for leaf in leaves for n, rows in self.on_host.get(leaf, ()))
 
     def is_by_rows(self, number: int, region: Region) -> bool:
         """Whether a region of an input in host memory is read by rows."""

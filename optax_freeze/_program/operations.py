@@ -232,9 +232,9 @@ def reshape(eqn: Equation, region: Any) -> Any:
         ):
             each = size // length  # a row is a part of one of its rows
             coarse = np.unique(numbers // each)
-            whole = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
-            cut: Any = region.within(whole)
-            return [Rows(axis, coarse)], lambda x, cut=cut, whole=whole: cut.take(reshaped(x, whole))
+            full = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
+            cut: Any = region.within(full)
+            return [Rows(axis, coarse)], lambda x, cut=cut, full=full: cut.take(reshaped(x, full))
     for axis, length in enumerate(old):  # the rows are repeated along axes before them
         outer = math.prod(old[:axis])
         first = region.axis
@@ -474,10 +474,10 @@ def ragged_dot_general(eqn: Equation, region: Any) -> Any:
             [axis for axis in range(len(aval.shape)) if axis not in summed]
             for aval, summed in zip(eqn.avals_in, (of_left, of_right), strict=False)
         )
-        of_rows = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
+        free = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
         regions = [
             next((r for r in each if r is not EVERYTHING), EVERYTHING)
-            for each in (of_rows[: len(left)], of_rows[len(left) :])
+            for each in (free[: len(left)], free[len(left) :])
         ]
         return [*regions, EVERYTHING], eqn.bind
     if not isinstance(region, Rows):

@@ -337,10 +337,6 @@ class Values:
         """Stores a region of a value."""
         self._stored.setdefault(number, {})[region] = array
 
-    def write_whole(self, number: int, array: Any) -> None:
-        """Stores all of a value."""
-        self.write(number, EVERYTHING, array)
-
     def has(self, number: int) -> bool:
         """Whether any region of a value is stored."""
         return number in self._stored
