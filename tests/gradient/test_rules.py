@@ -275,33 +275,38 @@ def weighted(outs):
     return sum(jnp.sum(y * np.cos(np.arange(y.size)).reshape(y.shape).astype(y.dtype)) for y in outs)
 
 
-def dense(loss, params, frozen):
-    """The value and the gradient of everything, of which the part that trains is taken."""
-    value, grads = jax.value_and_grad(loss)(params)
-    return value, fz.partition(grads, frozen)[0]
+def ways(cases):
+    """The losses of cases, and a function of their parameters: values and gradients of restrict, of rows, and dense.
 
-
-def check(cases, run=jit, everything=None, rtol=1e-5, atol=1e-5):
-    """``cases`` by name: a function of the parameters by keyword, the parameters, and what is frozen of them.
-
-    Both gradients of the rows are the dense ones, in one program. ``everything``: what computes all of a leaf.
+    ``cases`` by name: a function of the parameters by keyword, the parameters, and what is frozen of them.
     """
     losses = {name: lambda params, fun=fun: weighted(fun(**params)) for name, (fun, *_) in cases.items()}
 
-    def all_ways(of_params):
-        def restricted(name):
-            trainable, rest = fz.partition(of_params[name], cases[name][2])
-            return jax.value_and_grad(fz.restrict(losses[name], rest))(trainable)
+    def restricted(loss, params, frozen):
+        trainable, rest = fz.partition(params, frozen)
+        return jax.value_and_grad(fz.restrict(loss, rest))(trainable)
 
-        return (
-            {name: restricted(name) for name in cases},
-            {name: fz.value_and_grad(loss, cases[name][2])(of_params[name]) for name, loss in losses.items()},
-            {name: dense(loss, of_params[name], cases[name][2]) for name, loss in losses.items()},
-        )
+    def dense(loss, params, frozen):
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, fz.partition(grads, frozen)[0]
 
-    of_restrict, ours, expected = run(all_ways)({name: params for name, (_, params, _) in cases.items()})
-    chex.assert_trees_all_close(of_restrict, expected, rtol=rtol, atol=atol)
-    chex.assert_trees_all_close(ours, expected, rtol=rtol, atol=atol)
+    of_rows = lambda loss, params, frozen: fz.value_and_grad(loss, frozen)(params)  # noqa: E731
+    return losses, lambda params: [
+        {name: way(loss, params[name], cases[name][2]) for name, loss in losses.items()}
+        for way in (restricted, of_rows, dense)
+    ]
+
+
+def same(found, rtol=1e-5, atol=1e-5):
+    of_restrict, of_rows, dense = found
+    chex.assert_trees_all_close(of_restrict, dense, rtol=rtol, atol=atol)
+    chex.assert_trees_all_close(of_rows, dense, rtol=rtol, atol=atol)
+
+
+def check(cases, run=jit, everything=None, **tolerance):
+    """Both gradients of the rows are the dense ones, in one program. ``everything``: what computes all of a leaf."""
+    losses, all_ways = ways(cases)
+    same(run(all_ways)({name: params for name, (_, params, _) in cases.items()}), **tolerance)
     for name, (_, params, frozen) in cases.items():
         rows = () if everything == "not asked" else fz.explain(losses[name], params, frozen).rows
         found = {row.path: row.merged.name for row in rows if row.merged and row.merged.name != "custom_jvp_call"}
@@ -383,7 +388,9 @@ def test_a_donated_argument_of_an_inner_jit():
     assert row.merged.name in ("jit", "pjit")
     trainable, rest = fz.partition(params, frozen)
     assert "donated_invars=(True" in str(jax.make_jaxpr(fz.restrict(loss, rest))(trainable))
-    chex.assert_trees_all_close(fz.value_and_grad(loss, frozen)(params), dense(loss, params, frozen), rtol=1e-5)
+    chex.assert_trees_all_close(
+        fz.grad(loss, frozen)(params), fz.partition(jax.grad(loss)(params), frozen)[0], rtol=1e-5
+    )
 
 
 def test_eagerly():
@@ -559,19 +566,6 @@ class TestNotFinite:
 
     VALUES = (jnp.inf, -jnp.inf, jnp.nan, 0.0, 1e38)
 
-    def both(self, names, rows):
-        """Gradients of two leaves by rows and dense, in one program."""
-        frozen = {"w": fz.rows(rows), "x": False}
-        losses = {name: lambda p, fun=OF_ROWS[name]: weighted(fun(**p)) for name in names}
-
-        def both(params):
-            trainable, rest = fz.partition(params, frozen)
-            restricted = {n: jax.value_and_grad(fz.restrict(loss, rest))(trainable) for n, loss in losses.items()}
-            ours = {n: fz.value_and_grad(loss, frozen)(params) for n, loss in losses.items()}
-            return (restricted, ours), ({n: dense(loss, params, frozen) for n, loss in losses.items()},) * 2
-
-        return both
-
     def params(self, trains, frozen):
         """Parameters that have a value in a row that trains, or in one that is frozen, of one leaf or of both."""
         for value in self.VALUES:
@@ -584,14 +578,16 @@ class TestNotFinite:
     @pytest.mark.parametrize("i", range(6))
     def test_as_dense(self, i):
         rows, trains, frozen = [([0, 1, 3, 4], 5, 1), (slice(0, 5), 5, 2), ([2], 3, 2)][i % 3]
-        both = jit(self.both(list(OF_ROWS)[i::6], rows))
+        cases = of_rows(some(OF_ROWS, i, 6), rows)
+        all_ways = jit(ways(cases)[1])
         for params in self.params(trains, frozen):
-            chex.assert_trees_all_close(*both(params), rtol=1e-4, atol=1e-5)
+            same(all_ways(dict.fromkeys(cases, params)), rtol=1e-4)
 
     def test_mapped(self):
         names = ("over", "custom_jvp", "contracted", "clip", "joined", "rows set", "a block added", "cond of a product")
         many = jax.tree.map(lambda *arrays: jnp.stack(arrays), *self.params(5, 0))
-        chex.assert_trees_all_close(*jit(jax.vmap(self.both(names, [1, 2])))(many), rtol=1e-4, atol=1e-5)
+        cases = of_rows({name: OF_ROWS[name] for name in names}, [1, 2])
+        same(jit(jax.vmap(ways(cases)[1]))(dict.fromkeys(cases, many)), rtol=1e-4)
 
 
 class TestTransformations:
@@ -684,37 +680,25 @@ class TestTransformations:
             scanned = lax.scan(lambda c, r: (jnp.sin(c + r), None), jnp.ones(8), w)[0]
             return jnp.sum(head**2) + jnp.sum(scanned * w[2:4]) + jnp.sum(jax.nn.one_hot(TOKENS, 6) @ w)
 
-        def changed(p):
+        def changed(w):
             with jax.sharding.use_abstract_mesh(auto.abstract_mesh):
-                return operations(lax.with_sharding_constraint(p["w"], P(None, "tp")))
+                return operations(lax.with_sharding_constraint(w, P(None, "tp")))
 
-        def automatic(p):
-            return jax.sharding.auto_axes(operations, out_sharding=P())(p["w"])
-
-        for loss, outer in ((changed, None), (automatic, explicit)):
+        for fun, outer in ((changed, None), (jax.sharding.auto_axes(operations, out_sharding=P()), explicit)):
             with contextlib.nullcontext() if outer is None else jax.set_mesh(outer):
-                expected = fz.partition(jax.jit(jax.grad(loss))(params), frozen)[0]
-                chex.assert_trees_all_close(jax.jit(fz.grad(loss, frozen))(params), expected, rtol=1e-5)
-                [row] = fz.explain(loss, params, frozen).rows
-                assert row.merged is None
+                check({"": (lambda w, fun=fun: fun(w), params, frozen)}, run=jax.jit)
 
     def test_sharded_parameters(self):
         mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
-        def place(x, *spec):
-            return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+        on = jax.sharding.NamedSharding(mesh, P(None, "fsdp", "tp"))
 
-        params = {"w": place(jax.random.normal(jax.random.key(0), (6, 8, 8)), None, "fsdp", "tp")}
-        frozen = {"w": fz.rows(slice(0, 5))}
-        on = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp", "tp"))
-
-        def loss(params):
-            w = lax.with_sharding_constraint(params["w"], on)
+        def loss(w):
+            w = lax.with_sharding_constraint(w, on)
             return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.ones((4, 8)), w)[0])
 
-        expected = fz.partition(jax.jit(jax.grad(loss))(params), frozen)[0]
-        chex.assert_trees_all_close(jax.jit(fz.grad(loss, frozen))(params), expected, rtol=1e-5, atol=1e-6)
-        assert fz.explain(loss, params, frozen).rows[0].merged is None
+        w = jax.device_put(jax.random.normal(jax.random.key(0), (6, 8, 8)), on)
+        check({"": (loss, {"w": w}, {"w": fz.rows(slice(0, 5))})}, run=jax.jit)
 
     def test_a_checkpoint_policy_is_kept(self):
         params, frozen = {"w": jnp.ones((6, 4, 4))}, {"w": fz.rows(slice(0, 4))}
@@ -1257,7 +1241,7 @@ class TestFlax:
     """Models as they are: nothing in them knows of rows."""
 
     def check(self, loss, params, frozen):
-        both = jit(lambda params: (fz.value_and_grad(loss, frozen)(params), dense(loss, params, frozen)))
+        both = jit(lambda params: (fz.grad(loss, frozen)(params), fz.partition(jax.grad(loss)(params), frozen)[0]))
         chex.assert_trees_all_close(*both(params), rtol=1e-5, atol=1e-5)
         rows = fz.explain(loss, params, frozen).rows
         assert rows
