@@ -165,7 +165,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
-    from optax_freeze._program.function import Traced, needs_value
+    from optax_freeze._program.traced_function import Traced, needs_value
 
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     plan, values = make_plan(params, frozen), _tree.flatten(params)[0]

@@ -13,8 +13,8 @@ from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._program.function import Traced
     from optax_freeze._program.tasks import Schedule
+    from optax_freeze._program.traced_function import Traced
 
 
 class AtLeaves:
@@ -45,7 +45,7 @@ class AtLeaves:
 
     def trace(self) -> "TracedGradient | None":
         """The program of ``value_and_grad``; None if the function cannot be traced."""
-        from optax_freeze._program.function import (  # loads jax.extend, which takes longer than this library
+        from optax_freeze._program.traced_function import (  # loads jax.extend, which takes longer than this library
             Traced,
             needs_value,
         )
@@ -82,7 +82,7 @@ class TracedGradient(NamedTuple):
 
     def inputs(self) -> Values:
         """The arrays that the program reads."""
-        from optax_freeze._program.function import as_array
+        from optax_freeze._program.traced_function import as_array
 
         return Values(dict(enumerate(map(as_array, self.arrays))))
 

@@ -30,7 +30,7 @@ from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
     jax.tree_util.register_dataclass, data_fields=["frozen", "selections"], meta_fields=["names", "leaves"]
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class GroupsNow(Selector):
+class GroupSpec(Selector):
     """The spec of a ``freeze_when`` state: the parameters of the groups that are frozen at the current step."""
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class GradientOfGroups:
         parameters. Without this order XLA copies parameters that are updated in place.
     """
 
-    def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
+    def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupSpec) -> None:
         from optax_freeze._program.tasks import (  # loads jax.extend, which takes longer than this library
             ALWAYS,
             Context,
@@ -164,7 +164,7 @@ def _joined(others: Any, grad: Any, selection: Selection, value: Any) -> Any:
 
 
 def gradient_of_groups(
-    fun: Callable[..., Any], spec: GroupsNow, params: PyTree, has_aux: bool, holomorphic: bool = False
+    fun: Callable[..., Any], spec: GroupSpec, params: PyTree, has_aux: bool, holomorphic: bool = False
 ) -> GradientOfGroups | None:
     """The gradient of ``fun(params)`` for each group; None if the function cannot be traced."""
     _refuse_constant_rows(spec, params)
@@ -174,7 +174,7 @@ def gradient_of_groups(
 
 
 def value_and_grad_of_groups(
-    fun: Callable[..., Any], spec: GroupsNow, params: PyTree, has_aux: bool, holomorphic: bool
+    fun: Callable[..., Any], spec: GroupSpec, params: PyTree, has_aux: bool, holomorphic: bool
 ) -> tuple[Any, PyTree]:
     """The value of ``fun(params)`` and the gradient of the groups that are trainable now, with zeros for the others."""
     if spec.is_known:
@@ -207,7 +207,7 @@ def _of_known(
     return value, jax.tree.unflatten(treedef, full)
 
 
-def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
+def _refuse_constant_rows(spec: GroupSpec, params: PyTree) -> None:
     """A ``ValueError`` if rows of groups are constants: the gradient of those that begin to train would be zero."""
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
         return

@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
-from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -32,6 +31,7 @@ from optax_freeze._program.regions import (
 from optax_freeze._program.schedule import LateValue, schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
+from optax_freeze._program.traced_function import Traced, as_argument, as_array, needs_value
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory import is_on_host, to_device
 from optax_freeze._spec.partition import assemble
