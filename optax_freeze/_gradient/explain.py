@@ -54,9 +54,8 @@ class Explanation:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"embed": jax.numpy.ones((4, 2))}
-      >>> print(fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([1])}))
-      embed: 3 of 4 rows train; only their gradient is computed
-        rows: scatter-add at ...
+      >>> fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([1])}).lines
+      ['embed: 3 of 4 rows train; only their gradient is computed']
     """
 
     @property
