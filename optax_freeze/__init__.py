@@ -60,7 +60,6 @@ from optax_freeze._report.summary import summary as summary
 from optax_freeze._report.print_trainable import print_trainable as print_trainable
 
 # Computing frozen layers once per batch.
-from optax_freeze._precompute.cut_explanation import CutExplanation as CutExplanation
 from optax_freeze._precompute.precompute import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._precompute.precompute import precompute as precompute

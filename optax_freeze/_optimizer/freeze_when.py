@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._gradient.groups_now import GradientOfGroups, zeroed
+from optax_freeze._gradient.group_gradients import GradientOfGroups, zeroed
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import Condition, ask, check

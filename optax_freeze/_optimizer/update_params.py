@@ -10,7 +10,7 @@ from typing import Any
 import optax
 
 from optax_freeze._errors import described, type_error
-from optax_freeze._gradient.groups_now import GradientOfGroups
+from optax_freeze._gradient.group_gradients import GradientOfGroups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import apply_updates

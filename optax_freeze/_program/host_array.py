@@ -27,8 +27,7 @@ def _second_read() -> Callable[[Any], bool]:
 class HostArray(Unread):
     """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or the rows of a ``region``.
 
-    ``waits(region)`` says whether a read waits for another operand of the operation, so that it is not merged with an
-    earlier one: by default if the region was read before.
+    ``waits(region)``: whether a read waits for another operand, so that it is not merged with an earlier one.
     """
 
     def __init__(

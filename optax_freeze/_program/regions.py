@@ -42,7 +42,7 @@ class Region:
 
     def inside(self) -> "Region":
         """The same rows of one row along the first axis."""
-        return self
+        return self.along(self.axis - 1)
 
     def share(self, shape: Sequence[int]) -> float:
         """How much of a value this part is."""
@@ -190,9 +190,6 @@ class Rows(_SomeRows):
     def along(self, axis: int) -> "Rows":
         return Rows(axis, self.numbers)
 
-    def inside(self) -> "Rows":
-        return Rows(self.axis - 1, self.numbers)
-
     def within(self, other: "Rows") -> "Rows | None":
         """The positions of these rows among ``other`` rows, if it has them all."""
         if self.axis != other.axis:
@@ -235,9 +232,6 @@ class DynamicRows(_SomeRows):
 
     def along(self, axis: int) -> "DynamicRows":
         return DynamicRows(axis, self.numbers, self.offset)
-
-    def inside(self) -> "DynamicRows":
-        return self.along(self.axis - 1)
 
     def shifted(self, by: int) -> "DynamicRows":
         """The rows that have these numbers plus ``by``."""
@@ -340,10 +334,6 @@ class Values:
     def write(self, number: int, region: Region, array: Any) -> None:
         """Stores a region of a value."""
         self._stored.setdefault(number, {})[region] = array
-
-    def write_whole(self, number: int, array: Any) -> None:
-        """Stores all of a value."""
-        self.write(number, EVERYTHING, array)
 
     def has(self, number: int) -> bool:
         """Whether any region of a value is stored."""

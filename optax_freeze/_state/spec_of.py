@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._gradient.groups_now import GroupsNow
+from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
 from optax_freeze._optimizer.plan_in_state import plan_of
@@ -61,11 +61,11 @@ def _differ(a: Any, b: Any) -> bool:
     return a.spec != b.spec or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
 
 
-def _groups_now(state: FreezeWhenState) -> GroupsNow:
+def _groups_now(state: FreezeWhenState) -> GroupSpec:
     """The groups of a state, the elements of each, and which are frozen now."""
     plans = plans_of(state)
     own = tuple(plan.selections for plan in plans.plans)
-    return GroupsNow(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()))
+    return GroupSpec(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()))
 
 
 def _outermost(state: optax.OptState, kinds: Kinds) -> list[Any]:

@@ -93,10 +93,6 @@ class TestWhatMoves:
         wide = params(np.ones((4, 3, 2)))
         assert moved(wide, "stack")["stack"] is wide["stack"]
 
-    def test_a_default_device_by_name(self):
-        with jax.default_device("cpu"):
-            assert kinds(moved(params(np.ones((4, 3, 2), np.float32)), "stack"))["stack"] == "pinned_host"
-
     def test_a_tied_array_moves_once_or_not_at_all(self):
         one = jnp.ones((4, 3, 2))
         both = moved({"a": one, "b": one, "head": jnp.ones(2)}, ["a", "b"])
@@ -178,15 +174,6 @@ class TestWhere:
 
 
 class TestRefusals:
-    def test_no_spec(self):
-        with pytest.raises(TypeError, match="needs a spec"):
-            fz.offload(params())
-
-    @pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
-    def test_a_size_is_a_number_of_bytes(self, size, error):
-        with pytest.raises(error, match="min_bytes"):
-            fz.offload(params(), "stack", min_bytes=size)
-
     def test_arguments_in_another_order(self):
         with pytest.raises((ValueError, TypeError), match=r"frozen|pattern"):
             fz.offload("stack", params())
