@@ -1,7 +1,6 @@
-"""The groups of ``freeze_when``: patterns, perhaps with element masks, divide the parameters into groups and the rest.
+"""The groups of ``freeze_when``: patterns, perhaps with element masks, divide the parameters.
 
-Every floating-point element belongs to one group or to the rest. Each of them has a plan in which everything else is
-frozen, so that its elements are taken out of a leaf and put back as everywhere in this library.
+Each group has a plan in which everything else is frozen, and so have the elements that are in no group.
 """
 
 import dataclasses
@@ -15,7 +14,8 @@ import numpy as np
 
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
-from optax_freeze._optimizer.given_groups import Group
+from optax_freeze._optimizer.given_groups import GivenGroup
+from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fit_mask import fit_mask
 from optax_freeze._spec.layout import explicit_sharding, laid_out
@@ -34,9 +34,9 @@ class GroupPlans:
 
     names: tuple[str, ...]
     keys: tuple[str, ...]  # the names as given to `freeze_when`: several groups may come from one `fz.each`
-    conditions: tuple[Condition | None, ...]
-    whole: Plan  # everything trains
-    plans: tuple[Plan, ...]  # one for each group, then that of the rest
+    conditions: tuple[Condition, ...]
+    everything: Plan  # all leaves train
+    plans: tuple[Plan, ...]  # one for each group, then that of what is in no group
 
     def __hash__(self) -> int:
         return hash(self.names)
@@ -44,7 +44,7 @@ class GroupPlans:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the parameters."""
-        return self.whole.leaves
+        return self.everything.leaves
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
@@ -53,8 +53,8 @@ class GroupPlans:
     def with_masks(self, own: Sequence[Sequence[Any]]) -> "GroupPlans":
         """The same plans with arrays in their selections.
 
-        ``own`` has for each group the arrays that its state holds, or none. The masks of the rest, and of a group that
-        has the remainder of a leaf, are True at what other groups own; the rows of the rest are those of no group.
+        ``own`` has for each group the arrays that its state holds, or none. Plans without arrays of their own have the
+        elements, or rows, that are in no other group.
         """
         if not any(own):
             return self
@@ -70,8 +70,21 @@ class GroupPlans:
             plans.append(plan.with_masks(masks))
         return dataclasses.replace(self, plans=tuple(plans))
 
-    def merge(self, i: int, parts: Sequence[Any], like: Any) -> Any:
-        """The update of one leaf, from those of its groups, laid out as ``like``."""
+    def merge(
+        self, changes: Sequence[Sequence[Any]], grads: Sequence[Any], olds: Sequence[Any], missing: frozenset[int]
+    ) -> list[Any]:
+        """The updates of all leaves from those of each plan; zeros for leaves that are frozen or have no gradient."""
+        return [
+            zero(leaf, grad, old)
+            if selection is FROZEN or i in missing
+            else self._merge_leaf(i, [its[i] for its in changes], grad if old is None else old)
+            for i, (leaf, selection, grad, old) in enumerate(
+                zip(self.leaves, self.everything.selections, grads, olds, strict=True)
+            )
+        ]
+
+    def _merge_leaf(self, i: int, parts: Sequence[Any], like: Any) -> Any:
+        """The update of one leaf, laid out as ``like``."""
         owners = [(plan.selections[i], part) for plan, part in zip(self.plans, parts, strict=True)]
         owners = [(selection, part) for selection, part in owners if selection is not FROZEN]
         if owners[0][0] is TRAINABLE:
@@ -84,7 +97,7 @@ class GroupPlans:
 
 
 def make_group_plans(
-    groups: Sequence[Group], params: PyTree, tied: Tied, latest: GroupPlans | None = None
+    groups: Sequence[GivenGroup], params: PyTree, tied: Tied, latest: GroupPlans | None = None
 ) -> GroupPlans:
     """Divides the parameters; in the plans are the arrays of dense masks.
 
@@ -102,13 +115,14 @@ def make_group_plans(
     walk = _tree.walk(params)
     leaves = walk.leaves()
     taken: list[Choice] = [False] * len(leaves)  # by the groups so far
-    whole = plan_of_choices(walk, leaves, taken, "ignore")
-    made: dict[str, tuple[Group, Plan]] = {}
+    everything = plan_of_choices(walk, leaves, taken, "ignore")
+    made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
-        own = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
+        owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [
-            (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, of, taken), tied)) for name, of in own
+            (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, numbers, taken), tied))
+            for name, numbers in owned
         ]
         if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
             raise _nothing_left(group, leaves, selected)
@@ -119,14 +133,14 @@ def make_group_plans(
                 raise _same_name(name, made[name][0], group)
             made[name] = group, plan
     if not leaves:
-        made = {name: (group, whole) for name, group in _of_no_leaves(groups, latest)}
+        made = {name: (group, everything) for name, group in _latest_groups(groups, latest)}
     plans = [*(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)]
     owners = [group for group, _ in made.values()]
     keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
-    return GroupPlans(tuple(made), keys, conditions, whole, tuple(plans))
+    return GroupPlans(tuple(made), keys, conditions, everything, tuple(plans))
 
 
-def _of_no_leaves(groups: Sequence[Group], latest: GroupPlans | None) -> list[tuple[str, Group]]:
+def _latest_groups(groups: Sequence[GivenGroup], latest: GroupPlans | None) -> list[tuple[str, GivenGroup]]:
     """The groups of a tree without leaves, by name."""
     if latest is None:
         return [(group.name, group) for group in groups if not group.each]
@@ -134,7 +148,7 @@ def _of_no_leaves(groups: Sequence[Group], latest: GroupPlans | None) -> list[tu
     return [(name, by_key[key]) for name, key in zip(latest.names, latest.keys, strict=True)]
 
 
-def _selected(group: Group, leaves: Sequence[Leaf]) -> list[int]:
+def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
     """The leaves that the pattern or selector of a group selects."""
     hits = group.selector.select(leaves)
     for leaf, hit in zip(leaves, hits, strict=True):
@@ -150,7 +164,7 @@ def _selected(group: Group, leaves: Sequence[Leaf]) -> list[int]:
 
 
 def _claim(
-    group: Group, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
+    group: GivenGroup, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
 ) -> list[Choice]:
     """What is not a group's own at each leaf, if it selects these leaves; ``taken`` gains what it owns."""
     others: list[Choice] = [True] * len(leaves)
@@ -206,7 +220,7 @@ def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
     return named
 
 
-def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int]) -> ValueError:
+def _nothing_left(group: GivenGroup, leaves: Sequence[Leaf], selected: Sequence[int]) -> ValueError:
     if not selected:
         got, fix = "a selector that selects nothing", "correct the pattern, or remove the group"
     else:
@@ -221,7 +235,7 @@ def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int])
     )
 
 
-def _same_name(name: str, first: Group, second: Group) -> ValueError:
+def _same_name(name: str, first: GivenGroup, second: GivenGroup) -> ValueError:
     return value_error(
         "two groups have the same name",
         at=name,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import is_number
-from optax_freeze._optimizer.inner_update import negative_zero, zero
+from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._program.regions import cast_to_vary, varies
 from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.tree import Leaf, PyTree

@@ -95,36 +95,17 @@ class TestSpec:
             assert bits(whole) == bits(params)
         assert there_and_back._cache_size() == 1
 
-    def test_a_spec_is_a_pytree(self):
-        spec = fz.rules({"layers/**": ~fz.rows(jnp.array([1, 2]))})
-        assert [leaf.tolist() for leaf in jax.tree.leaves(spec)] == [[1, 2]]
-        grads = jax.jit(lambda params, spec: fz.grad(loss, spec)(params, X))
-        grads(init(), spec)
-        grads(init(), fz.rules({"layers/**": ~fz.rows(jnp.array([0, 4]))}))
-        assert grads._cache_size() == 1
-
     @pytest.mark.parametrize(
-        ("make", "error", "message"),
+        ("frozen", "message"),
         [
-            (lambda: fz.rows(jnp.array([1.0])), TypeError, "integers"),
-            (lambda: fz.rows(jnp.array([True, False])), TypeError, "fz.elements"),
-            (lambda: fz.rows(jnp.array(1)), TypeError, r"shape \(k,\)"),
-            (lambda: fz.rows(jnp.array([[1]])), TypeError, r"shape \(k,\)"),
-            (lambda: fz.resolve(init(), only(1, 1)), ValueError, "named twice"),
-            (lambda: fz.resolve(init(), only(1, -4)), ValueError, "named twice"),
-            (lambda: fz.resolve(init(), only(5)), ValueError, "out of range"),
-            (lambda: fz.resolve(init(), only(-6)), ValueError, "out of range"),
-            (lambda: fz.resolve(init(), only(0, 1, 2, 3, 4, 4)), ValueError, "more row numbers than"),
-            (
-                lambda: fz.resolve(init(), {"layers": fz.rows(jnp.array([1]), axis=3), "embed": 1 == 1, "head": True}),
-                ValueError,
-                "no such axis",
-            ),
+            (only(-6), "out of range"),
+            (only(0, 1, 2, 3, 4, 4), "more row numbers than"),
+            ({**only(1), "layers": fz.rows(jnp.array([1]), axis=3)}, "no such axis"),
         ],
     )
-    def test_wrong_calls(self, make, error, message):
-        with pytest.raises(error, match=message):
-            make()
+    def test_wrong_calls(self, frozen, message):
+        with pytest.raises(ValueError, match=message):
+            fz.resolve(init(), frozen)
 
     def test_all_rows_or_none(self):
         params = init()
@@ -143,8 +124,7 @@ class TestSpec:
         )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("full", "dtype"), [(True, jnp.float32), (False, jnp.bfloat16)])
 def test_training_is_that_of_static_rows(full, dtype):
     params = init(dtype)
     results = []
@@ -194,24 +174,12 @@ def test_frozen_rows_keep_every_bit():
             assert bits(fz.apply_updates(params, updates)) == bits(new)
 
 
-def test_apply_updates_says_where_the_numbers_are():
-    params, tx = init(), fz.freeze(optax.sgd(0.1), only(1), full_updates=False)
-    state = tx.init(params)
-    grads = fz.grad(loss, fz.spec_of(state))(params, X)
-    with pytest.raises(ValueError, match="the positions of a Part of dynamic rows are unknown"):
-        fz.apply_updates(params, grads)
-    updates, _ = tx.update(grads, state, params)
-    scaled = jax.tree.map(lambda u: 0.5 * u, updates)
-    with pytest.raises(ValueError, match="a mask of float32"):
-        fz.apply_updates(params, scaled)
-
-
 def moved(a, b):
     """The rows whose bias has moved."""
     return np.flatnonzero((np.asarray(a["layers"]["bias"]) != np.asarray(b["layers"]["bias"])).any(1)).tolist()
 
 
-@pytest.mark.parametrize("change", [lambda u: -u, lambda u: 2 * u, lambda u: u + u, lambda u: 0.5 * u, lambda u: u**2])
+@pytest.mark.parametrize("change", [lambda u: -u, lambda u: 0.5 * u, lambda u: u**2])
 def test_arithmetic_on_updates_moves_no_other_rows(change):
     params, tx = init(), fz.freeze(optax.sgd(0.1), only(1, 3), full_updates=False)
     state = tx.init(params)
@@ -575,16 +543,15 @@ def momentum(init, numbers):
 
 
 class TestReplaceMasks:
-    def run(self, tx, replaced, steps=2, jit=True):
+    def run(self, tx, replaced, steps=2):
         """Parameters and state after some steps with each of the masks."""
         params = init()
-        state, step = tx.init(params), (jax.jit if jit else lambda f: f)(step_of(tx, False))
+        state, step = tx.init(params), jax.jit(step_of(tx, False))
         for masks in replaced:
             state = fz.replace_masks(state, tx, params, masks) if masks else state
             for _ in range(steps):
                 params, state = step(params, state)
-        if jit:
-            assert step._cache_size() == 1
+        assert step._cache_size() == 1
         return params, state
 
     def moments(self, state):
@@ -592,12 +559,11 @@ class TestReplaceMasks:
             "bias"
         ].values
 
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_rows_that_stay_keep_their_moments(self, jit):
+    def test_rows_that_stay_keep_their_moments(self):
         tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
-        params, before = self.run(tx, [None], jit=jit)
-        replace = lambda state, params, index: fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})  # noqa: E731
-        after = (jax.jit(replace) if jit else replace)(before, params, jnp.array([3, 0]))
+        params, before = self.run(tx, [None])
+        replace = jax.jit(lambda state, params, index: fz.replace_masks(state, tx, params, {"*/**": ~fz.rows(index)}))
+        after = replace(before, params, jnp.array([3, 0]))
         for old, new in zip(self.moments(before), self.moments(after), strict=True):
             assert bits(new[1]) == bits(old[1])
             assert not new[0].any()
@@ -633,25 +599,6 @@ class TestReplaceMasks:
         counts = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == ()]
         assert sorted(counts) == [0, 2]
 
-    @pytest.mark.parametrize(
-        ("make", "begins"),
-        [
-            (optax.adam, 0),
-            (lambda rate: optax.adagrad(rate, initial_accumulator_value=0.25), 0.25),
-            (optax.adafactor, 0),
-            (optax.yogi, 1e-6),
-        ],
-    )
-    def test_fresh_rows_begin_as_in_init(self, make, begins):
-        tx = fz.freeze(make(0.1), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
-        fresh = fz.freeze(make(0.1), only(4, 3, head=True)).init(params)
-        for new, first in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
-            if new.ndim and new.shape[0] == 2 and jnp.issubdtype(new.dtype, jnp.floating):
-                close(new[1], first[1])
-                close(first[1], jnp.full_like(first[1], begins))
-
     def test_a_state_that_begins_with_the_parameters(self):
         """Rows that begin to train start from the parameters as they are now."""
         tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1), full_updates=False)
@@ -665,13 +612,9 @@ class TestReplaceMasks:
         ("masks", "message"),
         [
             ({"head": ~fz.rows(jnp.array([1, 2]))}, "the state has no replaceable mask for this path"),
-            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "the state has no replaceable mask for this path"),
-            ({"layers/**": ~fz.rows(jnp.array([1]))}, "the number of trainable rows is fixed"),
-            ({"layers/**": fz.rows(jnp.array([1, 2]))}, "the number of trainable rows is fixed"),
-            ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "the number of trainable rows is fixed"),
+            ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "the number of trainable rows"),
             ({"layers/**": ~fz.rows(jnp.array([1, 7]))}, "out of range"),
             ({"layers/**": jnp.array([1, 7])}, "of a different kind than in the state"),
-            ({"layers/bias": jnp.zeros((LAYERS, 3), bool)}, "of a different kind than in the state"),
         ],
     )
     def test_wrong_calls(self, masks, message):
@@ -694,8 +637,7 @@ class TestReplaceMasks:
         assert moved(params, step(params, state)[0]) == [3, 4]
 
     @pytest.mark.parametrize("kind", ["rows", "elements"])
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_a_history_begins_anew_with_any_new_row_or_element(self, kind, jit):
+    def test_a_history_begins_anew_with_any_new_row_or_element(self, kind):
         """The numbers of L-BFGS are about all elements together."""
         make = TestGradientsOfOtherRows().spec
         tx, params = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 2, 3)), PARAMS
@@ -707,7 +649,7 @@ class TestReplaceMasks:
         def replace(state, params, spec):
             return fz.replace_masks(state, tx, params, {"w": spec})
 
-        replace = jax.jit(replace) if jit and kind == "rows" else replace
+        replace = jax.jit(replace) if kind == "rows" else replace
         assert bits(replace(state, params, make(kind, 2, 3)["w"])) == bits(state)
         other = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 3, 4))
         assert bits(replace(state, params, make(kind, 3, 4)["w"])) == bits(other.init(params))
@@ -729,13 +671,6 @@ class TestReplaceMasks:
         assert [old.shape for old in mu[0]] == [(2,), (3,), (3,)]
         assert bits(mu[1][0]) == bits(mu[0][0].at[1].set(0))
         assert bits(mu[1][1:]) == bits(mu[0][1:])
-
-    def test_multi_steps_goes_on(self):
-        tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 3), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None], steps=4)
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        inner = state.inner_state.inner_states["trainable"].inner_state
-        assert (inner.gradient_step, inner.mini_step, inner.inner_opt_state[0].count) == (1, 1, 0)
 
     @pytest.mark.parametrize(
         ("init", "numbers"),
@@ -811,25 +746,6 @@ class TestReplaceMasks:
         tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
         state = fz.replace_masks(tx.init(params), tx, params, {"layers/**": ~fz.rows([0, 2])})
         assert fz.resolve(params, fz.spec_of(state))["layers"]["bias"].array.tolist() == [0, 2]
-
-    def test_inside_of_the_jitted_step(self):
-        tx = fz.freeze(optax.adam(0.1), only(0, 1), full_updates=False)
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(params, state, key):
-            index = jax.random.choice(key, LAYERS, (2,), replace=False)
-            state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})
-            params, state = step_of(tx, False)(params, state)
-            return params, state, index
-
-        params = init()
-        state = tx.init(params)
-        for key in jax.random.split(jax.random.key(2), 4):
-            before = jax.tree.map(np.array, params)
-            params, state, index = step(params, state, key)
-            moved = np.asarray(params["layers"]["kernel"]) != before["layers"]["kernel"]
-            assert np.flatnonzero(moved.any((1, 2))).tolist() == sorted(index.tolist())
-        assert step._cache_size() == 1
 
     def test_other_steps_compute_what_optimizers_of_their_own_would(self):
         """Rows by turns, with moments that begin anew: as a new optimizer for each turn."""
@@ -914,30 +830,16 @@ class TestOtherStates:
         assert bits(replaced) == bits(fz.replace_masks(state, tx, params, new))
         assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, moved)
 
-    @pytest.mark.parametrize("state", ["of another optimizer", "of other rows"])
-    def test_refused(self, state):
-        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
-        other = tx if state == "of other rows" else fz.freeze(optax.sgd(0.1), only(3, 1))
-        state = fz.freeze(optax.adam(0.1), only(3) if state == "of other rows" else only(3, 1)).init(params)
-        with pytest.raises(ValueError, match=r"fz.replace_masks: the state(.|\n)*fz.migrate\(state, tx, params\)"):
-            fz.replace_masks(state, other, params, self.masks)
-
 
 class TestGroups:
     def tx(self, condition=True):
         return fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), condition), "embed": False})
 
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_the_group_has_the_rows_and_the_rest_the_others(self, jit):
+    def test_the_group_has_the_rows_and_other_leaves_the_others(self):
         params, tx = init(), self.tx()
         state = tx.init(params)
-        step = step_of(tx)
-        step = jax.jit(step) if jit else step
+        step = jax.jit(step_of(tx))
         after, state = step(params, state)
-
-        def moved(a, b):
-            return np.flatnonzero((a["layers"]["bias"] != b["layers"]["bias"]).any(1)).tolist()
-
         assert moved(params, after) == [0, 2, 4]
         state = fz.set_frozen(state, {"layers/**": True})
         state = fz.replace_masks(state, tx, after, {"layers/**": fz.rows(jnp.array([0, 1]))})
@@ -947,17 +849,17 @@ class TestGroups:
         assert moved(last, step(last, state)[0]) == [0, 1, 2, 3, 4]
         count = state.groups["layers/**"].inner_state[0].count
         assert count == 0
-        assert state.rest_state[0].count == 2
+        assert state.ungrouped_state[0].count == 2
 
     def test_moments_go_with_the_rows(self):
         params, tx = init(), self.tx(False)
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 3]))})
         bias = lambda s: np.asarray(s[0].mu["layers"]["bias"].values)  # noqa: E731
-        group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.rest_state))
+        group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.ungrouped_state))
         assert bits(group[1]) == bits(bias(state.groups["layers/**"].inner_state)[1])
         assert not group[0].any()
-        assert bits(rest[1:]) == bits(bias(state.rest_state)[1:])
+        assert bits(rest[1:]) == bits(bias(state.ungrouped_state)[1:])
         assert not rest[0].any()
 
     def test_counts_follow_the_rows_of_the_group(self):
@@ -969,7 +871,7 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([0, 1])), False)})
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([3, 4]))})
-        assert (new.groups["layers/**"].inner_state[0].count, new.rest_state[0].count) == (0, 1)
+        assert (new.groups["layers/**"].inner_state[0].count, new.ungrouped_state[0].count) == (0, 1)
 
     def test_a_group_and_the_remainder_of_its_leaf(self):
         params = init()
@@ -988,49 +890,7 @@ class TestGroups:
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 2]))})
         assert bits(new.coupled_state) == bits(state.coupled_state)
-        assert [new.groups["layers/**"].inner_state[0].t, new.rest_state[0].t] == [0, 1]
-
-    def test_rows_that_are_a_constant_of_the_program_are_refused(self):
-        tx = self.tx(False)
-        state = tx.init(init())
-        with pytest.raises(ValueError, match="the rows of the groups are a constant of the program"):
-            jax.jit(fz.grad(loss, fz.spec_of(state)))(init(), X)
-
-    def test_two_groups_of_one_leaf_are_refused(self):
-        groups = {"layers/**": (fz.rows(jnp.array([1])), True), "**": (fz.rows(jnp.array([2])), True)}
-        with pytest.raises(ValueError, match="incompatible element masks"):
-            fz.freeze_when(optax.adam(0.1), groups).init(init())
-
-
-class TestMigrate:
-    def test_from_static_rows_and_back(self):
-        params = init()
-        tx = fz.freeze(optax.adam(0.1), static(1, 3))
-        _, state = step_of(tx)(params, tx.init(params))
-        dynamic = fz.freeze(optax.adam(0.1), only(3, 4))
-        moved, report = fz.migrate(state, dynamic, params, report=True)
-        mu = lambda s: np.asarray(optax.tree.get(s, "mu")["layers"]["bias"].values)  # noqa: E731
-        assert bits(mu(moved)[0]) == bits(mu(state)[1])
-        assert not mu(moved)[1].any()
-        assert "0/mu/layers/bias" in set(report.carried) & set(report.created) & set(report.dropped)
-        again = fz.migrate(moved, fz.freeze(optax.adam(0.1), False), params)
-        assert bits(np.asarray(optax.tree.get(again, "mu")["layers"]["bias"])[3]) == bits(mu(moved)[0])
-
-    def test_to_other_rows_and_another_number(self):
-        params = init()
-        tx = fz.freeze(optax.adam(0.1), only(1, 3))
-        _, state = step_of(tx)(params, tx.init(params))
-        mu = lambda s: np.asarray(optax.tree.get(s, "mu")["layers"]["bias"].values)  # noqa: E731
-        moved = fz.migrate(state, fz.freeze(optax.adam(0.1), only(4, 3, 0)), params)
-        assert bits(mu(moved)[1]) == bits(mu(state)[1])
-        assert not mu(moved)[[0, 2]].any()
-        step_of(fz.freeze(optax.adam(0.1), only(4, 3, 0)))(params, moved)
-
-    def test_the_trainable_part_alone_does_not_say_which_rows(self):
-        trainable, _ = fz.partition(init(), only(1, 3))
-        state = optax.adam(0.1).init(trainable)
-        with pytest.raises(ValueError, match="does not contain the mask"):
-            fz.migrate(state, fz.freeze(optax.adam(0.1), only(1, 2)), init())
+        assert [new.groups["layers/**"].inner_state[0].t, new.ungrouped_state[0].t] == [0, 1]
 
 
 def test_summary():
@@ -1076,16 +936,6 @@ class TestCheckpoint:
         again = step_of(tx, False)(new, restored)
         assert bits(again) == bits(step_of(tx, False)(params, state))
 
-    def test_on_a_mesh(self, tmp_path):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        shard = lambda x: jax.device_put(x, NamedSharding(mesh, P()))  # noqa: E731
-        base = jax.tree.map(shard, init())
-        checkpoint.save(tmp_path, base, only(3, 1), step=0)
-        new, _ = checkpoint.restore(tmp_path, base, frozen=only(1, 3))
-        assert bits(new) == bits(base)
-        with pytest.raises(ValueError, match="the spec differs"):
-            checkpoint.restore(tmp_path, base, frozen=only(1, 2))
-
     def test_rows_that_trained_before_belong_to_the_checkpoint(self, tmp_path):
         """Saved with what never trains as frozen, a checkpoint has all rows."""
         base = init()
@@ -1110,7 +960,11 @@ class TestSharded:
         frozen = {"layers": ~fz.rows(jnp.array([5, 2]))}
         assert bits(fz.fingerprint(params, frozen)) == bits(fz.fingerprint(params, {"layers": ~fz.rows([2, 5])}))
         checkpoint.save(tmp_path, params, frozen, step=0)
-        assert bits(checkpoint.restore(tmp_path, params)[0]) == bits(params)
+        assert bits(checkpoint.restore(tmp_path, params, frozen={"layers": ~fz.rows(jnp.array([2, 5]))})[0]) == bits(
+            params
+        )
+        with pytest.raises(ValueError, match="the spec differs"):
+            checkpoint.restore(tmp_path, params, frozen={"layers": ~fz.rows(jnp.array([1, 5]))})
 
     def test_the_state_lies_beside_the_parameters(self):
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -1147,18 +1001,6 @@ class TestSharded:
         params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), init())
         state = fz.freeze(optax.adam(0.1), only(3, 1)).init(params)
         assert len(state.masks["layers"]["bias"].sharding.device_set) == 8
-
-
-def test_under_multi_steps_and_in_a_scan():
-    params = init()
-    tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 2), only(3, 1), full_updates=False)
-
-    def step(carry, x):
-        return step_of(tx, False)(*carry, x), None
-
-    (last, state), _ = jax.lax.scan(step, (params, tx.init(params)), jnp.stack([X] * 4))
-    fz.assert_frozen(params, last, fz.spec_of(state))
-    assert state.inner_state.inner_states["trainable"].inner_state.gradient_step == 2
 
 
 def test_a_state_may_be_pickled_and_mapped():

@@ -191,10 +191,10 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {"encoder": False})
         new, report = fz.migrate(state, tx, params, report=True)
         assert new.groups["encoder"].inner_state[0].count == 0
-        assert new.rest_state[0].count == 5
-        assert at(new.rest_state, "head") == at(state, "head")
+        assert new.ungrouped_state[0].count == 5
+        assert at(new.ungrouped_state, "head") == at(state, "head")
         assert "0/count [encoder]" in report.created
-        assert "0/count [the rest]" in report.carried
+        assert "0/count [no group]" in report.carried
 
     def test_a_label_of_its_own_counts_from_zero(self, params):
         def make(labels):
@@ -211,7 +211,7 @@ class TestGroups:
     def test_every_group_of_leaves_that_trained_has_their_count(self, params):
         _, state = train(optax.adam(0.1), params, 5)
         new = fz.migrate(state, fz.freeze_when(optax.adam(0.1), {"encoder": True}), params)
-        assert new.groups["encoder"].inner_state[0].count == new.rest_state[0].count == 5
+        assert new.groups["encoder"].inner_state[0].count == new.ungrouped_state[0].count == 5
         assert at(new, "layer_0") == at(state, "layer_0")
         jax.jit(lambda state: state, donate_argnums=0)(new)  # no buffer stands there twice
 
@@ -220,7 +220,7 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {fz.each("encoder"): True})
         new, report = fz.migrate(state, tx, params, report=True)
         assert {int(group.inner_state[0].count) for group in new.groups.values()} == {5}
-        assert report.created == ("step", *(f"groups/{name}/frozen" for name in new.groups))
+        assert report.created == ("step", *(f"groups/{name}/condition_state" for name in new.groups))
         assert bits(fz.migrate(new, tx, params)) == bits(new)
         assert bits(fz.migrate(new, optax.adam(0.1), params)) == bits(state)
 
@@ -252,7 +252,7 @@ class TestGroups:
         sgd = optax.sgd(SCHEDULE)
         _, state = train(fz.freeze(sgd, "encoder"), params)
         new = fz.migrate(state, fz.freeze_when(sgd, {"encoder": False}), params)
-        assert [int(s[1].count) for s in (new.groups["encoder"].inner_state, new.rest_state)] == [0, 3]
+        assert [int(s[1].count) for s in (new.groups["encoder"].inner_state, new.ungrouped_state)] == [0, 3]
 
         def make(default):
             return optax.multi_transform({"a": sgd, "b": sgd}, fz.labels_by_path({"head": "a"}, default=default))
@@ -264,10 +264,10 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {"head/kernel": (fz.rows([0, 1]), fz.unfreeze_at(1))})
         params, state = train(tx, params)
         new = fz.migrate(state, optax.adam(0.1), params)
-        own, rest = state.groups["head/kernel"].inner_state[0], state.rest_state[0]
+        own, rest = state.groups["head/kernel"].inner_state[0], state.ungrouped_state[0]
         joined = jnp.concatenate([own.mu["head"]["kernel"].values, rest.mu["head"]["kernel"].values])
         assert bits(new[0].mu["head"]["kernel"]) == bits(joined)
-        assert bits(fz.migrate(new, tx, params).rest_state[0].mu) == bits(rest.mu)
+        assert bits(fz.migrate(new, tx, params).ungrouped_state[0].mu) == bits(rest.mu)
 
 
 class TestResume:

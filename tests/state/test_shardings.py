@@ -336,7 +336,7 @@ class TestExplicitMesh:
         wider, report = fz.migrate(state, rows, params, report=True)
         assert placed_alike(wider, rows.init(params))
         assert "trace/head" in report.carried
-        assert fz.migrate(wider, tx, params).spec == state.spec
+        assert fz.migrate(wider, tx, params).plan == state.plan
 
 
 def test_wrong_arguments():

@@ -108,7 +108,8 @@ def with_flags(state, converged):
     """The state of ``freeze_converged`` with these flags, as a migration or an edit may leave them."""
     flags = zip(state.groups.items(), converged, strict=True)
     groups = {
-        name: group._replace(frozen=group.frozen._replace(converged=jnp.array(flag))) for (name, group), flag in flags
+        name: group._replace(condition_state=group.condition_state._replace(converged=jnp.array(flag)))
+        for (name, group), flag in flags
     }
     return state._replace(groups=groups)
 
