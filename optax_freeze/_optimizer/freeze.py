@@ -162,8 +162,9 @@ def freeze(
         tx, gradient = transform(plan, call.treedef), lambda _: (call.grads, None)
         new, [inner_state], _ = run(tx, [plan], [state.inner_state], gradient, [False])
         if not in_place:
+            [changes] = new
             selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
-            leaves = zip(selections, plan.leaves, *new, call.grads, call.olds, strict=True)
+            leaves = zip(selections, plan.leaves, changes, call.grads, call.olds, strict=True)
             new = [_updated_leaf(*leaf, full_updates) for leaf in leaves]
             new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
         return new, state._replace(inner_state=inner_state)

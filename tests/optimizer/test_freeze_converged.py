@@ -95,6 +95,7 @@ class TestTheRule:
             assert [[now[name] for name in NAMES] for now in frozen] == [[i < n for i in range(5)] for n in expected]
             flags = [states.groups[name].condition_state.converged for name in NAMES]
             assert np.array_equal(np.stack(flags).sum(axis=0), expected[1:])
+            assert all(leaf.shape == (60,) for leaf in jax.tree.leaves(states.groups))
             last.append(expected[-1])
         assert any(last) is (percentile > 0)
 
@@ -119,16 +120,6 @@ class TestTheRule:
         for names, its, interval in (("ab", norms[:, :2], 5), ("cd", norms[:, 2:4], 3)):
             assert [sum(now[name] for name in names) for now in frozen] == autofreeze(its, interval, 50)
         assert not any(now["head"] for now in frozen)
-
-    def test_the_statistics_are_scalars_of_the_gradient(self):
-        grads = recorded(0, steps=12)
-        _, (_, state) = run(fz.freeze_when(optax.sgd(0.1), settle(NAMES)), grads)
-        norms = norms_of(grads)
-        group = jax.tree.map(lambda x: x[-1], state.groups["head"].condition_state)
-        chex.assert_trees_all_close(group.sum, norms[10:, 4].sum().astype(np.float32), rtol=1e-5)
-        chex.assert_trees_all_close(group.previous, norms[5:10, 4].mean().astype(np.float32), rtol=1e-5)
-        assert group.seen == 2
-        assert all(leaf.shape == () for leaf in jax.tree.leaves(group))
 
 
 class TestGradientsThatAreNotNumbers:
@@ -444,18 +435,12 @@ class TestConditionsOfOnesOwn:
         seeing = fz.freeze_when(optax.sgd(0.1), {"a": small, "b": fz.freeze_at(3)})
         assert "sqrt" in str(jax.make_jaxpr(seeing.update)(PARAMS, seeing.init(PARAMS), PARAMS))
 
-    @pytest.mark.parametrize("condition", [lambda: True, lambda *, step: True])
-    def test_take_the_step_or_the_step_and_stats(self, condition):
-        with pytest.raises(TypeError, match=r"must take \(step\) or \(step, stats\)"):
-            fz.freeze_when(optax.sgd(0.1), {"a": condition})
-
 
 @pytest.mark.parametrize(
     ("args", "error"),
     [
         ((["a", "a"], 5), ValueError),
         ((["a", 3], 5), TypeError),
-        ((["a", "b"], 1.5), TypeError),
         ((["a", "b"], 5, np.nan), ValueError),
         ((["a", "b"], 5, True), TypeError),
     ],
