@@ -84,7 +84,7 @@ class Switch(Condition):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OfStep(Condition):
+class StepCondition(Condition):
     """A function of the step."""
 
     name: str = dataclasses.field(compare=False)  # of the group, for errors
@@ -112,7 +112,7 @@ class OfStep(Condition):
         jax.eval_shape(lambda step: jnp.asarray(*self.frozen(step, [self.initial()])), step)
 
     def differs(self, other: Condition) -> bool:
-        if not isinstance(other, OfStep) or type(self) is not type(other):
+        if not isinstance(other, StepCondition) or type(self) is not type(other):
             return True
         comparable = all(dataclasses.is_dataclass(each.function) for each in (self, other))
         return comparable and self.function != other.function
@@ -124,7 +124,7 @@ class OfStep(Condition):
         return f"the condition {described(self.function)}"
 
 
-class OfStats(OfStep):
+class StatsCondition(StepCondition):
     """A function of the step and of the gradient statistics of the group."""
 
     takes_norm = True
@@ -154,7 +154,7 @@ def as_condition(name: str, value: Any) -> Condition:
     if isinstance(value, Condition):
         return value
     if callable(value):
-        return (OfStats if _takes_stats(value) else OfStep)(name, value)
+        return (StatsCondition if _takes_stats(value) else StepCondition)(name, value)
     refuse_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or ")
     return Switch(value)
 

@@ -22,7 +22,7 @@ from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.masks import Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection
 from optax_freeze._spec.selector_algebra import Choice
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -125,27 +125,37 @@ def make_group_plans(
             for name, numbers in owned
         ]
         if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
-            raise _nothing_left(group, leaves, selected)
+            raise value_error(
+                f"the group {group.name!r} is empty",
+                at=leaves[selected[0]].path if selected else group.name,
+                got=f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
+                if selected
+                else "a selector that selects nothing",
+                expected="at least one element that is not in an earlier group",
+                fix="put the narrower group first, or remove this group" if selected else "correct the pattern",
+            )
         for name, plan in pairs:
             if group.each and plan.all_frozen:
                 continue
             if name in made:
-                raise _same_name(name, made[name][0], group)
+                raise value_error(
+                    "two groups have the same name",
+                    at=name,
+                    got=f"elements of this leaf in {made[name][0].name} and in {group.name}",
+                    expected="at most one group that is named by the path of the leaf",
+                    fix=f"name the other group by a selector: fz.path({name!r})",
+                )
             made[name] = group, plan
     if not leaves:
-        made = {name: (group, everything) for name, group in _latest_groups(groups, latest)}
+        by_key = {group.name: group for group in groups}
+        keys = {group.name: group.name for group in groups if not group.each}
+        if latest is not None:
+            keys = dict(zip(latest.names, latest.keys, strict=True))
+        made = {name: (by_key[key], everything) for name, key in keys.items()}
     plans = [*(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)]
     owners = [group for group, _ in made.values()]
     keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
     return GroupPlans(tuple(made), keys, conditions, everything, tuple(plans))
-
-
-def _latest_groups(groups: Sequence[GivenGroup], latest: GroupPlans | None) -> list[tuple[str, GivenGroup]]:
-    """The groups of a tree without leaves, by name."""
-    if latest is None:
-        return [(group.name, group) for group in groups if not group.each]
-    by_key = {group.name: group for group in groups}
-    return [(name, by_key[key]) for name, key in zip(latest.names, latest.keys, strict=True)]
 
 
 def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
@@ -211,35 +221,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
 def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
     """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
-    selection = fit_mask(mask, leaf)
-    named = np.full(leaf.shape[mask.axis], selection is FROZEN)
-    if isinstance(selection, RowIndex):
-        named[:] = selection.picked_train
-        for progression in selection.picked:
-            named[slice(*progression)] = not selection.picked_train
-    return named
-
-
-def _nothing_left(group: GivenGroup, leaves: Sequence[Leaf], selected: Sequence[int]) -> ValueError:
-    if not selected:
-        got, fix = "a selector that selects nothing", "correct the pattern, or remove the group"
-    else:
-        got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
-        fix = "put the narrower group first, or remove this group"
-    return value_error(
-        f"the group {group.name!r} is empty",
-        at=leaves[selected[0]].path if selected else group.name,
-        got=got,
-        expected="at least one element that is not in an earlier group",
-        fix=fix,
-    )
-
-
-def _same_name(name: str, first: GivenGroup, second: GivenGroup) -> ValueError:
-    return value_error(
-        "two groups have the same name",
-        at=name,
-        got=f"elements of this leaf in {first.name} and in {second.name}",
-        expected="at most one group that is named by the path of the leaf",
-        fix=f"name the other group by a selector: fz.path({name!r})",
-    )
+    with jax.ensure_compile_time_eval():
+        selection = fit_mask(mask, leaf)
+        is_frozen = selection.frozen_rows() if isinstance(selection, RowSelection) else selection is FROZEN
+        return np.broadcast_to(is_frozen, leaf.shape[mask.axis])

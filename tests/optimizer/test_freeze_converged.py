@@ -215,18 +215,6 @@ class TestCompany:
         frozen, _ = run(make(settle(NAMES)), grads)
         assert [sum(now.values()) for now in frozen] == autofreeze(norms_of(grads), 5, 50)
 
-    def test_vmap_over_an_ensemble(self):
-        tx = fz.freeze_when(optax.sgd(0.1), settle(NAMES))
-        runs = [recorded(seed) for seed in (0, 1)]
-        stacked = jax.tree.map(lambda *g: jnp.stack(g, axis=1), *runs)
-        state = jax.vmap(tx.init)(jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS))
-        state, _ = jax.lax.scan(
-            lambda s, g: (None, jax.vmap(lambda g, s: tx.update(g, s)[1])(g, s))[::-1], state, stacked
-        )
-        for i, grads in enumerate(runs):
-            counts = sum(int(state.groups[name].condition_state.converged[i]) for name in NAMES)
-            assert counts == autofreeze(norms_of(grads), 5, 50)[-1] > 0
-
     def test_on_eight_devices(self):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
         params = {name: jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P("x"))) for name in "abc"}
