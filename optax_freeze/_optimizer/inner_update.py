@@ -1,7 +1,6 @@
 """One update of an inner optimizer, on the trainable part of a plan: what it is given, and where its results go."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -139,8 +138,10 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
         rest = split(params, plan)[1]
         for name in _OF_PARAMS:
             if callable(extra_args.get(name)):
-                fun = restrict(extra_args[name], rest)
-                extra_args = {**extra_args, name: _composed(trainable_of, fun) if name == "grad_fn" else fun}
+                extra_args = {**extra_args, name: restrict(extra_args[name], rest)}
+        if callable(extra_args.get("grad_fn")):
+            grad_fn = extra_args["grad_fn"]
+            extra_args["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
     return {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
 
 
@@ -155,14 +156,6 @@ def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
 
 _OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
 """Extra arguments that Optax's transformations call with the parameters."""
-
-
-def _composed(after: Callable[[PyTree], PyTree], fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    @functools.wraps(fun)
-    def composed(*args: Any, **kwargs: Any) -> PyTree:
-        return after(fun(*args, **kwargs))
-
-    return composed
 
 
 def parts_outside(state: PyTree, plan: Plan) -> PyTree:

@@ -1,6 +1,8 @@
 """Functions of the step for :func:`optax_freeze.freeze_when`, and the groups of gradual unfreezing."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,39 +13,17 @@ from optax_freeze._spec.selectors import distinct
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _UnfreezeAt:
-    at: int
+class _Schedule:
+    """A function of the step, equal to any other that the same call makes."""
+
+    call: str
+    function: Callable[[Any], Any] = dataclasses.field(compare=False)
 
     def __call__(self, step: Any) -> Any:
-        return step < self.at
+        return self.function(step)
 
     def __repr__(self) -> str:
-        return f"fz.unfreeze_at({self.at})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _FreezeAt:
-    at: int
-
-    def __call__(self, step: Any) -> Any:
-        return step >= self.at
-
-    def __repr__(self) -> str:
-        return f"fz.freeze_at({self.at})"
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Alternate:
-    period: int
-    offset: int
-
-    def __call__(self, step: Any) -> Any:
-        turns, rest = divmod(self.offset, self.period)
-        # Not `step + offset`, which may overflow.
-        return (step + (rest - self.period)) // self.period % 2 == (turns + 1) % 2
-
-    def __repr__(self) -> str:
-        return f"fz.alternate({self.period}{f', offset={self.offset}' if self.offset else ''})"
+        return self.call
 
 
 def unfreeze_at(step: int) -> Callable[[Any], Any]:
@@ -63,7 +43,8 @@ def unfreeze_at(step: int) -> Callable[[Any], Any]:
       >>> [fz.unfreeze_at(2)(step) for step in range(4)]
       [True, True, False, False]
     """
-    return _UnfreezeAt(_whole("step", step))
+    step = _updates("step", step)
+    return _Schedule(f"fz.unfreeze_at({step})", functools.partial(operator.gt, step))
 
 
 def freeze_at(step: int) -> Callable[[Any], Any]:
@@ -83,7 +64,8 @@ def freeze_at(step: int) -> Callable[[Any], Any]:
       >>> [fz.freeze_at(2)(step) for step in range(4)]
       [False, False, True, True]
     """
-    return _FreezeAt(_whole("step", step))
+    step = _updates("step", step)
+    return _Schedule(f"fz.freeze_at({step})", functools.partial(operator.le, step))
 
 
 def alternate(period: int, offset: int = 0) -> Callable[[Any], Any]:
@@ -105,7 +87,15 @@ def alternate(period: int, offset: int = 0) -> Callable[[Any], Any]:
       >>> [fz.alternate(2)(step) for step in range(6)]
       [True, True, False, False, True, True]
     """
-    return _Alternate(_whole("period", period, 1), _whole("offset", offset))
+    period, offset = _updates("period", period, 1), _updates("offset", offset)
+    call = f"fz.alternate({period}{f', offset={offset}' if offset else ''})"
+    return _Schedule(call, functools.partial(_alternate, period, offset))
+
+
+def _alternate(period: int, offset: int, step: Any) -> Any:
+    turns, ahead = divmod(offset, period)
+    # Not `step + offset`, which may overflow.
+    return (step + (ahead - period)) // period % 2 == (turns + 1) % 2
 
 
 def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[[Any], Any]]:
@@ -126,10 +116,10 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[
       >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
       {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
     """
-    every = _whole("every", every, 1)
+    every = _updates("every", every, 1)
     return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
 
 
-def _whole(name: str, value: Any, least: int = 0) -> int:
+def _updates(name: str, value: Any, least: int = 0) -> int:
     number = whole_number(name, value, least=least, fix="give a number of updates, such as 100")
     return min(number, np.iinfo(np.int32).max)  # the step does not count further

@@ -200,7 +200,7 @@ class TestEach:
         assert update._cache_size() == 1
         for key in (fz.each("a", "b"), fz.each(fz.path("a") & "b", "c")):
             assert eval(repr(key)) == key
-        assert repr(fz.each(["a", "b"])) == "fz.each('a', 'b')"
+        assert repr(fz.each(["a", "b"])) == repr(fz.each("a", "b")) == "fz.each('a', 'b')"
 
     def test_leaves_of_other_groups_are_left_out(self, params):
         groups = {"head": True, fz.each("encoder/layer_0", "**/bias"): fz.freeze_at(3), fz.each("**"): True}
