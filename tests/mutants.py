@@ -1569,7 +1569,7 @@ MUTANTS = [
         "_state/replace_masks.py",
         "if np.shape(got) != np.shape(expected):",
         "if False:",
-        "tests/test_errors.py -k larger_table",
+        "tests/test_errors.py -k larger",
     ),
     Mutant(
         "_state/replace_masks.py",

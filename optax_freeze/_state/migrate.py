@@ -105,7 +105,7 @@ def migrate(
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    carry = Carry(new, _Sources(old, new).by_entry, tx, params)
+    carry = Carry(new, _sources(old, new), tx, params)
     carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
     migrated = jax.tree.unflatten(jax.tree.structure(fresh), _each_once(carry.values()))
     return (migrated, _report(carry, old)) if report else migrated
@@ -179,35 +179,34 @@ def _trained(entries: Sequence[Entry]) -> dict[Scope, frozenset[str] | None]:
     return {e.scope: frozenset(trained[e.scope]) if e.scope in trained else e.scope.trains for e in entries}
 
 
-class _Sources:
-    """The entries of an old state from which those of a new one take their values."""
+def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:
+    """For each entry of a new state the entries of the old one from which it takes its values."""
+    by_address: dict[str, list[Entry]] = collections.defaultdict(list)
+    for entry in old:
+        if entry.arrays and entry.address is not None:
+            by_address[entry.address].append(entry)
+    trained_old, trained_new, updates = _trained(old), _trained(new), _updates(old)
+    shared = {(entry.address, entry.scope) for entry in new if entry.leaf is None and entry.arrays}
+    scopes_at = collections.Counter(address for address, _ in shared)
 
-    def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
-        self._old: dict[str, list[Entry]] = {}  # by address
-        for entry in old:
-            if entry.arrays and entry.address is not None:
-                self._old.setdefault(entry.address, []).append(entry)
-        self._trained_old, self._trained_new, self._updates = _trained(old), _trained(new), _updates(old)
-        at = {(entry.address, entry.scope) for entry in new if entry.leaf is None and entry.arrays}
-        self._scopes_at = collections.Counter(address for address, _ in at)
-        self.by_entry = list(map(self._of, new))
+    def are_related(entry: Entry, old: Entry) -> bool:
+        """Whether two scopes share leaves, or the leaves of one of them are unknown."""
+        mine, theirs = trained_new[entry.scope], trained_old.get(old.scope)
+        return mine is None or theirs is None or bool(mine & theirs)
 
-    def _of(self, entry: Entry) -> list[Entry]:
-        found = [] if entry.address is None else self._old.get(entry.address, [])
+    def sources_of(entry: Entry) -> list[Entry]:
+        found = [] if entry.address is None else by_address.get(entry.address, [])
         if entry.leaf is not None or entry.optional:
             return found
         # A count, or another value that leaves share, comes from the old scope with the most updates among those that
         # have some of these leaves.
-        related = [old for old in found if self._are_related(entry.scope, old.scope)]
-        if not related and self._scopes_at[entry.address] == 1:
+        related = [old for old in found if are_related(entry, old)]
+        if not related and scopes_at[entry.address] == 1:
             related = found
         same_names = lambda old: old.scope.names == entry.scope.names  # noqa: E731
-        return sorted(related, key=lambda old: (same_names(old), self._updates.get(old.scope, 0)))[-1:]
+        return sorted(related, key=lambda old: (same_names(old), updates.get(old.scope, 0)))[-1:]
 
-    def _are_related(self, new: Scope, old: Scope) -> bool:
-        """Whether two scopes share leaves, or the leaves of one of them are unknown."""
-        mine, theirs = self._trained_new[new], self._trained_old.get(old)
-        return mine is None or theirs is None or bool(mine & theirs)
+    return list(map(sources_of, new))
 
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:

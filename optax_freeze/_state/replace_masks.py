@@ -93,7 +93,7 @@ def replace_masks(
     with_mask = {
         leaf.path
         for each in plans
-        for plan in _own_plans(each)
+        for plan in (each.plans[:-1] if isinstance(each, GroupPlans) else [each])
         for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
         if isinstance(selection, DynamicRowIndex) or (isinstance(selection, DenseMask) and isinstance(each, Plan))
     }
@@ -114,18 +114,20 @@ def replace_masks(
     return jax.tree.unflatten(structure, map(_placed_as, values, arrays))
 
 
-def _own_plans(plans: Plan | GroupPlans) -> Sequence[Plan]:
-    """The plans whose masks are in a state; those of the rest of ``freeze_when`` are made from them."""
-    return [plans] if isinstance(plans, Plan) else plans.plans[:-1]
-
-
 def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> list[Any]:
     """The mask arrays for ``with_masks`` of these plans, with the new ones in their places."""
-    if isinstance(plans, Plan):
-        return _new_masks(plans, new)
-    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # rows of the group
-    pairs = zip(plans.names, _own_plans(plans), strict=True)
-    return [_new_masks(plan, new) if old.groups[name].masks != () else [] for name, plan in pairs]
+    if isinstance(plans, GroupPlans):
+        new = {
+            path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()
+        }  # rows of the group
+        pairs = zip(plans.names, plans.plans, strict=False)
+        return [_new_arrays(plan, old, new) if old.groups[name].masks != () else [] for name, plan in pairs]
+    return [
+        copy_like(_new_array(new[leaf.path], leaf, selection), selection.array)
+        if leaf.path in new and not _tree.is_hole(selection.array)
+        else selection.array
+        for leaf, selection in zip(plans.leaves, plans.selections, strict=True)
+    ]
 
 
 def _placed_as(new: Any, old: Any) -> Any:
@@ -161,16 +163,6 @@ def _selector(key: Any, leaves: Sequence[Leaf]) -> Selector:
     if key in paths or not (is_pattern or any(path.startswith(f"{key}/") for path in paths)):
         return Where(lambda path, _: path == key)
     return as_selector(key, "fz.replace_masks")
-
-
-def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
-    """The mask arrays of a plan, with the new ones in their places."""
-    return [
-        copy_like(_new_array(new[leaf.path], leaf, selection), selection.array)
-        if leaf.path in new and not _tree.is_hole(selection.array)
-        else selection.array
-        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
-    ]
 
 
 def _new_array(mask: Any, leaf: Leaf, old: Selection) -> Any:
