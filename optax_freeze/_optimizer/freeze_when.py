@@ -146,22 +146,22 @@ def freeze_when(
         plans: GroupPlans = state.current_plan
         if isinstance(updates, GradientOfGroups) and coupled is not None:
             updates = updates.tree()
+        late = updates if isinstance(updates, GradientOfGroups) else None
         call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
         frozen = list(frozen_groups(state).values())
         grads, coupled_state = call.grads, state.coupled_state
         if coupled is not None:
             grads = zeroed(grads, frozen, [plan.selections for plan in plans.plans])
-            grads, coupled_state = call.run(coupled, plans.everything, coupled_state, grads, False)
+            is_empty = plans.everything.all_frozen
+            grads, coupled_state = call.run(coupled, plans.everything, coupled_state, grads, is_empty)
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
-            own = updates.of_group(n) if isinstance(updates, GradientOfGroups) else call.grads
-            takes_norm = n < len(plans.names) and plans.conditions[n].takes_norm
-            norm = (
-                global_norm(plans.plans[n].trainable(call.treedef, own)) if takes_norm else jnp.zeros([], jnp.float32)
-            )
-            return own if isinstance(updates, GradientOfGroups) else grads, norm
+            own, norm = call.grads if late is None else late.of_group(n), jnp.zeros([], jnp.float32)
+            if n < len(plans.names) and plans.conditions[n].takes_norm:
+                norm = global_norm(plans.plans[n].trainable(call.treedef, own))
+            return grads if late is None else own, norm
 
-        now = updates.frozen if isinstance(updates, GradientOfGroups) else [*frozen, False]
+        now = [*frozen, False] if late is None else late.frozen
         now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
         states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
         run = call.new_params if in_place else call.updates

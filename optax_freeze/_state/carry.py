@@ -137,7 +137,7 @@ def _place(entry: Entry) -> tuple[Any, str]:
 
 def _is_number(entry: Entry) -> bool:
     """Whether an entry has numbers that may belong to moments: no random key, and no number of a wrapper."""
-    if entry.optional or entry.of_wrapper or not is_array(entry.value):
+    if entry.optional or entry.wrapper_field or not is_array(entry.value):
         return False
     dtype = entry.value.dtype
     is_scalar = entry.value.shape == () and not jnp.issubdtype(dtype, jax.dtypes.prng_key)

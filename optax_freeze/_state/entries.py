@@ -50,7 +50,7 @@ class _Subtree(NamedTuple):
     scope: Scope = Scope()
     parts: tuple[Mapping[str, Selection], ...] = ()  # the partially frozen leaves of the plans around it
     optional: bool = False
-    of_wrapper: bool = False
+    wrapper_field: bool = False
 
     def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Subtree":
         """The subtree at ``name``, with the same address."""
@@ -63,10 +63,10 @@ class _Subtree(NamedTuple):
         names = names if group is None else (*names, group)
         return self._replace(path=join(self.path, name), scope=Scope(names, trains), parts=parts)
 
-    def below(self, name: str, *, optional: bool = False, of_wrapper: bool = False) -> "_Subtree":
+    def below(self, name: str, *, optional: bool = False, wrapper_field: bool = False) -> "_Subtree":
         """The subtree at ``name``, which is appended to the address."""
         path, address = join(self.path, name), join(self.address, name)
-        return self._replace(path=path, address=address, optional=optional, of_wrapper=of_wrapper)
+        return self._replace(path=path, address=address, optional=optional, wrapper_field=wrapper_field)
 
 
 def _subtrees(node: Any, at: _Subtree) -> Iterator[_Subtree]:
@@ -92,7 +92,7 @@ def _subtrees(node: Any, at: _Subtree) -> Iterator[_Subtree]:
         yield from _subtrees(node.coupled_state, at.below("coupled_state"))
     elif isinstance(node, _COUNTING_WRAPPERS):
         for name, inner in node._asdict().items():
-            yield from _subtrees(inner, at.below(name, of_wrapper=getattr(inner, "shape", None) == ()))
+            yield from _subtrees(inner, at.below(name, wrapper_field=getattr(inner, "shape", None) == ()))
     else:
         yield at
         wrappers = (*_WRAPPERS, *_COUNTING_WRAPPERS)
@@ -114,7 +114,7 @@ class Entry(NamedTuple):
     scope: Scope = Scope()
     optional: bool = False  # a switch or step of `freeze_when`, which other states do not have
     parts: tuple[Mapping[str, Selection], ...] = ()
-    of_wrapper: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
+    wrapper_field: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
     leaf: str | None = None  # the path of the parameter that the array belongs to
     shape: tuple[int, ...] = ()  # the shape of this parameter
     selection: Selection | None = TRAINABLE  # the elements of this parameter that train, or None if unknown
@@ -160,7 +160,7 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
             entries.append(Entry(None, value, optional=True))
         else:
             address = join(subtree.address, path[len(subtree.path) :].lstrip("/"))
-            entries.append(Entry(address, value, subtree.scope, subtree.optional, subtree.parts, subtree.of_wrapper))
+            entries.append(Entry(address, value, subtree.scope, subtree.optional, subtree.parts, subtree.wrapper_field))
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes)
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 
@@ -168,17 +168,13 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
 def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
     """Adds the parameter that an entry belongs to, if there is one."""
     leaf = owner_of(str(entry.address))
-    if leaf is None or (
-        leaf == "" and not isinstance(entry.value, Part) and not _ends_with(entry.value, shapes[""] or ())
-    ):
+    if leaf is None:
         return entry
+    shape = shapes[leaf] or ()
+    if leaf == "" and not isinstance(entry.value, Part) and np.shape(entry.value)[-len(shape) :] != shape:
+        return entry  # neither of the shape of the only parameter, nor a history of it
     around = [parts[leaf] for parts in entry.parts if leaf in parts]
-    return entry._replace(leaf=leaf, shape=shapes[leaf] or (), selection=_selection(entry.value, around))
-
-
-def _ends_with(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array has the shape of the only parameter, or is a history of it."""
-    return np.shape(value)[-len(shape) :] == shape
+    return entry._replace(leaf=leaf, shape=shape, selection=_selection(entry.value, around))
 
 
 def _selection(value: Any, around: Sequence[Selection]) -> Selection | None:

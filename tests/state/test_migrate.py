@@ -16,7 +16,6 @@ import optax_freeze.nnx as fnnx
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 20)
 OPTIMIZERS = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)),
-    "momentum": optax.sgd(SCHEDULE, momentum=0.9),
     "named chain": optax.named_chain(("clip", optax.adaptive_grad_clip(0.1)), ("adam", optax.adam(0.1))),
     "multi_transform": optax.multi_transform(
         {"matrix": optax.adam(SCHEDULE), "vector": optax.sgd(0.1, momentum=0.9)},
@@ -24,11 +23,8 @@ OPTIMIZERS = {
     ),
     "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.1),
-    "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
-    "EMA": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "masked": optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda leaf: leaf.ndim == 2, p)),
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "noise": optax.chain(optax.adam(0.1), optax.add_noise(0.1, 0.5, key=0)),
 }
 
