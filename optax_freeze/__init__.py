@@ -32,13 +32,13 @@ from optax_freeze._gradient.explain import explain as explain
 # Gradient transformations around any Optax optimizer.
 from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
-from optax_freeze._optimizer.convergence import GroupStats as GroupStats
+from optax_freeze._optimizer.conditions import GroupStats as GroupStats
 from optax_freeze._optimizer.convergence import freeze_converged as freeze_converged
 from optax_freeze._optimizer.update_params import update_params as update_params
-from optax_freeze._optimizer.conditions import alternate as alternate
-from optax_freeze._optimizer.conditions import freeze_at as freeze_at
-from optax_freeze._optimizer.conditions import gradual_unfreeze as gradual_unfreeze
-from optax_freeze._optimizer.conditions import unfreeze_at as unfreeze_at
+from optax_freeze._optimizer.schedules import alternate as alternate
+from optax_freeze._optimizer.schedules import freeze_at as freeze_at
+from optax_freeze._optimizer.schedules import gradual_unfreeze as gradual_unfreeze
+from optax_freeze._optimizer.schedules import unfreeze_at as unfreeze_at
 from optax_freeze._optimizer.given_groups import each as each
 from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 

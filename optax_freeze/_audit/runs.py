@@ -18,7 +18,7 @@ import optax
 
 from optax_freeze._audit.measurements import Measurements, measure
 from optax_freeze._errors import is_array
-from optax_freeze._optimizer.inner_update import zero
+from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import is_nothing
 from optax_freeze._spec.memory_kinds import on_device, to_device

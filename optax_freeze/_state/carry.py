@@ -130,14 +130,14 @@ def no_fit(
 
 
 def _place(entry: Entry) -> tuple[Any, str]:
-    """The group and the address of the state of one transformation, and the field there."""
+    """The scope and the address of the state of one transformation, and the field there."""
     path, _, field = (str(entry.address) if entry.leaf is None else entry.tree).rpartition("/")
-    return (entry.group, path), field
+    return (entry.scope, path), field
 
 
 def _is_number(entry: Entry) -> bool:
     """Whether an entry has numbers that may belong to moments: no random key, and no number of a wrapper."""
-    if entry.optional or entry.of_wrapper or not is_array(entry.value):
+    if entry.optional or entry.wrapper_field or not is_array(entry.value):
         return False
     dtype = entry.value.dtype
     is_scalar = entry.value.shape == () and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -227,8 +227,8 @@ def _same_rows(entry: Entry, old: Entry) -> bool:
         [s for parts in e.parts for s in parts.values() if isinstance(s, RowSelection)] for e in (entry, old)
     )
     frozen = [(a.frozen_rows(), b.frozen_rows()) for a, b in zip(rows, others, strict=False) if not _same(a, b)]
-    known = all(is_concrete(a) and is_concrete(b) and np.array_equal(a, b) for a, b in frozen)
-    return len(rows) == len(others) and known
+    equal = all(is_concrete(a) and is_concrete(b) and np.array_equal(a, b) for a, b in frozen)
+    return len(rows) == len(others) and equal
 
 
 def _full(entry: Entry, array: Any) -> Any:
