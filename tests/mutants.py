@@ -1223,7 +1223,7 @@ MUTANTS = [
         "_report/summary.py",
         'of_others = self.extent == "nothing" and self.frozen_elements',
         'of_others = self.extent == "nothing"',
-        "tests/report/test_summary.py -k never_train",
+        "tests/report/test_summary.py -k freezes_some_is_not",
     ),
     Mutant(
         "_report/stored_shapes.py",
