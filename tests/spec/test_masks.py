@@ -82,7 +82,7 @@ def a_mask(name, axis):
     return fz.elements(library.asarray(frozen), compact), frozen, take
 
 
-KINDS = [*((name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"]))]
+KINDS = [(name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"])]
 KINDS += [("strided", 1, eagerly), ("compact", 0, eagerly)]
 
 
