@@ -269,11 +269,11 @@ def _frozen_state(simulation: Simulation) -> list[FrozenState]:
     may_be_flat = len(simulation.numbers) > 1 and any(frozen for frozen, _ in simulation.counts)
     found = []
     for position, (path, entry) in enumerate(zip(_tree.paths(state), _entries(simulation, state), strict=True)):
-        is_full = is_array(entry.value) and not isinstance(entry.value, Part)
-        if entry.address is None or not is_full or path.startswith(groups):
+        value = entry.value
+        if entry.address is None or isinstance(value, Part) or not is_array(value) or path.startswith(groups):
             continue
         if entry.leaf is None:
-            if may_be_flat and entry.value.shape[-1:] == (size,):
+            if may_be_flat and value.shape[-1:] == (size,):
                 found.append(FrozenState(position, None, entry))
         elif _is_of_frozen(simulation.plan.selections[simulation.index_of[entry.leaf]], entry):
             found.append(FrozenState(position, simulation.index_of[entry.leaf], entry))
