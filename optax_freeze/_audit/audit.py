@@ -155,13 +155,9 @@ def _note(simulation: Simulation, runs: Mapping[str, Run], leaks: Sequence[Leak]
 def _refuse_parts(values: Sequence[Any], plan: Plan) -> None:
     for value, leaf in zip(values, plan.leaves, strict=True):
         if isinstance(value, Part):
-            raise value_error(
-                "fz.audit needs the full parameters",
-                at=leaf.path,
-                got="a Part, from fz.partition",
-                expected="the full leaf",
-                fix="pass the parameters from before fz.partition",
-            )
+            got, expected = "a Part, from fz.partition", "the full leaf"
+            fix = "pass the parameters from before fz.partition"
+            raise value_error("fz.audit needs the full parameters", at=leaf.path, got=got, expected=expected, fix=fix)
 
 
 def _text(rows: list[Leak]) -> str:

@@ -242,7 +242,6 @@ def _ignored(simulation: Simulation, zero: Run, turned: Run) -> set[int]:
 
 
 def _groups(state: optax.OptState) -> list[str]:
-    """The paths of the states of ``freeze_when`` in a state."""
     return [path for path, _ in outermost_states(state, FreezeWhenState)]
 
 
@@ -270,15 +269,11 @@ def _frozen_state(simulation: Simulation) -> list[FrozenState]:
     may_be_flat = len(simulation.numbers) > 1 and any(frozen for frozen, _ in simulation.counts)
     found = []
     for position, (path, entry) in enumerate(zip(_tree.paths(state), _entries(simulation, state), strict=True)):
-        if (
-            entry.address is None
-            or isinstance(entry.value, Part)
-            or not is_array(entry.value)
-            or path.startswith(groups)
-        ):
+        value = entry.value
+        if entry.address is None or isinstance(value, Part) or not is_array(value) or path.startswith(groups):
             continue
         if entry.leaf is None:
-            if may_be_flat and entry.value.shape[-1:] == (size,):
+            if may_be_flat and value.shape[-1:] == (size,):
                 found.append(FrozenState(position, None, entry))
         elif _is_of_frozen(simulation.plan.selections[simulation.index_of[entry.leaf]], entry):
             found.append(FrozenState(position, simulation.index_of[entry.leaf], entry))

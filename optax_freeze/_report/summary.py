@@ -123,13 +123,9 @@ class Summary:
         """
         depth = whole_number("depth", depth, fix="depth=1")
         if not self.elements:
-            raise value_error(
-                "there is nothing to draw",
-                at="Summary.plot",
-                got=f"{len(self.rows)} rows without elements",
-                expected="at least one array with elements",
-                fix="pass the full parameters to fz.summary, not a tree of holes",
-            )
+            got, expected = f"{len(self.rows)} rows without elements", "at least one array with elements"
+            fix = "pass the full parameters to fz.summary, not a tree of holes"
+            raise value_error("there is nothing to draw", at="Summary.plot", got=got, expected=expected, fix=fix)
         return _plot.draw(self.rows, self.row_state_bytes, self.state_bytes, depth, ax)
 
     def __str__(self) -> str:

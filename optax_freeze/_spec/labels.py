@@ -140,13 +140,8 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
         )
 
     if not _is_rate(base):
-        raise type_error(
-            "`base` must be a learning rate",
-            at="base",
-            got=described(base),
-            expected="a number, or a schedule: a function of the count",
-            fix="base=1e-2",
-        )
+        got, expected = described(base), "a number, or a schedule: a function of the count"
+        raise type_error("`base` must be a learning rate", at="base", got=got, expected=expected, fix="base=1e-2")
 
     def scaled(by: float) -> Any:
         return (lambda count: base(count) * by) if callable(base) else base * by

@@ -19,7 +19,7 @@ from optax_freeze._spec.tree import Leaf
 
 
 class _RowMask:
-    """Rows along an axis, which are frozen, or if ``inverted`` all others are."""
+    """Rows along an axis, which are frozen; if ``inverted``, all others are."""
 
     axis: int
     inverted: bool
@@ -28,21 +28,16 @@ class _RowMask:
         return dataclasses.replace(self, inverted=not self.inverted)  # type: ignore[type-var]
 
     def _axis_and_size(self, leaf: Leaf) -> tuple[int, int]:
-        """The axis of the rows, and how many there are along it."""
         assert leaf.shape is not None
         ndim = len(leaf.shape)
         if not -ndim <= self.axis < ndim:
-            raise value_error(
-                f"{self!r}: the leaf has no such axis",
-                at=leaf.path,
-                got=f"axis={self.axis} for shape {leaf.shape}",
-                expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
-                fix="correct the axis, or select fewer leaves with the pattern",
-            )
+            got = f"axis={self.axis} for shape {leaf.shape}"
+            expected = f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis"
+            fix = "correct the axis, or select fewer leaves with the pattern"
+            raise value_error(f"{self!r}: the leaf has no such axis", at=leaf.path, got=got, expected=expected, fix=fix)
         return self.axis % ndim, leaf.shape[self.axis]
 
     def _ascending(self, numbers: Sequence[int], size: int, leaf: Leaf) -> list[int]:
-        """The rows with these numbers, in order and not negative."""
         self._refuse_outside(numbers, size, size - 1, leaf)
         ordered = sorted(number % size for number in numbers)
         if len(set(ordered)) < len(ordered):
@@ -52,13 +47,10 @@ class _RowMask:
     def _refuse_outside(self, numbers: Sequence[int], size: int, last: int, leaf: Leaf) -> None:
         outside = [number for number in numbers if not -size <= number <= last]
         if outside:
-            raise value_error(
-                f"{self!r}: a row is out of range",
-                at=leaf.path,
-                got=f"{outside[0]}, for {size} rows along axis {self.axis} of shape {leaf.shape}",
-                expected=f"numbers from {-size} to {last}",
-                fix="correct the number; a slice with an open end (None) goes to the last row",
-            )
+            got = f"{outside[0]}, for {size} rows along axis {self.axis} of shape {leaf.shape}"
+            expected = f"numbers from {-size} to {last}"
+            fix = "correct the number; a slice with an open end (None) goes to the last row"
+            raise value_error(f"{self!r}: a row is out of range", at=leaf.path, got=got, expected=expected, fix=fix)
 
 
 @jax.tree_util.register_static
@@ -228,18 +220,13 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       >>> trainable, rest = fz.partition(params, {"embed": fz.rows([0, 1])})
       >>> trainable["embed"].values
       Array([[4., 5.]], dtype=float32)
-      >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
-      ~fz.rows(slice(32000, None, None))
     """
     numbers = _numbers(index)
     if numbers is None or not is_int(axis):
-        raise type_error(
-            "fz.rows takes row numbers",
-            at="fz.rows",
-            got=f"index={described(index)}, axis={described(axis)}",
-            expected="a slice, an int, a list of ints or a JAX array of integers, of shape (k,); an int for the axis",
-            fix="for a boolean array use fz.elements(array), for other numbers array.astype(int).ravel()",
-        )
+        got = f"index={described(index)}, axis={described(axis)}"
+        expected = "a slice, an int, a list of ints or a JAX array of integers, of shape (k,); an int for the axis"
+        fix = "for a boolean array use fz.elements(array), for other numbers array.astype(int).ravel()"
+        raise type_error("fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix)
     if isinstance(numbers, jax.Array):
         return DynamicRows(numbers, int(axis))
     if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
@@ -248,9 +235,7 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
 
 
 def elements(array: Any, compact: bool = False) -> Elements:
-    """Freezes the elements of a leaf where a boolean array is True.
-
-    A boolean array (NumPy or JAX) in a tree of bools means the same.
+    """Freezes the elements of a leaf where a boolean array is True, as such an array in a tree of bools does.
 
     Args:
       array: a boolean array of the leaf's shape, True where frozen.
@@ -273,13 +258,9 @@ def elements(array: Any, compact: bool = False) -> Elements:
       Array([1., 1.], dtype=float32)
     """
     if not is_array(array) or array.dtype != np.bool_:
-        raise type_error(
-            "fz.elements takes a boolean array",
-            at="fz.elements",
-            got=described(array),
-            expected="an array of bool, True where frozen",
-            fix="compare: fz.elements(scores < threshold); for rows use fz.rows(...)",
-        )
+        got, expected = described(array), "an array of bool, True where frozen"
+        fix = "compare: fz.elements(scores < threshold); for rows use fz.rows(...)"
+        raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
     counts = compact and is_concrete(array)
     return Elements(array, compact, int(array.size - np.count_nonzero(np.asarray(array))) if counts else None)
 
@@ -290,10 +271,9 @@ def _named_twice(at: str, got: Any) -> ValueError:
 
 
 def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
-    """The numbers of ``count`` trainable rows, ascending; ``named`` are the frozen rows, or the trainable ones.
+    """The numbers of ``count`` trainable rows, ascending, and concrete wherever ``named`` is.
 
-    If some are named twice or out of range, the array ends with ``size``, which is not a row. It is concrete wherever
-    ``named`` is, also while a program is traced.
+    If rows are named twice or out of range, the array ends with ``size``, which is not a row.
     """
     if not is_concrete(named):
         named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
@@ -308,7 +288,7 @@ def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
 
 
 def _numbers(index: Any) -> int | tuple[int, ...] | slice | jax.Array | None:
-    """An index as Python ints or as a JAX array; None if it does not consist of ints."""
+    """An index of Python ints, or a JAX array of integers; otherwise None."""
     if isinstance(index, jax.Array):
         return index if index.ndim == 1 and jnp.issubdtype(index.dtype, jnp.integer) else None
     if is_int(index):

@@ -102,13 +102,10 @@ class Plan:
         """A ``ValueError`` if no leaf trains."""
         if self.all_frozen:
             could_train = sum(leaf.inexact for leaf in self.leaves)
-            raise value_error(
-                f"{what}: every leaf is frozen",
-                at="frozen",
-                got=f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained",
-                expected="at least one trainable floating-point or complex array",
-                fix="freeze less; True means frozen (fz.only(...) freezes everything else)",
-            )
+            got = f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained"
+            expected = "at least one trainable floating-point or complex array"
+            fix = "freeze less; True means frozen (fz.only(...) freezes everything else)"
+            raise value_error(f"{what}: every leaf is frozen", at="frozen", got=got, expected=expected, fix=fix)
 
     def align(
         self, tree: PyTree, name: str, fix: str | None = None, *, params: PyTree | None = None
@@ -207,13 +204,10 @@ def may_stay_on_host(selection: Selection) -> bool:
 def refuse_on_host(path: str, selection: Selection, value: Any) -> None:
     """A ``ValueError`` if a trainable value is in host memory."""
     if is_on_host(value) and not may_stay_on_host(selection):
-        raise value_error(
-            "a trainable parameter is in host memory",
-            at=path,
-            got=f"{described(value)} in {HOST}, which {selection}",
-            expected="an array in device memory; frozen leaves and leaves with static rows may be in host memory",
-            fix="bring it back with this spec: params = fz.offload(params, frozen)",
-        )
+        got = f"{described(value)} in {HOST}, which {selection}"
+        expected = "an array in device memory; frozen leaves and leaves with static rows may be in host memory"
+        fix = "bring it back with this spec: params = fz.offload(params, frozen)"
+        raise value_error("a trainable parameter is in host memory", at=path, got=got, expected=expected, fix=fix)
 
 
 def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:

@@ -134,12 +134,9 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
         fix = "to give only some of the paths, use patterns: fz.rules({'encoder/**': True}), or just 'encoder/**'"
     elif not covers:
         fix = "to freeze nothing, pass False"
+    expected = f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})"
     return value_error(
-        "`frozen` does not fit the parameters",
-        at=[*bare, *loose, ""][0],
-        got=got,
-        expected=f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})",
-        fix=fix,
+        "`frozen` does not fit the parameters", at=[*bare, *loose, ""][0], got=got, expected=expected, fix=fix
     )
 
 

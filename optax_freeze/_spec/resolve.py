@@ -165,13 +165,9 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
     if is_selector(frozen):
         return as_selector(frozen, "frozen").select(leaves)
     if isinstance(frozen, type):
-        raise type_error(
-            "a class is not a spec",
-            at="frozen",
-            got=described(frozen),
-            expected="a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes",
-            fix="for NNX variables pass their type (nnx.LoRAParam); for each leaf use fz.where(lambda path, leaf: ...)",
-        )
+        expected = "a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes"
+        fix = "for NNX variables pass their type (nnx.LoRAParam); for each leaf use fz.where(lambda path, leaf: ...)"
+        raise type_error("a class is not a spec", at="frozen", got=described(frozen), expected=expected, fix=fix)
     if _is_function(frozen, params):
         answer = from_function(frozen, params, leaves)
         return from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)

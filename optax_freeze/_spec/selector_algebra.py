@@ -49,13 +49,8 @@ class Selector:
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise type_error(
-            "a selector has no truth value",
-            at=repr(self),
-            got="`not`, `and`, `or` or `if` on a selector",
-            expected="~a, a & b, a | b",
-            fix="use ~, & and |",
-        )
+        got, fix = "`not`, `and`, `or` or `if` on a selector", "use ~, & and |"
+        raise type_error("a selector has no truth value", at=repr(self), got=got, expected="~a, a & b, a | b", fix=fix)
 
 
 Selectable: TypeAlias = Selector | str | Sequence[str] | FilterOfNnx | type[Any]
@@ -111,13 +106,9 @@ class Where(Selector):
             return False
         answer = ask_without_values(lambda: self.fn(path, leaf.struct), repr(self), path)
         if not isinstance(answer, (bool, np.bool_)):
-            raise type_error(
-                f"{self!r} did not return a bool",
-                at=path,
-                got=described(answer),
-                expected="True (frozen) or False",
-                fix="compare the path, the shape or the dtype",
-            )
+            got, expected = described(answer), "True (frozen) or False"
+            fix = "compare the path, the shape or the dtype"
+            raise type_error(f"{self!r} did not return a bool", at=path, got=got, expected=expected, fix=fix)
         return bool(answer)
 
     def __repr__(self) -> str:

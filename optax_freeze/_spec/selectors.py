@@ -112,13 +112,9 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
       {'bias': True, 'kernel': False}
     """
     if not callable(fn):
-        raise type_error(
-            "fz.where takes a function",
-            at="its first argument",
-            got=described(fn),
-            expected="fn(path, leaf) -> bool",
-            fix="for patterns, use fz.path(...) or fz.regex(...)",
-        )
+        got, expected = described(fn), "fn(path, leaf) -> bool"
+        fix = "for patterns, use fz.path(...) or fz.regex(...)"
+        raise type_error("fz.where takes a function", at="its first argument", got=got, expected=expected, fix=fix)
     return Where(fn)
 
 
@@ -155,23 +151,14 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
 def distinct(name: str, patterns: Any, order: str = "from the output to the input layers") -> list[Any]:
     """A list of patterns and selectors; an error if one is named twice."""
     if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
-        raise type_error(
-            f"{name} takes a list of patterns",
-            at=name,
-            got=described(patterns),
-            expected=f"patterns or selectors, {order}",
-            fix="pass a list: [pattern, ...]",
-        )
+        got, expected = described(patterns), f"patterns or selectors, {order}"
+        fix = "pass a list: [pattern, ...]"
+        raise type_error(f"{name} takes a list of patterns", at=name, got=got, expected=expected, fix=fix)
     for i, pattern in enumerate(patterns):
         as_selector(pattern, name)
         if pattern in patterns[:i]:
-            raise value_error(
-                "a pattern is named twice",
-                at=name,
-                got=described(pattern),
-                expected="each pattern once",
-                fix="delete one of them",
-            )
+            got, expected = described(pattern), "each pattern once"
+            raise value_error("a pattern is named twice", at=name, got=got, expected=expected, fix="delete one of them")
     return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
 
 
@@ -192,13 +179,8 @@ def as_choice(value: Any, at: str) -> Choice:
         fix = "unpack it: fz.path(*patterns)"
     elif callable(value):
         fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
-    raise value_error(
-        f"{kind} where a bool is expected",
-        at=at,
-        got=described(value),
-        expected="True (frozen), False, an element mask or a boolean array",
-        fix=fix,
-    )
+    expected = "True (frozen), False, an element mask or a boolean array"
+    raise value_error(f"{kind} where a bool is expected", at=at, got=described(value), expected=expected, fix=fix)
 
 
 def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
@@ -215,11 +197,6 @@ def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
             fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"
             if isinstance(pattern, Selector):
                 fix = f"pass the selector itself: {~pattern if name == 'only' else pattern!r}"
-            raise type_error(
-                f"fz.{name} takes strings",
-                at=f"fz.{name}",
-                got=described(pattern),
-                expected="a pattern such as 'encoder/**'",
-                fix=fix,
-            )
+            got, expected = described(pattern), "a pattern such as 'encoder/**'"
+            raise type_error(f"fz.{name} takes strings", at=f"fz.{name}", got=got, expected=expected, fix=fix)
     return tuple(patterns)

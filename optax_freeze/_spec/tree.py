@@ -247,13 +247,9 @@ class Walk(NamedTuple):
             [(twice, _)] = collections.Counter(self.paths).most_common(1)
             numbered = jax.tree.unflatten(self.treedef, range(len(self.paths)))
             keys = [jax.tree_util.keystr(key) for key, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-            raise value_error(
-                "two leaves have the same path",
-                at=twice,
-                got=" and ".join(key for key, path in zip(keys, self.paths, strict=True) if path == twice),
-                expected="a unique path for each leaf: str(key) of each key, joined by '/'",
-                fix="rename one of the keys",
-            )
+            got = " and ".join(key for key, path in zip(keys, self.paths, strict=True) if path == twice)
+            expected, fix = "a unique path for each leaf: str(key) of each key, joined by '/'", "rename one of the keys"
+            raise value_error("two leaves have the same path", at=twice, got=got, expected=expected, fix=fix)
         if not self.variables:
             return described
         pairs = zip(described, self.variables, strict=True)
@@ -324,13 +320,9 @@ def _describe(path: str, value: Any) -> Leaf:
     if not is_array(value):
         return Leaf(path)
     if isinstance(value.dtype, str):  # jit and grad do not accept such an object either
-        raise type_error(
-            "not an array, but an object that contains one",
-            at=path,
-            got=f"a {type(value).__name__} of {value.dtype}",
-            expected="a JAX or NumPy array",
-            fix="pass the arrays: for Keras {variable.path: variable.value for variable in variables}",
-        )
+        got, expected = f"a {type(value).__name__} of {value.dtype}", "a JAX or NumPy array"
+        fix = "pass the arrays: for Keras {variable.path: variable.value for variable in variables}"
+        raise type_error("not an array, but an object that contains one", at=path, got=got, expected=expected, fix=fix)
     return Leaf(path, tuple(value.shape), value.dtype, (), value.index if isinstance(value, Part) else None)
 
 

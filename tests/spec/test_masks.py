@@ -4,7 +4,6 @@ import json
 import re
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +82,7 @@ def a_mask(name, axis):
     return fz.elements(library.asarray(frozen), compact), frozen, take
 
 
-KINDS = [*((name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"]))]
+KINDS = [(name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"])]
 KINDS += [("strided", 1, eagerly), ("compact", 0, eagerly)]
 
 
@@ -431,61 +430,8 @@ class TestPartsOfAnotherLeaf:
             fz.partition({"x": w, "y": w}, {"x": fz.rows(0), "y": fz.rows(1)})
 
 
-class TestTheUsersOwnCase:
-    """A 2 x 2 parameter of which only [0, 0] and [1, 1] train; the gradient is NaN elsewhere."""
-
-    @pytest.mark.parametrize("compact", [False, True])
-    def test_only_the_diagonal_trains(self, compact):
-        w, inner = jnp.array([[1.0, -0.0], [3.0, 4.0]]), optax.adamw(0.1, weight_decay=0.1)
-        tx = fz.freeze(inner, ~fz.elements(DIAGONAL, compact=compact))
-        grads = jnp.where(DIAGONAL, 0.5, jnp.nan)
-
-        @jax.jit
-        def train(w):
-            state = tx.init(w)
-            for _ in range(3):
-                updates, state = tx.update(grads, state, w)
-                w = optax.apply_updates(w, updates)
-            return w
-
-        new = np.asarray(train(w))
-        assert new[~DIAGONAL].tobytes() == np.array([-0.0, 3.0], np.float32).tobytes()
-        alone = jnp.array([1.0, 4.0])
-        state = inner.init(alone)
-        for _ in range(3):
-            updates, state = inner.update(jnp.full(2, 0.5), state, alone)
-            alone = optax.apply_updates(alone, updates)
-        chex.assert_trees_all_close(new[DIAGONAL], alone, rtol=1e-6)
-
-
 class TestStackedLayers:
     """The first k of L layers frozen, where the layers are one axis of each leaf."""
-
-    def test_linen_scan(self):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.relu(nn.Dense(4)(x)), None
-
-        class Model(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=6)
-                return scan(name="layers")(x, None)[0]
-
-        model, x = Model(), jnp.ones((2, 4))
-        params = model.init(jax.random.key(0), x)["params"]
-        spec = {"layers": fz.rows(slice(0, 4))}
-        state = fz.freeze(optax.adam(0.1), spec).init(params)
-        assert state_bytes(state) == 8 * sum(leaf.size for leaf in jax.tree.leaves(params)) // 3
-        grads = fz.grad(lambda p: model.apply({"params": p}, x).sum(), spec)(params)
-        full = jax.grad(lambda p: model.apply({"params": p}, x).sum())(params)
-        for part, whole in zip(
-            jax.tree.leaves(grads["layers"], is_leaf=lambda x: isinstance(x, fz.Part)),
-            jax.tree.leaves(full),
-            strict=True,
-        ):
-            chex.assert_trees_all_close(part.values, whole[4:], rtol=1e-5)
 
     def test_nnx_vmap(self):
         @nnx.split_rngs(splits=5)
