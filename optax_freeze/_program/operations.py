@@ -63,11 +63,17 @@ def rule(*names: str, cheap: bool = True, many: bool = False, apart: bool = Fals
     return register
 
 
+def rule_of(eqn: Equation) -> Rule:
+    """The rule for an operation; without one, everything has to be computed."""
+    return RULES.get(eqn.primitive.name, _NO_RULE)
+
+
+_NO_RULE = Rule(lambda *_: None, cheap=False, many=True, apart=False)
+
+
 def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """How an operation computes these regions of its results; None if only everything can be computed."""
-    found = RULES.get(eqn.primitive.name)
-    if found is None:
-        return None
+    found = rule_of(eqn)
     if found.many:
         return found.of(eqn, regions)
     [(place, region)] = [(i, region) for i, region in enumerate(regions) if region is not None]
@@ -75,22 +81,9 @@ def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation 
     return None if given is None else Computation(*given)
 
 
-def gives_list(eqn: Equation) -> bool:
-    """Whether the rule of an operation gives a list of results."""
-    found = RULES.get(eqn.primitive.name)
-    return found is not None and found.many
-
-
-def is_apart(eqn: Equation) -> bool:
-    """Whether each result is computed on its own."""
-    found = RULES.get(eqn.primitive.name)
-    return found is not None and found.apart
-
-
 def is_cheap(eqn: Equation) -> bool:
     """Whether an operation may be repeated for each wanted region of its result."""
-    found = RULES.get(eqn.primitive.name)
-    return found is not None and found.cheap
+    return rule_of(eqn).cheap
 
 
 def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -564,17 +563,6 @@ class TestModels:
         features = eqx.filter_jit(once.before)(model, X)
         got = eqx.filter_jit(fz.value_and_grad(once.after, frozen))(once.needed(model, X), features, X)
         assert_equal_up_to_rounding(got, eqx.filter_jit(fz.value_and_grad(loss, frozen))(model, X))
-
-    def test_haiku(self):
-        net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 16, 4])(x)))
-        loss = lambda params, x: jnp.mean(net.apply(params, x) ** 2)  # noqa: E731
-        check(loss, fz.only("mlp/~/linear_2"), net.init(jax.random.key(0), X), X)
-
-    def test_keras(self):
-        keras = pytest.importorskip("keras")
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
-        params, state = [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables]
-        check(lambda params, x: jnp.mean(model.stateless_call(params, state, x)[0] ** 2), ["0", "1"], params, X)
 
     def test_nnx_and_a_random_key_among_the_parameters(self):
         class Model(nnx.Module):
