@@ -385,10 +385,6 @@ def cumulative(eqn: Equation, region: Any) -> Any:
     return [needed], lambda x: cut.take(eqn.bind(x))
 
 
-def _of_matrices(eqn: Equation) -> range:
-    return range(len(eqn.avals_in[0].shape) - 2)
-
-
 def _of_elements(eqn: Equation) -> range:
     """Each element becomes several, or several become one, along a new last axis."""
     return range(min(len(eqn.avals_in[0].shape), len(eqn.avals_out[0].shape)))
@@ -409,7 +405,7 @@ def _of_windows(eqn: Equation) -> list[int]:
 _MATRICES = "cholesky eigh lu qr householder_product svd triangular_solve tridiagonal_solve geqrf"
 _WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod"
 _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
-    **dict.fromkeys(_MATRICES.split(), _of_matrices),
+    **dict.fromkeys(_MATRICES.split(), lambda eqn: range(len(eqn.avals_in[0].shape) - 2)),
     **dict.fromkeys(_WINDOWS.split(), _of_windows),
     **dict.fromkeys(["bitcast_convert_type", "random_wrap", "random_unwrap", "random_split"], _of_elements),
     **dict.fromkeys(["sort", "top_k"], _of_sort),
@@ -499,11 +495,6 @@ def conv_general_dilated(eqn: Equation, region: Any) -> Any:
     return None
 
 
-def _number(atom: Any) -> int | None:
-    """The number that a literal is."""
-    return None if isinstance(atom, int) else int(atom.val)
-
-
 @rule("dynamic_slice")
 def dynamic_slice(eqn: Equation, region: Any) -> Any:
     sizes, shape, axis = eqn.params["slice_sizes"], eqn.avals_in[0].shape, region.axis
@@ -511,9 +502,9 @@ def dynamic_slice(eqn: Equation, region: Any) -> Any:
     if sizes[axis] == shape[axis]:
         rows = region
     else:
-        start = _number(eqn.inputs[1 + axis])
-        if start is None:
+        if isinstance(eqn.inputs[1 + axis], int):
             return None
+        start = int(eqn.inputs[1 + axis].val)
         start = min(max(start, 0), shape[axis] - sizes[axis])
         rows = Rows(axis, region.numbers + start) if isinstance(region, Rows) else region.shifted(start)
     changed = _at(sizes, axis, region.count)
