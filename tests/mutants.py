@@ -643,12 +643,6 @@ MUTANTS = [
         "if False",
         "tests/gradient/test_restrict.py -k put_together",
     ),
-    Mutant(
-        "_gradient/restricted_call.py",
-        " and not jax.sharding.get_abstract_mesh().manual_axes",
-        "",
-        "tests/gradient/test_rows.py -k what_varies",
-    ),
     Mutant("_program/operations.py", " mulhi name ", " name ", "tests/program/test_operations.py -k elementwise"),
     Mutant(
         "_program/operations.py",
