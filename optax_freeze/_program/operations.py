@@ -1,8 +1,7 @@
 """The table of operations: which regions of its operands an operation needs for the wanted region of its result.
 
 A rule ``rule(eqn, region)`` returns the regions of the operands and a function that computes the region of the result
-from them. It returns None if the operation has to compute everything. Every question about a program is asked of this
-table.
+from them, or None if the operation has to compute everything.
 """
 
 import functools
