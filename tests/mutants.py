@@ -414,7 +414,7 @@ MUTANTS = [
         "yield from [value[name]] if is_int(value[name]) else _words(value[name])",
         "tests/precompute/test_example_axis.py -k in_their_values",
     ),
-    Mutant("_precompute/graph.py", " and not task.eqn.has_effects", "", "tests/precompute -k callback_with_a_result"),
+    Mutant("_precompute/graph.py", " and not task.eqn.has_effects", "", "tests/precompute -k runs_nothing"),
     Mutant(
         "_precompute/cut.py",
         "if node.eqn.has_effects or (not node.is_known and",

@@ -422,40 +422,30 @@ class TestTransformations:
         of_after = jax.hessian(lambda t: once.after(fz.combine(t, rest), features, X))(trainable)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), of_after, of_loss)
 
-    def test_a_trace_runs_nothing(self):
+    @pytest.mark.parametrize("has_result", [False, True])
+    def test_a_trace_runs_nothing_and_a_callback_is_called_in_each_step(self, has_result):
         calls = []
 
-        def loss(params, x):
-            h = x @ params["encoder"]
-            jax.debug.callback(calls.append, h.sum(), ordered=True)
-            return jnp.sum(h @ params["head"])
-
-        params, once = three_layers(), fz.precompute(loss, "encoder")
-        features = once.before(params, X)
-        once.needed(params, X)
-        once.explain(params, X)
-        jax.effects_barrier()
-        assert calls == []
-        once.after(params, features, X)
-        jax.effects_barrier()
-        assert len(calls) == 1
-
-    def test_a_callback_with_a_result_is_called_in_each_step(self):
-        calls = []
-
-        def double(h):
+        def called(h):
             calls.append(h.shape)
             return 2 * h
 
         def loss(params, x):
             h = x @ params["encoder"]
-            h = jax.experimental.io_callback(double, jax.ShapeDtypeStruct(h.shape, h.dtype), h, ordered=True)
+            if has_result:
+                h = jax.experimental.io_callback(called, jax.ShapeDtypeStruct(h.shape, h.dtype), h, ordered=True)
+            else:
+                jax.debug.callback(called, h, ordered=True)
             return jnp.sum(h @ params["head"])
 
         params, once = three_layers(), fz.precompute(loss, "encoder")
         features = jax.jit(once.before)(params, X)
+        once.needed(params, X)
+        once.explain(params, X)
+        jax.effects_barrier()
         assert calls == []
         np.testing.assert_allclose(jax.jit(once.after)(params, features, X), loss(params, X), rtol=1e-5)
+        jax.effects_barrier()
         assert calls == [(32, 16), (32, 16)]
 
     def test_one_compilation_and_no_tracer_leaks(self):
