@@ -449,7 +449,7 @@ MUTANTS = [
         "_precompute/inputs.py",
         "return is_rows and not np.intersect1d(region.numbers, self.trainable.numbers).size",
         "return is_rows",
-        "tests/precompute/test_precompute.py -k 'value_and_gradient and rows'",
+        "tests/precompute/test_precompute.py -k scan",
     ),
     Mutant(
         "_precompute/example_axis.py",
