@@ -77,15 +77,15 @@ class LeafExplanation(Explanation):
       everything: the operations of the gradient that compute everything although only some rows are wanted, because
         nothing is known about their rows; the last one in program order is first. Or the operations that copy the whole
         leaf to the device, and for a leaf on the device, those that read it.
-      rows: the number of rows, and ``trainable_rows`` of those that train; 0 for a leaf that is listed as it is read.
+      rows: the number of rows, and ``trainable_rows`` of those that train; None for a leaf in ``Explanation.host``.
       on_host: whether the leaf is in host memory.
     """
 
     path: str
     by_rows: tuple[Operation, ...]
     everything: tuple[Operation, ...]
-    rows: int = 0
-    trainable_rows: int = 0
+    rows: int | None = None
+    trainable_rows: int | None = None
     on_host: bool = False
 
     @property
@@ -96,7 +96,7 @@ class LeafExplanation(Explanation):
     @property
     def lines(self) -> list[str]:
         path = self.path or "(the root)"
-        if self.trainable_rows:
+        if self.rows is not None:
             how = f"everything is computed by {self.merged}" if self.merged else "only their gradient is computed"
             costly = [f"  rows: {operation}" for operation in self.by_rows if not operation.is_cheap]
             return [f"{path}: {self.trainable_rows} of {self.rows} rows train; {how}", *costly]

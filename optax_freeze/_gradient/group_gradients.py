@@ -1,7 +1,6 @@
 """Gradients of only those groups of ``freeze_when`` that are trainable at the current step.
 
-Which groups are frozen is known only at run time. The dense gradient is one program, of which each operation is
-evaluated if a group that needs it is trainable now. So every set of frozen groups costs what it must.
+The dense gradient is one program, of which each operation is evaluated if a group that needs it is trainable now.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Differentiates functions with respect to the trainable parameters only.
 
-``jax.grad`` of the full tree computes a gradient for every leaf. If anything reads all of these gradients (a global
-norm, an accumulator, a finite check, the outputs of a ``jit``), the compiler cannot remove the work for frozen leaves.
-The functions in this file never request gradients of frozen leaves or frozen rows.
+``jax.grad`` of the full tree computes a gradient for every leaf, and the compiler cannot remove the work for frozen
+ones if anything reads it, such as a global norm. The functions in this file never request gradients of what is frozen.
 """
 
 import functools

@@ -1,8 +1,7 @@
 """Calls a function of the full parameters with what trains and the rest, with the gradient of the trainable rows alone.
 
-A leaf frozen by rows is put together, and the function is traced. In reverse mode, the program of the function and its
-transpose is divided: of its tasks for the wanted rows, those that do not depend on the cotangents are evaluated in the
-forward pass, and what the others read is stored.
+A leaf frozen by rows is put together, and the function is traced. In reverse mode, the tasks for the wanted rows that
+do not depend on the cotangents are evaluated in the forward pass, and what the others read is stored.
 """
 
 import dataclasses

@@ -81,7 +81,8 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     stays = {id(value) for value, leaf, selection in leaves if not _streams(value, leaf, selection, min_bytes)}
     moves = {id(value): value for value in values if id(value) not in stays}  # an array at two paths only once
     moved = {number: _to_host(value) for number, value in moves.items()}
-    return jax.tree.unflatten(treedef, [moved.get(id(v), _back(v, selection)) for v, _, selection in leaves])
+    back = [v if may_stay_on_host(selection) else _to_device(v) for v, _, selection in leaves]
+    return jax.tree.unflatten(treedef, [moved.get(id(v), other) for v, other in zip(values, back, strict=True)])
 
 
 def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int) -> bool:
@@ -106,11 +107,6 @@ def _to_host(value: Any) -> Any:
     sharding = getattr(value, "sharding", None) or SingleDeviceSharding(_default_device())
     _refuse_no_host_memory(sharding)
     return _placed(value, _with_rows_apart(value, sharding.with_memory_kind(HOST)))
-
-
-def _back(value: Any, selection: Selection) -> Any:
-    """A leaf that is not moved to the host. It returns to the device if it may not be in host memory."""
-    return value if may_stay_on_host(selection) else _to_device(value)
 
 
 def _to_device(value: Any) -> Any:

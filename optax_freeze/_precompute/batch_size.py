@@ -1,8 +1,7 @@
 """The number of examples in a batch, and shapes of the other arguments that fit another number.
 
-No argument says which axes of the labels, weights or keys given beside a batch have one entry per example, and an axis
-may have the size of the batch by chance: two examples and the two numbers of a ``PRNGKey``, ten examples and ten class
-weights. The function itself tells, since it can be traced only with shapes that fit.
+An axis of the labels, weights or keys beside a batch may have its size by chance: two examples and the two numbers of a
+``PRNGKey``. The function itself tells, since it can be traced only with shapes that fit.
 """
 
 import itertools
@@ -42,11 +41,7 @@ def number_of_examples(inputs: Sequence[Input], axis: int) -> int:
 
 
 def with_examples(count: int, inputs: Sequence[Input], axis: int) -> Iterator[list[Input]]:
-    """Yields the inputs for a batch of ``count`` examples, the likely ones first.
-
-    Only the shapes of what does not recur are not known, and the operations before the cut do not read it. So they
-    are the same with any of these inputs for which the function can be traced.
-    """
+    """Yields the inputs for a batch of ``count`` examples, the likely ones first; what does not recur may vary."""
     free = {i: np.shape(x.value) for i, x in enumerate(inputs) if x.leaf is None and x.why}
     batch = {i: _resized(np.shape(x.value), [axis], count) for i, x in enumerate(inputs) if x.is_batch}
     arguments, now = [inputs[i].name.split("/")[0] for i in free], number_of_examples(inputs, axis)

@@ -49,10 +49,7 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def after_of(graph: Graph) -> tuple[list[int], set[Key]]:
-    """The nodes that cannot be computed beforehand but are needed, and the known regions that are read after the cut.
-
-    A node is needed if it has effects, or if the outputs depend on it.
-    """
+    """The nodes that are needed and cannot be computed beforehand, and the known regions that they or outputs read."""
     wanted, nodes = set(graph.outputs), []
     for i, node in reversed([*enumerate(graph.nodes)]):
         if node.eqn.has_effects or (not node.is_known and not wanted.isdisjoint(node.writes)):

@@ -39,10 +39,7 @@ class Division(NamedTuple):
 
     @property
     def read_again(self) -> dict[int | None, Node | None]:
-        """The parameters whose frozen elements are read after the cut, and the first operation that reads them.
-
-        The operation is None if the parameter is only returned.
-        """
+        """The parameters whose frozen elements are read after the cut, and the first reader; None if returned."""
         found: dict[int | None, Node | None] = {}
         readers = [(node, node.reads) for node in map(self.graph.nodes.__getitem__, self.cut.after)]
         for node, keys in (*readers, (None, self.graph.outputs)):

@@ -1,9 +1,8 @@
 """Finds the axis of the examples of a batch in each value of a program, and the operations that mix examples.
 
-The table of operations says which region of its operands an operation needs for the entries of one example. These must
-be the entries of the same example, and the computation the same for each example. Where an operand is shared by all
-examples, the operation needs the same region of it for each, or its entries must be equal for all examples: otherwise
-the result for an example would depend on its position in the batch.
+For the entries of one example, an operation must need those of the same example, by the table of operations, and do the
+same computation. Of an operand that all examples share, it must need the same region, or entries that are equal for all
+examples: otherwise a result would depend on the position in the batch.
 """
 
 import functools

@@ -116,10 +116,7 @@ def part_of(program: Program, value: int, made_by: Mapping[int, Equation]) -> tu
 def late_inputs(
     late: Late | None, inputs: Sequence[Any], from_rows: float = float("inf")
 ) -> tuple[dict[int, Origins], set[int]]:
-    """Of the operands of a loop or a branch, those that are late values, and others that are stored anyway.
-
-    A loop reads rows of the operands ``from_rows`` on.
-    """
+    """The operands of a loop or a branch that are late, and others that are stored; rows are read ``from_rows`` on."""
     if late is None:
         return {}, set()
     on_host = {place: late.origins(value, place >= from_rows) for place, value in enumerate(inputs) if value in late}

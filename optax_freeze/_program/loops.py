@@ -1,8 +1,7 @@
 """Loops and branches: only the steps, the results and the regions of them that are wanted.
 
 A ``scan`` is divided into segments of steps of which the same results are wanted, and ends after the last wanted one.
-Its inputs are read by index, not cut, since a slice is a copy. What is wanted of the carry is the same at both ends of
-a segment. A step whose number is a value of the program is recognised while the loop runs.
+Its inputs are read by index, since a slice is a copy. What is wanted of the carry is the same at both ends.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """The table of operations: which regions of its operands an operation needs for the wanted region of its result.
 
 A rule ``rule(eqn, region)`` returns the regions of the operands and a function that computes the region of the result
-from them. It returns None if the operation has to compute everything. Every question about a program is asked of this
-table.
+from them, or None if the operation has to compute everything.
 """
 
 import functools
@@ -63,11 +62,17 @@ def rule(*names: str, cheap: bool = True, many: bool = False, apart: bool = Fals
     return register
 
 
+def rule_of(eqn: Equation) -> Rule:
+    """The rule for an operation; without one, everything has to be computed."""
+    return RULES.get(eqn.primitive.name, _NO_RULE)
+
+
+_NO_RULE = Rule(lambda *_: None, cheap=False, many=True, apart=False)
+
+
 def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """How an operation computes these regions of its results; None if only everything can be computed."""
-    found = RULES.get(eqn.primitive.name)
-    if found is None:
-        return None
+    found = rule_of(eqn)
     if found.many:
         return found.of(eqn, regions)
     [(place, region)] = [(i, region) for i, region in enumerate(regions) if region is not None]
@@ -75,22 +80,9 @@ def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation 
     return None if given is None else Computation(*given)
 
 
-def gives_list(eqn: Equation) -> bool:
-    """Whether the rule of an operation gives a list of results."""
-    found = RULES.get(eqn.primitive.name)
-    return found is not None and found.many
-
-
-def is_apart(eqn: Equation) -> bool:
-    """Whether each result is computed on its own."""
-    found = RULES.get(eqn.primitive.name)
-    return found is not None and found.apart
-
-
 def is_cheap(eqn: Equation) -> bool:
     """Whether an operation may be repeated for each wanted region of its result."""
-    found = RULES.get(eqn.primitive.name)
-    return found is not None and found.cheap
+    return rule_of(eqn).cheap
 
 
 def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
@@ -392,10 +384,6 @@ def cumulative(eqn: Equation, region: Any) -> Any:
     return [needed], lambda x: cut.take(eqn.bind(x))
 
 
-def _of_matrices(eqn: Equation) -> range:
-    return range(len(eqn.avals_in[0].shape) - 2)
-
-
 def _of_elements(eqn: Equation) -> range:
     """Each element becomes several, or several become one, along a new last axis."""
     return range(min(len(eqn.avals_in[0].shape), len(eqn.avals_out[0].shape)))
@@ -416,7 +404,7 @@ def _of_windows(eqn: Equation) -> list[int]:
 _MATRICES = "cholesky eigh lu qr householder_product svd triangular_solve tridiagonal_solve geqrf"
 _WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod"
 _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
-    **dict.fromkeys(_MATRICES.split(), _of_matrices),
+    **dict.fromkeys(_MATRICES.split(), lambda eqn: range(len(eqn.avals_in[0].shape) - 2)),
     **dict.fromkeys(_WINDOWS.split(), _of_windows),
     **dict.fromkeys(["bitcast_convert_type", "random_wrap", "random_unwrap", "random_split"], _of_elements),
     **dict.fromkeys(["sort", "top_k"], _of_sort),
@@ -506,11 +494,6 @@ def conv_general_dilated(eqn: Equation, region: Any) -> Any:
     return None
 
 
-def _number(atom: Any) -> int | None:
-    """The number that a literal is."""
-    return None if isinstance(atom, int) else int(atom.val)
-
-
 @rule("dynamic_slice")
 def dynamic_slice(eqn: Equation, region: Any) -> Any:
     sizes, shape, axis = eqn.params["slice_sizes"], eqn.avals_in[0].shape, region.axis
@@ -518,9 +501,9 @@ def dynamic_slice(eqn: Equation, region: Any) -> Any:
     if sizes[axis] == shape[axis]:
         rows = region
     else:
-        start = _number(eqn.inputs[1 + axis])
-        if start is None:
+        if isinstance(eqn.inputs[1 + axis], int):
             return None
+        start = int(eqn.inputs[1 + axis].val)
         start = min(max(start, 0), shape[axis] - sizes[axis])
         rows = Rows(axis, region.numbers + start) if isinstance(region, Rows) else region.shifted(start)
     changed = _at(sizes, axis, region.count)

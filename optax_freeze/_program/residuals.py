@@ -15,9 +15,9 @@ from optax_freeze._program.late import is_repeated
 from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
 
 
-def program_of(closed: ClosedJaxpr, enter_remat: bool = True, **options: Any) -> Program:
+def program_of(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
     """The operations of a jaxpr, as :func:`flatten` lists them; those of a gradient compute such values again."""
-    program = flatten(closed, enter_remat, **options)
+    program = flatten(closed, enter_remat)
     if not enter_remat:
         return program
     program = program.copy(consts=dict(program.consts))

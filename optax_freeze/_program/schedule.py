@@ -13,7 +13,7 @@ from optax_freeze._program import loops
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, Origins, part_of
-from optax_freeze._program.operations import REDUCTIONS, Computation, computation, gives_list, is_apart, is_cheap
+from optax_freeze._program.operations import REDUCTIONS, Computation, computation, is_cheap, rule_of
 from optax_freeze._program.regions import (
     EVERYTHING,
     LAZY,
@@ -143,7 +143,7 @@ class Walk:
                 continue
             if (self.is_late and self._slices(eqn)) or self._enters(eqn, wanted):
                 continue
-            if len(wanted) == 1 or (is_apart(eqn) and (self.known is None or self._is_in_part(eqn))):
+            if len(wanted) == 1 or (rule_of(eqn).apart and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
@@ -180,7 +180,7 @@ class Walk:
         elif any(is_scattered(region, shape) for region in chosen) or self._everything_is_as_cheap(eqn, chosen, shape):
             chosen = {EVERYTHING: joined_label([wanted])}
         part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
-        if EVERYTHING in chosen and not is_apart(eqn) and part is None:
+        if EVERYTHING in chosen and not rule_of(eqn).apart and part is None:
             self.everything(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
             chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
@@ -236,7 +236,7 @@ class Walk:
 
         def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             out = found.apply(*operands)
-            return out if gives_list(eqn) else [out] * len(writes)
+            return out if rule_of(eqn).many else [out] * len(writes)
 
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
         self.add(Task(eqn, reads, writes, apply, label, max(shares, default=1.0)))

@@ -39,10 +39,7 @@ def joined_label(wanted: Sequence[Wanted]) -> int:
 
 
 def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
-    """The regions in which a value is computed, with their labels: :func:`covering`, for each label on its own.
-
-    Where regions of different labels overlap, they are computed together.
-    """
+    """:func:`covering` for each label on its own; where regions of different labels overlap, they stay together."""
     labels = {label: [region for region, other in wanted.items() if other == label] for label in wanted.values()}
     apart = [(region, label) for label, regions in labels.items() for region in covering(regions, shape)]
     if len(labels) == 1 or not _overlap([region for region, _ in apart], shape):
@@ -197,10 +194,7 @@ class Schedule(NamedTuple):
         return after
 
     def postponable(self, label: int, apart: Collection[int]) -> list[int]:
-        """The positions of the tasks of a label that can be left for later.
-
-        They read none of the values ``apart``, and no other task that does reads their results.
-        """
+        """The tasks of a label that read none of the values ``apart``, and whose results no other task reads first."""
         needed: set[int] = set()
         found = []
         for i in reversed(range(len(self.tasks))):
@@ -236,10 +230,7 @@ def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[
 def _run_if(
     condition: Any, tasks: Sequence[Task], values: Values, context: Context, others: Sequence[Task], kept: set[int]
 ) -> Any:
-    """Evaluates tasks if a condition holds; else what others read of them is zeros, which are not used.
-
-    Returns the condition as a result of the tasks.
-    """
+    """Evaluates tasks if a condition holds, or else writes zeros; returns the condition as a result of the tasks."""
     read = {number for task in others for number in task.read_numbers} | kept
     writes = [write for task in tasks for write in task.writes if write is not None and write[0] in read]
 

@@ -30,7 +30,7 @@ _OF_NO_VALUE = (
 class Traced:
     """The program of ``fun(*arrays)``, and how its outputs are put together."""
 
-    def __init__(self, fun: Callable[..., Any], arrays: Sequence[Any], **options: Any) -> None:
+    def __init__(self, fun: Callable[..., Any], arrays: Sequence[Any], enter_remat: bool = True) -> None:
         self._treedef, self._flat = None, []
 
         def traced(*arrays: Any) -> list[Any]:
@@ -40,7 +40,7 @@ class Traced:
 
         self.closed = closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
         on_host = [number for number, array in enumerate(arrays) if is_on_host(array)]
-        self.program: Program = program_of(closed, **options)._replace(on_host=on_host)
+        self.program: Program = program_of(closed, enter_remat)._replace(on_host=on_host)
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result of the function, given the outputs of the program."""

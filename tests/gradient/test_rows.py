@@ -362,12 +362,6 @@ def test_what_computes_everything():
         check(of_rows({"": fun}), everything={"w": name})
 
 
-@pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 6)])
-def test_a_clipped_lookup_of_the_edges(rows):
-    """Numbers out of range name the first and the last row, which train."""
-    check(of_rows(some(OF_ROWS, list(OF_ROWS).index("take, clip"), 999), rows))
-
-
 def test_rows_along_two_axes_of_a_square():
     funs = {
         "times": lambda w, x: w * w.T,
