@@ -220,6 +220,8 @@ class TestEach:
         moved = [bits(new) != bits(jnp.ones(2)) for new, _ in run(tx, jnp.ones(2), 2)]
         assert moved == [False, False, True]
         assert last(tx, {}, 1) == {}
+        tx = fz.freeze_when(optax.lbfgs(), {"**": False}, optax.lbfgs())
+        assert tx.update({}, tx.init({}), {}, value=0.0, grad={}, value_fn=lambda params: 0.0)[0] == {}
 
     def test_switches_are_set_by_path_or_together(self, params):
         groups = {"head/bias": False, fz.each("**/bias"): False, fz.each("**/kernel"): fz.unfreeze_at(2)}
