@@ -351,6 +351,7 @@ def of_head(first, second):
         ({fz.path("a", "b"): True, ("a", "b"): False}, "two groups have the same name"),
         ({"encoder": (True, fz.unfreeze_at(3))}, "a bool where an element mask is expected"),
         ({"encoder": lambda step: int(step) < 5}, r"at: encoder(.|\n)*fix: compare"),
+        ({"encoder": lambda: True}, r"must take \(step\) or \(step, stats\)"),
         ({"encoder": jnp.ones(2, bool)}, r"expected a bool for the group\n  at: encoder"),
         (of_head(fz.rows([0]), fz.rows([0], axis=1)), "incompatible element masks"),
         (of_head(fz.rows([0]), CHECKERED), "incompatible element masks"),
