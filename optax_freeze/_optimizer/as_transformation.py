@@ -12,13 +12,7 @@ def as_transformation(
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax optimizer, or an ``optax.MultiSteps``, as a transformation that takes extra arguments.
 
-    Args:
-      tx: the value given for the argument ``name``.
-      call: how the public function is called, for the error.
-      other: the value given for the argument with which ``tx`` may have been swapped.
-
-    Raises:
-      TypeError: if ``tx`` is not an optimizer.
+    The error for any other value shows ``call``; ``other`` is the argument with which it may have been swapped.
     """
     if isinstance(tx, optax.MultiSteps):
         update_fn: Any = tx.update

@@ -84,18 +84,22 @@ class Switch(Condition):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class StepCondition(Condition):
-    """A function of the step."""
+class FunctionCondition(Condition):
+    """A function of the step, and of the gradient statistics of the group if it ``takes_norm``."""
 
     name: str = dataclasses.field(compare=False)  # of the group, for errors
     function: Callable[..., Any]
+    takes_norm: bool
+
+    def initial(self) -> PyTree:
+        zero = jnp.zeros([], jnp.float32)
+        return GroupStats(zero + jnp.inf, zero, jnp.zeros([], jnp.int32)) if self.takes_norm else ()
 
     def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
-        return [self._ask(step)]
-
-    def _ask(self, *args: Any) -> Any:
         try:
-            answer = self.function(*args)
+            answer = (
+                self.function(step, GroupStats(*jax.tree.leaves(states))) if self.takes_norm else self.function(step)
+            )
         except jax.errors.JAXTypeError as error:
             raise type_error(
                 "a condition needs the value of a traced array",
@@ -105,44 +109,34 @@ class StepCondition(Condition):
                 fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
             ) from error
         refuse_no_bool(self.name, answer, described(self.function))
-        return answer
+        return [answer]
+
+    def next(
+        self, step: jax.Array, states: Sequence[Any], frozen: Sequence[Any], norms: Sequence[Any]
+    ) -> Sequence[Any]:
+        if not self.takes_norm:
+            return states
+        [is_frozen], [norm], old = frozen, norms, GroupStats(*jax.tree.leaves(states))
+        trained = ~jnp.asarray(is_frozen)
+        counts = trained & jnp.isfinite(norm)
+        total = jnp.where(counts, old.total + norm, old.total)
+        return [GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts.astype(jnp.int32))]
+
+    def differs(self, other: Condition) -> bool:
+        if not isinstance(other, FunctionCondition) or self.takes_norm != other.takes_norm:
+            return True
+        comparable = all(dataclasses.is_dataclass(each.function) for each in (self, other))
+        return comparable and self.function != other.function
 
     def check(self) -> None:
         step = jax.ShapeDtypeStruct((), jnp.int32)
         jax.eval_shape(lambda step: jnp.asarray(*self.frozen(step, [self.initial()])), step)
-
-    def differs(self, other: Condition) -> bool:
-        if not isinstance(other, StepCondition) or type(self) is not type(other):
-            return True
-        comparable = all(dataclasses.is_dataclass(each.function) for each in (self, other))
-        return comparable and self.function != other.function
 
     def __repr__(self) -> str:
         return repr(self.function)
 
     def __str__(self) -> str:
         return f"the condition {described(self.function)}"
-
-
-class StatsCondition(StepCondition):
-    """A function of the step and of the gradient statistics of the group."""
-
-    takes_norm = True
-
-    def initial(self) -> "GroupStats":
-        return GroupStats(jnp.full([], jnp.inf, jnp.float32), jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32))
-
-    def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
-        return [self._ask(step, GroupStats(*jax.tree.leaves(states)))]
-
-    def next(
-        self, step: jax.Array, states: Sequence[Any], frozen: Sequence[Any], norms: Sequence[Any]
-    ) -> Sequence[Any]:
-        [is_frozen], [norm], old = frozen, norms, GroupStats(*jax.tree.leaves(states))
-        trained = ~jnp.asarray(is_frozen)
-        counts = trained & jnp.isfinite(norm)
-        total = jnp.where(counts, old.total + norm, old.total)
-        return [GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts.astype(jnp.int32))]
 
 
 def as_condition(name: str, value: Any) -> Condition:
@@ -154,7 +148,7 @@ def as_condition(name: str, value: Any) -> Condition:
     if isinstance(value, Condition):
         return value
     if callable(value):
-        return (StatsCondition if _takes_stats(value) else StepCondition)(name, value)
+        return FunctionCondition(name, value, _takes_stats(value))
     refuse_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or ")
     return Switch(value)
 

@@ -44,8 +44,7 @@ class Converged(Condition):
         return self.patterns, self.interval, self.percentile
 
     def initial(self) -> Interval:
-        zero = jnp.zeros([], jnp.float32)
-        return Interval(zero, jnp.zeros([], jnp.int32), zero, jnp.zeros([], bool))
+        return Interval(*(jnp.zeros([], dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, bool)))
 
     def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
         *before_last, _ = [Interval(*jax.tree.leaves(state)).converged for state in states]

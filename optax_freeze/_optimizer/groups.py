@@ -100,12 +100,8 @@ def make_group_plans(
 ) -> GroupPlans:
     """Divides the parameters; in the plans are the arrays of dense masks.
 
-    Args:
-      groups: the groups, of which those with ``each`` are replaced by one group per leaf.
-      params: the parameters. ``optax.tree_map_params`` gives a placeholder without leaves, and maps the resulting state
-        together with the real one. The groups of ``each`` are then those of ``latest``.
-      tied: ``"error"`` refuses leaves that are tied across groups.
-      latest: the plans of the last parameters, if there were any.
+    ``optax.tree_map_params`` gives a placeholder without leaves for the parameters, and maps the resulting state
+    together with the real one. The groups of ``fz.each`` are then those of ``latest``, the last plans.
 
     Raises:
       ValueError: if a group is empty, two groups have the same name, masks for one leaf are incompatible, or leaves are

@@ -129,8 +129,9 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
 
     def trainable_of(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
-        lone = len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape  # a scalar beside a lone leaf
-        if structure != treedef or lone:
+        if structure != treedef:
+            return tree
+        if len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape:  # a scalar beside a lone leaf
             return tree
         values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
         return plan.trainable(treedef, values)

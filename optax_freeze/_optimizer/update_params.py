@@ -75,13 +75,6 @@ def update_params(
       >>> params
       {'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}
     """
-    return apply_gradients(tx, grads, state, params, extra_args)
-
-
-def apply_gradients(
-    tx: Any, grads: Any, state: PyTree, params: PyTree, extra_args: dict[str, Any]
-) -> tuple[PyTree, PyTree]:
-    """:func:`update_params`, which :func:`optax_freeze.freeze_when` also does with gradients not yet computed."""
     transformation = as_transformation(tx, _CALL, other=grads)
     if params is None:
         raise type_error(
@@ -92,6 +85,7 @@ def apply_gradients(
             fix="pass the parameters; only tx.update works without them",
         )
     treedef = _tree.flatten(params)[1]
+    # `train_step` passes gradients that are computed in the update.
     if not isinstance(grads, GradientOfGroups) and _tree.flatten_beside(treedef, grads)[1] != treedef:
         _tree.refuse_other_structure(grads, params, "grads", f"pass the arguments in this order: {_CALL}")
     update: Any = transformation.update

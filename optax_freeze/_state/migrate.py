@@ -66,9 +66,9 @@ def migrate(
     takes the counts of the groups that its leaves come from. Where a leaf with new moments shares an old count, Adam's
     bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual one.
 
-    As in :func:`optax_freeze.replace_masks`, an optimizer begins anew, with its counts, if all elements that it trains
-    are new; with a history of gradients (L-BFGS) or a line search, if any element is new or gone. Steps of schedules
-    and wrappers continue, except in a group or label of which all leaves are new.
+    An optimizer begins anew where it would in :func:`optax_freeze.replace_masks`, and one with a history of gradients
+    (L-BFGS) or a line search also if any element is gone. Steps of schedules and wrappers continue, except in a group
+    or label of which all leaves are new.
 
     Args:
       state: the old state, outside of ``jit``.

@@ -12,7 +12,7 @@ import optax
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._gradient.restrict import refuse_no_function, value_and_grad
 from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.update_params import apply_gradients, updates_in_place
+from optax_freeze._optimizer.update_params import update_params, updates_in_place
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.spec_of import spec_of
 
@@ -63,8 +63,8 @@ def train_step(
             of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
             grads = gradient_of_groups(of_params, spec, params, has_aux)
             if grads is not None:
-                return *apply_gradients(tx, grads, state, params, {}), grads.value
+                return *update_params(tx, grads, state, params), grads.value
         value, grads = value_and_grad(loss, spec, has_aux=has_aux)(params, *args, **kwargs)
-        return *apply_gradients(tx, grads, state, params, {}), value
+        return *update_params(tx, grads, state, params), value
 
     return step

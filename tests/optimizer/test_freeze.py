@@ -102,14 +102,6 @@ class TestFreeze:
         wide = {"n": np.arange(2), "w": jnp.ones(1)}  # 64 bits, which JAX does not have
         assert tx.update(wide, tx.init(wide), wide)[0]["n"].dtype == jnp.int32
 
-    def test_frozen_python_numbers_have_a_zero(self):
-        params = {"scale": -0.0, "count": 3, "w": jnp.ones(1)}
-        tx = fz.freeze(optax.sgd(0.1), "scale")
-        for grads in (params, fz.grad(lambda p: p["w"].sum() * p["scale"], "scale")(params)):
-            updates, _ = tx.update(grads, tx.init(params), params)
-            new = optax.apply_updates(params, updates)
-            assert (new["scale"], np.signbit(new["scale"]), new["count"]) == (0.0, True, 3)
-
     def test_all_or_nothing(self, params):
         for tree in (params, jnp.ones(2)):
             new, expected = (

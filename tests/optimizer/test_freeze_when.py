@@ -220,6 +220,8 @@ class TestEach:
         moved = [bits(new) != bits(jnp.ones(2)) for new, _ in run(tx, jnp.ones(2), 2)]
         assert moved == [False, False, True]
         assert last(tx, {}, 1) == {}
+        tx = fz.freeze_when(optax.lbfgs(), {"**": False}, optax.lbfgs())
+        assert tx.update({}, tx.init({}), {}, value=0.0, grad={}, value_fn=lambda params: 0.0)[0] == {}
 
     def test_switches_are_set_by_path_or_together(self, params):
         groups = {"head/bias": False, fz.each("**/bias"): False, fz.each("**/kernel"): fz.unfreeze_at(2)}
@@ -349,6 +351,7 @@ def of_head(first, second):
         ({fz.path("a", "b"): True, ("a", "b"): False}, "two groups have the same name"),
         ({"encoder": (True, fz.unfreeze_at(3))}, "a bool where an element mask is expected"),
         ({"encoder": lambda step: int(step) < 5}, r"at: encoder(.|\n)*fix: compare"),
+        ({"encoder": lambda: True}, r"must take \(step\) or \(step, stats\)"),
         ({"encoder": jnp.ones(2, bool)}, r"expected a bool for the group\n  at: encoder"),
         (of_head(fz.rows([0]), fz.rows([0], axis=1)), "incompatible element masks"),
         (of_head(fz.rows([0]), CHECKERED), "incompatible element masks"),

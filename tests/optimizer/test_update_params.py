@@ -104,6 +104,13 @@ class TestIsUpdateAndApply:
     def test_any_other_optimizer(self, setting):
         same(optax.masked(optax.adamw(0.1), {**dict.fromkeys("wvu", True), "n": False, "none": False}), setting)
 
+    @pytest.mark.parametrize(
+        "tx",
+        [fz.freeze_when(optax.adamw(0.1), {"w": fz.alternate(1)}), fz.freeze(optax.adamw(0.1), "u"), optax.sgd(0.1)],
+    )
+    def test_the_trainable_part_alone(self, setting, tx):
+        same(tx, fz.partition(setting, fz.rules({"w": fz.rows([0, 2]), "v": True}))[0])
+
     def test_extra_arguments(self):
         """A line search of each group evaluates the loss at the parameters before the update."""
         inner = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(4))

@@ -4,11 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import optax_freeze as fz
 import optax_freeze.nnx as fnnx
@@ -222,28 +220,7 @@ class TestGroups:
         assert bits(fz.migrate(new, tx, params).ungrouped_state[0].mu) == bits(rest.mu)
 
 
-class TestResume:
-    def test_after_a_migrate_it_goes_on_as_if_not_stopped(self, params, tmp_path):
-        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE))
-        params, state = train(fz.freeze(inner, "encoder"), params)
-        tx = fz.freeze(inner, fz.rules({"encoder/layer_0": True, "encoder/layer_1/kernel": fz.rows(0)}))
-        state = fz.migrate(state, tx, params)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "state", (params, state))
-            checkpointer.wait_until_finished()
-            restored, restored_state = checkpointer.restore(tmp_path / "state", (params, tx.init(params)))
-        assert bits(restored_state) == bits(state)
-        assert bits(train(tx, restored, 3, restored_state)) == bits(train(tx, params, 3, state))
-
-    def test_in_a_train_state(self, params):
-        state = TrainState.create(apply_fn=None, params=params, tx=fz.freeze(optax.adam(0.1), "encoder"))
-        state = state.apply_gradients(grads=params)
-        tx = fz.freeze(optax.adam(0.1), "encoder/layer_0")
-        new = state.replace(tx=tx, opt_state=fz.migrate(state.opt_state, tx, state.params))
-        new = new.apply_gradients(grads=params)
-        assert new.step == optax.tree.get(new.opt_state, "count") == 2
-        assert bits(new.params["encoder"]["layer_1"]) != bits(params["encoder"]["layer_1"])
-
+class TestNNX:
     def test_in_an_nnx_optimizer(self):
         model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
         inner = optax.MultiSteps(optax.adam(0.1), 1)

@@ -4,7 +4,6 @@ import math
 import re
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +61,19 @@ def placed_alike(got, expected):
     return all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
 
 
+def step_of(tx):
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates, fz.spec_of(state)), state
+
+    return step
+
+
+def largest_exchanged(program):
+    """The elements of the largest array that a collective of a compiled program returns."""
+    return max((math.prod(int(n) for n in shape.split(",") if n) for shape in MOVED.findall(program)), default=0)
+
+
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_a_training_step_keeps_every_sharding(layout, name):
     sharded = model(LAYOUTS[layout])
@@ -86,8 +98,7 @@ def test_a_training_step_keeps_every_sharding(layout, name):
     chex.assert_trees_all_close(jax.device_get(new), jax.device_get(alone), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("place", LAYOUTS)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("place", "name"), CASES)
 def test_no_collective_touches_what_is_frozen(place, name):
     """What is exchanged is the norm of the clip, and trainable rows on their way from the shard that holds them."""
     sharded = model(LAYOUTS[place])
@@ -95,15 +106,12 @@ def test_no_collective_touches_what_is_frozen(place, name):
     layout = fz.state_shardings(tx, sharded)
     state = jax.jit(tx.init, out_shardings=layout)(sharded)
 
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return fz.apply_updates(params, updates, fz.spec_of(state)), state
-
     where = shardings(sharded)
-    jitted = jax.jit(step, in_shardings=(where, layout, where), out_shardings=(where, layout), donate_argnums=(1, 2))
+    jitted = jax.jit(
+        step_of(tx), in_shardings=(where, layout, where), out_shardings=(where, layout), donate_argnums=(1, 2)
+    )
     program = jitted.lower(sharded, state, sharded).compile().as_text()
-    moved = [math.prod(int(n) for n in shape.split(",") if n) for shape in MOVED.findall(program)]
-    assert max(moved, default=0) <= TRAINABLE_ROWS
+    assert largest_exchanged(program) <= TRAINABLE_ROWS
     new, new_state = jitted(sharded, state, jax.tree.map(jnp.copy, sharded))
     assert shardings(new) == where
     assert shardings(new_state) == layout
@@ -115,11 +123,9 @@ def test_no_collective_touches_what_is_frozen(place, name):
         optax.adafactor(0.1),
         optax.contrib.muon(0.1),
         optax.lbfgs(),
-        optax.MultiSteps(optax.adam(0.1), 2),
-        optax.contrib.schedule_free_adamw(0.1),
-        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+        optax.inject_hyperparams(lambda rate: optax.MultiSteps(optax.adam(rate), 2).gradient_transformation())(0.1),
     ],
-    ids=["adafactor", "muon", "lbfgs", "MultiSteps", "schedule_free", "inject_hyperparams"],
+    ids=["adafactor", "muon", "lbfgs", "wrappers"],
 )
 def test_the_state_of_any_optimizer_has_shardings(inner):
     params = model(LAYOUTS["both"])
@@ -169,17 +175,6 @@ def test_inside_shard_map_whole_leaves_are_frozen():
     assert placed_alike(new, params)
     assert bits(new["encoder"]) == bits(params["encoder"])
     assert_equal_up_to_rounding(new, jax.jit(step)(params, state)[0])
-
-
-def test_linen_partition_metadata():
-    layer = nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("data", "model")))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((1, 16)))["params"]
-    where = nn.get_sharding(shapes, MESH)
-    variables = jax.jit(layer.init, out_shardings={"params": where})(jax.random.key(0), jnp.ones((1, 16)))
-    tx = fz.freeze(optax.adam(0.1), "bias")
-    layout = fz.state_shardings(tx, variables["params"])
-    state = jax.jit(tx.init, out_shardings=layout)(variables["params"])
-    assert [leaf.sharding.spec for leaf in jax.tree.leaves(state) if leaf.ndim] == [P("data", "model")] * 2
 
 
 def test_nnx_partition_metadata():
@@ -237,21 +232,17 @@ class TestExplicitMesh:
         frozen = {"embed": EXPLICIT_SPECS[name], "head": False}
         tx = fz.freeze(optax.adamw(0.1), frozen, full_updates=full_updates)
 
-        def step(grads, state, params):
-            updates, state = tx.update(grads, state, params)
-            return fz.apply_updates(params, updates, fz.spec_of(state)), state
-
         grads = jax.tree.map(jnp.cos, params)
         state = tx.init(params)
         layout_of_state = fz.state_shardings(tx, params)
         assert placed_alike(state, jax.jit(tx.init, out_shardings=layout_of_state)(params))
-        new, new_state = compiled(step)(grads, state, params)
+        new, new_state = compiled(step_of(tx))(grads, state, params)
         assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, params)
         assert placed_alike(new_state, state)
         fz.assert_frozen(params, new, frozen)
         grads, params = jax.tree.map(np.asarray, (grads, params))
         with jax.set_mesh(MESH):
-            expected, _ = step(grads, tx.init(params), params)
+            expected, _ = step_of(tx)(grads, tx.init(params), params)
         chex.assert_trees_all_close(jax.device_get(new), jax.device_get(expected), rtol=1e-5, atol=1e-6)
 
     def test_no_collective_of_the_size_of_the_table(self, name, layout):
@@ -260,14 +251,9 @@ class TestExplicitMesh:
         params = explicit_model(layout)
         tx = fz.freeze(optax.adamw(0.1), {"embed": EXPLICIT_SPECS[name], "head": False}, full_updates=False)
 
-        def step(grads, state, params):
-            updates, state = tx.update(grads, state, params)
-            return fz.apply_updates(params, updates, fz.spec_of(state)), state
-
-        jitted = jax.jit(step, donate_argnums=(1, 2))
+        jitted = jax.jit(step_of(tx), donate_argnums=(1, 2))
         program = jitted.lower(params, tx.init(params), params).compile().as_text()
-        moved = [math.prod(int(n) for n in shape.split(",") if n) for shape in MOVED.findall(program)]
-        assert max(moved, default=0) <= 8 * 64
+        assert largest_exchanged(program) <= 8 * 64
 
     def test_the_parts(self, name, layout):
         params = explicit_model(layout)
