@@ -28,11 +28,9 @@ LANES = 4
 
 @functools.partial(jax.jit, static_argnames="axis")
 def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, ...]:
-    """Sums one word per frozen element in each lane. ``axis`` is the block axis of :func:`_by_blocks`.
+    """Sums one word per frozen element in each lane, in one reduction, so that the leaf is read once.
 
-    The position of an element is added to its bits axis by axis, since a linear index would overflow. All lanes are
-    computed by one reduction, so that the leaf is read once. They are returned as scalars and not stacked, since
-    scalars are replicated on all devices.
+    Positions are added axis by axis, since a linear index would overflow. The lanes are scalars, which are replicated.
     """
 
     def of_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
@@ -84,10 +82,7 @@ def differ(old: Any, new: Any, selection: Selection) -> jax.Array:
 
 
 def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
-    """The largest absolute difference where ``differ`` is True, and whether it is NaN anywhere there.
-
-    ``xp`` is NumPy or ``jax.numpy``.
-    """
+    """The largest absolute difference where ``differ`` is True, and whether it is NaN there; ``xp`` is (jax.)numpy."""
     if xp.issubdtype(old.dtype, np.integer):
         wide = xp.uint64 if old.dtype.itemsize == 8 else xp.uint32
         up, down = (a.astype(wide) - b.astype(wide) for a, b in ((new, old), (old, new)))  # exact: no overflow
@@ -147,9 +142,8 @@ def hashed(*what: Any) -> np.ndarray:
 def placed(*nodes: Any) -> tuple[Any, ...]:
     """Moves the arrays of one leaf and its selection to the same devices, in the smallest shards that one of them has.
 
-    Arrays in host memory stay there, and NumPy arrays compared with them are placed there, too; see
-    :func:`_by_blocks`. Where all arrays are NumPy arrays, 64-bit numbers that JAX would truncate without 64-bit mode
-    are returned as tuples of words.
+    Beside arrays in host memory, NumPy arrays are placed there, too. Without any JAX array, 64-bit numbers that JAX
+    would truncate become tuples of words.
     """
     arrays = jax.tree.leaves(nodes)
     if any(isinstance(array, Tracer) for array in arrays):

@@ -72,7 +72,7 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
 def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
     """The contribution of each frozen leaf to each lane of the fingerprint, by path."""
     found = {}
-    for path, (_, value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
+    for path, (value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
         if not is_array(value):
             found[path] = _bits.hashed("object", path, _name(value))
         else:

@@ -19,10 +19,7 @@ from optax_freeze.features._arrays import on_host
 
 
 def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
-    """A function of a batch and its number.
-
-    It returns the digest of the batch, the shapes of its features, and a function that computes them.
-    """
+    """A function of a batch and its number, to its digest, the shapes of its features, and their computation."""
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).selections
     structs = [*map(_tree.struct_of, values)]
@@ -59,7 +56,7 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
 
 
 class _Beside:
-    """The arguments that do not recur. They are given once, beside the first batch, and only their shapes are read."""
+    """The arguments that do not recur: given once, beside the first batch, and only their shapes are read."""
 
     def __init__(self, once: Precomputed, others: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         given = jax.tree.map(_tree.struct_of, (tuple(others), dict(kwargs)))
@@ -72,16 +69,12 @@ class _Beside:
         self._found: dict[int, list[tuple[int, ...]]] = {}  # by number of examples
 
     def of_shapes(self, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these shapes."""
         left = iter(shapes)
         leaves = [jax.ShapeDtypeStruct(next(left), x.dtype) if is_array(x) else x for x in self._leaves]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def fitting(self, batch: Sequence[Any], number: int, result: Callable[[Any], Features]) -> tuple[Features, Any]:
-        """The result for the first shapes that fit a batch, and these shapes.
-
-        They are given for the first batch. For another size, the axes with one entry per example change theirs.
-        """
+        """The result for the first shapes that fit a batch, in which axes with one entry per example have its size."""
         count = next((x.shape[self._axis] for x in batch if len(x.shape) > self._axis), None)
         if count == 0:
             got = f"an array of shape {tuple(batch[0].shape)}"
