@@ -1,8 +1,8 @@
 """Mutation tests: one-line changes of the package that must make a test fail. Run with `make mutants`.
 
 Each mutant replaces one piece of source text in a copy of the working tree, and then runs the tests listed with it. If
-they pass, the mutant survives: no test checks this behaviour. A run takes about an hour on two cores and is not part
-of `make test`. `tests/mutants.py NAME...` runs the mutants whose file or source text contains one of the names.
+they pass, the mutant survives: no test checks this behaviour. A run takes about half an hour on two cores and is not
+part of `make test`. `tests/mutants.py NAME...` runs the mutants whose file or source text contains one of the names.
 """
 
 import concurrent.futures

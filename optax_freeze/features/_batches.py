@@ -33,13 +33,13 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
         left = iter(arrays)
         batch = jax.tree.unflatten(structure, [next(left) if kind is None else value for kind, value in rest])
         full = jax.tree.unflatten(treedef, [frozen.get(i, struct) for i, struct in enumerate(structs)])
-        others, kwargs = beside.of_shapes(shapes)
+        others, kwargs = beside.with_shapes(shapes)
         args, by_name = _arguments(once, batch, others)
         return once.before(full, *args, **by_name, **kwargs)
 
     jitted = jax.jit(before, static_argnums=2)
 
-    def of_batch(batch: Any, number: int) -> tuple[str, Features, Callable[[], Features]]:
+    def prepare(batch: Any, number: int) -> tuple[str, Features, Callable[[], Features]]:
         leaves, structure = jax.tree.flatten(batch)
         # A loader may reuse the memory of a NumPy array for the next batch, while this one is computed.
         arrays = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves if is_array(leaf)]
@@ -52,7 +52,7 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
         )
         return hashed.hexdigest(), found, lambda: jitted(frozen, arrays, (static, shapes))
 
-    return of_batch
+    return prepare
 
 
 class _Beside:
@@ -68,7 +68,7 @@ class _Beside:
         self._first = 0  # the number of examples in the first batch
         self._found: dict[int, list[tuple[int, ...]]] = {}  # by number of examples
 
-    def of_shapes(self, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_shapes(self, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(shapes)
         leaves = [jax.ShapeDtypeStruct(next(left), x.dtype) if is_array(x) else x for x in self._leaves]
         return jax.tree.unflatten(self._treedef, leaves)
