@@ -16,7 +16,7 @@ from optax_freeze._spec.resolve import resolve as resolve
 from optax_freeze._spec.labels import labels as labels
 from optax_freeze._spec.labels import labels_by_path as labels_by_path
 from optax_freeze._spec.labels import layerwise_decay as layerwise_decay
-from optax_freeze._spec.partition import apply_updates as apply_updates
+from optax_freeze._spec.apply_updates import apply_updates as apply_updates
 from optax_freeze._spec.partition import combine as combine
 from optax_freeze._spec.partition import partition as partition
 from optax_freeze._spec.partition import stop_gradient as stop_gradient
@@ -32,13 +32,13 @@ from optax_freeze._gradient.explain import explain as explain
 # Gradient transformations around any Optax optimizer.
 from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
-from optax_freeze._optimizer.convergence import GroupStats as GroupStats
+from optax_freeze._optimizer.conditions import GroupStats as GroupStats
 from optax_freeze._optimizer.convergence import freeze_converged as freeze_converged
 from optax_freeze._optimizer.update_params import update_params as update_params
-from optax_freeze._optimizer.conditions import alternate as alternate
-from optax_freeze._optimizer.conditions import freeze_at as freeze_at
-from optax_freeze._optimizer.conditions import gradual_unfreeze as gradual_unfreeze
-from optax_freeze._optimizer.conditions import unfreeze_at as unfreeze_at
+from optax_freeze._optimizer.schedules import alternate as alternate
+from optax_freeze._optimizer.schedules import freeze_at as freeze_at
+from optax_freeze._optimizer.schedules import gradual_unfreeze as gradual_unfreeze
+from optax_freeze._optimizer.schedules import unfreeze_at as unfreeze_at
 from optax_freeze._optimizer.given_groups import each as each
 from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 
@@ -60,7 +60,6 @@ from optax_freeze._report.summary import summary as summary
 from optax_freeze._report.print_trainable import print_trainable as print_trainable
 
 # Computing frozen layers once per batch.
-from optax_freeze._precompute.cut_explanation import CutExplanation as CutExplanation
 from optax_freeze._precompute.precompute import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._precompute.precompute import precompute as precompute

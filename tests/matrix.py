@@ -308,7 +308,7 @@ def _frozen(cell: Cell) -> Run:
         return Run(params, updates, [state.inner_state])
     before = (jax.vmap(init) if cell.mode == "vmap" else init)(*_problem(cell))
     _compare(f"{cell}: the state of a frozen group", state.groups["frozen"], before.groups["frozen"])
-    return Run(params, updates, [state.rest_state, state.groups["kernel"].inner_state])
+    return Run(params, updates, [state.ungrouped_state, state.groups["kernel"].inner_state])
 
 
 def _alone(cell: Cell, jit: bool = False) -> Run:

@@ -793,7 +793,7 @@ def test_a_filter_names_a_group_and_a_label(rngs):
     tx = fz.freeze_when(optax.sgd(0.1), {nnx.PathContains("norm"): fz.freeze_at(1)})
     updates, _ = tx.update(params, tx.init(params), params)
     assert len(jax.tree.leaves(updates)) == len(LAYERS | LORA | NORM)
-    spec = fz.freeze(optax.sgd(0.1), nnx.LoRAParam).init(params).spec
+    spec = fz.freeze(optax.sgd(0.1), nnx.LoRAParam).init(params).plan
     assert not any(hasattr(leaf, "variable") for leaf in spec.leaves)
 
 

@@ -88,20 +88,17 @@ def audit(
 
     ``tx`` takes a few steps several times from the same start: with gradients of zero and with ordinary, huge, infinite
     and NaN gradients for the frozen elements, with other frozen parameters, and with a state that has moments for them.
-    No frozen element may change, and no other update may differ between the runs by a single bit. Neither ``tx`` nor
-    ``params`` is changed.
-
-    Leaks are found whatever ``tx`` consists of; their causes are inferred. Later steps of a schedule are not checked.
+    No frozen element may change, and no other update may differ between the runs by a single bit. Leaks are found
+    whatever ``tx`` consists of; their causes are inferred. Later steps of a schedule are not checked.
 
     Args:
       tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in
-        host memory are copied to the device: the runs have gradients and updates of the same size.
+        host memory are copied to the device.
       frozen: the spec of the parameters that should be frozen, in any form.
       steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The
         ``value``, ``grad``, ``value_fn``, ``obj_fn`` or ``grad_fn`` of a made-up loss are given if ``tx`` takes them.
-        With arguments of your own, a loss for example, trainable parameters may depend on frozen ones.
       full_grads: False if ``tx`` gets only gradients of trainable parameters (:func:`optax_freeze.value_and_grad`).
 
     Returns:
@@ -110,8 +107,7 @@ def audit(
     Raises:
       ValueError: if the spec does not fit or freezes everything, ``steps`` is less than 1, or there is a ``Part`` among
         the parameters.
-      TypeError: if ``tx`` is not an optimizer or ``steps`` not an int, a function of the spec reads values, or a leaf
-        is an object that holds an array (a Keras variable). Errors of ``tx`` are passed on, with a note.
+      TypeError: if ``tx`` is not an optimizer or ``steps`` not an int. Errors of ``tx`` are passed on, with a note.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz

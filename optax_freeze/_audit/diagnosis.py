@@ -133,8 +133,8 @@ def diagnose(simulation: Simulation) -> tuple[list[Leak], dict[str, Run]]:
     """The leaks, leaf by leaf and then those of the state, and the runs that show them."""
     frozen_state = _frozen_state(simulation)
     runs = _run_all(simulation, frozen_state)
-    whole = [i for i in simulation.numbers if not simulation.counts[i][0]]
-    crosses = any(runs[name].shows("changed", i) for name in _FINITE if name in runs for i in whole)
+    trainable = [i for i in simulation.numbers if not simulation.counts[i][0]]
+    crosses = any(runs[name].shows("changed", i) for name in _FINITE if name in runs for i in trainable)
     ignored = _ignored(simulation, runs["zero"], runs["turned"])
     leaks: list[Leak] = []
     for i in simulation.numbers:
@@ -262,8 +262,7 @@ def _held(simulation: Simulation, frozen_state: Sequence[FrozenState]) -> Iterat
 def _frozen_state(simulation: Simulation) -> list[FrozenState]:
     """The arrays of the initial state that hold values for frozen elements.
 
-    Left out is what is held by design: the state that a group of ``freeze_when`` keeps for later, and inside ``freeze``
-    with a dense mask, the state of the whole leaf.
+    Groups of ``freeze_when`` keep theirs by design, and so does ``freeze`` with a dense mask.
     """
     state = simulation.initial_state
     groups = tuple(f"{path}/" if path else "" for path in _groups(state))

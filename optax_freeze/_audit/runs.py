@@ -1,8 +1,8 @@
 """Runs of a whole optimizer with made-up gradients.
 
 One program runs several times from the same start, each time with other gradients, parameters or moments at the frozen
-elements. Any difference between two runs comes from there: updates are compared without a tolerance, and nothing has to
-be known about the optimizer. Trainable elements get the gradient of a quadratic loss, which line searches can evaluate.
+elements. Any difference between two runs comes from there, whatever the optimizer: updates are compared bit for bit.
+Trainable elements get the gradient of a quadratic loss, which line searches can evaluate.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ import optax
 
 from optax_freeze._audit.measurements import Measurements, measure
 from optax_freeze._errors import is_array
-from optax_freeze._optimizer.inner_update import zero
+from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like
-from optax_freeze._spec.memory import on_device, to_device
-from optax_freeze._spec.partition import is_nothing
+from optax_freeze._spec.apply_updates import is_nothing
+from optax_freeze._spec.memory_kinds import on_device, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 ExtraArgs: TypeAlias = Mapping[str, Any] | Callable[[PyTree, PyTree], Mapping[str, Any]] | None
@@ -112,14 +112,11 @@ class Simulation:
         other: bool = False,
         state: optax.OptState | None = None,
     ) -> Run:
-        """Runs the optimizer for some steps from the start.
+        """Runs the optimizer for some steps, from ``state`` or a new one.
 
-        Args:
-          fill: the gradient of the frozen elements, a name in ``FILLS``.
-          reference: the run that updates are compared with; without it, this one keeps its updates to be a reference.
-          turned: whether the gradient of the trainable elements has the opposite sign.
-          other: whether the frozen parameters have other values, all of them negative.
-          state: the optimizer's state to begin with, instead of a new one.
+        The frozen elements have the gradient ``FILLS[fill]`` and, if ``other``, other values, all of them negative.
+        ``turned`` gives the gradient of the trainable elements the opposite sign. Updates are compared with those of
+        ``reference``; without it, they are kept to be one.
         """
         start = {i: self.start[i] for i in self.numbers}
         if other:

@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from optax_freeze._errors import is_array, printable
+from optax_freeze._gradient.gradient import region_of_leaf
 from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
-from optax_freeze._spec.tree import Part, PyTree
+from optax_freeze._spec.tree import PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._program.trace import Equation
+    from optax_freeze._program.trace import Equation, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,103 +32,106 @@ class Operation:
     name: str
     source: str
 
+    @property
+    def is_cheap(self) -> bool:
+        """Whether the operation is elementwise or changes only the layout."""
+        from optax_freeze._program.operations import RULES  # loads jax.extend, which takes longer than this library
+
+        return self.name in RULES and RULES[self.name].cheap
+
     def __str__(self) -> str:
         return f"{self.name} at {self.source}" if self.source else self.name
 
 
+class Explanation:
+    """Explains how a function is computed; prints one line for each leaf, stored value or operation.
+
+    The result of :func:`optax_freeze.explain` and of the ``explain`` of :func:`optax_freeze.precompute`.
+
+    Attributes:
+      lines: the lines that are printed.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"embed": jax.numpy.ones((4, 2))}
+      >>> fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([1])}).lines
+      ['embed: 3 of 4 rows train; only their gradient is computed']
+    """
+
+    @property
+    def lines(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.lines))
+
+
 @dataclasses.dataclass(frozen=True)
-class LeafExplanation:
-    """How the gradient of one leaf that is frozen by rows is computed.
+class LeafExplanation(Explanation):
+    """How operations compute the gradient of one leaf that is frozen by rows, or read one frozen leaf.
 
     Attributes:
       path: the path of the leaf.
-      rows: the number of rows of the leaf.
-      trainable_rows: the number of trainable rows.
-      in_parts: the operations of the gradient of which only some rows are computed, in program order.
-      whole: the operations of the gradient that compute everything although only some rows are wanted, because nothing
-        is known about their rows. The last one in program order is first.
+      by_rows: the operations of the gradient of which only some rows are computed, or those that copy only some rows at
+        a time from the host, in program order.
+      everything: the operations of the gradient that compute everything although only some rows are wanted, because
+        nothing is known about their rows; the last one in program order is first. Or the operations that copy the whole
+        leaf to the device, and for a leaf on the device, those that read it.
+      rows: the number of rows, and ``trainable_rows`` of those that train; 0 for a leaf that is listed as it is read.
+      on_host: whether the leaf is in host memory.
     """
 
     path: str
-    rows: int
-    trainable_rows: int
-    in_parts: tuple[Operation, ...]
-    whole: tuple[Operation, ...]
+    by_rows: tuple[Operation, ...]
+    everything: tuple[Operation, ...]
+    rows: int = 0
+    trainable_rows: int = 0
+    on_host: bool = False
 
     @property
     def merged(self) -> Operation | None:
-        """The last operation that computes everything, whose result is cut; None if there is none."""
-        return self.whole[0] if self.whole else None
+        """The last operation of the gradient that computes everything, whose result is cut; None if there is none."""
+        return self.everything[0] if self.everything else None
 
-    def __str__(self) -> str:
-        from optax_freeze._program.operations import RULES  # loads jax.extend, which takes longer than this library
-
-        verdict = (
-            "only their gradient is computed" if self.merged is None else f"everything is computed by {self.merged}"
-        )
+    @property
+    def lines(self) -> list[str]:
         path = self.path or "(the root)"
-        lines = [f"{path}: {self.trainable_rows} of {self.rows} rows train; {verdict}"]
-        costly = [
-            operation for operation in self.in_parts if operation.name not in RULES or not RULES[operation.name].cheap
-        ]
-        lines += [f"  rows: {operation}" for operation in costly]
-        return "\n".join(map(printable, lines))
-
-
-@dataclasses.dataclass(frozen=True)
-class HostExplanation:
-    """How the operations of a function read one frozen leaf, if some parameters are in host memory.
-
-    Attributes:
-      path: the path of the leaf.
-      on_host: whether the leaf is in host memory. Leaves on the device are listed if only lookups read them.
-      by_rows: the operations that copy only some rows at a time from the host, in program order.
-      whole: the operations that copy the whole leaf to the device; for a leaf on the device, those that read it.
-    """
-
-    path: str
-    on_host: bool
-    by_rows: tuple[Operation, ...]
-    whole: tuple[Operation, ...]
-
-    def __str__(self) -> str:
-        path = self.path or "(the root)"
+        if self.trainable_rows:
+            how = f"everything is computed by {self.merged}" if self.merged else "only their gradient is computed"
+            costly = [f"  rows: {operation}" for operation in self.by_rows if not operation.is_cheap]
+            return [f"{path}: {self.trainable_rows} of {self.rows} rows train; {how}", *costly]
         if not self.on_host:
-            return printable(f"{path}: stays on the device, where it is looked up by {self.whole[0]}")
-        how = [*(["by rows"] if self.by_rows else []), *(["whole"] if self.whole else [])]
-        lines = [f"{path}: from the host, {' and '.join(how) or 'and not read'}"]
-        lines += [f"  by rows: {operation}" for operation in self.by_rows]
-        lines += [f"  whole: {operation}; better kept on the device" for operation in self.whole]
-        return "\n".join(map(printable, lines))
+            return [f"{path}: stays on the device, where it is looked up by {self.everything[0]}"]
+        how = " and ".join(["by rows"] * bool(self.by_rows) + ["whole"] * bool(self.everything))
+        return [
+            f"{path}: from the host, {how or 'and not read'}",
+            *(f"  by rows: {operation}" for operation in self.by_rows),
+            *(f"  whole: {operation}; better kept on the device" for operation in self.everything),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The result of :func:`optax_freeze.explain`; prints one line for each operation.
+class GradientExplanation(Explanation):
+    """The result of :func:`optax_freeze.explain`.
 
     Attributes:
       rows: one entry for each leaf that is frozen by rows: its path, its number of rows and of trainable rows, and the
         operations of its gradient (name and source line) of which some rows or everything is computed.
       host: empty if no leaf is in host memory (:func:`optax_freeze.offload`). Otherwise one entry for each leaf in host
-        memory, with its path and the operations that read it ``by_rows`` or ``whole``, and one for each frozen leaf on
-        the device that is only read by lookups.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> params = {"embed": jax.numpy.ones((4, 2))}
-      >>> explanation = fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([0])})
-      >>> [(row.path, row.merged) for row in explanation.rows]
-      [('embed', None)]
+        memory, with its path and the operations that read it by rows or as a whole, and one for each frozen leaf on the
+        device that is only read by lookups.
     """
 
     rows: tuple[LeafExplanation, ...]
-    host: tuple[HostExplanation, ...] = ()
+    host: tuple[LeafExplanation, ...] = ()
 
-    def __str__(self) -> str:
-        return "\n".join(map(str, (*self.rows, *self.host))) or "no leaf is frozen by rows"
+    @property
+    def lines(self) -> list[str]:
+        leaves = [*self.rows, *self.host]
+        return [line for leaf in leaves for line in leaf.lines] or ["no leaf is frozen by rows"]
 
 
-def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> Explanation:
+def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> GradientExplanation:
     """Reports how the gradient of leaves that are frozen by rows is computed, and how leaves in host memory are read.
 
     Of most operations only the rows that are wanted are computed. An operation computes everything if nothing is known
@@ -142,7 +146,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       **kwargs: the keyword arguments of ``fun``.
 
     Returns:
-      An :class:`optax_freeze.Explanation`, to be printed.
+      An :class:`optax_freeze.Explanation`, to be printed, with the attributes ``rows`` and ``host``.
 
     Raises:
       TypeError: if ``fun`` is not a function.
@@ -160,9 +164,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
-    from optax_freeze._program.function import Traced, needs_value
-    from optax_freeze._program.schedule import schedule
-    from optax_freeze._program.tasks import ALWAYS
+    from optax_freeze._program.traced_function import Traced, needs_value
 
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     plan, values = make_plan(params, frozen), _tree.flatten(params)[0]
@@ -170,7 +172,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
     in_rows = {i: s for i, s in enumerate(selections) if isinstance(s, RowSelection)}
     on_host = {i for i, value in enumerate(values) if is_on_host(value)}
     if not in_rows and not on_host:
-        return Explanation(())
+        return GradientExplanation(())
     trains = [i for i, leaf in enumerate(plan.leaves) if selections[i] is not FROZEN and leaf.inexact]
     everything, treedef = jax.tree.flatten((params, args, kwargs))
     of_leaf = [i for i, value in enumerate(values) for leaf in jax.tree.leaves(value)]
@@ -198,36 +200,41 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         if not needs_value(error):
             raise
         python = (Operation("Python that needs a value", ""),)
-        return Explanation(
-            tuple(LeafExplanation(paths[i], s.size, s.count, (), python) for i, s in in_rows.items()),
-            tuple(HostExplanation(paths[i], True, (), python) for i in sorted(on_host)),
+        return GradientExplanation(
+            tuple(LeafExplanation(paths[i], (), python, s.size, s.count) for i, s in in_rows.items()),
+            tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
         )
-    grads, of_rows, of_host = dict(zip(trains, program.outputs, strict=False)), [], []
+    grads, of_gradient, of_reads = dict(zip(trains, program.outputs, strict=False)), [], []
     for i, selection in in_rows.items():
-        log: list[tuple[Equation, str]] = []
-        with jax.ensure_compile_time_eval():
-            schedule(program._replace(on_host=()), [(grads[i], region_of(selection), ALWAYS)], log)
+        log = _log(program, [(grads[i], region_of(selection))], on_host=())
         rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
-        whole = _operations(eqn for eqn, extent in log if extent == "everything")
-        of_rows.append(LeafExplanation(paths[i], selection.size, selection.count, rows, whole))
+        everything = _operations(eqn for eqn, extent in log if extent == "everything")
+        of_gradient.append(LeafExplanation(paths[i], rows, everything, selection.size, selection.count))
     if not on_host:
-        return Explanation(tuple(of_rows))
+        return GradientExplanation(tuple(of_gradient))
     inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
     frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
-    regions = [EVERYTHING if isinstance(values[i], Part) else region_of(selections[i]) for i in trains]
+    regions = [region_of_leaf(selections[i], values[i]) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
-    wanted = [(value, region, ALWAYS) for value, region in zip(program.outputs, regions, strict=True)]
-    reads: list[tuple[Equation, Any]] = []
-    with jax.ensure_compile_time_eval():
-        schedule(program._replace(on_host=frozen), wanted, reads)
+    log = _log(program, list(zip(program.outputs, regions, strict=True)), frozen)
     for n in frozen:
-        is_late = inputs[n] in on_host
-        found = [(eqn, extent[1] and is_late) for eqn, extent in reversed(reads) if extent in ((n, True), (n, False))]
-        rows = _operations(eqn for eqn, by_rows in found if by_rows)
-        whole = _operations(eqn for eqn, by_rows in found if not by_rows)
-        if is_late or {operation.name for operation in whole} == {"gather"}:
-            of_host.append(HostExplanation(paths[inputs[n]], is_late, rows, whole))
-    return Explanation(tuple(of_rows), tuple(of_host))
+        from_host = inputs[n] in on_host
+        found = [(eqn, extent[1] and from_host) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
+        rows, everything = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
+        if from_host or {operation.name for operation in everything} == {"gather"}:
+            of_reads.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=from_host))
+    return GradientExplanation(tuple(of_gradient), tuple(of_reads))
+
+
+def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:
+    """Which operations compute or read rows or everything for these regions of values, the last one first."""
+    from optax_freeze._program.schedule import schedule
+    from optax_freeze._program.tasks import ALWAYS
+
+    log: list[tuple[Equation, Any]] = []
+    with jax.ensure_compile_time_eval():
+        schedule(program._replace(on_host=on_host), [(*each, ALWAYS) for each in wanted], log)
+    return log
 
 
 def _operations(eqns: Iterable["Equation"]) -> tuple[Operation, ...]:

@@ -7,15 +7,14 @@ import jax
 
 from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._program.function import Traced
     from optax_freeze._program.tasks import Schedule
-    from optax_freeze._program.trace import Program
+    from optax_freeze._program.traced_function import Traced
 
 
 class AtLeaves:
@@ -32,25 +31,21 @@ class AtLeaves:
     def __init__(self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool) -> None:
         self.values, self.treedef = plan.align(params, "params")
         self.trains = [i for i, selection in enumerate(plan.selections) if selection is not FROZEN]
-        self.late = [i for i, value in enumerate(self.values) if is_on_host(value)]
-        late = [i for i in self.late if i not in self.trains]
+        self.on_host = [i for i, value in enumerate(self.values) if is_on_host(value)]
+        others = [i for i in self.on_host if i not in self.trains]
 
-        def dense(leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+        def dense(leaves: Sequence[Any], arrays: Sequence[Any]) -> Any:
             filled = list(self.values)
-            for i, leaf in zip([*self.trains, *late], [*leaves, *others], strict=True):
+            for i, leaf in zip([*self.trains, *others], [*leaves, *arrays], strict=True):
                 filled[i] = leaf
             return fun(jax.tree.unflatten(self.treedef, filled))
 
-        self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in late]
+        self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in others]
         self.value_and_grad = jax.value_and_grad(dense, has_aux=has_aux, holomorphic=holomorphic)
 
-    def whole(self) -> tuple[Any, list[Any]]:
-        """The value and the dense gradients."""
-        return self.value_and_grad(list(map(to_device, self.leaves)), list(map(to_device, self.others)))
-
     def trace(self) -> "TracedGradient | None":
-        """The program of :meth:`whole`; None if the function cannot be traced."""
-        from optax_freeze._program.function import (  # loads jax.extend, which takes longer than this library
+        """The program of ``value_and_grad``; None if the function cannot be traced."""
+        from optax_freeze._program.traced_function import (  # loads jax.extend, which takes longer than this library
             Traced,
             needs_value,
         )
@@ -73,26 +68,21 @@ class TracedGradient(NamedTuple):
     of_value: int  # the number of outputs of the value
 
     @property
-    def program(self) -> "Program":
-        """The program."""
-        return self.traced.program
-
-    @property
     def grads(self) -> list[Any]:
         """The numbers of the gradients."""
-        return self.program.outputs[self.of_value :]
+        return self.traced.program.outputs[self.of_value :]
 
     def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> "Schedule":
         """The tasks that compute the value and these regions of gradients."""
         from optax_freeze._program.schedule import schedule
         from optax_freeze._program.tasks import ALWAYS
 
-        value = [(number, EVERYTHING, ALWAYS) for number in self.program.outputs[: self.of_value]]
-        return schedule(self.program, [*value, *wanted])
+        value = [(number, EVERYTHING, ALWAYS) for number in self.traced.program.outputs[: self.of_value]]
+        return schedule(self.traced.program, [*value, *wanted])
 
     def inputs(self) -> Values:
         """The arrays that the program reads."""
-        from optax_freeze._program.function import as_array
+        from optax_freeze._program.traced_function import as_array
 
         return Values(dict(enumerate(map(as_array, self.arrays))))
 
@@ -103,12 +93,17 @@ def value_and_grad_of_plan(
     """The value of ``fun(params)`` and its gradient with respect to what trains under a plan."""
     at = AtLeaves(fun, plan, params, has_aux, holomorphic)
     parts = [plan.selections[i] for i in at.trains]
-    traced = at.trace() if at.late or any(isinstance(selection, RowSelection) for selection in parts) else None
+    traced = at.trace() if at.on_host or any(isinstance(selection, RowSelection) for selection in parts) else None
     if traced is None:
-        value, grads = at.whole()
+        value, grads = at.value_and_grad(*jax.tree.map(to_device, (at.leaves, at.others)))
         grads = [taken(selection, grad) for selection, grad in zip(parts, grads, strict=True)]
     else:
-        value, grads = _of_rows(traced, at.leaves, parts)
+        from optax_freeze._program.tasks import ALWAYS
+
+        regions = map(region_of_leaf, parts, at.leaves)
+        wanted = [(number, region, ALWAYS) for number, region in zip(traced.grads, regions, strict=True)]
+        value, grads = traced.traced.result(traced.schedule(wanted).run(traced.inputs()))
+        grads = map(as_part, parts, at.leaves, grads)
     full: list[Any] = [_tree.HOLE] * len(at.values)
     for i, grad in zip(at.trains, grads, strict=True):
         full[i] = grad
@@ -118,16 +113,6 @@ def value_and_grad_of_plan(
 def taken(selection: Selection, grad: Any) -> Any:
     """The gradient of what trains of a leaf, of its dense gradient."""
     return grad if isinstance(grad, Part) else selection.take(grad)
-
-
-def _of_rows(traced: TracedGradient, leaves: Sequence[Any], parts: Sequence[Selection]) -> tuple[Any, list[Any]]:
-    """The value and the gradient, of which only rows are computed."""
-    regions = [region_of_leaf(selection, leaf) for selection, leaf in zip(parts, leaves, strict=True)]
-    from optax_freeze._program.tasks import ALWAYS
-
-    wanted = [(number, region, ALWAYS) for number, region in zip(traced.grads, regions, strict=True)]
-    value, grads = traced.traced.result(traced.schedule(wanted).run(traced.inputs()))
-    return value, [as_part(selection, leaf, grad) for selection, leaf, grad in zip(parts, leaves, grads, strict=True)]
 
 
 def region_of_leaf(selection: Selection, leaf: Any) -> Region:

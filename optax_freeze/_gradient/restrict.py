@@ -14,7 +14,7 @@ import optax
 
 from optax_freeze._errors import described, is_int, type_error, value_error
 from optax_freeze._gradient.gradient import value_and_grad_of_plan
-from optax_freeze._gradient.groups_now import GroupsNow, value_and_grad_of_groups
+from optax_freeze._gradient.group_gradients import GroupSpec, value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
@@ -150,10 +150,10 @@ def value_and_grad(
             with_params: Any = (*args[:i], params, *args[i + 1 :])
             return fun(*with_params, **kwargs)
 
-        if isinstance(frozen, GroupsNow):
-            return value_and_grad_of_groups(of_params, frozen, make_plan, args[i], has_aux, holomorphic)
+        if isinstance(frozen, GroupSpec):
+            return value_and_grad_of_groups(of_params, frozen, args[i], has_aux, holomorphic)
         plan = _something_trains(args[i], frozen)
-        refuse: Any = getattr(fun, "refuse_gradient", None)  # of `after` of fz.precompute
+        refuse: Any = getattr(getattr(fun, "__self__", None), "_refuse_gradient", None)  # of `after` of fz.precompute
         if refuse is not None:
             refuse(plan, args[i])
         return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
@@ -282,7 +282,7 @@ def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        from optax_freeze._gradient.restricted import (
+        from optax_freeze._gradient.restricted_call import (
             call_restricted,  # loads jax.extend, which takes longer than this library
         )
 

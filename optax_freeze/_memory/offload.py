@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceShar
 from optax_freeze._errors import type_error, value_error, whole_number
 from optax_freeze._memory.idle_state import has_groups, with_idle_groups
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import HOST, is_on_host, on_device, to_device
+from optax_freeze._spec.memory_kinds import HOST, is_on_host, on_device, to_device
 from optax_freeze._spec.plan import may_stay_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import Selection

@@ -1,163 +1,180 @@
-"""When a group is frozen: functions of the step, for :func:`optax_freeze.freeze_when`, and what conditions say."""
+"""When a group is frozen: the conditions of :func:`optax_freeze.freeze_when`, and the interface that they share."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import described, is_array, type_error, value_error, whole_number
-from optax_freeze._optimizer.convergence import initial_stats, stats_of
-from optax_freeze._spec.selectors import distinct
+from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._spec.tree import PyTree
 
-Condition: TypeAlias = Callable[..., Any]
-"""``step -> bool`` or ``(step, stats) -> bool``: whether a group is frozen in the update after ``step`` updates."""
+
+class Condition:
+    """Decides whether a group is frozen, from the step and a state of its own in the state of the group.
+
+    Conditions with the same ``call`` decide together: ``frozen`` and ``next`` take and return one item per group, in
+    the order of ``place``.
+    """
+
+    call: Any = None
+    place: int = 0
+
+    is_switch = False
+    """Whether :func:`optax_freeze.set_frozen` sets the state."""
+
+    takes_norm = False
+    """Whether :meth:`next` reads the norm of the gradient."""
+
+    def initial(self) -> PyTree:
+        """The state before the first update."""
+        return ()
+
+    def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
+        """Whether each group is frozen in the update after ``step`` updates."""
+        raise NotImplementedError
+
+    def next(
+        self, step: jax.Array, states: Sequence[Any], frozen: Sequence[Any], norms: Sequence[Any]
+    ) -> Sequence[Any]:
+        """The states after this update; the norm of a group that was frozen may be anything."""
+        return states
+
+    def differs(self, other: "Condition") -> bool:
+        """Whether another condition is known not to be the same; functions cannot be compared."""
+        return type(self) is not type(other) or self != other
+
+    def check(self) -> None:
+        """Raises before the first step if there would be no answer."""
+
+
+def decide(
+    conditions: Sequence[Condition], method: Literal["frozen", "next"], step: jax.Array, *per_group: Sequence[Any]
+) -> list[Any]:
+    """Calls a method of the conditions, once for all groups that decide together; one result per group."""
+    calls: dict[Any, list[int]] = {}
+    for i, condition in enumerate(conditions):
+        calls.setdefault(i if condition.call is None else condition.call, []).append(i)
+    results: dict[int, Any] = {}
+    for groups in calls.values():
+        groups.sort(key=lambda i: conditions[i].place)
+        lists = [[values[i] for i in groups] for values in per_group]
+        results |= zip(groups, getattr(conditions[groups[0]], method)(step, *lists), strict=True)
+    return [results[i] for i in range(len(conditions))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch(Condition):
+    """A bool in the state; ``first`` is its initial value."""
+
+    first: Any = dataclasses.field(compare=False)
+    is_switch = True
+
+    def initial(self) -> jax.Array:
+        return jnp.array(self.first)
+
+    def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
+        return jax.tree.leaves(states)
+
+    def __str__(self) -> str:
+        return "a group controlled by fz.set_frozen"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _UnfreezeAt:
-    at: int
+class StepCondition(Condition):
+    """A function of the step."""
 
-    def __call__(self, step: Any) -> Any:
-        return step < self.at
+    name: str = dataclasses.field(compare=False)  # of the group, for errors
+    function: Callable[..., Any]
+
+    def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
+        return [self._ask(step)]
+
+    def _ask(self, *args: Any) -> Any:
+        try:
+            answer = self.function(*args)
+        except jax.errors.JAXTypeError as error:
+            raise type_error(
+                "a condition needs the value of a traced array",
+                at=self.name,
+                got=described(self.function),
+                expected="a function step -> bool or (step, stats) -> bool that jax.jit can trace",
+                fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
+            ) from error
+        refuse_no_bool(self.name, answer, described(self.function))
+        return answer
+
+    def check(self) -> None:
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        jax.eval_shape(lambda step: jnp.asarray(*self.frozen(step, [self.initial()])), step)
+
+    def differs(self, other: Condition) -> bool:
+        if not isinstance(other, StepCondition) or type(self) is not type(other):
+            return True
+        comparable = all(dataclasses.is_dataclass(each.function) for each in (self, other))
+        return comparable and self.function != other.function
 
     def __repr__(self) -> str:
-        return f"fz.unfreeze_at({self.at})"
+        return repr(self.function)
+
+    def __str__(self) -> str:
+        return f"the condition {described(self.function)}"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _FreezeAt:
-    at: int
+class StatsCondition(StepCondition):
+    """A function of the step and of the gradient statistics of the group."""
 
-    def __call__(self, step: Any) -> Any:
-        return step >= self.at
+    takes_norm = True
 
-    def __repr__(self) -> str:
-        return f"fz.freeze_at({self.at})"
+    def initial(self) -> "GroupStats":
+        return GroupStats(jnp.full([], jnp.inf, jnp.float32), jnp.zeros([], jnp.float32), jnp.zeros([], jnp.int32))
 
+    def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
+        return [self._ask(step, GroupStats(*jax.tree.leaves(states)))]
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Alternate:
-    period: int
-    offset: int
-
-    def __call__(self, step: Any) -> Any:
-        turns, rest = divmod(self.offset, self.period)
-        # Not `step + offset`, which may overflow.
-        return (step + (rest - self.period)) // self.period % 2 == (turns + 1) % 2
-
-    def __repr__(self) -> str:
-        return f"fz.alternate({self.period}{f', offset={self.offset}' if self.offset else ''})"
+    def next(
+        self, step: jax.Array, states: Sequence[Any], frozen: Sequence[Any], norms: Sequence[Any]
+    ) -> Sequence[Any]:
+        [is_frozen], [norm], old = frozen, norms, GroupStats(*jax.tree.leaves(states))
+        trained = ~jnp.asarray(is_frozen)
+        counts = trained & jnp.isfinite(norm)
+        total = jnp.where(counts, old.total + norm, old.total)
+        return [GroupStats(jnp.where(trained, norm, old.norm), total, old.updates + counts.astype(jnp.int32))]
 
 
-def unfreeze_at(step: int) -> Condition:
-    """A condition for :func:`optax_freeze.freeze_when`: frozen before ``step``, trainable afterwards.
-
-    Args:
-      step: the number of updates after which the group trains; 0 never freezes it.
-
-    Returns:
-      A function ``step -> bool``.
+def as_condition(name: str, value: Any) -> Condition:
+    """The condition that a user gives for a group: a bool or a function.
 
     Raises:
-      TypeError, ValueError: if ``step`` is not an int, or negative.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> [fz.unfreeze_at(2)(step) for step in range(4)]
-      [True, True, False, False]
+      TypeError, ValueError: if it is neither one bool nor a function of (step) or (step, stats).
     """
-    return _UnfreezeAt(_whole("step", step))
+    if isinstance(value, Condition):
+        return value
+    if callable(value):
+        return (StatsCondition if _takes_stats(value) else StepCondition)(name, value)
+    refuse_no_bool(name, value, "fz.freeze_when", "a function step -> bool, or ")
+    return Switch(value)
 
 
-def freeze_at(step: int) -> Condition:
-    """A condition for :func:`optax_freeze.freeze_when`: trainable before ``step``, frozen afterwards.
-
-    Args:
-      step: the number of updates after which the group is frozen.
-
-    Returns:
-      A function ``step -> bool``.
-
-    Raises:
-      TypeError, ValueError: if ``step`` is not an int, or negative.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> [fz.freeze_at(2)(step) for step in range(4)]
-      [False, False, True, True]
-    """
-    return _FreezeAt(_whole("step", step))
-
-
-def alternate(period: int, offset: int = 0) -> Condition:
-    """A condition for :func:`optax_freeze.freeze_when`: frozen and trainable in turn.
-
-    Args:
-      period: the number of updates per turn.
-      offset: how many updates into the first turn it starts: ``alternate(period)`` and ``alternate(period, period)``
-        are never frozen together.
-
-    Returns:
-      A function ``step -> bool``: frozen while ``(step + offset) // period`` is even.
-
-    Raises:
-      TypeError, ValueError: if an argument is not an int, ``period`` is less than 1 or ``offset`` negative.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> [fz.alternate(2)(step) for step in range(6)]
-      [True, True, False, False, True, True]
-    """
-    return _Alternate(_whole("period", period, 1), _whole("offset", offset))
-
-
-def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Condition]:
-    """Returns the groups of gradual unfreezing, as in ULMFiT.
-
-    Args:
-      patterns: patterns or selectors, starting at the output. The first group trains from step 0.
-      every: the number of updates between one group and the next.
-
-    Returns:
-      The groups for :func:`optax_freeze.freeze_when`: group ``i`` is frozen until step ``i * every``.
-
-    Raises:
-      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, or ``every`` is less than 1.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
-      {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
-    """
-    every = _whole("every", every, 1)
-    return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
-
-
-def check(name: str, condition: Condition) -> None:
-    """Refuses, before the first step, a condition that returns no bool."""
-    stats = jax.eval_shape(lambda: initial_stats(condition))
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    jax.eval_shape(lambda step, stats: jnp.asarray(ask(name, condition, step, stats)), step, stats)
-
-
-def ask(name: str, condition: Condition, step: jax.Array, stats: Any) -> Any:
-    """Whether a group is frozen at a step, with its statistics: a bool, or a scalar array of one."""
-    kind = stats_of(condition)
+def _takes_stats(function: Callable[..., Any]) -> bool:
     try:
-        answer = condition(step) if kind is None else condition(step, kind(*jax.tree.leaves(stats)))
-    except jax.errors.JAXTypeError as error:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p for p in positional if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if not positional or len(required) > 2:
         raise type_error(
-            "a condition needs the value of a traced array",
-            at=name,
-            got=described(condition),
-            expected="a function step -> bool or (step, stats) -> bool that jax.jit can trace",
-            fix="compare without `if`, `and` and `or`: lambda step: (step < 5) | (step >= 10)",
-        ) from error
-    refuse_no_bool(name, answer, described(condition))
-    return answer
+            "a condition must take (step) or (step, stats)",
+            at=described(function),
+            got=f"a function of ({', '.join(p.name for p in parameters)})",
+            expected="a function of (step) or (step, stats)",
+            fix="lambda step, stats: stats.norm < 0.01; set other parameters by functools.partial or a default",
+        )
+    return len(required) == 2
 
 
 _COMPARE = "compare: lambda step: step < 100; for elements of a leaf, (element mask, condition)"
@@ -165,8 +182,7 @@ _COMPARE = "compare: lambda step: step < 100; for elements of a leaf, (element m
 
 def refuse_no_bool(name: str, value: Any, where: str, also: str = "", fix: str = _COMPARE) -> None:
     """A ``TypeError`` for a value that is not a bool, a ``ValueError`` for an array of bools."""
-    array: Any = value if is_array(value) else None
-    is_bool = isinstance(value, bool) or (array is not None and array.dtype == np.bool_)
+    is_bool = isinstance(value, bool) or (is_array(value) and value.dtype == np.bool_)
     if is_bool and np.shape(value) == ():
         return
     raise (value_error if is_bool else type_error)(
@@ -178,6 +194,39 @@ def refuse_no_bool(name: str, value: Any, where: str, also: str = "", fix: str =
     )
 
 
-def _whole(name: str, value: Any, least: int = 0) -> int:
-    number = whole_number(name, value, least=least, fix="give a number of updates, such as 100")
-    return min(number, np.iinfo(np.int32).max)  # the step does not count further
+class GroupStats(NamedTuple):
+    """Gradient statistics of a group, for a condition ``(step, stats) -> bool`` of :func:`optax_freeze.freeze_when`.
+
+    They describe the gradients passed to ``update``, before ``coupled``, and do not change while the group is frozen: a
+    condition that only compares them freezes the group forever. ``<`` and ``>`` with NaN are False.
+
+    Attributes:
+      norm: float32, the global norm of the gradient in the last update in which the group trained; infinity before the
+        first.
+      total: float32, the sum of these norms, without those that are infinite or NaN.
+      updates: int32, the number of norms in ``total``; their mean is ``total / updates``.
+
+    Example:
+      >>> import optax, optax_freeze as fz
+      >>> params = {"encoder": jnp.ones(4), "head": jnp.ones(4)}
+      >>> def settled(step, stats):
+      ...     return stats.norm < 0.5 * stats.total / stats.updates
+      >>> tx = fz.freeze_when(optax.sgd(0.1), {"encoder": settled})
+      >>> state = tx.init(params)
+      >>> for size in (1.0, 1.0, 0.25):
+      ...     _, state = tx.update(jax.tree.map(lambda p: size * p, params), state, params)
+      >>> state.groups["encoder"].condition_state
+      GroupStats(norm=Array(0.5, dtype=float32), total=Array(4.5, dtype=float32), updates=Array(3, dtype=int32))
+      >>> fz.currently_frozen(state)
+      {'encoder': True}
+    """
+
+    norm: jax.Array
+    total: jax.Array
+    updates: jax.Array
+
+
+def global_norm(gradient: PyTree) -> jax.Array:
+    """The global norm in float32."""
+    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(gradient)]
+    return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))

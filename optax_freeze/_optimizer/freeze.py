@@ -12,17 +12,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import described, in_one_line, type_error, value_error
+from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
-from optax_freeze._optimizer.inner_update import negative_zero, parts_outside, variables_outside, without_frozen, zero
-from optax_freeze._optimizer.plan_in_state import plan_and_masks, plan_of, plans_of_spec, with_plan
-from optax_freeze._optimizer.update_params import with_update_params
+from optax_freeze._optimizer.init_with import changed
+from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
+from optax_freeze._optimizer.no_update import negative_zero, zero
+from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
+from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
-from optax_freeze._spec.partition import add_updates
-from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec, Tied
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
+from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.plan import Plan, refuse_other_leaf
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.selection import FROZEN, DynamicRowIndex, Selection
+from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -56,14 +58,19 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
 
 
 class FreezeState(NamedTuple):
-    """State of :func:`freeze`: the resolved spec, a node without leaves, its dense masks, and the optimizer's state.
+    """State of :func:`freeze`: the resolved spec, a node without leaves; its masks; the state of the optimizer.
 
-    The last is that of ``optax.multi_transform`` around the optimizer.
+    ``masks`` is a tree like the parameters, or empty; ``inner_state`` is that of ``optax.multi_transform``.
     """
 
-    spec: Plan
+    plan: Plan
     masks: PyTree
     inner_state: optax.OptState
+
+    @property
+    def current_plan(self) -> Plan:
+        """The plan with the masks that the state has now."""
+        return self.plan.with_masks(_tree.flatten(self.masks)[0])
 
 
 def freeze(
@@ -116,106 +123,93 @@ def freeze(
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted = plans_of_spec(frozen)
+    accepted: AcceptedPlans[Plan] = AcceptedPlans(
+        FreezeState,
+        make=lambda tree: make_plan(tree, frozen).without_masks(),
+        refuse_other=lambda plan, tree: _refuse_other_spec(plan, frozen, tree),
+    )
 
-    def transform(labels: PyTree) -> optax.GradientTransformationExtraArgs:
+    def transform(plan: Plan, treedef: Any) -> optax.GradientTransformationExtraArgs:
+        labels = plan.labels(treedef)
         # A function, since a tree of labels may itself be callable: an Equinox module is.
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
 
     def init_fn(params: PyTree) -> PyTree:
-        state = FreezeState(*plan_and_masks(params, frozen, tied, accepted), ())
-        plan = plan_of(state)
+        register_with_flax()
+        plan = changed(make_plan(params, frozen, tied=tied))
+        warn_of_extent(plan, params, frozen, stacklevel=2)
         values, treedef = _tree.flatten(params)
-        inner_state = transform(plan.labels(treedef)).init(plan.trainable(treedef, values))
-        return state._replace(inner_state=parts_outside(inner_state, plan))
+        for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+            if isinstance(value, Part) and selection.in_part:
+                refuse_other_leaf(value, leaf, selection, "params")
+                refuse_other_rows(value, selection, leaf.path, "params")
+        masks = plan.copied_masks(values)
+        # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
+        has_masks = any(map(is_array, masks if masks else jax.tree.leaves(frozen)))
+        state = FreezeState(
+            accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, masks) if has_masks else (), ()
+        )
+        plan = state.current_plan
+        return state._replace(inner_state=init_inner(transform(plan, treedef), plan, params))
 
     def update(
-        full: bool, updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any]
+        updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool
     ) -> tuple[PyTree, PyTree]:
-        state = with_plan(state, FreezeState, updates if params is None else params, accepted)
-        plan = plan_of(state)
-        values, treedef, missing = plan.align_gradients(updates, params)
-        trainable, olds = None, [None] * len(values)
-        if params is not None:
-            olds, params_treedef = plan.align(params, "params")
-            trainable = plan.trainable(params_treedef, olds)
-        extra_args = without_frozen(extra_args, plan, treedef, params)
-        inner_state = variables_outside(state.inner_state, plan)
-        tx = transform(plan.labels(treedef))
-        try:
-            new, inner_state = tx.update(plan.trainable(treedef, values), inner_state, trainable, **extra_args)
-        except (ValueError, TypeError, AttributeError) as error:
-            if params is not None:
-                raise
-            raise (type_error if isinstance(error, TypeError) else value_error)(
-                f"the optimizer inside fz.freeze failed without parameters: {in_one_line(error)}",
-                at="update",
-                got="params=None",
-                expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
-                fix="if so, tx.update(grads, state, params)",
-            ) from error
-        selections = [FROZEN if i in missing else selection for i, selection in enumerate(plan.selections)]
-        leaves = zip(selections, plan.leaves, _tree.flatten(new)[0], values, olds, strict=True)
-        new = [_full_update(*leaf) if full else _trainable_update(*leaf) for leaf in leaves]
-        new = jax.tree.unflatten(treedef, plan.with_sources(new, values))
-        return new, state._replace(inner_state=parts_outside(inner_state, plan))
+        state = accepted.state(state, updates if params is None else params)
+        plan: Plan = state.current_plan
+        call = InnerUpdate.aligned(plan, updates, params, extra_args)
+        run = call.new_params if in_place else call.updates
+        tx, gradient = transform(plan, call.treedef), lambda _: (call.grads, None)
+        new, [inner_state], _ = run(tx, [plan], [state.inner_state], gradient, [False])
+        if not in_place:
+            [changes] = new
+            selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
+            leaves = zip(selections, plan.leaves, changes, call.grads, call.olds, strict=True)
+            new = [_updated_leaf(*leaf, full_updates) for leaf in leaves]
+            new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
+        return new, state._replace(inner_state=inner_state)
 
-    def update_fn(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        return update(full_updates, updates, state, params, extra_args)
-
-    def update_params_fn(
-        grads: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
-    ) -> tuple[PyTree, PyTree]:
-        updates, state = update(False, grads, state, params, extra_args)
-        return add_updates(params, updates, plan_of(state).selections), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, with_update_params(update_fn, update_params_fn))
+    return optax.GradientTransformationExtraArgs(init_fn, Update(update))
 
 
-def _trainable_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:
-    """The update of one leaf with ``full_updates=False``, from the inner optimizer's ``new``."""
-    del update, param
-    if not selection.in_part:
-        return selection.take(new)
-    if not isinstance(new, Part):
-        return _zeroed(selection, leaf, new)
-    return dataclasses.replace(new, trains=~selection.frozen_rows()) if isinstance(selection, DynamicRowIndex) else new
+def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
+    """A ``ValueError`` if the plan of a state is not that of a spec."""
+    try:
+        own = make_plan(plan.parameters(tree), frozen, leaves=plan.leaves)
+    except (ValueError, TypeError) as error:
+        if plan.treedef is None:
+            return  # unpickled, and the tree at hand may have other containers
+        raise value_error(
+            "the state was created with a different spec or for different parameters",
+            at="the second argument of update",
+            got=f"the state for {[leaf.path for leaf in plan.leaves[:3]]}: {str(error).splitlines()[0]}",
+            expected="a state from `init` of this transformation",
+            fix="state = tx.init(params)",
+        ) from error
+    refuse_other_selections(plan, own, "a different spec")
 
 
-def _full_update(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any) -> Any:
-    """The update of one leaf in its full shape; ``update`` and ``param`` are those given to ``update_fn``."""
+def _updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
+    """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
     if selection is FROZEN:
-        return zero(leaf, update, param)
-    if not selection.in_part or (isinstance(new, Part) and leaf.index is not None):
+        return zero(leaf, update, param) if full_updates else _tree.HOLE
+    if not selection.in_part:
         return new
     if not isinstance(new, Part):
-        return _zeroed(selection, leaf, new)
-    if is_on_host(param):
+        return selection.choose(negative_zero(jnp.result_type(new)), new)
+    if not full_updates:
+        is_dynamic = isinstance(selection, DynamicRowIndex)
+        return dataclasses.replace(new, trains=~selection.frozen_rows()) if is_dynamic else new
+    if leaf.index is not None or is_on_host(param):
         return new
     like = next((full for full in (param, update) if full is not None and not isinstance(full, Part)), None)
     return selection.spread(new, negative_zero(new.dtype), like)
 
 
-def _zeroed(selection: Selection, leaf: Leaf, update: Any, param: Any = None) -> Any:
-    """A full update with zeros at frozen elements; for rows of a parameter in host memory their ``Part``."""
-    if selection is TRAINABLE:
-        return update
-    if is_on_host(param):
-        return zero(leaf, update, param) if selection is FROZEN else selection.take(update)
-    zeros = zero(leaf, update) if selection is FROZEN else negative_zero(jnp.result_type(update))
-    return selection.choose(zeros, update)
-
-
 def _refuse_no_spec(inner: Any) -> NoReturn:
     """A ``TypeError`` for a call with one argument."""
     if is_optimizer(inner):
-        what, got, fix = (
-            "fz.freeze needs a spec",
-            "only an optimizer",
-            "fz.freeze(optimizer, 'encoder')",
-        )
+        what, got, fix = "fz.freeze needs a spec", "only an optimizer", "fz.freeze(optimizer, 'encoder')"
     else:
         what, got = "fz.freeze needs an optimizer", described(inner)
         fix = (

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
-from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
-from optax_freeze._optimizer.convergence import Converged, stats_of
+from optax_freeze._optimizer.conditions import Condition, as_condition
 from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements
 from optax_freeze._spec.selector_algebra import Choice, Path, Selectable, Selector, as_selector
 from optax_freeze._spec.selectors import as_choice, path
@@ -86,7 +85,7 @@ def group_name(key: Any) -> str:
     return key if isinstance(key, str) else repr(as_selector(key, "a group"))
 
 
-class Group(NamedTuple):
+class GivenGroup(NamedTuple):
     """A group as it is given to ``freeze_when``: some leaves, or those of their elements at which a mask is True.
 
     With ``each``, it stands for one group per leaf, named by the path of the leaf.
@@ -96,8 +95,7 @@ class Group(NamedTuple):
     selector: Selector
     each: bool
     mask: ElementMask | None
-    condition: Condition | None  # None: a switch
-    frozen: Any  # whether a group with a switch is frozen at first
+    condition: Condition
 
     @property
     def has_array(self) -> bool:
@@ -105,39 +103,41 @@ class Group(NamedTuple):
         return isinstance(self.mask, (Elements, DynamicRows))
 
 
-def parse_groups(groups: Any) -> list[Group]:
+def parse_groups(groups: Any) -> list[GivenGroup]:
     """The groups of a mapping given to ``freeze_when``."""
     forms = "{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}"
     refuse_no_mapping("fz.freeze_when", groups, forms, fix="for a spec that never changes, fz.freeze(inner, frozen)")
-    parsed: dict[str, Group] = {}
+    parsed: dict[str, GivenGroup] = {}
     for key, value in groups.items():
-        name, mask, condition = group_name(key), None, value
+        name, mask, given = group_name(key), None, value
         if isinstance(value, tuple) and len(value) == 2:
-            mask, condition = as_choice(value[0], name), value[1]
-        if name in parsed or isinstance(mask, bool):
+            mask, given = as_choice(value[0], name), value[1]
+        if isinstance(mask, bool):
             raise value_error(
-                "a bool where an element mask is expected"
-                if isinstance(mask, bool)
-                else "two groups have the same name",
+                "a bool where an element mask is expected",
                 at=name,
-                got=repr(value) if isinstance(mask, bool) else f"{key!r} twice",
-                expected="(element mask, condition), and each group once",
+                got=repr(value),
+                expected="(element mask, condition)",
                 fix="for whole leaves give the condition alone: {pattern: condition}",
             )
-        each = isinstance(key, Each)
-        selector = key.selector if each else as_selector(key, "fz.freeze_when")
-        if each and isinstance(condition, Converged):
+        if name in parsed:
+            raise value_error(
+                "two groups have the same name",
+                at=name,
+                got=f"{key!r} twice",
+                expected="each group once",
+                fix="give each pattern or selector once",
+            )
+        is_each = isinstance(key, Each)
+        condition = as_condition(name, given)
+        if is_each and condition.call is not None:
             raise type_error(
                 "fz.freeze_converged cannot compare the groups of fz.each",
                 at=name,
-                got=described(condition),
+                got=described(given),
                 expected="groups that are listed from the input to the output layers",
                 fix="list the layers, or freeze each leaf by its own gradient: lambda step, stats: stats.norm < 0.01",
             )
-        if callable(condition):
-            stats_of(condition)
-            parsed[name] = Group(name, selector, each, mask, condition, None)
-        else:
-            refuse_no_bool(name, condition, "fz.freeze_when", "a function step -> bool, or ")
-            parsed[name] = Group(name, selector, each, mask, None, condition)
+        selector = key.selector if is_each else as_selector(key, "fz.freeze_when")
+        parsed[name] = GivenGroup(name, selector, is_each, mask, condition)
     return list(parsed.values())

@@ -1,7 +1,6 @@
-"""The groups of ``freeze_when``: patterns, perhaps with element masks, divide the parameters into groups and the rest.
+"""The groups of ``freeze_when``: patterns, perhaps with element masks, divide the parameters.
 
-Every floating-point element belongs to one group or to the rest. Each of them has a plan in which everything else is
-frozen, so that its elements are taken out of a leaf and put back as everywhere in this library.
+Each group has a plan in which everything else is frozen, and so have the elements that are in no group.
 """
 
 import dataclasses
@@ -15,15 +14,15 @@ import numpy as np
 
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
-from optax_freeze._optimizer.given_groups import Group
+from optax_freeze._optimizer.given_groups import GivenGroup
+from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.layout import explicit_sharding, laid_out
 from optax_freeze._spec.masks import Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection
 from optax_freeze._spec.selector_algebra import Choice
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -34,9 +33,9 @@ class GroupPlans:
 
     names: tuple[str, ...]
     keys: tuple[str, ...]  # the names as given to `freeze_when`: several groups may come from one `fz.each`
-    conditions: tuple[Condition | None, ...]
-    whole: Plan  # everything trains
-    plans: tuple[Plan, ...]  # one for each group, then that of the rest
+    conditions: tuple[Condition, ...]
+    everything: Plan  # all leaves train
+    plans: tuple[Plan, ...]  # one for each group, then that of what is in no group
 
     def __hash__(self) -> int:
         return hash(self.names)
@@ -44,7 +43,7 @@ class GroupPlans:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the parameters."""
-        return self.whole.leaves
+        return self.everything.leaves
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
@@ -53,8 +52,8 @@ class GroupPlans:
     def with_masks(self, own: Sequence[Sequence[Any]]) -> "GroupPlans":
         """The same plans with arrays in their selections.
 
-        ``own`` has for each group the arrays that its state holds, or none. The masks of the rest, and of a group that
-        has the remainder of a leaf, are True at what other groups own; the rows of the rest are those of no group.
+        ``own`` has for each group the arrays that its state holds, or none. Plans without arrays of their own have the
+        elements, or rows, that are in no other group.
         """
         if not any(own):
             return self
@@ -70,21 +69,34 @@ class GroupPlans:
             plans.append(plan.with_masks(masks))
         return dataclasses.replace(self, plans=tuple(plans))
 
-    def merge(self, i: int, parts: Sequence[Any], like: Any) -> Any:
-        """The update of one leaf, from those of its groups, laid out as ``like``."""
+    def merge(
+        self, changes: Sequence[Sequence[Any]], grads: Sequence[Any], olds: Sequence[Any], missing: frozenset[int]
+    ) -> list[Any]:
+        """The updates of all leaves from those of each plan; zeros for leaves that are frozen or have no gradient."""
+        return [
+            zero(leaf, grad, old)
+            if selection is FROZEN or i in missing
+            else self._merge_leaf(i, [its[i] for its in changes], grad if old is None else old)
+            for i, (leaf, selection, grad, old) in enumerate(
+                zip(self.leaves, self.everything.selections, grads, olds, strict=True)
+            )
+        ]
+
+    def _merge_leaf(self, i: int, parts: Sequence[Any], like: Any) -> Any:
+        """The update of one leaf, laid out as ``like``."""
         owners = [(plan.selections[i], part) for plan, part in zip(self.plans, parts, strict=True)]
         owners = [(selection, part) for selection, part in owners if selection is not FROZEN]
         if owners[0][0] is TRAINABLE:
             return owners[0][1]
         shape, dtype = self.leaves[i].shape or (), jnp.result_type(*(part.dtype for _, part in owners))
-        merged = laid_out(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))
+        merged = with_sharding(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))
         for selection, part in owners:
             merged = selection.put(merged, part)
         return merged
 
 
 def make_group_plans(
-    groups: Sequence[Group], params: PyTree, tied: Tied, latest: GroupPlans | None = None
+    groups: Sequence[GivenGroup], params: PyTree, tied: Tied, latest: GroupPlans | None = None
 ) -> GroupPlans:
     """Divides the parameters; in the plans are the arrays of dense masks.
 
@@ -102,39 +114,50 @@ def make_group_plans(
     walk = _tree.walk(params)
     leaves = walk.leaves()
     taken: list[Choice] = [False] * len(leaves)  # by the groups so far
-    whole = plan_of_choices(walk, leaves, taken, "ignore")
-    made: dict[str, tuple[Group, Plan]] = {}
+    everything = plan_of_choices(walk, leaves, taken, "ignore")
+    made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
-        own = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
+        owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [
-            (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, of, taken), tied)) for name, of in own
+            (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, numbers, taken), tied))
+            for name, numbers in owned
         ]
         if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
-            raise _nothing_left(group, leaves, selected)
+            raise value_error(
+                f"the group {group.name!r} is empty",
+                at=leaves[selected[0]].path if selected else group.name,
+                got=f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
+                if selected
+                else "a selector that selects nothing",
+                expected="at least one element that is not in an earlier group",
+                fix="put the narrower group first, or remove this group" if selected else "correct the pattern",
+            )
         for name, plan in pairs:
             if group.each and plan.all_frozen:
                 continue
             if name in made:
-                raise _same_name(name, made[name][0], group)
+                raise value_error(
+                    "two groups have the same name",
+                    at=name,
+                    got=f"elements of this leaf in {made[name][0].name} and in {group.name}",
+                    expected="at most one group that is named by the path of the leaf",
+                    fix=f"name the other group by a selector: fz.path({name!r})",
+                )
             made[name] = group, plan
     if not leaves:
-        made = {name: (group, whole) for name, group in _of_no_leaves(groups, latest)}
+        by_key = {group.name: group for group in groups}
+        keys = {group.name: group.name for group in groups if not group.each}
+        if latest is not None:
+            keys = dict(zip(latest.names, latest.keys, strict=True))
+        made = {name: (by_key[key], everything) for name, key in keys.items()}
     plans = [*(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)]
     owners = [group for group, _ in made.values()]
     keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
-    return GroupPlans(tuple(made), keys, conditions, whole, tuple(plans))
+    return GroupPlans(tuple(made), keys, conditions, everything, tuple(plans))
 
 
-def _of_no_leaves(groups: Sequence[Group], latest: GroupPlans | None) -> list[tuple[str, Group]]:
-    """The groups of a tree without leaves, by name."""
-    if latest is None:
-        return [(group.name, group) for group in groups if not group.each]
-    by_key = {group.name: group for group in groups}
-    return [(name, by_key[key]) for name, key in zip(latest.names, latest.keys, strict=True)]
-
-
-def _selected(group: Group, leaves: Sequence[Leaf]) -> list[int]:
+def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
     """The leaves that the pattern or selector of a group selects."""
     hits = group.selector.select(leaves)
     for leaf, hit in zip(leaves, hits, strict=True):
@@ -150,7 +173,7 @@ def _selected(group: Group, leaves: Sequence[Leaf]) -> list[int]:
 
 
 def _claim(
-    group: Group, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
+    group: GivenGroup, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
 ) -> list[Choice]:
     """What is not a group's own at each leaf, if it selects these leaves; ``taken`` gains what it owns."""
     others: list[Choice] = [True] * len(leaves)
@@ -197,35 +220,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
 def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
     """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
-    selection = fit_mask(mask, leaf)
-    named = np.full(leaf.shape[mask.axis], selection is FROZEN)
-    if isinstance(selection, RowIndex):
-        named[:] = selection.picked_train
-        for progression in selection.picked:
-            named[slice(*progression)] = not selection.picked_train
-    return named
-
-
-def _nothing_left(group: Group, leaves: Sequence[Leaf], selected: Sequence[int]) -> ValueError:
-    if not selected:
-        got, fix = "a selector that selects nothing", "correct the pattern, or remove the group"
-    else:
-        got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
-        fix = "put the narrower group first, or remove this group"
-    return value_error(
-        f"the group {group.name!r} is empty",
-        at=leaves[selected[0]].path if selected else group.name,
-        got=got,
-        expected="at least one element that is not in an earlier group",
-        fix=fix,
-    )
-
-
-def _same_name(name: str, first: Group, second: Group) -> ValueError:
-    return value_error(
-        "two groups have the same name",
-        at=name,
-        got=f"elements of this leaf in {first.name} and in {second.name}",
-        expected="at most one group that is named by the path of the leaf",
-        fix=f"name the other group by a selector: fz.path({name!r})",
-    )
+    with jax.ensure_compile_time_eval():
+        selection = mask.fit(leaf)
+        is_frozen = selection.frozen_rows() if isinstance(selection, RowSelection) else selection is FROZEN
+        return np.broadcast_to(is_frozen, leaf.shape[mask.axis])

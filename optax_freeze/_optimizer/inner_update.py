@@ -1,31 +1,131 @@
-"""What the optimizer inside of a freeze is given, and the zeros that stand in the place of what it never sees.
-
-Everything with the structure of the gradients loses its frozen part on the way in. On the way out an update of -0.0 is
-the one that changes no bit of any number.
-"""
+"""One update of an inner optimizer, on the trainable part of a plan: what it is given, and where its results go."""
 
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
-from optax_freeze._errors import is_array
+from optax_freeze._errors import in_one_line, type_error, value_error
+from optax_freeze._gradient.group_gradients import GradientOfGroups
 from optax_freeze._gradient.restrict import restrict
+from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
-from optax_freeze._spec.partition import no_change, split
+from optax_freeze._spec.apply_updates import updated
+from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
+from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
+GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
+"""Called with the number of a plan: the gradient of its leaves, in a list of all leaves, and its norm."""
 
-def without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params: PyTree | None) -> dict[str, Any]:
-    """The extra arguments of ``inner``: what has the gradients' structure loses its frozen part."""
+
+class InnerUpdate(NamedTuple):
+    """The arguments of an update: the gradients flattened, the parameters as given and flattened, the others.
+
+    ``missing`` are the positions of trainable Python numbers that have no gradient, and so no update.
+    """
+
+    treedef: Any
+    grads: Sequence[Any]
+    params: PyTree | None
+    olds: Sequence[Any]
+    params_treedef: Any
+    extra_args: dict[str, Any]
+    missing: frozenset[int] = frozenset()
+
+    @classmethod
+    def aligned(
+        cls, plan: Plan, grads: Any, params: PyTree | None, extra_args: dict[str, Any], fix: str | None = None
+    ) -> "InnerUpdate":
+        """Refuses trees that do not fit a plan; ``fix`` is for a trainable leaf that has no gradient."""
+        aligned = None if isinstance(grads, GradientOfGroups) else plan.align_gradients(grads, params, fix)
+        olds, params_treedef = ([None] * len(plan.leaves), None) if params is None else plan.align(params, "params")
+        values, treedef, missing = aligned or (olds, params_treedef, frozenset())
+        return cls(treedef, values, params, olds, params_treedef, extra_args, missing)
+
+    def updates(
+        self, tx: Any, plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
+    ) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
+        """For each plan the flat updates of its trainable part, the new state and the norm of the gradient."""
+        runs = []
+        for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
+            grads, norm = gradient(n)
+            runs.append((*self.run(tx, plan, state, grads, is_frozen), norm))
+        changes, states, norms = map(list, zip(*runs, strict=True))
+        return changes, states, norms
+
+    def new_params(
+        self, tx: Any, plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
+    ) -> tuple[PyTree, list[PyTree], list[Any]]:
+        """The new parameters, and for each plan the new state and the norm; what is frozen is not computed.
+
+        Plans that share a leaf add to it in turn.
+        """
+        new, new_states, norms = list(self.olds), [], []
+        for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
+            own = [i for i, s in enumerate(plan.selections) if s is not FROZEN and i not in self.missing]
+
+            def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own) -> Any:
+                leaves, (grads, norm) = list(self.olds), gradient(n)
+                for i, leaf in zip(own, carry[0], strict=True):
+                    leaves[i] = leaf
+                changes, state = self._replace(olds=leaves).run(tx, plan, carry[1], grads, False)
+                return [updated(leaves[i], changes[i], plan.selections[i]) for i in own], state, norm
+
+            leaves, state, norm = unless(is_frozen, step, ([new[i] for i in own], state, jnp.zeros([], jnp.float32)))
+            for i, leaf in zip(own, leaves, strict=True):
+                new[i] = leaf
+            new_states.append(state)
+            norms.append(norm)
+        return jax.tree.unflatten(self.params_treedef, new), new_states, norms
+
+    def run(self, tx: Any, plan: Plan, state: PyTree, grads: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
+        """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
+        updates = plan.trainable(self.treedef, grads)
+        params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
+        extra_args = _without_frozen(self.extra_args, plan, self.treedef, self.params)
+        state = _variables_outside(state, plan)
+        try:
+            updates, state = update_unless(frozen, _in_memory(tx.update), updates, state, params, extra_args)
+        except (ValueError, TypeError, AttributeError) as error:
+            if params is not None:
+                raise
+            raise (type_error if isinstance(error, TypeError) else value_error)(
+                f"the inner optimizer failed without parameters: {in_one_line(error)}",
+                at="update",
+                got="params=None",
+                expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
+                fix="if so, tx.update(grads, state, params)",
+            ) from error
+        return _tree.flatten(updates)[0], parts_outside(state, plan)
+
+
+def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
+    """The state of an inner optimizer for the trainable part of the parameters."""
+    values, treedef = _tree.flatten(params)
+    return parts_outside(tx.init(plan.trainable(treedef, values)), plan)
+
+
+def _in_memory(update: Any) -> Any:
+    """An update whose new state stays in the memory of the old one: host or device memory."""
+
+    def update_fn(updates: PyTree, state: PyTree, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        if not any(map(is_on_host, jax.tree.leaves(state))):
+            return update(updates, state, params, **extra_args)
+        updates, new = update(updates, jax.tree.map(to_device, state), params, **extra_args)
+        return updates, jax.tree.map(to_memory_of, state, new)
+
+    return update_fn
+
+
+def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params: PyTree | None) -> dict[str, Any]:
+    """The extra arguments of an inner optimizer: what has the structure of the gradients loses its frozen part."""
 
     def trainable_of(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
@@ -39,8 +139,10 @@ def without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params:
         rest = split(params, plan)[1]
         for name in _OF_PARAMS:
             if callable(extra_args.get(name)):
-                fun = restrict(extra_args[name], rest)
-                extra_args = {**extra_args, name: _composed(trainable_of, fun) if name == "grad_fn" else fun}
+                extra_args = {**extra_args, name: restrict(extra_args[name], rest)}
+        if callable(extra_args.get("grad_fn")):
+            grad_fn = extra_args["grad_fn"]
+            extra_args["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
     return {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
 
 
@@ -55,14 +157,6 @@ def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
 
 _OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
 """Extra arguments that Optax's transformations call with the parameters."""
-
-
-def _composed(after: Callable[[PyTree], PyTree], fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    @functools.wraps(fun)
-    def composed(*args: Any, **kwargs: Any) -> PyTree:
-        return after(fun(*args, **kwargs))
-
-    return composed
 
 
 def parts_outside(state: PyTree, plan: Plan) -> PyTree:
@@ -80,7 +174,7 @@ def parts_outside(state: PyTree, plan: Plan) -> PyTree:
     return _swapped(swap, state, plan, _tree.is_variable)
 
 
-def variables_outside(state: PyTree, plan: Plan) -> PyTree:
+def _variables_outside(state: PyTree, plan: Plan) -> PyTree:
     """The inverse of :func:`parts_outside`, for parameters in variables."""
 
     def swap(node: Any) -> Any:
@@ -101,54 +195,3 @@ def _swapped(swap: Callable[[Any], Any], state: PyTree, plan: Plan, is_leaf: Cal
 def _opened(node: Any) -> tuple[list[Any], Any]:
     """What is directly in a node, and its treedef."""
     return jax.tree.flatten(node, is_leaf=lambda x: x is not node)
-
-
-def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
-    """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
-
-    For a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has no bytes to move.
-
-    A hole for an array without such a zero (PRNG keys), None for an object that is not an array: what
-    ``equinox.apply_updates`` skips.
-    """
-    numbers = [x for x in (param, update) if isinstance(x, (int, float, complex))]
-    if numbers:
-        return _NoUpdate(-0.0) if isinstance(numbers[0], bool) else no_change(numbers[0])
-    like: Any = next((x for x in (param, update) if is_array(x)), leaf)
-    dtype = like.dtype if leaf.dtype is None else leaf.dtype
-    if dtype is None:
-        return _tree.HOLE if _tree.is_hole(update if param is None else param) else None
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return _tree.HOLE
-    if is_array(update) and _adds_exactly(dtype, update.dtype):
-        dtype = update.dtype
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    value = negative_zero(dtype)
-    if value != 0:
-        return _tree.HOLE
-    if is_on_host(like):
-        return value
-    return jnp.full(leaf.shape or (), value, dtype) if like is leaf else jnp.full_like(like, value, dtype)
-
-
-class _NoUpdate(float):
-    """The update of a Python bool, to which Python itself adds a number as to an int."""
-
-    __slots__ = ()
-
-    def __radd__(self, value: Any) -> Any:
-        return value
-
-
-def negative_zero(dtype: Any) -> Any:
-    """The number of a dtype that, added to any other, changes nothing."""
-    return np.asarray(complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0).astype(dtype)
-
-
-def _adds_exactly(param: Any, update: Any) -> bool:
-    """Whether JAX adds a -0.0 of the update's dtype to a parameter, and the parameter keeps its bits."""
-    if param == update:
-        return True
-    kinds = (jnp.floating, jnp.complexfloating)
-    wide = min(jnp.dtype(param).itemsize, jnp.dtype(update).itemsize) > 1  # JAX promotes no narrower float by itself
-    return wide and any(jnp.issubdtype(param, kind) and jnp.issubdtype(update, kind) for kind in kinds)

@@ -4,19 +4,35 @@ What a transformation returns are updates, and those of frozen parameters are ze
 added. Here the transformation adds its updates itself, where it knows how.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from optax_freeze._errors import described, type_error
-from optax_freeze._gradient.groups_now import GradientOfGroups
+from optax_freeze._gradient.group_gradients import GradientOfGroups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.partition import apply_updates
+from optax_freeze._spec.apply_updates import apply_updates
 from optax_freeze._spec.tree import PyTree
 
 _CALL = "fz.update_params(tx, grads, state, params)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The ``update`` of a transformation that can add its updates to the parameters itself.
+
+    ``run(grads, state, params, extra_args, in_place=...)`` gives updates or new parameters, and the new state.
+    """
+
+    run: Callable[..., tuple[PyTree, PyTree]]
+
+    def __call__(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        return self.run(updates, state, params, extra_args, in_place=False)
 
 
 def update_params(
@@ -78,24 +94,13 @@ def apply_gradients(
     treedef = _tree.flatten(params)[1]
     if not isinstance(grads, GradientOfGroups) and _tree.flatten_beside(treedef, grads)[1] != treedef:
         _tree.refuse_other_structure(grads, params, "grads", f"pass the arguments in this order: {_CALL}")
-    update: Any = getattr(transformation.update, "update_params", None)
-    if update is not None:
-        return update(grads, state, params, extra_args)
-    plain_update: Any = transformation.update
-    updates, state = plain_update(grads, state, params, **extra_args)
+    update: Any = transformation.update
+    if isinstance(update, Update):
+        return update.run(grads, state, params, extra_args, in_place=True)
+    updates, state = update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
 
 def updates_in_place(tx: Any) -> bool:
     """Whether a transformation adds its updates itself."""
-    return hasattr(as_transformation(tx, _CALL).update, "update_params")
-
-
-def with_update_params(update: Any, update_params: Callable[..., Any]) -> Any:
-    """An update function with its other form, ``(grads, state, params, extra_args) -> (params, state)``.
-
-    It is an attribute of the function, and not of the transformation: it stays wherever the function is used, and is
-    gone wherever another one is put around it.
-    """
-    update.update_params = update_params
-    return update
+    return isinstance(as_transformation(tx, _CALL).update, Update)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import is_number
-from optax_freeze._optimizer.inner_update import negative_zero, zero
+from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._program.regions import cast_to_vary, varies
-from optax_freeze._spec.layout import explicit_sharding, laid_out
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, PyTree
 
 
@@ -22,8 +22,8 @@ def update_unless(
         if not frozen:
             return update(updates, state, params, **extra_args)
         leaves, treedef = jax.tree.flatten(updates)
-        of = zip(leaves, leaves if params is None else jax.tree.leaves(params), strict=True)
-        return jax.tree.unflatten(treedef, [zero(Leaf("", p.shape, p.dtype), u, p) for u, p in of]), state
+        pairs = zip(leaves, leaves if params is None else jax.tree.leaves(params), strict=True)
+        return jax.tree.unflatten(treedef, [zero(Leaf("", p.shape, p.dtype), u, p) for u, p in pairs]), state
     # Traced once, though called for its shapes and in the loop.
     train = jax.jit(lambda updates, state, params: update(updates, state, params, **extra_args))
     shapes, treedef = jax.tree.flatten(jax.eval_shape(train, updates, state, params)[0])
@@ -77,4 +77,4 @@ def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
     def filled(like: Any, value: Any) -> jax.Array:
         return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
 
-    return laid_out(explicit_sharding(like, shape.shape), filled, like, value)
+    return with_sharding(explicit_sharding(like, shape.shape), filled, like, value)

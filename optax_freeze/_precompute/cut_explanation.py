@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from optax_freeze._errors import counted, printable
+from optax_freeze._errors import counted
+from optax_freeze._gradient.explain import Explanation
 from optax_freeze._report import plot as _plot
 from optax_freeze._report.table import share, size
 
@@ -29,7 +30,7 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True)
-class CutExplanation:
+class CutExplanation(Explanation):
     """Explains how :func:`optax_freeze.precompute` divides a function. Print it, or draw it with ``plot``.
 
     Attributes:
@@ -40,14 +41,6 @@ class CutExplanation:
         reads the frozen rows.
       not_needed_bytes: the bytes of these leaves and rows.
       stopped_by: on each path, the first operation that cannot be computed once, and the reason.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_freeze as fz
-      >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-      >>> explanation = fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4)))
-      >>> [(feature.shape, feature.bytes) for feature in explanation.features], explanation.not_needed
-      ([((2, 8), 64)], ('encoder',))
     """
 
     features: tuple[Feature, ...]
@@ -62,10 +55,11 @@ class CutExplanation:
         """The bytes of all features."""
         return sum(feature.bytes for feature in self.features)
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> list[str]:
         total = self.flops_before + self.flops_after
         leaves = counted(len(self.not_needed), "frozen leaf", "frozen leaves")
-        lines = [
+        return [
             f"computed once: {_flop(self.flops_before)}, {share(self.flops_before, total)} of the forward pass",
             f"computed in each step: {_flop(self.flops_after)}, {share(self.flops_after, total)}",
             f"stored: {counted(len(self.features), 'array', 'arrays')}, {size(self.bytes)}",
@@ -75,7 +69,6 @@ class CutExplanation:
             "first on its path that cannot be computed once:",
             *_first(f"{operation}: depends on {why}" for operation, why in self.stopped_by),
         ]
-        return "\n".join(map(printable, lines))
 
     def plot(self, ax: Any = None) -> Any:
         """Draws two bars: the operations of the forward pass computed once, and those computed in each step.
@@ -88,12 +81,6 @@ class CutExplanation:
 
         Raises:
           ImportError: if matplotlib is not installed.
-
-        Example:
-          >>> import jax.numpy as jnp, optax_freeze as fz
-          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-          >>> axes = fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4))).plot()
         """
         return _plot.draw_flops({"computed once": self.flops_before, "in each step": self.flops_after}, ax)
 

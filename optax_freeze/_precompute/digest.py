@@ -68,7 +68,7 @@ def without_count(text: Text, other: Text, count: int, of_other: int) -> Text:
     return [general(a, b) for a, b in pairs] if is_alike else text
 
 
-def known(const: Any) -> np.ndarray | None:
+def values_of(const: Any) -> np.ndarray | None:
     """The values of a constant, if this process knows them."""
     if isinstance(const, Tracer) or not getattr(const, "is_fully_addressable", True):
         return None
@@ -77,7 +77,7 @@ def known(const: Any) -> np.ndarray | None:
 
 
 def _of_constant(const: Any) -> str:
-    array = known(const)
+    array = values_of(const)
     if array is None:
         return "unknown constant"
     step = -(-array.nbytes // _MOST_BYTES) or 1

@@ -17,10 +17,10 @@ from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
 from optax_freeze._precompute.flops import flops_of_tasks
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
-from optax_freeze._program.function import Traced, as_array, needs_value
-from optax_freeze._program.regions import Rows, Values
+from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._program.traced_function import Traced, as_array, needs_value
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part
@@ -112,7 +112,7 @@ class Division(NamedTuple):
             else:
                 array = as_array(given.value if i in tasks.program.on_host else to_device(given.value))
                 is_frozen = given.leaf is not None and given.trainable is None and not is_on_host(array)
-                values.write_whole(i, jax.lax.stop_gradient(array) if is_frozen else array)
+                values.write(i, EVERYTHING, jax.lax.stop_gradient(array) if is_frozen else array)
         return values
 
 

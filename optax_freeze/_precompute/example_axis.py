@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._precompute.digest import known
+from optax_freeze._precompute.digest import values_of
 from optax_freeze._precompute.graph import Graph, Key
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.dependence import CALLS, programs_in
@@ -131,7 +131,7 @@ class _Analysis:
         """A constant is shared, and compared bit by bit."""
 
         def is_same(at: Examples) -> bool:
-            array = known(const)
+            array = values_of(const)
             if array is None or not 0 < array.size <= 2**20 or at.axis >= array.ndim:
                 return False
             rows = np.moveaxis(array, at.axis, 0).reshape(self.count, -1)

@@ -16,11 +16,11 @@ from optax_freeze._gradient.restrict import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
 from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import fitting
-from optax_freeze._spec.memory import on_device
+from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
+from optax_freeze._spec.sharding import fitting
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
 
 if TYPE_CHECKING:
@@ -78,10 +78,6 @@ class Precomputed:
       frozen: the spec of its frozen parameters.
       recurring: the arguments that recur.
       example_axis: the axis of the examples in the recurring arguments, or None.
-      after: ``after(params, features, *args, **kwargs)`` computes the result of the function from the features. Frozen
-        leaves that only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
-        (``jax.ShapeDtypeStruct``). A ``ValueError`` if a parameter that is read is missing, or if the features do not
-        belong to this program.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -94,12 +90,9 @@ class Precomputed:
       True
     """
 
-    after: Callable[..., Any]
-
     def __init__(self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None) -> None:
         self.fun, self.frozen, self.recurring, self.example_axis = fun, frozen, recurring, example_axis
         self.arguments = Arguments(fun, recurring)
-        self.after = _After(self)
 
     def __repr__(self) -> str:
         name = getattr(self.fun, "__qualname__", type(self.fun).__name__)
@@ -119,19 +112,50 @@ class Precomputed:
           ValueError: if the spec does not fit; if there is nothing to compute once; if a parameter is missing; if, with
             ``example_axis``, an operation mixes examples or a recurring array has no such axis; if the function cannot
             be traced.
-
-        Example:
-          >>> import jax.numpy as jnp, optax_freeze as fz
-          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-          >>> [features] = jax.jit(fz.precompute(loss, "encoder").before)(params, jnp.ones((2, 4)))
-          >>> features.shape
-          (2, 8)
         """
         division = self._of_params(params, args, kwargs)
         pairs = zip(_tree.leaves(params), _tree.flatten(params)[0], strict=True)
         structs = [(leaf.path, None if leaf.shape is None else _struct(leaf, value)) for leaf, value in pairs]
         return Features(division.before(), division.digest, structs)
+
+    def after(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
+        """Computes the result of the function from the features.
+
+        Frozen leaves that only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
+        (``jax.ShapeDtypeStruct``).
+
+        Raises:
+          ValueError: if a parameter that is read is missing, or if the features do not belong to this program.
+        """
+        place = next((i for i, x in enumerate((features, *args)) if isinstance(x, Features)), 0)
+        if place:
+            raise value_error(
+                "the features come after the parameters",
+                at=f"argument {place + 1}",
+                got="the features at this position",
+                expected="after(params, features, *args, **kwargs)",
+                fix="pass the features first, then the other arguments of the function",
+            )
+        values, treedef = _with_shapes(params, features)
+        plan = make_plan(jax.tree.unflatten(treedef, values), self.frozen)
+        division = self._divide(plan, values, args, kwargs)
+        _refuse_missing(division, values)
+        return division.after(_fitting(features, division))
+
+    def _refuse_gradient(self, plan: Plan, params: PyTree) -> None:
+        """Raises ``ValueError`` if a gradient is taken of what is frozen here, where it would be zero."""
+        if any(map(_tree.is_hole, _tree.flatten(params)[0])):
+            return
+        own = make_plan(params, self.frozen)
+        for leaf, theirs, selection in zip(plan.leaves, plan.selections, own.selections, strict=True):
+            if selection is FROZEN and theirs is not FROZEN:
+                raise value_error(
+                    "the features were computed with a different spec",
+                    at=leaf.path,
+                    got="a leaf with more trainable elements",
+                    expected=f"a leaf that {selection}, as in fz.precompute",
+                    fix="pass the same `frozen` to fz.precompute and to the gradient",
+                )
 
     def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Removes the frozen parameters that ``after`` does not read.
@@ -165,21 +189,7 @@ class Precomputed:
         Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
-          A :class:`optax_freeze.CutExplanation`. Print it, or draw it with ``plot()``.
-
-        Example:
-          >>> import jax.numpy as jnp, optax_freeze as fz
-          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-          >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-          >>> print(fz.precompute(loss, "encoder").explain(params, jnp.ones((2, 4))))
-          computed once: 144 FLOP, 80.9 % of the forward pass
-          computed in each step: 34 FLOP, 19.1 %
-          stored: 1 array, 64 B
-            float32 [2, 8], 64 B: tanh at ...
-          not read in a step: 1 frozen leaf, 128 B
-            encoder
-          first on its path that cannot be computed once:
-            dot_general at ...: depends on head, which trains
+          An :class:`optax_freeze.Explanation`. Print it, or draw it with ``plot()``.
         """
         return self._of_params(params, args, kwargs).explanation
 
@@ -194,102 +204,6 @@ class Precomputed:
 
         arguments, treedef = self.arguments.flatten(args, kwargs)
         return divide(self.fun, plan, treedef, [*parameters(plan, values), *arguments], self.example_axis)
-
-
-class _After:
-    """``after`` of :class:`Precomputed`: computes the result of the function from the features."""
-
-    def __init__(self, once: Precomputed) -> None:
-        self._once = once
-
-    def __repr__(self) -> str:
-        return f"{self._once!r}.after"
-
-    def __call__(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
-        place = next((i for i, x in enumerate((features, *args)) if isinstance(x, Features)), 0)
-        if place:
-            raise value_error(
-                "the features come after the parameters",
-                at=f"argument {place + 1}",
-                got="the features at this position",
-                expected="after(params, features, *args, **kwargs)",
-                fix="pass the features first, then the other arguments of the function",
-            )
-        values, treedef = self._with_shapes(params, features)
-        plan = make_plan(jax.tree.unflatten(treedef, values), self._once.frozen)
-        division = self._once._divide(plan, values, args, kwargs)
-        self._refuse_missing(division, values)
-        return division.after(self._fitting(features, division))
-
-    def refuse_gradient(self, plan: Plan, params: PyTree) -> None:
-        """Raises ``ValueError`` if a gradient is taken of what is frozen here, where it would be zero."""
-        if any(map(_tree.is_hole, _tree.flatten(params)[0])):
-            return
-        own = make_plan(params, self._once.frozen)
-        for leaf, theirs, selection in zip(plan.leaves, plan.selections, own.selections, strict=True):
-            if selection is FROZEN and theirs is not FROZEN:
-                raise value_error(
-                    "the features were computed with a different spec",
-                    at=leaf.path,
-                    got="a leaf with more trainable elements",
-                    expected=f"a leaf that {selection}, as in fz.precompute",
-                    fix="pass the same `frozen` to fz.precompute and to the gradient",
-                )
-
-    def _with_shapes(self, params: PyTree, features: PyTree) -> tuple[list[Any], Any]:
-        """The leaves of the parameters, with a shape in place of each missing one, and their treedef."""
-        values, treedef = _tree.flatten(params)
-        if not any(map(_tree.is_hole, values)):
-            return values, treedef
-        if not isinstance(features, Features):
-            raise value_error(
-                "the shapes of the missing parameters are not known",
-                at="features",
-                got=described(features),
-                expected="the features as `before` or features.read returned them",
-                fix="jax.tree.map keeps their type; or give the full parameters",
-            )
-        expected = [path for path, _ in features.leaves]
-        _tree.refuse_other_paths(_tree.paths(params), expected, "params", "give what `needed` returned")
-        pairs = zip(values, features.leaves, strict=True)
-        return [shape if _tree.is_hole(x) and shape is not None else x for x, (_, shape) in pairs], treedef
-
-    def _refuse_missing(self, division: "Division", values: Sequence[Any]) -> None:
-        read_again, plan = division.read_again, division.plan
-        for i, (leaf, selection, value) in enumerate(zip(plan.leaves, plan.selections, values, strict=True)):
-            is_missing = isinstance(value, jax.ShapeDtypeStruct)
-            trains = selection is not FROZEN and is_missing
-            if trains or ((is_missing or isinstance(value, Part)) and i in read_again):
-                frozen = f"the leaf: it is read by {read_again.get(i) or 'the result'}"
-                raise value_error(
-                    "a parameter is missing",
-                    at=leaf.path,
-                    got="a hole" if is_missing else "only the trainable rows",
-                    expected="a trainable leaf" if trains else frozen,
-                    fix="give what `needed` returned, or the full parameters",
-                )
-
-    def _fitting(self, features: PyTree, division: "Division") -> list[Any]:
-        """The arrays of the features, if they were computed by this program."""
-        if isinstance(features, Features) and features.cut != division.digest:
-            raise value_error(
-                "the features were computed by another program",
-                at="features",
-                got=f"features of the program {features.cut[:12]}",
-                expected=f"features of the program {division.digest[:12]}, of the same function, spec and shapes",
-                fix="compute them with the same fz.precompute, and arguments of the same shapes",
-            )
-        arrays, expected = jax.tree.leaves(features), ", ".join(map(_type, division.features))
-        got = ", ".join(_type(x) if is_array(x) else described(x) for x in arrays)
-        if got != expected:
-            raise value_error(
-                "the features do not fit",
-                at="features",
-                got=got or described(features),
-                expected=expected,
-                fix="give the features that `before` returned for this batch, as the argument after the parameters",
-            )
-        return arrays
 
 
 def precompute(
@@ -338,6 +252,64 @@ def precompute(
     if example_axis is not None:
         whole_number("example_axis", example_axis, fix="example_axis=0")
     return Precomputed(fun, frozen, recurring, example_axis)
+
+
+def _with_shapes(params: PyTree, features: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of the parameters, with a shape in place of each missing one, and their treedef."""
+    values, treedef = _tree.flatten(params)
+    if not any(map(_tree.is_hole, values)):
+        return values, treedef
+    if not isinstance(features, Features):
+        raise value_error(
+            "the shapes of the missing parameters are not known",
+            at="features",
+            got=described(features),
+            expected="the features as `before` or features.read returned them",
+            fix="jax.tree.map keeps their type; or give the full parameters",
+        )
+    expected = [path for path, _ in features.leaves]
+    _tree.refuse_other_paths(_tree.paths(params), expected, "params", "give what `needed` returned")
+    pairs = zip(values, features.leaves, strict=True)
+    return [shape if _tree.is_hole(x) and shape is not None else x for x, (_, shape) in pairs], treedef
+
+
+def _refuse_missing(division: "Division", values: Sequence[Any]) -> None:
+    read_again, plan = division.read_again, division.plan
+    for i, (leaf, selection, value) in enumerate(zip(plan.leaves, plan.selections, values, strict=True)):
+        is_missing = isinstance(value, jax.ShapeDtypeStruct)
+        trains = selection is not FROZEN and is_missing
+        if trains or ((is_missing or isinstance(value, Part)) and i in read_again):
+            frozen = f"the leaf: it is read by {read_again.get(i) or 'the result'}"
+            raise value_error(
+                "a parameter is missing",
+                at=leaf.path,
+                got="a hole" if is_missing else "only the trainable rows",
+                expected="a trainable leaf" if trains else frozen,
+                fix="give what `needed` returned, or the full parameters",
+            )
+
+
+def _fitting(features: PyTree, division: "Division") -> list[Any]:
+    """The arrays of the features, if they were computed by this program."""
+    if isinstance(features, Features) and features.cut != division.digest:
+        raise value_error(
+            "the features were computed by another program",
+            at="features",
+            got=f"features of the program {features.cut[:12]}",
+            expected=f"features of the program {division.digest[:12]}, of the same function, spec and shapes",
+            fix="compute them with the same fz.precompute, and arguments of the same shapes",
+        )
+    arrays, expected = jax.tree.leaves(features), ", ".join(map(_type, division.features))
+    got = ", ".join(_type(x) if is_array(x) else described(x) for x in arrays)
+    if got != expected:
+        raise value_error(
+            "the features do not fit",
+            at="features",
+            got=got or described(features),
+            expected=expected,
+            fix="give the features that `before` returned for this batch, as the argument after the parameters",
+        )
+    return arrays
 
 
 def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct:

@@ -85,7 +85,7 @@ def known_in_part(
     program: Program, unknown: set[int], in_part: Iterable[int], is_known: Callable[[int, Region], bool]
 ) -> Known:
     """Where a program can be divided, given the inputs that are known ``in_part``, and which regions are known."""
-    partly, made_by = set(in_part), {number: eqn for eqn in program.eqns for number in eqn.outputs}
+    partly, made_by = set(in_part), program.made_by
 
     def is_row_known(value: Any, region: Region | None) -> bool:
         if region is None or not isinstance(value, int) or value not in unknown:

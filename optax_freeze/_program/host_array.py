@@ -10,7 +10,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
 from optax_freeze._spec import host_rows
-from optax_freeze._spec.memory import to_device
+from optax_freeze._spec.memory_kinds import to_device
 
 FEWEST_AXES = 3
 """The TPU compiler slices arrays in host memory of three axes or more only."""
@@ -27,8 +27,7 @@ def _second_read() -> Callable[[Any], bool]:
 class HostArray(Unread):
     """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or the rows of a ``region``.
 
-    ``waits(region)`` says whether a read waits for another operand of the operation, so that it is not merged with an
-    earlier one: by default if the region was read before.
+    ``waits(region)``: whether a read waits for another operand, so that it is not merged with an earlier one.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Values that are computed from arrays in host memory where they are used, and never stored.
 
-A value is *late* if cheap operations compute it from arrays in host memory, inputs on the device and numbers. An
-operation that reads such a value brings the wanted rows to the device and repeats the cheap operations there. So no
-copy of a weight waits on the device for the backward pass, and a loop reads only the row of its step.
+A value is *late* if cheap operations compute it from arrays in host memory, inputs on the device and numbers. They are
+repeated where the value is read, on the rows that are wanted. So no copy of a weight waits for the backward pass.
 """
 
 import functools
@@ -76,10 +75,10 @@ class Late:
         repeats = (is_repeated(eqn) and name not in ("gather", "scan")) or (name == "scatter" and eqn.inputs[0] in self)
         return repeats and all(v in self or self.is_given(v) or not self.program.avals[v].shape for v in eqn.inputs)
 
-    def origins(self, value: int, of_rows: bool) -> Origins:
-        """From which inputs of the outermost program a late value is computed; ``of_rows``: a row of it is read."""
+    def origins(self, value: int, by_rows: bool) -> Origins:
+        """From which inputs of the outermost program a late value is computed; ``by_rows``: a row of it is read."""
         _, leaves = part_of(self.program, value, self.made_by)
-        return frozenset((n, rows or of_rows) for leaf in leaves for n, rows in self.on_host.get(leaf, ()))
+        return frozenset((n, by_rows or rows) for leaf in leaves for n, rows in self.on_host.get(leaf, ()))
 
     def is_by_rows(self, number: int, region: Region) -> bool:
         """Whether a region of an input in host memory is read by rows."""

@@ -94,13 +94,13 @@ def _pass_on(values: Values, place: int, read: Any, x: Any) -> None:
     if isinstance(read, Read):
         values.write(place, read.region, x)
     else:
-        values.write_whole(place, x.inside() if isinstance(x, Unread) else x)
+        values.write(place, EVERYTHING, x.inside() if isinstance(x, Unread) else x)
 
 
 def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
     if not eqn.params["length"]:
-        walk.whole(eqn, wanted, without_rule=False)
+        walk.everything(eqn, wanted, without_rule=False)
     else:
         _Loop(walk, eqn, wanted).add(wanted)
 
@@ -317,7 +317,7 @@ class _Segment:
         stacked = [o for o in self.outputs if o not in buffered]
         buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
         stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
-        whole = {p: x for p, x in stacks.items() if x.shape[0] == len(self.numbers.numbers)}
+        sliced = {p: x for p, x in stacks.items() if x.shape[0] == len(self.numbers.numbers)}
 
         def step(state: Any, of_step: Any) -> Any:
             (carry, buffers), (i, rows) = state, of_step
@@ -326,7 +326,7 @@ class _Segment:
                 if place < first:
                     _pass_on(values, place, read, x)
                 elif place >= last:
-                    values.write_whole(place, rows[place] if place in rows else self._row_of(place, x, i))
+                    values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
             for (place, read), part in zip(carried, carry, strict=True):
                 values.write(place, read.region, part)
             steps = {o: o.written.numbers == i for o in self.conditions}  # type: ignore[attr-defined]
@@ -354,7 +354,7 @@ class _Segment:
             (carry, buffers), ys = self._until_last(step, state), []
         else:
             unroll = loop.eqn.params["unroll"]
-            (carry, buffers), ys = jax.lax.scan(step, state, (i, whole), reverse=loop.reverse, unroll=unroll)
+            (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), reverse=loop.reverse, unroll=unroll)
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
 from optax_freeze._program.trace import Equation, is_reference
-from optax_freeze._spec.layout import fitting
+from optax_freeze._spec.sharding import fitting
 
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
 
@@ -178,10 +178,18 @@ def transpose(eqn: Equation, region: Any) -> Any:
     return [region.along(eqn.params["permutation"][region.axis])], eqn.bind
 
 
+REDUCTIONS = [
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"),
+    *("argmax", "argmin"),
+]
+
+
 @rule("squeeze")
-def squeeze(eqn: Equation, region: Any) -> Any:
-    kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in eqn.params["dimensions"]]
-    return [region.along(kept[region.axis])], eqn.bind
+@rule(*REDUCTIONS, cheap=False)
+def without_axes(eqn: Equation, region: Region) -> Any:
+    dropped = eqn.params["dimensions" if "dimensions" in eqn.params else "axes"]
+    kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in dropped]
+    return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))
 
 
 @rule("expand_dims")
@@ -224,9 +232,9 @@ def reshape(eqn: Equation, region: Any) -> Any:
         ):
             each = size // length  # a row is a part of one of its rows
             coarse = np.unique(numbers // each)
-            whole = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
-            cut: Any = region.within(whole)
-            return [Rows(axis, coarse)], lambda x, cut=cut, whole=whole: cut.take(reshaped(x, whole))
+            full = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
+            cut: Any = region.within(full)
+            return [Rows(axis, coarse)], lambda x, cut=cut, full=full: cut.take(reshaped(x, full))
     for axis, length in enumerate(old):  # the rows are repeated along axes before them
         outer = math.prod(old[:axis])
         first = region.axis
@@ -369,25 +377,6 @@ def iota(eqn: Equation, region: Any) -> Any:
     )
 
 
-REDUCTIONS = [
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_and",
-    "reduce_or",
-    "reduce_xor",
-    "argmax",
-    "argmin",
-]
-
-
-@rule(*REDUCTIONS, cheap=False)
-def reduction(eqn: Equation, region: Any) -> Any:
-    kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in eqn.params["axes"]]
-    return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))
-
-
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", cheap=False)
 def cumulative(eqn: Equation, region: Any) -> Any:
     axis, reverse = eqn.params["axis"], eqn.params["reverse"]
@@ -403,56 +392,51 @@ def cumulative(eqn: Equation, region: Any) -> Any:
     return [needed], lambda x: cut.take(eqn.bind(x))
 
 
-def _all_alike(eqn: Equation, regions: Sequence[Region | None], apart: Sequence[int]) -> Computation | None:
-    """All results and operands have the same rows, along none of the axes that are not kept ``apart``."""
-    wanted = [region for region in regions if region is not None]
-    if any(region != wanted[0] for region in wanted) or wanted[0].axis not in apart:
-        return None
-    return Computation([wanted[0]] * len(eqn.inputs), eqn.bind_all, [wanted[0]] * len(regions))
+def _of_matrices(eqn: Equation) -> range:
+    return range(len(eqn.avals_in[0].shape) - 2)
 
 
-@rule("sort", cheap=False, many=True)
-def sort(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    return _all_alike(eqn, regions, [i for i in range(len(eqn.avals_in[0].shape)) if i != eqn.params["dimension"]])
+def _of_elements(eqn: Equation) -> range:
+    """Each element becomes several, or several become one, along a new last axis."""
+    return range(min(len(eqn.avals_in[0].shape), len(eqn.avals_out[0].shape)))
 
 
-@rule("top_k", cheap=False, many=True)
-def top_k(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+def _of_sort(eqn: Equation) -> list[int]:
     axes = list(range(len(eqn.avals_in[0].shape)))
-    axes.pop(eqn.params.get("axis", -1))
-    return _all_alike(eqn, regions, axes)
+    axes.pop(eqn.params.get("dimension", eqn.params.get("axis", -1)))
+    return axes
+
+
+def _of_windows(eqn: Equation) -> list[int]:
+    names = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
+    axes = range(len(eqn.avals_out[0].shape))
+    return [i for i in axes if all(eqn.params[name][i] == value for name, value in names.items())]
 
 
 _MATRICES = "cholesky eigh lu qr householder_product svd triangular_solve tridiagonal_solve geqrf"
-
-
-@rule(*_MATRICES.split(), cheap=False, many=True)
-def of_matrices(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    return _all_alike(eqn, regions, range(len(eqn.avals_in[0].shape) - 2))
-
-
-@rule("fft", cheap=False)
-def fft(eqn: Equation, region: Any) -> Any:
-    first = len(eqn.avals_in[0].shape) - len(eqn.params["fft_lengths"])
-    return ([region], eqn.bind) if region.axis < first else None
-
-
 _WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod"
+_KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
+    **dict.fromkeys(_MATRICES.split(), _of_matrices),
+    **dict.fromkeys(_WINDOWS.split(), _of_windows),
+    **dict.fromkeys(["bitcast_convert_type", "random_wrap", "random_unwrap", "random_split"], _of_elements),
+    **dict.fromkeys(["sort", "top_k"], _of_sort),
+    "fft": lambda eqn: range(len(eqn.avals_in[0].shape) - len(eqn.params["fft_lengths"])),
+    "random_bits": lambda eqn: range(len(eqn.avals_in[0].shape)),
+    "tile": lambda eqn: [axis for axis, times in enumerate(eqn.params["reps"]) if times == 1],
+}
+"""The axes along which all results and operands have the same rows."""
 
 
-@rule(*_WINDOWS.split(), cheap=False, many=True)
-def reduce_window(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    names = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
-    axes = range(len(eqn.avals_out[0].shape))
-    apart = [i for i in axes if all(eqn.params[name][i] == value for name, value in names.items())]
-    found = _all_alike(eqn, regions, apart)
-    arrays = len(eqn.outputs)
-    return found and found._replace(regions=[*found.regions[:arrays], *[EVERYTHING] * (len(eqn.inputs) - arrays)])
-
-
-@rule("tile")
-def tile(eqn: Equation, region: Any) -> Any:
-    return ([region], eqn.bind) if eqn.params["reps"][region.axis] == 1 else None
+@rule("tile", many=True)
+@rule(*_KEPT_AXES.keys() - {"tile"}, cheap=False, many=True)
+def alike(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    wanted = [region for region in regions if region is not None]
+    axes = _KEPT_AXES[eqn.primitive.name](eqn)
+    if any(region != wanted[0] for region in wanted) or wanted[0].axis not in axes:
+        return None
+    starts = len(eqn.inputs) - len(eqn.outputs) if eqn.primitive.name in _WINDOWS.split() else 0
+    given = [wanted[0]] * (len(eqn.inputs) - starts)
+    return Computation([*given, *[EVERYTHING] * starts], eqn.bind_all, [wanted[0]] * len(regions))
 
 
 @rule("stack")
@@ -461,18 +445,6 @@ def stack(eqn: Equation, region: Any) -> Any:
     if region.axis == new:
         return None
     return [region.along(region.axis - (region.axis > new))] * len(eqn.inputs), eqn.bind
-
-
-@rule("bitcast_convert_type", "random_wrap", "random_unwrap", "random_split", cheap=False)
-def of_elements(eqn: Equation, region: Any) -> Any:
-    """Each element becomes several, or several become one, along a new last axis."""
-    is_kept = region.axis < min(len(eqn.avals_in[0].shape), len(eqn.avals_out[0].shape))
-    return ([region], eqn.bind) if is_kept else None
-
-
-@rule("random_bits", cheap=False)
-def random_bits(eqn: Equation, region: Any) -> Any:
-    return ([region], eqn.bind) if region.axis < len(eqn.avals_in[0].shape) else None
 
 
 @rule("dot_general", cheap=False)
@@ -502,10 +474,10 @@ def ragged_dot_general(eqn: Equation, region: Any) -> Any:
             [axis for axis in range(len(aval.shape)) if axis not in summed]
             for aval, summed in zip(eqn.avals_in, (of_left, of_right), strict=False)
         )
-        of_rows = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
+        free = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
         regions = [
             next((r for r in each if r is not EVERYTHING), EVERYTHING)
-            for each in (of_rows[: len(left)], of_rows[len(left) :])
+            for each in (free[: len(left)], free[len(left) :])
         ]
         return [*regions, EVERYTHING], eqn.bind
     if not isinstance(region, Rows):

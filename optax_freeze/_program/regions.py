@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from optax_freeze._spec.indexing import get_rows
-from optax_freeze._spec.layout import explicit_sharding, fitting, laid_out
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, Selection
+from optax_freeze._spec.sharding import explicit_sharding, fitting, with_sharding
 
 _FEW = 16
 """Rows in up to this many runs are sliced; of more runs, they are looked up."""
@@ -42,7 +42,7 @@ class Region:
 
     def inside(self) -> "Region":
         """The same rows of one row along the first axis."""
-        return self
+        return self.along(self.axis - 1)
 
     def share(self, shape: Sequence[int]) -> float:
         """How much of a value this part is."""
@@ -185,13 +185,10 @@ class Rows(_SomeRows):
                 return jnp.concatenate([cut(start, stop) for start, stop in self.runs], self.axis)
             return get_rows(self.axis, self.indices, array)
 
-        return laid_out(explicit_sharding(array, self.shape(shape)), rows, array)
+        return with_sharding(explicit_sharding(array, self.shape(shape)), rows, array)
 
     def along(self, axis: int) -> "Rows":
         return Rows(axis, self.numbers)
-
-    def inside(self) -> "Rows":
-        return Rows(self.axis - 1, self.numbers)
 
     def within(self, other: "Rows") -> "Rows | None":
         """The positions of these rows among ``other`` rows, if it has them all."""
@@ -231,13 +228,10 @@ class DynamicRows(_SomeRows):
     def take(self, array: Any) -> Any:
         array = jnp.asarray(array)
         sharding = explicit_sharding(array, self.shape(array.shape))
-        return laid_out(sharding, functools.partial(get_rows, self.axis), self.indices, array)
+        return with_sharding(sharding, functools.partial(get_rows, self.axis), self.indices, array)
 
     def along(self, axis: int) -> "DynamicRows":
         return DynamicRows(axis, self.numbers, self.offset)
-
-    def inside(self) -> "DynamicRows":
-        return self.along(self.axis - 1)
 
     def shifted(self, by: int) -> "DynamicRows":
         """The rows that have these numbers plus ``by``."""
@@ -250,9 +244,7 @@ class DynamicRows(_SomeRows):
 def region_of(selection: Selection) -> Region:
     """The trainable part of a leaf."""
     if isinstance(selection, RowIndex):
-        picked = np.concatenate([np.arange(*progression) for progression in selection.picked])
-        trains = picked if selection.picked_train else np.setdiff1d(np.arange(selection.size), picked)
-        return Rows(selection.axis, np.sort(trains))
+        return Rows(selection.axis, selection.numbers)
     if isinstance(selection, DynamicRowIndex):
         return DynamicRows(selection.axis, jnp.asarray(selection.array))
     return EVERYTHING
@@ -342,10 +334,6 @@ class Values:
     def write(self, number: int, region: Region, array: Any) -> None:
         """Stores a region of a value."""
         self._stored.setdefault(number, {})[region] = array
-
-    def write_whole(self, number: int, array: Any) -> None:
-        """Stores all of a value."""
-        self.write(number, EVERYTHING, array)
 
     def has(self, number: int) -> bool:
         """Whether any region of a value is stored."""

@@ -40,11 +40,11 @@ def schedule(
 ) -> Schedule:
     """The tasks that compute these regions of values, each with its label.
 
-    ``late`` are the values that are computed where they are read, by default from the inputs in host memory.
-    ``is_late``: the program computes such a value, so slices and loops read only the rows of an array that they need.
-    A program that will be differentiated has a ``known`` part: loops are divided after their known steps, and what
-    later steps read is cut, since the transpose of a row of an array that is read in place is an array of zeros in each
-    step. Other regions are wanted only of values that are known in part.
+    Args:
+      late: the values that are computed where they are read, by default from the inputs in host memory.
+      is_late: whether the program computes such a value: slices and loops read only the rows that they need.
+      known: of a program that will be differentiated: loops are divided after their known steps. What later steps read
+        is cut, since the transpose of a row that is read in place is an array of zeros in each step.
     """
     if late is None and program.on_host and not is_late:
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
@@ -87,10 +87,7 @@ class Walk:
             wanted[region] = wanted.get(region, 0) | label
 
     def record(self, eqn: Equation, extent: Any) -> None:
-        """Adds an operation to the log: of which some "rows" are computed, or "everything" although less is wanted.
-
-        Of one that reads an input in host memory: the number of the input, and whether it is read by rows.
-        """
+        """Adds to the log that "rows" or "everything" is computed, or (an input in host memory, whether by rows)."""
         if self.log is not None:
             self.log.append((eqn, extent))
 
@@ -103,17 +100,15 @@ class Walk:
                 self.want(value, region, task.label)
             if isinstance(read, LateRead) and self.late is not None and read.read.region is not LAZY:
                 for value, region in reversed(read.wanted):
-                    for number, of_rows in self.late.on_host.get(value, ()):
-                        self.record(task.eqn, (number, of_rows or self.late.is_by_rows(value, region)))
+                    for number, by_rows in self.late.on_host.get(value, ()):
+                        self.record(task.eqn, (number, by_rows or self.late.is_by_rows(value, region)))
 
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
         read = Read(value, region, in_place)
         if region is not LAZY and (self.late is None or value not in self.late):
             return read
-        made_by = (
-            {out: eqn for eqn in self.program.eqns for out in eqn.outputs} if self.late is None else self.late.made_by
-        )
+        made_by = self.program.made_by if self.late is None else self.late.made_by
         program, leaves = part_of(self.program, value, made_by)
         if region is LAZY:
             return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
@@ -166,8 +161,8 @@ class Walk:
 
     def _slices(self, eqn: Equation) -> bool:
         """Adds the task of a slice whose first row is a value of the program; only the rows that it has are read."""
-        of_rows = eqn.primitive.name == "dynamic_slice" and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
-        if not of_rows or not isinstance(eqn.inputs[1], int):
+        has_rows = eqn.primitive.name == "dynamic_slice" and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
+        if not has_rows or not isinstance(eqn.inputs[1], int):
             return False
         reads = [self.read(eqn.inputs[0], LAZY), *(Read(start, EVERYTHING) for start in eqn.inputs[1:])]
         writes = [(eqn.outputs[0], EVERYTHING)]
@@ -182,17 +177,17 @@ class Walk:
         is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
         if is_cheap(eqn) and not is_stored:
             chosen = wanted
-        elif any(is_scattered(region, shape) for region in chosen) or self._is_whole_anyway(eqn, chosen, shape):
+        elif any(is_scattered(region, shape) for region in chosen) or self._everything_is_as_cheap(eqn, chosen, shape):
             chosen = {EVERYTHING: joined_label([wanted])}
-        part = self._of_rows(eqn, place) if in_part and EVERYTHING in chosen else None
+        part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
         if EVERYTHING in chosen and not is_apart(eqn) and part is None:
-            self.whole(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
+            self.everything(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
             chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = part if part is not None and region is EVERYTHING else computation(eqn, regions)
             if found is None:
-                self.whole(eqn, [wanted], without_rule=True)
+                self.everything(eqn, [wanted], without_rule=True)
                 return
             self._compute(eqn, found, regions, label)
 
@@ -201,7 +196,7 @@ class Walk:
         in_part = eqn.reads if self.is_late else self.known.in_part if self.known is not None else ()
         return is_cheap(eqn) and not eqn.reads.isdisjoint(in_part)
 
-    def _of_rows(self, eqn: Equation, place: int) -> Computation | None:
+    def _from_rows(self, eqn: Equation, place: int) -> Computation | None:
         """How all of a result is computed from some rows of such an operand."""
         for axis, size in enumerate(eqn.avals_out[place].shape):
             rows = Rows(axis, np.arange(size))
@@ -212,7 +207,7 @@ class Walk:
                 return found
         return None
 
-    def _is_whole_anyway(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
+    def _everything_is_as_cheap(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
         """Whether all of a sum over a value that is there is as cheap, or of a convolution of which half is wanted."""
         if eqn.primitive.name in REDUCTIONS:
             operand = eqn.inputs[0]
@@ -229,7 +224,7 @@ class Walk:
         partial = any(region not in (None, EVERYTHING) for region in regions)
         found = computation(eqn, regions) if partial or eqn.primitive.name == "optimization_barrier" else None
         if found is None:
-            self.whole(eqn, wanted, without_rule=partial)
+            self.everything(eqn, wanted, without_rule=partial)
         else:
             self._compute(eqn, found, found.outputs or regions, label)
 
@@ -246,7 +241,7 @@ class Walk:
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
         self.add(Task(eqn, reads, writes, apply, label, max(shares, default=1.0)))
 
-    def whole(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
+    def everything(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
         """The task that computes all of an equation; ``without_rule`` although less is wanted."""
         if without_rule:
             self.record(eqn, "everything")
@@ -269,7 +264,6 @@ def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
 
 
 def _of_late(program: Program, region: Region) -> Schedule:
-    """The tasks that compute a region of the value of a program of cheap operations."""
     return schedule(program, [(program.outputs[0], region, ALWAYS)], is_late=True)
 
 
@@ -279,7 +273,7 @@ class LateValue(Unread):
     def __init__(self, program: Program, values: Values) -> None:
         self.program, self.values = program, values
         for number, const in program.consts.items():
-            values.write_whole(number, const)
+            values.write(number, EVERYTHING, const)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -314,7 +308,7 @@ class LateValue(Unread):
 
 
 class LateRead(NamedTuple):
-    """A read of a late value, which is computed where it is read; or of :data:`LAZY`, which is passed on unread."""
+    """A read of a late value; or of :data:`LAZY`, which is passed on unread."""
 
     read: Read
     program: Program

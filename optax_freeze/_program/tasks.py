@@ -170,22 +170,22 @@ class Schedule(NamedTuple):
         self.run_except((), values, context)
         return [Read(*output).of(values) for output in self.outputs]
 
-    def run_except(self, late: Collection[int], values: Values, context: Context) -> dict[int, Any]:
+    def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
 
         Returns False for each value that is read under a condition, as a bool that is known only after it was read.
         """
         for number in self.program.on_host:
             if values.has(number) and not isinstance(values.read(number, LAZY), Unread):
-                values.write_whole(number, HostArray(values.read(number, LAZY)))
+                values.write(number, EVERYTHING, HostArray(values.read(number, LAZY)))
         for number, const in self.program.consts.items():
             if not values.has(number):
-                values.write_whole(number, const)
+                values.write(number, EVERYTHING, const)
         kept = {value for value, _ in self.outputs if isinstance(value, int)}
-        kept.update(number for i in late for number in self.tasks[i].read_numbers)
+        kept.update(number for i in postponed for number in self.tasks[i].read_numbers)
         sets: dict[int, list[Task]] = {}
         for i, task in enumerate(self.tasks):
-            if i not in late:
+            if i not in postponed:
                 sets.setdefault(ALWAYS if task.label & context.label == context.label else task.label, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
         conditions, after = context.each_holds(sets), {}
@@ -196,7 +196,7 @@ class Schedule(NamedTuple):
                 after[number] = after.get(number, False) | (has_run != conditions[label])
         return after
 
-    def late(self, label: int, apart: Collection[int]) -> list[int]:
+    def postponable(self, label: int, apart: Collection[int]) -> list[int]:
         """The positions of the tasks of a label that can be left for later.
 
         They read none of the values ``apart``, and no other task that does reads their results.
@@ -213,10 +213,10 @@ class Schedule(NamedTuple):
                 needed.update(task.read_numbers)
         return found[::-1]
 
-    def run_late(self, late: Sequence[int], label: int, values: Values, context: Context) -> Values:
+    def run_postponed(self, postponed: Sequence[int], label: int, values: Values, context: Context) -> Values:
         """The values with those of the tasks of a label at these positions."""
         inside = values.copy()
-        _run_all([self.tasks[i] for i in late], inside, context.inside(label), None)
+        _run_all([self.tasks[i] for i in postponed], inside, context.inside(label), None)
         return inside
 
 

@@ -98,6 +98,11 @@ class Program(NamedTuple):
     on_host: Collection[int]  # the inputs in host memory
     of_steps: dict[int, int] = {}  # noqa: RUF012
 
+    @property
+    def made_by(self) -> dict[int, Equation]:
+        """The operation that computes each value."""
+        return {number: eqn for eqn in self.eqns for number in eqn.outputs}
+
     def copy(self, **changed: Any) -> "Program":
         """A copy, to which values can be added."""
         return self._replace(avals=list(self.avals), of_steps=dict(self.of_steps), **changed)
@@ -118,8 +123,7 @@ def flatten(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
     """Lists the operations of a jaxpr, those of calls included."""
     program = Program([], {}, [], len(closed.in_avals), [], (), {})
     values = [program.add(aval) for aval in closed.in_avals]
-    walk = _Flatten(program, enter_remat)
-    program.outputs.extend(walk.jaxpr(closed.jaxpr, closed.consts, values, None, None))
+    program.outputs.extend(_Flatten(program, enter_remat).jaxpr(closed.jaxpr, closed.consts, values, None, None))
     return program
 
 

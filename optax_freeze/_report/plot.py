@@ -23,9 +23,8 @@ def draw(rows: Sequence[Row], state: Sequence[int], state_bytes: int | None, dep
     ax = _new_axes("Summary.plot") if ax is None else ax
     bars = _bars(rows, state or [0] * len(rows), depth)
     one, name_of_unit = unit(max(map(sum, bars.values())))
-    whole = _sum(*bars.values())
     names = ("trainable", "frozen", "in the host's memory", "optimizer state")
-    totals = whole._replace(state=state_bytes)
+    totals = _sum(*bars.values())._replace(state=state_bytes)
     left = [0.0] * len(bars)
     for i, (part, total) in enumerate(zip(names, totals, strict=True)):
         if total is None or (part == names[2] and not total):
@@ -78,13 +77,7 @@ def _new_axes(at: str) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            message(
-                "matplotlib is missing",
-                at=at,
-                got=str(error),
-                expected="matplotlib, which only Summary.plot needs",
-                fix="pip install matplotlib",
-            )
-        ) from error
+        expected, fix = "matplotlib, which only plots need", "pip install matplotlib"
+        text = message("matplotlib is missing", at=at, got=str(error), expected=expected, fix=fix)
+        raise ImportError(text) from error
     return plt.subplots(layout="constrained")[1]

@@ -8,14 +8,12 @@ from optax_freeze._spec.tree import PyTree
 def print_trainable(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> None:
     """Prints how many parameters train, in the format of PEFT's ``print_trainable_parameters``.
 
-    The numbers count elements, as in :func:`optax_freeze.summary`: for partially frozen leaves, only the trainable rows
-    or elements count as trainable. Integers count as frozen, since they cannot train.
+    The numbers count elements, as in :func:`optax_freeze.summary`. Integers count as frozen, since they cannot train.
 
     Args:
-      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``; no values are read, except those of dense masks.
+      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``.
       frozen: the spec of the frozen parameters, in any form.
-      tied: ``"error"`` raises an error if the same array object is at two paths and only one of them is frozen;
-        ``"ignore"`` allows it.
+      tied: as in :func:`optax_freeze.partition`.
 
     Returns:
       None. For the numbers themselves use :func:`optax_freeze.summary`.

@@ -1,8 +1,7 @@
 """Which leaves does a checkpoint have? Their paths, shapes and dtypes, without their values.
 
-Orbax stores shapes beside its arrays, a safetensors file has all of them in its header, and each array of an ``.npz``
-file has a header of its own. In a Flax msgpack file they alternate with the values: it is read through, one array at a
-time. Nothing is unpickled, and no JAX array is made.
+Only a Flax msgpack file is read through, one array at a time: its shapes alternate with the values. Nothing is
+unpickled, and no JAX array is made.
 """
 
 import difflib
@@ -28,14 +27,7 @@ SUPPORTED = "a directory that Orbax wrote, or a .safetensors, .npz or Flax .msgp
 
 
 def stored_shapes(checkpoint: epath.Path) -> dict[str, Any]:
-    """The leaves of one tree by their paths: a ``jax.ShapeDtypeStruct`` for each array, objects for the other leaves.
-
-    Args:
-      checkpoint: a file, or the directory of one tree or of one step that Orbax wrote.
-
-    Raises:
-      ValueError: if there is none, if its format is not supported, if it is damaged, or if two leaves have one path.
-    """
+    """The leaves of one tree in a file, or in a directory of Orbax, by their paths: shapes of arrays, other objects."""
     tree = _of_orbax(_item(checkpoint)) if checkpoint.is_dir() else _of_file(checkpoint)
     shapes = {leaf.path: value for leaf, value in zip(_tree.leaves(tree), _tree.flatten(tree)[0], strict=True)}
     if shapes and all(path.endswith("/value") for path in shapes):  # an nnx.State
@@ -120,18 +112,14 @@ def _of_safetensors(file: pathlib.Path) -> dict[str, Any]:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise ImportError(
-            f"safetensors is not installed, which reads {file}: pip install 'optax-freeze[safetensors]'"
-        ) from error
+        text = f"safetensors is not installed, which reads {file}: pip install 'optax-freeze[safetensors]'"
+        raise ImportError(text) from error
     with safe_open(file, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {name: _struct(s.get_shape(), _dtype_of_safetensors(s.get_dtype())) for name, s in slices.items()}
-
-
-def _dtype_of_safetensors(name: str) -> str:
-    if name not in _DTYPES_OF_SAFETENSORS:
-        raise ValueError(f"the dtype {name} is not known here")
-    return _DTYPES_OF_SAFETENSORS[name]
+        unknown = [s.get_dtype() for s in slices.values() if s.get_dtype() not in _DTYPES_OF_SAFETENSORS]
+        if unknown:
+            raise ValueError(f"the dtype {unknown[0]} is not known here")
+        return {name: _struct(s.get_shape(), _DTYPES_OF_SAFETENSORS[s.get_dtype()]) for name, s in slices.items()}
 
 
 _DTYPES_OF_SAFETENSORS = {

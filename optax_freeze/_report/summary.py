@@ -1,8 +1,7 @@
 """``summary``: counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves.
 
-As in ``flax.linen.tabulate`` and CLU's parameter overview, rows are computed first and rendered separately. Unlike
-these, it accepts any pytree and counts trainable elements. The optimizer state is measured by ``jax.eval_shape`` of the
-optimizer's own ``init``.
+As in ``flax.linen.tabulate`` and CLU's parameter overview, rows are computed first and rendered separately. The
+optimizer state is measured by ``jax.eval_shape`` of the optimizer's own ``init``.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from optax_freeze._report import plot as _plot
 from optax_freeze._report import table as _table
 from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory import is_on_host
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
 from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
@@ -40,27 +39,23 @@ class Summary:
     """The result of :func:`optax_freeze.summary`, which can be printed, shown in a notebook or drawn by :meth:`plot`.
 
     Printed tables combine layers whose names differ only in a number: ``layer_0 … layer_31/kernel`` with the shape
-    ``32 × (512, 512)`` and the totals of all of them. ``rows`` contains every leaf separately.
+    ``32 × (512, 512)`` and the totals of all of them.
 
     Attributes:
       rows: one row for each leaf, with its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes``
         and ``frozen_bytes``. ``leaves`` is the number of leaves that ``depth=`` combined in the row, ``host_bytes`` the
-        number of bytes in host memory (:func:`optax_freeze.offload`). Shape and dtype are None for objects that are not
-        arrays, and for combined leaves that differ.
+        number of bytes in host memory. Shape and dtype are None for objects, and for combined leaves that differ.
       state_bytes: the bytes of the optimizer state with freezing, dense masks included; None without an optimizer.
       full_state_bytes: the bytes of the optimizer state without freezing; None without an optimizer.
-      extent: ``"nothing"`` or ``"everything"`` if the spec freezes none or all of the leaves that could be trained,
-        otherwise None.
+      extent: ``"nothing"`` or ``"everything"`` if the spec freezes none or all of the leaves that can train, else None.
       row_state_bytes: the bytes of the optimizer state with freezing, for each row; empty without an optimizer.
 
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": jnp.ones((3, 2)), "head": jnp.ones(2)}
       >>> summary = fz.summary(params, "encoder")
-      >>> summary.elements, summary.frozen_elements, summary.trainable_bytes
-      (8, 6, 8)
-      >>> [(row.path, row.frozen_elements) for row in summary.rows]
-      [('encoder', 6), ('head', 0)]
+      >>> summary.elements, summary.trainable_bytes, [(row.path, row.frozen_elements) for row in summary.rows]
+      (8, 8, [('encoder', 6), ('head', 0)])
     """
 
     rows: tuple[Row, ...]
@@ -112,8 +107,8 @@ class Summary:
     def plot(self, ax: Any = None, *, depth: int = 1) -> Any:
         """Draws one bar per module with its trainable bytes, frozen bytes, and optimizer state if ``tx`` was given.
 
-        Bytes in host memory are a separate section of the bar. The 12 largest modules have their own bars. Optimizer
-        state that belongs to no module, such as step counts and masks, is only counted in the legend.
+        Bytes in host memory are a separate section of the bar. The 12 largest modules have their own bars. Step counts
+        and masks are only counted in the legend.
 
         Args:
           ax: the matplotlib axes to draw on; by default those of a new figure.
@@ -185,23 +180,20 @@ def summary(
     Args:
       params: any pytree of arrays or of ``jax.ShapeDtypeStruct``. No values are read, except those of dense masks.
       frozen: the spec of the frozen parameters, in any form.
-      tx: the optimizer that you would use without freezing, not wrapped in :func:`optax_freeze.freeze`. The size of its
-        state is computed from shapes, once for all floating-point and complex leaves, and once with
-        :func:`optax_freeze.freeze` around it.
+      tx: the optimizer that you would use without freezing, not wrapped in :func:`optax_freeze.freeze`; the size of its
+        state is computed from shapes.
       depth: the number of path segments that a row is named by; leaves with the same first segments share a row. By
         default, each leaf has its own row.
-      tied: what to do if the same array object is at two paths and only one of them is frozen: ``"error"`` raises an
-        error, ``"ignore"`` allows it. Tracers are never checked.
+      tied: as in :func:`optax_freeze.partition`.
 
     Returns:
       A :class:`optax_freeze.Summary`. ``print`` shows it as plain text, a rich console as a table that fits the
       terminal, and a notebook as an HTML table. :meth:`optax_freeze.Summary.plot` draws it.
 
     Raises:
-      ValueError: if the spec does not fit the parameters, leaves are tied as described above, ``tied`` is neither word,
-        a dense mask has no values (a tracer), ``tx`` already freezes parameters, or ``depth`` is negative.
-      TypeError: if ``tx`` is not an optimizer, ``depth`` is not an int, a function in the spec reads values, or a leaf
-        is an object that holds an array (a Keras variable). Errors of ``tx.init`` are passed on.
+      ValueError: if the spec does not fit the parameters, leaves are tied, a dense mask has no values (a tracer),
+        ``tx`` already freezes parameters, or ``depth`` is negative.
+      TypeError: if ``tx`` is not an optimizer or ``depth`` not an int. Errors of ``tx.init`` are passed on.
 
     Example:
       >>> import optax_freeze as fz
@@ -276,7 +268,7 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
             expected="the optimizer that you would use without freezing",
             fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
         )
-    return full, _state(freeze(tx, plan.known, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
+    return full, _state(freeze(tx, plan.as_spec, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:

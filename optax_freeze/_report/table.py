@@ -1,7 +1,6 @@
 """Rows about leaves, and how they are shown: similar rows fold into lines, and lines become text, a rich table or HTML.
 
-``flax.linen.tabulate`` prints about 700 lines for a model of 80 layers. Here siblings whose names differ in one number
-and whose contents are the same share a line, so a model of repeated layers fits on one screen.
+Siblings whose names differ in one number and whose contents are the same share a line.
 """
 
 import collections
@@ -68,7 +67,7 @@ def _sum(path: str, rows: Sequence[Row]) -> Row:
 
 
 def fold(rows: Iterable[Row]) -> list[Line]:
-    """Rows as lines: siblings whose names differ in one number, and whose contents are the same, share a line."""
+    """Rows as lines."""
     root: dict[str | None, Any] = {}
     for row in rows:
         node = root
@@ -108,7 +107,7 @@ def _alike(contents: dict[str, Any]) -> list[list[str]]:
 
 
 def _natural(name: str) -> list[Any]:
-    """A key by which names sort with their numbers as numbers: ``layer_2`` before ``layer_10``."""
+    """A key by which ``layer_2`` is before ``layer_10``."""
     return [(int(piece), piece) if i % 2 else piece for i, piece in enumerate(_pieces(name))]
 
 
@@ -155,10 +154,10 @@ def _cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def _place(whole: int, on_host: int) -> str:
+def _place(nbytes: int, on_host: int) -> str:
     if not on_host:
         return ""
-    return ", on the host" if on_host == whole else f", {size(on_host)} on the host"
+    return ", on the host" if on_host == nbytes else f", {size(on_host)} on the host"
 
 
 def _status(elements: int, frozen: int) -> str:
@@ -167,12 +166,12 @@ def _status(elements: int, frozen: int) -> str:
     return f"{elements - frozen:,} train ({share(elements - frozen, elements)})" if frozen else "trains"
 
 
-def share(part: int, whole: int) -> str:
+def share(part: int, total: int) -> str:
     """A percentage; only nothing is 0 %, and only everything 100 %."""
-    percent = 100 * part / whole if whole else 0.0
+    percent = 100 * part / total if total else 0.0
     if 0 < percent < 0.01:
         return "< 0.01 %"
-    if percent > 99.99 and part < whole:
+    if percent > 99.99 and part < total:
         return "> 99.99 %"
     return f"{percent:.4g} %"
 
@@ -190,7 +189,7 @@ def size(count: int) -> str:
 
 
 def as_text(table: Table) -> str:
-    """Plain text, as wide as it needs to be whatever the terminal: for logs."""
+    """Plain text, as wide as it needs to be whatever the terminal."""
     widths = [max(map(len, column)) for column in zip(HEADER, *table.cells, strict=True)]
     lines = []
     for line in (HEADER, ["-" * width for width in widths], *table.cells):
@@ -217,13 +216,10 @@ def as_rich(table: Table) -> Any:
 def as_html(table: Table) -> str:
     """An HTML table for notebooks, escaped."""
     head = "".join(f"<th>{name}</th>" for name in HEADER)
+    styles = [f'<td style="text-align: {side}">' for side in HEADER.values()]
     rows = [
-        "".join(
-            f'<td style="text-align: {side}">{html.escape(cell)}</td>'
-            for cell, side in zip(line, HEADER.values(), strict=True)
-        )
-        for line in table.cells
+        [style + html.escape(cell) + "</td>" for style, cell in zip(styles, line, strict=True)] for line in table.cells
     ]
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     totals = "<br>".join(map(html.escape, table.totals))
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_freeze._spec.indexing import move_bits
-from optax_freeze._spec.memory import to_device, to_memory_of
+from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -33,7 +33,6 @@ def cut(axis: int, full: Any, start: int, stop: int) -> jax.Array:
 
 def gather(axis: int, full: Any, indices: Any) -> jax.Array:
     """The values at ascending ``indices`` along an axis, zero for those out of range."""
-
     return _keep_bits(lambda indices, full: get_rows(axis, indices, full), indices, full)
 
 
@@ -47,15 +46,15 @@ def write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
     """:func:`scatter` in place. On TPU without bitcasts: XLA would copy the array there, and keeps bits anyway."""
     if is_concrete(full) or not _integer_of(full.dtype):
         return scatter(axis, full, indices, values)
-    return jax.lax.platform_dependent(indices, full, values, **_writers(axis))
+    return jax.lax.platform_dependent(full, indices, values, **_writers(axis))
 
 
 @functools.cache  # one function per axis: JAX traces and compiles a function once
 def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
-    def by_default(indices: Any, full: Any, values: Any) -> jax.Array:
-        return scatter(axis, full, indices, values)
+    def on_tpu(full: Any, indices: Any, values: Any) -> jax.Array:
+        return set_rows(axis, indices, full, values)
 
-    return {"tpu": functools.partial(set_rows, axis), "default": by_default}
+    return {"tpu": on_tpu, "default": functools.partial(scatter, axis)}
 
 
 def get_rows(axis: int, indices: Any, full: Any) -> jax.Array:

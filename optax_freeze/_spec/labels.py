@@ -1,7 +1,6 @@
 """Label functions for ``optax.multi_transform``, and learning rates by depth.
 
-Optax calls a label function on the parameters and in every ``update`` again on the updates. These functions use paths
-only, so the labels are the same although updates may have holes and other dtypes.
+Optax calls them again on the updates, which may have holes and other dtypes: labels depend on paths alone.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

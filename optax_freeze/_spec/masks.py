@@ -7,49 +7,111 @@ array it is a pytree whose leaf is the array, as ``elements`` is: it can be an a
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
+from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
+from optax_freeze._spec.tree import Leaf
 
 
-class Slice(NamedTuple):
-    """A hashable slice."""
+class _RowMask:
+    """Rows along an axis, which are frozen, or if ``inverted`` all others are."""
 
-    start: int | None
-    stop: int | None
-    step: int | None
+    axis: int
+    inverted: bool
+
+    def __invert__(self) -> Any:
+        return dataclasses.replace(self, inverted=not self.inverted)  # type: ignore[type-var]
+
+    def _axis_and_size(self, leaf: Leaf) -> tuple[int, int]:
+        """The axis of the rows, and how many there are along it."""
+        assert leaf.shape is not None
+        ndim = len(leaf.shape)
+        if not -ndim <= self.axis < ndim:
+            raise value_error(
+                f"{self!r}: the leaf has no such axis",
+                at=leaf.path,
+                got=f"axis={self.axis} for shape {leaf.shape}",
+                expected=f"an axis from {-ndim} to {ndim - 1}" if ndim else "a leaf with at least one axis",
+                fix="correct the axis, or select fewer leaves with the pattern",
+            )
+        return self.axis % ndim, leaf.shape[self.axis]
+
+    def _ascending(self, numbers: Sequence[int], size: int, leaf: Leaf) -> list[int]:
+        """The rows with these numbers, in order and not negative."""
+        self._refuse_outside(numbers, size, size - 1, leaf)
+        ordered = sorted(number % size for number in numbers)
+        if len(set(ordered)) < len(ordered):
+            raise _named_twice(leaf.path, list(numbers)[:8])
+        return ordered
+
+    def _refuse_outside(self, numbers: Sequence[int], size: int, last: int, leaf: Leaf) -> None:
+        outside = [number for number in numbers if not -size <= number <= last]
+        if outside:
+            raise value_error(
+                f"{self!r}: a row is out of range",
+                at=leaf.path,
+                got=f"{outside[0]}, for {size} rows along axis {self.axis} of shape {leaf.shape}",
+                expected=f"numbers from {-size} to {last}",
+                fix="correct the number; a slice with an open end (None) goes to the last row",
+            )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
-class Rows:
+class Rows(_RowMask):
     """Frozen rows of any leaf, made by :func:`rows`."""
 
-    index: int | tuple[int, ...] | Slice
+    index: int | tuple[int, ...] | slice
     axis: int = 0
     inverted: bool = False
     allow_empty: bool = False
 
-    def __invert__(self) -> "Rows":
-        return dataclasses.replace(self, inverted=not self.inverted)
+    def fit(self, leaf: Leaf) -> Selection:
+        """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
+        axis, size = self._axis_and_size(leaf)
+        if isinstance(self.index, slice):
+            runs = self._runs_of_slice(self.index, size, leaf)
+        else:
+            numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
+            named = set(numbers)
+            starts, stops = ([n for n in numbers if n + step not in named] for step in (-1, 1))
+            runs = [(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
+        return row_index(self, axis, size, runs, self.inverted)
+
+    def _runs_of_slice(self, index: slice, size: int, leaf: Leaf) -> list[tuple[int, int]]:
+        self._refuse_outside([bound for bound in (index.start, index.stop) if bound is not None], size, size, leaf)
+        found = range(*index.indices(size))
+        found = found[::-1] if found.step < 0 else found
+        if size and not found and index.stop is None and not self.allow_empty:
+            raise value_error(
+                f"{self!r}: there are no rows from {index.start} on",
+                at=leaf.path,
+                got=f"none of {size} rows along axis {self.axis} of shape {leaf.shape}",
+                expected="at least one row",
+                fix="grow the table first, or correct the number; if there may be none, allow_empty=True",
+            )
+        return [(found[0], found[-1] + 1)] if found and found.step == 1 else [(n, n + 1) for n in found]
 
     def __repr__(self) -> str:
-        index = self.index
-        if isinstance(index, tuple):
-            index = slice(*index) if isinstance(index, Slice) else list(index)
-        options = f"{f', axis={self.axis}' if self.axis else ''}{', allow_empty=True' if self.allow_empty else ''}"
+        index = list(self.index) if isinstance(self.index, tuple) else self.index
+        options = f", axis={self.axis}" * (self.axis != 0) + ", allow_empty=True" * self.allow_empty
         return f"{'~' * self.inverted}fz.rows({index}{options})"
+
+    def __hash__(self) -> int:
+        index = repr(self.index) if isinstance(self.index, slice) else self.index  # Python 3.11 cannot hash a slice
+        return hash((index, self.axis, self.inverted))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "inverted", "ascending", "of_state"]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DynamicRows:
+class DynamicRows(_RowMask):
     """Frozen rows of which only the number is static, made by :func:`rows` of a JAX array."""
 
     array: Any
@@ -58,8 +120,23 @@ class DynamicRows:
     ascending: bool = False  # whether the numbers are known to be in order, and not negative
     of_state: bool = False  # whether they were read from an optimizer state
 
-    def __invert__(self) -> "DynamicRows":
-        return dataclasses.replace(self, inverted=not self.inverted)
+    def fit(self, leaf: Leaf) -> Selection:
+        """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
+        axis, size = self._axis_and_size(leaf)
+        array, [named] = self.array, self.array.shape
+        if named > size:
+            got = f"{named} row numbers, for {size} rows along axis {self.axis} of shape {leaf.shape}"
+            raise _named_twice(leaf.path, got)
+        count = named if self.inverted else size - named
+        if count == 0:
+            return FROZEN
+        if is_concrete(array) and not self.ascending:
+            self._ascending(np.asarray(array).tolist(), size, leaf)
+        if isinstance(array, jax.ShapeDtypeStruct):
+            array = jax.ShapeDtypeStruct((count,), jnp.int32)
+        elif not (self.ascending and self.inverted):
+            array = _trainable_rows(array, size, count, self.inverted)
+        return DynamicRowIndex(array, axis, size, count, self.of_state)
 
     def __repr__(self) -> str:
         array = f"<{self.array.dtype}{list(self.array.shape)}>" if is_array(self.array) else "..."
@@ -78,6 +155,28 @@ class Elements:
     count: int | None = None  # of trainable elements, if `compact` and the array has values
     of_state: bool = False  # whether it was read from an optimizer state
 
+    def fit(self, leaf: Leaf) -> Selection:
+        """The selection of a leaf; a ``ValueError`` if the mask does not fit it, or cannot be counted."""
+        if tuple(self.array.shape) != leaf.shape:
+            traced = self.array.shape == () and not is_concrete(self.array)
+            raise value_error(
+                "a bool in the spec is traced" if traced else "the shape of an element mask differs from its leaf",
+                at=leaf.path,
+                got="a traced boolean" if traced else f"a mask of shape {tuple(self.array.shape)}",
+                expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
+                fix=f"{'create the bool outside jit, or use' if traced else 'broadcast it:'} "
+                "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
+            )
+        if self.compact and self.count is None:
+            raise value_error(
+                "the elements of a compact mask cannot be counted",
+                at=leaf.path,
+                got="a traced array, or only a shape",
+                expected="an array with values: the number of trainable elements is static",
+                fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
+            )
+        return FROZEN if self.count == 0 else DenseMask(self.array, self.compact, self.count, self.of_state)
+
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
         return Elements(array, self.compact, None if self.count is None else array.size - self.count)
@@ -90,6 +189,15 @@ class Elements:
 ElementMask: TypeAlias = Rows | DynamicRows | Elements
 
 
+def choice_of(selection: Selection) -> bool | ElementMask:
+    """What a spec says about a leaf that has this selection."""
+    if isinstance(selection, DynamicRowIndex):
+        return DynamicRows(selection.array, selection.axis, True, ascending=True, of_state=selection.of_state)
+    if isinstance(selection, DenseMask):
+        return Elements(selection.array, selection.compact, selection.count, selection.of_state)
+    return selection.mask if isinstance(selection, RowIndex) else selection is FROZEN
+
+
 @overload
 def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool = False) -> Rows: ...
 @overload
@@ -98,22 +206,21 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     """Freezes rows of a leaf along one axis.
 
     Args:
-      index: a slice, an int or a list of ints: the frozen rows. Negative numbers count from the end. Or a JAX array of
-        integers with shape (k,), in any order, which may be traced. Then only the number of rows is static. The row
-        numbers are part of the optimizer state, and :func:`optax_freeze.replace_masks` replaces them; gradients use
-        :func:`optax_freeze.spec_of` the state.
+      index: the frozen rows: a slice, an int or a list of ints; negative numbers count from the end. Or a JAX array of
+        integers of shape (k,), which may be traced. Then only the number of rows is static: the row numbers are in the
+        optimizer state, :func:`optax_freeze.replace_masks` replaces them, :func:`optax_freeze.spec_of` reads them.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 
     Returns:
-      An element mask, to be used in a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other
-      rows. If all rows of a leaf or none are selected, it means True or False.
+      An element mask, for a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. Of
+      all rows of a leaf it means True, of none False.
 
     Raises:
       TypeError: if ``index`` or ``axis`` has another type.
       ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
-        selects no row of a leaf that has rows: ``~fz.rows(slice(4, None))`` would silently freeze all of 4 rows. Traced
-        row numbers are not checked; a number that is out of range, or given again, selects no row.
+        selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows. Traced numbers are not checked; one
+        that is out of range, or given again, selects no row.
 
     Example:
       >>> import optax_freeze as fz
@@ -124,21 +231,20 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       >>> ~fz.rows(slice(32000, None))  # only the rows from 32000 on train
       ~fz.rows(slice(32000, None, None))
     """
-    if isinstance(index, jax.Array) and is_int(axis):
-        _refuse_no_numbers(index)
-        return DynamicRows(index, int(axis))
-    hashable = _hashable(index)
-    if hashable is None or not is_int(axis):
+    numbers = _numbers(index)
+    if numbers is None or not is_int(axis):
         raise type_error(
             "fz.rows takes row numbers",
             at="fz.rows",
             got=f"index={described(index)}, axis={described(axis)}",
-            expected="a slice, an int or a list of ints, and an int for the axis",
-            fix="for a boolean array use fz.elements(array)",
+            expected="a slice, an int, a list of ints or a JAX array of integers, of shape (k,); an int for the axis",
+            fix="for a boolean array use fz.elements(array), for other numbers array.astype(int).ravel()",
         )
-    if not isinstance(hashable, (int, Slice)) and len(set(hashable)) < len(hashable):
-        raise named_twice("fz.rows", hashable)
-    return Rows(hashable, int(axis), allow_empty=allow_empty)
+    if isinstance(numbers, jax.Array):
+        return DynamicRows(numbers, int(axis))
+    if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
+        raise _named_twice("fz.rows", list(numbers)[:8])
+    return Rows(numbers, int(axis), allow_empty=allow_empty)
 
 
 def elements(array: Any, compact: bool = False) -> Elements:
@@ -148,24 +254,20 @@ def elements(array: Any, compact: bool = False) -> Elements:
 
     Args:
       array: a boolean array of the leaf's shape, True where frozen.
-      compact: if False, an optimizer receives the full leaf, with zeros at the frozen elements, and its state has the
-        shape of the leaf. If True, it receives the trainable elements as a vector, and its state covers only these.
-        Their number is then fixed.
+      compact: whether an optimizer receives the trainable elements as a vector, whose size is fixed, and its state
+        covers only these. Otherwise it receives the full leaf, with zeros at the frozen elements.
 
     Returns:
-      An element mask, to be used in a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other
-      elements. It is a pytree whose one leaf is the array.
+      An element mask, for a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other elements.
+      It is a pytree whose one leaf is the array.
 
     Raises:
       TypeError: if ``array`` is not a boolean array.
-      ValueError: when resolved, if its shape is not the shape of the leaf, or if ``compact`` and the array is traced,
-        so that its elements cannot be counted.
+      ValueError: when resolved, if it does not have the shape of the leaf, or is ``compact`` and traced.
 
     Example:
       >>> import optax_freeze as fz
       >>> mask = np.array([[False, True], [True, False]])
-      >>> fz.elements(mask)
-      fz.elements(<bool[2, 2]>)
       >>> trainable, rest = fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.elements(mask, compact=True)})
       >>> trainable["w"].values
       Array([1., 1.], dtype=float32)
@@ -182,38 +284,40 @@ def elements(array: Any, compact: bool = False) -> Elements:
     return Elements(array, compact, int(array.size - np.count_nonzero(np.asarray(array))) if counts else None)
 
 
-def named_twice(at: str, numbers: Sequence[int]) -> ValueError:
-    """The error for a list in which a row is named twice."""
-    return value_error(
-        "a row is named twice",
-        at=at,
-        got=f"{list(numbers)[:8]}",
-        expected="each row once",
-        fix="sorted(set(rows)), with negative numbers counted from the end",
-    )
+def _named_twice(at: str, got: Any) -> ValueError:
+    fix = "sorted(set(rows)), with negative numbers counted from the end"
+    return value_error("a row is named twice", at=at, got=got, expected="each row once", fix=fix)
 
 
-def _refuse_no_numbers(array: Any) -> None:
-    if jnp.issubdtype(array.dtype, jnp.integer) and len(array.shape) == 1:
-        return
-    raise type_error(
-        "fz.rows takes row numbers",
-        at="fz.rows",
-        got=f"a JAX array of {array.dtype}, of shape {tuple(array.shape)}",
-        expected="an array of integers, of shape (k,)",
-        fix="for a boolean array use fz.elements(array)" if array.dtype == np.bool_ else "array.astype(int).ravel()",
-    )
+def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
+    """The numbers of ``count`` trainable rows, ascending; ``named`` are the frozen rows, or the trainable ones.
+
+    If some are named twice or out of range, the array ends with ``size``, which is not a row. It is concrete wherever
+    ``named`` is, also while a program is traced.
+    """
+    if not is_concrete(named):
+        named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
+        trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
+        return jnp.nonzero(trains, size=count, fill_value=size)[0].astype(jnp.int32)
+    trains, named = np.full(size, not inverted), np.asarray(named)
+    trains[named[named < size]] = inverted
+    found = np.flatnonzero(trains)[:count]
+    numbers = np.append(found, [size] * (count - len(found))).astype(np.int32)
+    array = jnp.asarray(numbers)
+    return array if is_concrete(array) else numbers
 
 
-def _hashable(index: Any) -> int | tuple[int, ...] | Slice | None:
-    """An index of ints as a hashable value, or None if it is not one."""
+def _numbers(index: Any) -> int | tuple[int, ...] | slice | jax.Array | None:
+    """An index as Python ints or as a JAX array; None if it does not consist of ints."""
+    if isinstance(index, jax.Array):
+        return index if index.ndim == 1 and jnp.issubdtype(index.dtype, jnp.integer) else None
     if is_int(index):
         return int(index)
     if isinstance(index, slice):
         bounds = [index.start, index.stop, index.step]
         if index.step == 0 or not all(bound is None or is_int(bound) for bound in bounds):
             return None
-        return Slice(*(None if bound is None else int(bound) for bound in bounds))
+        return slice(*(None if bound is None else int(bound) for bound in bounds))
     if isinstance(index, (Sequence, np.ndarray)) and all(map(is_int, index)):
         return tuple(map(int, index))
     return None

@@ -16,10 +16,11 @@ import numpy as np
 
 from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import copy_like
-from optax_freeze._spec.memory import HOST, is_on_host
+from optax_freeze._spec.masks import choice_of
+from optax_freeze._spec.memory_kinds import HOST, is_on_host
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -29,11 +30,10 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree
 class Plan:
     """One selection per leaf of the parameters.
 
-    In an optimizer state a plan is a pytree node without leaves and goes through jit, donation and checkpoints as such;
-    the state keeps the arrays of dense masks beside it (:meth:`without_masks`, :meth:`with_masks`).
+    In an optimizer state a plan is a pytree node without leaves; the state keeps the arrays of masks beside it.
 
-    A plan without leaves equals any other, and all have the same hash: ``optax.tree_map_params`` makes a state of a
-    placeholder without leaves and maps it together with the real one, which JAX allows only if their nodes are equal.
+    A plan without leaves equals any other, and all have the same hash: ``optax.tree_map_params`` maps the state of a
+    placeholder together with the real one, which JAX allows only if their nodes are equal.
     """
 
     leaves: tuple[Leaf, ...]
@@ -53,9 +53,9 @@ class Plan:
         return any(leaf.index is not None or selection.part_index is not None for leaf, selection in pairs)
 
     @property
-    def known(self) -> ResolvedSpec:
+    def as_spec(self) -> ResolvedSpec:
         """The plan as a spec, for trees with the same leaves."""
-        return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(s.as_spec() for s in self.selections))
+        return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(map(choice_of, self.selections)))
 
     @property
     def masks(self) -> list[Any]:
@@ -68,7 +68,7 @@ class Plan:
         return [s.array if _tree.is_hole(s.array) else copy_like(s.array, value) for s, value in pairs]
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
-        """The same plan with these arrays of a state in its selections; an empty list changes nothing."""
+        """The plan with these arrays of a state in its selections; an empty list changes nothing."""
         if not masks:
             return self
         pairs = zip(self.selections, masks, strict=True)
@@ -81,7 +81,7 @@ class Plan:
         return dataclasses.replace(self, selections=tuple(s.with_array(_tree.HOLE) for s in self.selections))
 
     def parameters(self, tree: PyTree) -> PyTree:
-        """The shapes of the parameters given to ``init``; ``tree`` itself where the plan was unpickled."""
+        """The shapes of the parameters given to ``init``; ``tree`` itself if the plan was unpickled."""
         if self.treedef is None:
             return tree
         shapes = [_tree.HOLE if leaf.dtype is None else leaf.struct for leaf in self.leaves]
@@ -95,7 +95,6 @@ class Plan:
         return {TRAINABLE: "nothing", FROZEN: "everything"}.get(*found)  # type: ignore[return-value]
 
     def labels(self, treedef: Any = None) -> PyTree:
-        """``"frozen"`` or ``"trainable"`` in the place of every leaf."""
         labels = ["frozen" if s is FROZEN else "trainable" for s in self.selections]
         return jax.tree.unflatten(self.treedef if treedef is None else treedef, labels)
 
@@ -114,10 +113,10 @@ class Plan:
     def align(
         self, tree: PyTree, name: str, fix: str | None = None, *, params: PyTree | None = None
     ) -> tuple[list[Any], Any]:
-        """The leaves and the treedef of a tree that must have the leaves of the parameters; some may be holes.
+        """The leaves and the treedef of a tree that must have the trainable leaves of the parameters.
 
-        ``fix`` is used in the error for a trainable leaf that is missing, completely or in part. Of a Python number in
-        ``params`` it may be missing: some libraries differentiate only arrays.
+        ``fix`` is for the error if one is missing. That of a Python number in ``params`` may be missing: some libraries
+        differentiate only arrays.
         """
         values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
@@ -156,7 +155,7 @@ class Plan:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
 
     def take(self, values: Sequence[Any]) -> list[Any]:
-        """The trainable part of each leaf; of a ``Part`` an optimizer receives the values alone."""
+        """The trainable part of each leaf for an optimizer; of a ``Part`` the values alone."""
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
             refuse_on_host(leaf.path, selection, value)
         pairs = zip(self.selections, values, strict=True)
@@ -168,7 +167,7 @@ class Plan:
         return jax.tree.unflatten(treedef, taken)
 
     def with_sources(self, parts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """What trains of these values, or its gradients or updates: each ``Part`` says where its rows come from."""
+        """Each ``Part`` says where its rows come from."""
         return [with_source(*each) for each in zip(parts, self.selections, values, strict=True)]
 
     def rest(self, values: Sequence[Any]) -> list[Any]:
@@ -201,7 +200,7 @@ def _values_alone(part: Part, selection: Selection) -> Part:
 
 
 def may_stay_on_host(selection: Selection) -> bool:
-    """Whether a leaf may be in host memory: if it is frozen, at least in part, with trainable rows that are static."""
+    """Whether a leaf may be in host memory: if it is frozen, or its trainable rows are static."""
     return selection is FROZEN or isinstance(selection, RowIndex)
 
 
@@ -218,10 +217,7 @@ def refuse_on_host(path: str, selection: Selection, value: Any) -> None:
 
 
 def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, fix: str | None = None) -> None:
-    """Refuses a value that cannot take the place of a leaf that trains, completely or in part.
-
-    A full array or a ``Part`` of the trainable elements can; if ``leaf`` is itself a part, only the ``Part``.
-    """
+    """Refuses a value that is neither an array of the leaf's shape nor the ``Part`` of its trainable elements."""
     index = selection.part_index if selection.in_part else leaf.index
     what, got = f"{name}: not the trainable part of the leaf", ""
     if _is_missing(value):
@@ -229,7 +225,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:
             is_rows = isinstance(value.index, RowSelection)
-            rows = f"a leaf frozen by {value.index.as_spec()}" if is_rows else "single elements"
+            rows = f"a leaf frozen by {choice_of(value.index)}" if is_rows else "single elements"
             got = f"a Part of {rows}, of shape {value.shape}"
     elif leaf.index is not None or (selection.in_part and not _fits(np.shape(value), leaf, selection, name)):
         got = f"an array of shape {np.shape(value)}"

@@ -41,11 +41,7 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
 
 
 def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: Sequence[Leaf]) -> PyTree:
-    """The spec that a function of the tree of shapes returns.
-
-    Raises:
-      TypeError: if it is a function of paths or leaves, returns one bool for the whole tree or looks at values.
-    """
+    """The spec that a function of the tree of shapes returns; a ``TypeError`` if it is not such a function."""
     values, treedef = _tree.flatten(params)
     structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
     shapes = jax.tree.unflatten(treedef, structs)
@@ -92,7 +88,7 @@ def _of_each_leaf(name: str, got: str) -> TypeError:
 
 
 def _in_mappings_of(params: PyTree, prefix: PyTree) -> PyTree:
-    """A prefix with its mappings converted to the types in ``params`` where the keys agree: FrozenDict and dict."""
+    """A prefix with its mappings converted to the types in ``params``: FrozenDict and dict."""
     if any(_is_choice(node) or jax.tree_util.all_leaves([node], _tree.is_leaf) for node in (params, prefix)):
         return prefix
     pairs, treedef = _children(params)

@@ -1,11 +1,9 @@
 """From a spec and parameters to a plan.
 
-A *spec* says what is frozen: a bool, path patterns, a selector, ordered rules, a prefix tree of bools, or a function of
-the parameters' shapes. :func:`make_plan` turns any of them into one selection per leaf, and every other function of the
-library uses it. It is strict: a pattern that silently matches nothing is the usual reason why a frozen layer trains.
+A *spec* says what is frozen, in any form. Every function of the library turns it into one selection per leaf by
+:func:`make_plan`. It is strict: a pattern that silently matches nothing is the usual reason why a frozen layer trains.
 """
 
-import collections
 import dataclasses
 import sys
 import warnings
@@ -15,26 +13,22 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, is_concrete, message, refuse_unknown_choice, type_error, value_error
+from optax_freeze._errors import described, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.masks import ElementMask
+from optax_freeze._spec.masks import ElementMask, choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
+from optax_freeze._spec.tied_leaves import refuse_tied
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
 
 
 class DataclassTree(Protocol):
-    """A tree that is a dataclass: of ``flax.struct``, of Equinox, or a filter of NNX."""
-
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 class CustomTree(Protocol):
-    """A tree that says how it is flattened, as ``jax.tree_util.register_pytree_node_class`` asks for."""
-
     def tree_flatten(self) -> Any: ...
 
 
@@ -68,13 +62,13 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
     Returns:
       A tree with the structure of ``params``, and with True (frozen), False or an element mask at every leaf. Leaves
       that are not floating-point or complex arrays or numbers are True, as are ``optax.MaskedNode()`` and the Python
-      numbers of an Equinox module, which Equinox does not differentiate.
+      numbers of an Equinox module.
 
     Raises:
-      ValueError: if a pattern matches nothing, a rule is shadowed, a tree does not fit or holds something else than
-        bools and element masks, an element mask does not fit its leaf, or two leaves have the same path.
-      TypeError: if a function of the spec takes paths, returns one bool for the whole tree or looks at values, or if a
-        leaf is not an array but holds one (a Keras variable).
+      ValueError: if a pattern matches nothing, a rule is shadowed, a tree or an element mask does not fit, a tree holds
+        anything but bools and element masks, or two leaves have the same path.
+      TypeError: if a function of the spec takes paths, returns one bool or looks at values, or if a leaf is an object
+        that holds an array (a Keras variable).
 
     Example:
       >>> import optax_freeze as fz
@@ -83,37 +77,28 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
       {'bias': False, 'kernel': True, 'steps': True}
     """
     plan = make_plan(params, frozen)
-    return jax.tree.unflatten(plan.treedef, [selection.as_spec() for selection in plan.selections])
+    return jax.tree.unflatten(plan.treedef, list(map(choice_of, plan.selections)))
 
 
 class FreezeWarning(UserWarning):
-    """The warning that a spec freezes nothing or everything.
+    """The warning that patterns, a selector or a function freeze nothing or everything.
 
     It is emitted by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
     :func:`optax_freeze.masked_zero_updates`, and, if nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable`` of
-    ``optax_freeze.nnx``. Specs that consist of bools do not cause it, and neither do parameters with
-    ``optax.MaskedNode()``.
+    ``optax_freeze.nnx``; not for parameters with ``optax.MaskedNode()``.
 
     Example:
       >>> import warnings, optax_freeze as fz
-      >>> params = {"encoder": np.ones(2, np.float32), "head": np.ones(2, np.float32)}
       >>> with warnings.catch_warnings():
       ...     warnings.simplefilter("error", fz.FreezeWarning)
-      ...     fz.partition(params, fz.where(lambda path, leaf: leaf.ndim == 2))
+      ...     fz.partition({"bias": np.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 2))
       Traceback (most recent call last):
       optax_freeze._spec.resolve.FreezeWarning: the spec freezes nothing...
     """
 
 
 def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Sequence[Leaf] | None = None) -> Plan:
-    """The plan of a spec for these parameters.
-
-    Args:
-      params: the parameters.
-      frozen: the spec.
-      tied: ``"error"`` raises an error if the same array is frozen at one path and trained at another.
-      leaves: the leaves of ``params``, if the caller knows more about them than the tree contains.
-    """
+    """The plan of a spec; ``leaves`` are those of ``params``, if the caller knows more than the tree contains."""
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
@@ -123,15 +108,29 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
 def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice], tied: Tied) -> Plan:
     """The plan of one choice per leaf; whatever cannot have a gradient is frozen."""
     pairs = zip(choices, leaves, strict=True)
-    selections = [fit_mask(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
+    selections = [_fit(choice if leaf.inexact else True, leaf) for choice, leaf in pairs]
     if tied == "error":
-        _refuse_tied(walk.values, leaves, selections)
+        refuse_tied(walk.values, leaves, selections)
     # An optimizer state contains the plan, so only the static fields of a `VariableLeaf` are kept.
     return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, bool(walk.variables))
 
 
+def _fit(choice: Choice, leaf: Leaf) -> Selection:
+    if isinstance(choice, bool):
+        return FROZEN if choice else TRAINABLE
+    if np.zeros((), leaf.dtype) != 0:
+        raise value_error(
+            "a leaf whose dtype has no zero cannot be frozen in part",
+            at=leaf.path,
+            got=f"{choice!r} for {leaf.dtype}",
+            expected="True or False",
+            fix="freeze the whole leaf, or train it",
+        )
+    return choice.fit(leaf)
+
+
 def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
-    """Warns if patterns, a selector or a function freeze nothing or everything; bools and trees are explicit."""
+    """Emits a :class:`FreezeWarning`; bools and trees are explicit."""
     decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, ResolvedSpec)
     extent = plan.extent(params) if decides else None
     if extent is not None:
@@ -182,26 +181,3 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
 def _is_function(frozen: Spec, params: PyTree) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether a spec is a function of the tree; an Equinox module is a tree that can be called."""
     return callable(frozen) and not isinstance(frozen, type(params))
-
-
-def _refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
-    first: dict[int, int] = {}
-    times = collections.Counter(map(id, values))
-    for i, value in enumerate(values):
-        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):
-            j = first.setdefault(id(value), i)
-            if not _same(selections[i], selections[j]):
-                frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
-                raise value_error(
-                    "tied leaves: the same array is frozen at one path and trained at another",
-                    at=leaves[frozen].path,
-                    got=f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}",
-                    expected="tied leaves frozen together or trained together",
-                    fix='freeze both or neither, copy the array, or pass tied="ignore"',
-                )
-
-
-def _same(a: Selection, b: Selection) -> bool:
-    if a != b or not isinstance(a, DenseMask) or not isinstance(b, DenseMask) or a.array is b.array:
-        return a == b
-    return is_concrete(a.array) and is_concrete(b.array) and np.array_equal(a.array, b.array)

@@ -1,13 +1,12 @@
 """One leaf's selection: which of its elements are frozen.
 
-A spec comes to one selection per leaf: :data:`FROZEN`, :data:`TRAINABLE`, :class:`RowIndex`, :class:`DynamicRowIndex`
-or :class:`DenseMask`, all with the same methods: ``take`` the trainable part out of a leaf, ``put`` it back, ``spread``
-it over a constant, ``add`` to it in place, ``choose`` between two arrays. Nothing is multiplied by a mask, since NaN
-times zero is NaN.
+It is :data:`FROZEN`, :data:`TRAINABLE`, a :class:`RowIndex`, :class:`DynamicRowIndex` or :class:`DenseMask`, all with
+the same methods. Nothing is multiplied by a mask, since NaN times zero is NaN.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -18,9 +17,8 @@ import optax
 
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
-from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.masks import DynamicRows, Elements, Rows
-from optax_freeze._spec.memory import is_on_host, to_memory_of
+from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
 _FEW = 16
@@ -34,19 +32,19 @@ class Selection:
     """Which elements of one leaf are frozen; a pytree, whose leaf is its array, if it has one."""
 
     in_part = True
-    """Whether some elements are frozen and others train."""
+    """Whether only a part of the leaf is frozen."""
 
     part_index: Any = None
     """The ``index`` of the ``Part`` that :meth:`take` gives, if it gives one."""
 
     array: Any = HOLE
-    """The array of frozen elements or row numbers, if it is data; the state contains it, and it can be replaced."""
+    """The array of frozen elements or row numbers, if it is data, which can be replaced."""
 
     of_state: Any = False
     """Whether the array was read from an optimizer state."""
 
     def with_array(self, array: Any, of_state: bool = False) -> "Selection":
-        """The selection with another array, or with a hole in its place: as static data."""
+        """The selection with another array, or with a hole in its place."""
         return self
 
     def take(self, leaf: Any) -> Any:
@@ -60,7 +58,7 @@ class Selection:
         """``full`` with its trainable elements replaced."""
 
     def spread(self, part: Part, fill: Any, like: Any = None) -> Any:
-        """An array of the leaf's shape, laid out as ``like``: a part at its trainable elements, ``fill`` elsewhere."""
+        """An array of the leaf's shape, sharded as ``like``: a part at its trainable elements, ``fill`` elsewhere."""
 
     def add(self, full: Any, update: Any) -> Any:
         """``full`` with an update, of its shape or a part of it, added to its trainable elements."""
@@ -79,16 +77,13 @@ class Selection:
     def elements(self, shape: tuple[int, ...]) -> Any:
         """How many elements of a leaf train."""
 
-    def as_spec(self) -> Any:
-        """The value in a spec that means this selection."""
-
     def __str__(self) -> str:
         """Describes the selection in an error: which elements train, not how the user wrote it."""
         raise NotImplementedError
 
 
 @jax.tree_util.register_static
-class _Whole(Selection):
+class _AllOrNone(Selection):
     """All elements of a leaf, or none; :data:`FROZEN` and :data:`TRAINABLE` are the only two objects of it."""
 
     in_part = False
@@ -119,9 +114,6 @@ class _Whole(Selection):
     def frozen(self, ndim: int) -> bool:
         return self.is_frozen
 
-    def as_spec(self) -> bool:
-        return self.is_frozen
-
     def __reduce__(self) -> str:
         return self._name  # a copy is the same object
 
@@ -129,11 +121,11 @@ class _Whole(Selection):
         return "is frozen" if self.is_frozen else "trains"
 
 
-FROZEN, TRAINABLE = _Whole("FROZEN"), _Whole("TRAINABLE")
+FROZEN, TRAINABLE = _AllOrNone("FROZEN"), _AllOrNone("TRAINABLE")
 
 
-class RowSelection(Selection):
-    """Rows of a leaf: ``count`` of ``size`` rows along ``axis`` train."""
+class _Numbered(Selection):
+    """Rows of a leaf, or elements of the flattened leaf, of which ``count`` train along ``axis``."""
 
     axis: int
     size: int
@@ -141,44 +133,38 @@ class RowSelection(Selection):
     run: Any = None
     """The trainable rows as one run (start, stop), if they are known to be one."""
 
+    def indices(self, *array: Any) -> jax.Array:
+        """The numbers of what trains, int32, ascending; ``array``: that of the selection, if it has one."""
+        raise NotImplementedError
+
     def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the trainable rows of a leaf."""
+        """The shape of the trainable part of a leaf."""
         return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
 
-    def elements(self, shape: tuple[int, ...]) -> int:
-        return math.prod(self.shape_of_part(shape))
-
-    def indices(self, *array: Any) -> jax.Array:
-        """The numbers of the trainable rows, int32, ascending; ``array``: that of the selection, if it has one."""
-        raise NotImplementedError
-
-    def frozen_rows(self) -> jax.Array:
-        """For each row whether it is frozen."""
-        raise NotImplementedError
-
-    def frozen(self, ndim: int) -> jax.Array:
-        return jnp.expand_dims(self.frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+    def _numbered(self, leaf: Any) -> Any:
+        """The array in which ``indices`` count along ``axis``."""
+        return leaf
 
     def take(self, leaf: Any) -> Part:
-        def rows(leaf: Any, *array: Any) -> jax.Array:
+        def take(leaf: Any, *array: Any) -> jax.Array:
             if is_on_host(leaf):
-                return _host_rows.read(self.axis, self.run, leaf, self._numbers(*array))
+                return _host_rows.read(self.axis, self.run, leaf, self._indices_unless_run(*array))
             if self.run is not None:
                 return cut(self.axis, leaf, *self.run)
-            return gather(self.axis, leaf, self.indices(*array))
+            return gather(self.axis, self._numbered(leaf), self.indices(*array))
 
         leaf = jnp.asarray(leaf)
         sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
-        return Part(laid_out(sharding, rows, leaf, *jax.tree.leaves(self)), self.part_index, leaf.shape)
+        return Part(with_sharding(sharding, take, leaf, *jax.tree.leaves(self)), self.part_index, leaf.shape)
 
     def put(self, full: Any, part: Part) -> jax.Array:
         def put(full: Any, values: Any, *array: Any) -> jax.Array:
             if is_on_host(full):
-                return _host_rows.write(self.axis, self.run, full, values, self._numbers(*array))
-            return scatter(self.axis, full, self.indices(*array), values)
+                return _host_rows.write(self.axis, self.run, full, values, self._indices_unless_run(*array))
+            return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
 
         full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), put, full, part.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(full), put, full, part.values, *jax.tree.leaves(self))
 
     def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
         shape: Any = part.shape
@@ -188,22 +174,17 @@ class RowSelection(Selection):
                 start, stop = self.run
                 edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
                 return jax.lax.pad(values, fill, edges)
-            return scatter(self.axis, jnp.full(shape, fill), self.indices(*array), values)
+            full = self._numbered(jnp.full(shape, fill))
+            return scatter(self.axis, full, self.indices(*array), values).reshape(shape)
 
         sharding = explicit_sharding(part.values if like is None else like, shape)
-        return laid_out(sharding, spread, part.values, *jax.tree.leaves(self))
+        return with_sharding(sharding, spread, part.values, *jax.tree.leaves(self))
 
-    def _numbers(self, *array: Any) -> jax.Array | None:
-        """:meth:`indices`; None if the rows are one :attr:`run`."""
+    def _indices_unless_run(self, *array: Any) -> jax.Array | None:
         return self.indices(*array) if self.run is None else None
 
-    def add(self, full: Any, update: Any) -> jax.Array:
-        if is_on_host(full) and not isinstance(update, Part):
-            update = self.take(jnp.broadcast_to(update, full.shape))
-        return super().add(full, update)
-
     def _add_part(self, full: Any, part: Part) -> jax.Array:
-        """``full`` with a part added to its trainable rows, in place where ``full`` is donated.
+        """``full`` with a part added to its trainable elements, in place where ``full`` is donated.
 
         The sums stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes its
         values moves the whole leaf, and a slice update of a sharded leaf gathers it. Sums are set, and not added by the
@@ -211,105 +192,115 @@ class RowSelection(Selection):
         """
 
         def add(full: Any, values: Any, *array: Any) -> jax.Array:
-            indices = self.indices(*array)
-            rows = at(full, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
-            return write(self.axis, full, indices, jax.lax.optimization_barrier((rows + values).astype(full.dtype)))
+            numbered, indices = self._numbered(full), self.indices(*array)
+            old = at(numbered, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
+            new = jax.lax.optimization_barrier((old + values).astype(full.dtype))
+            return write(self.axis, numbered, indices, new).reshape(full.shape)
 
         if is_on_host(full):
             return self.put(full, dataclasses.replace(part, values=self.take(full).values + part.values))
         full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
+
+
+class RowSelection(_Numbered):
+    """Rows of a leaf."""
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        return math.prod(self.shape_of_part(shape))
+
+    def frozen_rows(self) -> jax.Array:
+        """For each row whether it is frozen."""
+        raise NotImplementedError
+
+    def frozen(self, ndim: int) -> jax.Array:
+        return jnp.expand_dims(self.frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+
+    def add(self, full: Any, update: Any) -> jax.Array:
+        if is_on_host(full) and not isinstance(update, Part):
+            update = self.take(jnp.broadcast_to(update, full.shape))
+        return super().add(full, update)
 
     def choose(self, frozen: Any, trainable: Any) -> jax.Array:
         if is_on_host(frozen) or is_on_host(trainable):
             part = self.take(trainable)
             return self.put(frozen, part) if jnp.ndim(frozen) else self.spread(part, frozen)
-        return laid_out(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
+        return with_sharding(explicit_sharding(trainable), select, self.frozen(jnp.ndim(trainable)), frozen, trainable)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class RowIndex(RowSelection):
-    """Rows of a leaf that are known when a program is traced."""
+    """Rows of a leaf that are known when a program is traced: those of ``progressions`` train, or all ``others``.
 
-    source: Rows = dataclasses.field(compare=False)
+    Equal rows are equal, however the user named them.
+    """
+
+    mask: Any = dataclasses.field(compare=False)  # as the user wrote it
     axis: int
     size: int
-    picked: tuple[tuple[int, int, int], ...]  # ascending progressions (start, stop, step)
-    picked_train: bool
-
-    @functools.cached_property
-    def runs(self) -> tuple[tuple[int, int], ...] | None:
-        """The trainable rows as runs (start, stop); None where there is a step, and they would be many."""
-        if any(step != 1 for _, _, step in self.picked):
-            return None
-        if self.picked_train:
-            return tuple((start, stop) for start, stop, _ in self.picked)
-        edges = [0, *(edge for start, stop, _ in self.picked for edge in (start, stop)), self.size]
-        return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
-
-    @property
-    def run(self) -> tuple[int, int] | None:
-        return self.runs[0] if self.runs is not None and len(self.runs) == 1 else None
+    progressions: tuple[tuple[int, int, int], ...]  # (start, stop, step), ascending
+    others: bool = False
 
     @functools.cached_property
     def count(self) -> int:
         """How many rows train."""
-        picked = sum(len(range(*progression)) for progression in self.picked)
-        return picked if self.picked_train else self.size - picked
+        named = sum(len(range(*progression)) for progression in self.progressions)
+        return self.size - named if self.others else named
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        start, stop, step = self.progressions[0]
+        return (start, stop) if len(self.progressions) == 1 and step == 1 else None
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The numbers of the trainable rows, ascending."""
+        named = np.concatenate([np.arange(*progression) for progression in self.progressions])
+        return np.setdiff1d(np.arange(self.size), named) if self.others else named
 
     @property
     def part_index(self) -> "RowIndex":
         return self
 
-    def as_spec(self) -> Rows:
-        return self.source
-
     def __str__(self) -> str:
-        picked = [f"{a}:{b}" + f":{step}" * (step > 1) for a, b, step in self.picked]
-        rows = ", ".join(picked[:_TOLD]) + f" and {len(picked) - _TOLD} more" * (len(picked) > _TOLD)
-        return f"trains {'in' if self.picked_train else 'except in'} rows {rows} of {self.size} along axis {self.axis}"
-
-    def canonical(self) -> "RowIndex":
-        """The same rows in the form that they have however the user named them, so that equal rows are equal.
-
-        These are the runs of trainable rows. If they are many, it is one progression instead, if there is one: of the
-        trainable rows or else of the frozen rows.
-        """
-        runs = self.runs
-        if runs is None or len(runs) > _FEW:
-            named = np.zeros(self.size, bool)
-            for progression in self.picked:
-                named[slice(*progression)] = True
-            trains = named == self.picked_train
-            runs = np.flatnonzero(np.diff(trains, prepend=False, append=False)).reshape(-1, 2).tolist()
-            for rows, train in [(trains, True), (~trains, False)] if len(runs) > _FEW else []:
-                numbers = np.flatnonzero(rows).tolist()
-                if len(steps := set(np.diff(numbers).tolist())) == 1:
-                    progression = numbers[0], numbers[-1] + 1, steps.pop()
-                    return dataclasses.replace(self, picked=(progression,), picked_train=train)
-        return dataclasses.replace(self, picked=tuple((a, b, 1) for a, b in runs), picked_train=True)
+        named = [f"{start}:{stop}" + f":{step}" * (step > 1) for start, stop, step in self.progressions]
+        rows = ", ".join(named[:_TOLD]) + f" and {len(named) - _TOLD} more" * (len(named) > _TOLD)
+        return f"trains {'except ' * self.others}in rows {rows} of {self.size} along axis {self.axis}"
 
     def indices(self, *array: Any) -> jax.Array:
-        """From iotas where they are few runs."""
-        if self.runs is not None and len(self.runs) <= _FEW:
-            return jnp.concatenate([start + jnp.arange(stop - start, dtype=jnp.int32) for start, stop in self.runs])
-        if self.runs is not None:
-            return jnp.asarray(np.concatenate([np.arange(*run, dtype=np.int32) for run in self.runs]))
-        if self.picked_train and len(self.picked) == 1:
-            start, _, step = self.picked[0]
-            return start + step * jnp.arange(self.count, dtype=jnp.int32)
-        return jnp.nonzero(~self.frozen_rows(), size=self.count)[0].astype(jnp.int32)
+        if self.others:
+            return jnp.nonzero(~self.frozen_rows(), size=self.count)[0].astype(jnp.int32)
+        if len(self.progressions) > _FEW:
+            return jnp.asarray(self.numbers.astype(np.int32))
+        iotas = [jnp.arange(len(range(*each)), dtype=jnp.int32) for each in self.progressions]
+        pairs = zip(self.progressions, iotas, strict=True)
+        return jnp.concatenate([start + (step * iota if step > 1 else iota) for (start, _, step), iota in pairs])
 
     def frozen_rows(self) -> jax.Array:
-        if len(self.picked) > _FEW:
-            rows = [np.arange(*progression) for progression in self.picked]
-            hit = jnp.zeros(self.size, bool).at[np.concatenate(rows)].set(True)
-        else:
-            i = jnp.arange(self.size, dtype=jnp.int32)
-            hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in self.picked]
-            hit = functools.reduce(jnp.logical_or, hits)
-        return ~hit if self.picked_train else hit
+        if len(self.progressions) > _FEW:
+            return jnp.ones(self.size, bool).at[self.numbers].set(False)
+        i = jnp.arange(self.size, dtype=jnp.int32)
+        hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in self.progressions]
+        hit = functools.reduce(jnp.logical_or, hits)
+        return hit if self.others else ~hit
+
+
+def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inverted: bool) -> Selection:
+    """The selection of a leaf whose rows in ``named``, ascending runs (start, stop), are frozen or, if inverted, train.
+
+    Many runs are stored as one progression, if their rows are one, or all other rows are.
+    """
+    edges = [0, *itertools.chain.from_iterable(named), size]
+    gaps = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+    trains, frozen = (named, gaps) if inverted else (gaps, named)
+    if not trains or not frozen:
+        return TRAINABLE if trains else FROZEN
+    for rows, others in [(trains, False), (frozen, True)] if len(trains) > _FEW else []:
+        progression = rows[0][0], rows[-1][1], rows[1][0] - rows[0][0]
+        if rows[0][1] == rows[0][0] + 1 and rows == [(i, i + 1) for i in range(*progression)]:
+            return RowIndex(mask, axis, size, (progression,), others)
+    return RowIndex(mask, axis, size, tuple((start, stop, 1) for start, stop in trains))
 
 
 @functools.partial(
@@ -317,9 +308,9 @@ class RowIndex(RowSelection):
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicRowIndex(RowSelection):
-    """Rows of a leaf that are known when the program runs: ``array`` has the numbers of those that train.
+    """Rows of a leaf that are known when the program runs: ``array`` has their numbers, int32 and ascending.
 
-    It is int32 and ascending. Two are equal if they differ in their array alone.
+    Two are equal if they differ in their array alone.
     """
 
     array: Any = dataclasses.field(compare=False)
@@ -341,31 +332,29 @@ class DynamicRowIndex(RowSelection):
     def frozen_rows(self) -> jax.Array:
         return jnp.ones(self.size, bool).at[self.array].set(False, mode="drop")
 
-    def of_rows(self, trains: Any) -> "DynamicRowIndex":
+    def with_trainable(self, trains: Any) -> "DynamicRowIndex":
         """The index of the rows at which a boolean array is True, as many as before."""
         return self.with_array(jnp.nonzero(trains, size=self.count, fill_value=self.size)[0].astype(jnp.int32))
 
     def without(self, array: Any) -> jax.Array:
         """The numbers of as many rows: those that are not in ``array``."""
-        return self.of_rows(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
+        return self.with_trainable(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
 
     def __str__(self) -> str:
         return f"trains in {self.count} of {self.size} rows along axis {self.axis}"
-
-    def as_spec(self) -> DynamicRows:
-        return DynamicRows(self.array, self.axis, inverted=True, ascending=True, of_state=self.of_state)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count", "of_state"]
 )
 @dataclasses.dataclass(frozen=True)
-class DenseMask(Selection):
-    """A boolean array of the leaf's shape, True where frozen; of a compact one ``count`` elements train.
+class DenseMask(_Numbered):
+    """A boolean array of the leaf's shape, True where frozen; if compact, ``count`` elements train.
 
-    Two are equal if they differ in their array alone: it may be replaced between steps, and may be traced.
+    Two are equal if they differ in their array alone.
     """
 
+    axis = 0
     array: Any = dataclasses.field(compare=False)
     compact: bool
     count: int | None
@@ -381,9 +370,6 @@ class DenseMask(Selection):
     def frozen(self, ndim: int) -> Any:
         return self.array
 
-    def as_spec(self) -> Elements:
-        return Elements(self.array, self.compact, self.count, self.of_state)
-
     def __str__(self) -> str:
         return "trains in part" if self.count is None else f"trains in {self.count} elements"
 
@@ -392,49 +378,25 @@ class DenseMask(Selection):
 
     def take(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
-        if not self.compact:
-            return self.choose(jnp.zeros((), leaf.dtype), leaf)
-
-        def take(leaf: Any, mask: Any) -> jax.Array:
-            return gather(0, leaf.ravel(), self.indices(mask))
-
-        vector: Any = (self.count,)
-        return Part(laid_out(explicit_sharding(leaf, vector), take, leaf, self.array), self.count, leaf.shape)
+        return super().take(leaf) if self.compact else self.choose(jnp.zeros((), leaf.dtype), leaf)
 
     def put(self, full: Any, part: Any) -> jax.Array:
         full = jnp.asarray(full)
-        if not self.compact:
-            return self.choose(full, jnp.asarray(part, full.dtype))
-
-        def put(full: Any, values: Any, mask: Any) -> jax.Array:
-            return scatter(0, full.ravel(), self.indices(mask), values).reshape(full.shape)
-
-        return laid_out(explicit_sharding(full), put, full, part.values, self.array)
+        return super().put(full, part) if self.compact else self.choose(full, jnp.asarray(part, full.dtype))
 
     def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
-        shape: Any = part.shape
+        return super().spread(part, fill, self.array if like is None else like)
 
-        def spread(values: Any, mask: Any) -> jax.Array:
-            return scatter(0, jnp.full(math.prod(shape), fill), self.indices(mask), values).reshape(shape)
+    def shape_of_part(self, shape: tuple[int, ...]) -> Any:
+        return (self.count,)
 
-        return laid_out(explicit_sharding(self.array if like is None else like, shape), spread, part.values, self.array)
-
-    def _add_part(self, full: Any, part: Part) -> jax.Array:
-        def add(full: Any, values: Any, mask: Any) -> jax.Array:
-            flat, indices = full.ravel(), self.indices(mask)
-            moved = (gather(0, flat, indices) + values).astype(full.dtype)
-            return scatter(0, flat, indices, moved).reshape(full.shape)
-
-        full = jnp.asarray(full)
-        return laid_out(explicit_sharding(full), add, full, part.values, self.array)
+    def _numbered(self, leaf: Any) -> Any:
+        return leaf.ravel()
 
     def choose(self, frozen: Any, trainable: Any) -> jax.Array:
-        return laid_out(explicit_sharding(trainable), select, self.array, frozen, trainable)
+        return with_sharding(explicit_sharding(trainable), select, self.array, frozen, trainable)
 
     def indices(self, *array: Any) -> jax.Array:
-        """The numbers of the elements that train, if they are counted; ``array``: the mask.
-
-        The barrier keeps XLA from evaluating ``nonzero`` of a constant mask at compile time, which takes minutes.
-        """
+        # The barrier keeps XLA from evaluating `nonzero` of a constant mask at compile time, which takes minutes.
         mask = jax.lax.optimization_barrier(jnp.asarray(*(array or (self.array,))).ravel())
         return jnp.nonzero(~mask, size=self.count, fill_value=mask.size)[0]

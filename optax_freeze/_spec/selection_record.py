@@ -1,25 +1,23 @@
 """A selection as JSON, in the records of checkpoints and of stored features.
 
-A record says which elements train, not how the user wrote it: equal selections have equal records. The array of a
-selection, if it has one, is not part of its record.
+Equal selections have equal records, however the user wrote them. The array of a selection is not part of its record.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from optax_freeze._errors import is_int
-from optax_freeze._spec.masks import Rows, Slice
+from optax_freeze._spec.masks import Rows
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
-from optax_freeze._spec.tree import HOLE
+from optax_freeze._spec.tree import HOLE, Leaf
 
 
 def record_of(selection: Selection) -> Any:
     """The record of a selection: True if all is frozen, False if nothing is, a dict of the frozen part otherwise."""
     if isinstance(selection, RowIndex):
-        picked = [list(progression) for progression in selection.picked]
-        return {"axis": selection.axis, "rows": picked, "train": selection.picked_train}
+        rows = [list(progression) for progression in selection.progressions]
+        return {"axis": selection.axis, "rows": rows, "train": not selection.others}
     if isinstance(selection, DynamicRowIndex):
         return {"axis": selection.axis, "count": selection.count, "dynamic": True}
     if isinstance(selection, DenseMask):
@@ -48,20 +46,18 @@ def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
             not others and is_int(axis) and is_int(count) and axis in range(len(shape)) and 0 < count <= shape[axis]
         ):
             return DynamicRowIndex(HOLE, axis, shape[axis], count)
-        case {"axis": axis, "rows": [_, *_] as picked, "train": bool(train), **others} if (
-            not others and is_int(axis) and axis in range(len(shape)) and are_ascending(picked, shape[axis])
+        case {"axis": axis, "rows": [_, *_] as rows, "train": bool(train), **others} if (
+            not others and is_int(axis) and axis in range(len(shape)) and _are_progressions(rows, shape[axis])
         ):
-            numbers = tuple(n for run in picked for n in range(*run)) if len(picked) > 1 else Slice(*picked[0])
-            index = RowIndex(Rows(numbers, axis, train), axis, shape[axis], tuple(map(tuple, picked)), train)
-            if 0 < index.count < index.size and record_of(index.canonical()) == record:
-                return index
+            numbers = slice(*rows[0]) if len(rows) == 1 else tuple(sorted({n for each in rows for n in range(*each)}))
+            selection = Rows(numbers, axis, inverted=train).fit(Leaf("", tuple(shape)))
+            if record_of(selection) == record:
+                return selection
     raise ValueError(f"the frozen part {record!r}")
 
 
-def are_ascending(runs: Any, size: float) -> bool:
-    """Whether these are rows of a record: progressions ``[start, stop, step]`` in order, in a leaf of ``size`` rows."""
-    if not all(isinstance(run, list) and len(run) == 3 and all(map(is_int, run)) for run in runs):
+def _are_progressions(rows: Any, size: int) -> bool:
+    """Whether these are progressions ``[start, stop, step]`` of the rows of a leaf with ``size`` rows."""
+    if not all(isinstance(each, list) and len(each) == 3 and all(map(is_int, each)) for each in rows):
         return False
-    if not all(0 <= start < stop <= size and step > 0 for start, stop, step in runs):
-        return False
-    return all(before[1] < after[0] for before, after in itertools.pairwise(runs))
+    return all(0 <= start < stop <= size and step > 0 for start, stop, step in rows)

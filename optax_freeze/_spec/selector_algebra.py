@@ -1,8 +1,6 @@
 """Selectors decide for each leaf whether it is frozen. They combine by ``|``, ``&`` and ``~``.
 
-Like the filters of ``flax.nnx`` they are small immutable objects with a repr, equality and a hash, but a pattern that
-matches no leaf is an error. They are pytrees whose leaves are the arrays of element masks, so that a spec can be an
-argument of a jitted function.
+They are pytrees whose leaves are the arrays of element masks: a spec can be an argument of a jitted function.
 """
 
 import dataclasses
@@ -25,8 +23,6 @@ Choice: TypeAlias = bool | ElementMask
 
 
 class FilterOfNnx(Protocol):
-    """A filter of NNX, as ``nnx.PathContains``."""
-
     def __call__(self, path: Any, x: Any) -> Any: ...
 
 
@@ -63,7 +59,7 @@ class Selector:
 
 
 Selectable: TypeAlias = Selector | str | Sequence[str] | FilterOfNnx | type[Any]
-"""What a selector may be combined with: what :func:`as_selector` accepts, types of NNX variables among it."""
+"""What :func:`as_selector` accepts, types of NNX variables among it."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -215,7 +211,7 @@ class Not(Selector):
 
 @jax.tree_util.register_pytree_node_class
 class Choices(tuple[Choice, ...]):
-    """Choices as a pytree: masks that have an array are its children, and everything else is static."""
+    """Choices as a pytree, whose children are the masks that have an array."""
 
     def tree_flatten(self) -> tuple[Any, Any]:
         has_array = [isinstance(choice, Elements | DynamicRows) for choice in self]
@@ -266,7 +262,7 @@ def _operand(selector: Selector) -> str:
 
 
 def as_selector(value: Any, name: str) -> Selector:
-    """A selector as it is; a selector for a pattern, a list of patterns or an NNX filter."""
+    """The selector for a selector, a pattern, a list of patterns or an NNX filter."""
     if isinstance(value, Selector):
         return value
     if (nnx_filter := _tree.nnx_filter(value)) is not None:

@@ -1,7 +1,6 @@
 """The functions that make selectors: ``path``, ``only``, ``regex``, ``where`` and ``rules``.
 
-A selector decides by the path, shape and dtype of each leaf. ``True`` always means frozen, unlike in ``optax.masked``
-(True is transformed) and ``equinox.partition`` (True is kept).
+``True`` always means frozen, unlike in ``optax.masked`` (transformed) and ``equinox.partition`` (kept).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +41,12 @@ def path(*patterns: str) -> Selector:
 
     Raises:
       TypeError: if a pattern is not a string.
-      ValueError: if there is no pattern, ``**`` is only part of a segment, or brackets contain a number of more than
-        one digit (``layer_[0-11]``), since they match a single character.
+      ValueError: if there is no pattern, ``**`` is only part of a segment, or brackets contain a number of several
+        digits (``layer_[0-11]``).
 
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": {"kernel": 0.0, "bias": 0.0}, "head": {"kernel": 0.0}}
-      >>> params = jax.tree.map(np.float32, params)
       >>> fz.resolve(params, fz.path("encoder"))
       {'encoder': {'bias': True, 'kernel': True}, 'head': {'kernel': False}}
       >>> fz.resolve(params, fz.path("**/kernel"))
@@ -68,7 +66,7 @@ def only(*patterns: str) -> Selector:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.resolve({"encoder": np.float32(0), "head": np.float32(0)}, fz.only("head"))
+      >>> fz.resolve({"encoder": 0.0, "head": 0.0}, fz.only("head"))
       {'encoder': True, 'head': False}
     """
     return Not(Path(_checked("only", patterns)), spelled_only=True)
@@ -89,7 +87,7 @@ def regex(*patterns: str) -> Selector:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.resolve({"layer_10": np.float32(0), "head": np.float32(0)}, fz.regex(r"layer_[0-9]+"))
+      >>> fz.resolve({"layer_10": 0.0, "head": 0.0}, fz.regex(r"layer_[0-9]+"))
       {'head': False, 'layer_10': True}
     """
     return Regex(_checked("regex", patterns))
@@ -99,8 +97,7 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
     """Selects leaves by a function of their path, shape and dtype.
 
     Args:
-      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``; returns a bool. It is not called for leaves that
-        are not arrays, which are always frozen.
+      fn: called as ``fn(path, leaf)`` with a ``jax.ShapeDtypeStruct``, for arrays only; returns a bool.
 
     Returns:
       A selector; it may select nothing.
@@ -143,7 +140,7 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
 
     Example:
       >>> import optax_freeze as fz
-      >>> params = {"encoder": {"kernel": np.float32(0), "norm": np.float32(0)}, "head": np.float32(0)}
+      >>> params = {"encoder": {"kernel": 0.0, "norm": 0.0}, "head": 0.0}
       >>> fz.resolve(params, fz.rules({"**/norm": False, "encoder": True}))
       {'encoder': {'kernel': True, 'norm': False}, 'head': False}
     """
@@ -156,7 +153,7 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
 
 
 def distinct(name: str, patterns: Any, order: str = "from the output to the input layers") -> list[Any]:
-    """A list of patterns and selectors, where a list of patterns is made a selector; an error if one is named twice."""
+    """A list of patterns and selectors; an error if one is named twice."""
     if isinstance(patterns, (str, Selector, Mapping)) or not isinstance(patterns, Sequence):
         raise type_error(
             f"{name} takes a list of patterns",

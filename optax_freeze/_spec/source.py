@@ -1,9 +1,9 @@
 """Where the rows of a ``Part`` come from, and whether they are those of another selection.
 
 A gradient of rows that can be replaced does not contain their numbers: one program serves any rows, and a leaf of
-integers would break ``jax.grad`` and norms. The source of the ``Part`` says instead whether the rows were read from an
-optimizer state. Where JAX keeps the objects of one call for all calls with the same static data, which is at the border
-of a program, the source forgets the numbers, but not whether they came from a state: that is compared by ``jit``.
+integers would break ``jax.grad`` and norms. The source says instead whether the rows were read from an optimizer state.
+At the border of a program, where JAX keeps the objects of one call for all calls with equal static data, it forgets the
+numbers, but not whether they came from a state, which ``jit`` compares.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Source:
     trace: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def around(self, children: Any) -> "Source":
-        """The source of a ``Part`` with these children: an argument of another program may have other rows."""
+        """The source of a ``Part`` with these children: as an argument of another program it may have other rows."""
         is_traced = self.array is not None and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
         return Source(self.of_state) if is_traced and self.trace != _current_trace() else self
 
@@ -53,7 +53,7 @@ def source_of(selection: Selection, beside: Any) -> Source | None:
 
 
 def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
-    """The trainable part of a leaf, or what belongs to it, with its source: that of the leaf if it is a ``Part``."""
+    """The trainable part of a leaf, its gradient or update, with its source: that of the leaf if it is a ``Part``."""
     if not isinstance(part, Part):
         return part
     source = leaf.source if isinstance(leaf, Part) else source_of(selection, leaf)
@@ -61,10 +61,9 @@ def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
 
 
 def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> None:
-    """A ``ValueError`` for a ``Part`` whose rows or elements are not those of a selection, or whose rows may not be.
+    """A ``ValueError`` for a ``Part`` whose rows or elements are not, or may not be, those of a selection.
 
-    Two parts of one spec that is not from a state are compared only as far as their arrays are known. Elements are
-    compared while a program runs, by :func:`values_of`.
+    Arrays are compared as far as they are known; elements while a program runs, too, by :func:`values_of`.
     """
     if not isinstance(part, Part) or part.source is None or not selection.in_part:
         return
@@ -111,7 +110,6 @@ def _is_readable(array: Any) -> bool:
 
 
 def _told(array: Any) -> str:
-    """Row numbers, or how many elements of a mask train."""
     array = np.asarray(jax.device_get(array))
     if array.dtype == np.bool_:
         return f"{array.size - np.count_nonzero(array)} elements, the first at {np.argmin(array.ravel())}"

@@ -1,7 +1,7 @@
 """Paths, holes and leaves: how this library traverses a pytree.
 
-Patterns, error messages and tables all name a leaf by the same path. A *hole* is ``optax.MaskedNode()`` in the place of
-a leaf that was taken out. Here it counts as a leaf and has a path; for Optax it is a node without children.
+A *hole* is ``optax.MaskedNode()`` in the place of a leaf that was taken out. Here it counts as a leaf and has a path;
+for Optax it is a node without children.
 """
 
 import collections
@@ -31,18 +31,16 @@ class Part:
     """The trainable rows or elements of a partially frozen leaf: a pytree node whose child is an array.
 
     An array of a few rows would silently broadcast against the full leaf; a ``Part`` combines only with a ``Part`` of
-    the same rows. Optax's transformations treat it like any other node.
+    the same rows.
 
     Attributes:
-      values: the trainable rows, with the shape of the leaf except for the axis of the rows; or a vector of the
-        trainable elements.
+      values: the trainable rows, with the shape of the leaf except along their axis; or a vector of the trainable
+        elements.
       index: which rows they are, or how many elements; static.
       shape: the shape of the full leaf; static.
-      trains: a second child in the updates of an optimizer, if the row numbers are a value of the program: for each row
-        of the leaf whether it trains, so that :func:`optax_freeze.apply_updates` finds the rows. None in parameters,
-        gradients and moments.
-      source: where rows or elements that can be replaced come from; static. None for other parts, and in an optimizer
-        state.
+      trains: in updates of rows whose numbers are a value of the program, a second child: for each row of the leaf
+        whether it trains. :func:`optax_freeze.apply_updates` reads it. Otherwise None.
+      source: where rows or elements that can be replaced come from; static. None in an optimizer state.
 
     Example:
       >>> import optax_freeze as fz
@@ -58,21 +56,18 @@ class Part:
     source: Any = None
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Without a child for what is None, which some functions of Optax take for a leaf."""
         children = [("values", self.values), *([] if self.trains is None else [("trains", self.trains)])]
         static = self.index, self.shape, self.source
         return [(jax.tree_util.GetAttrKey(name), child) for name, child in children], static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "Part":
-        """The inverse of flattening."""
         (index, shape, source), (values, *trains) = static, children
         source = None if source is None else source.around(children)
         return cls(values, index, shape, trains[0] if trains else None, source)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the leaf."""
         return self.values.dtype
 
     def __radd__(self, full: Any) -> Any:
@@ -97,9 +92,8 @@ class Rest:
 class Leaf(NamedTuple):
     """What a selector sees of a leaf, which never includes its values.
 
-    ``shape`` and ``dtype`` are None for a hole and for objects that are not arrays; a Python float or complex number
-    has those of the array that JAX makes of it. ``aliases`` are the other paths of a shared NNX variable; a pattern may
-    match any of them. ``index`` is the index of a ``Part``.
+    ``shape`` and ``dtype`` are None for holes and objects. ``aliases`` are the other paths of a shared NNX variable; a
+    pattern may match any of them. ``index`` is the index of a ``Part``.
     """
 
     path: str
@@ -110,21 +104,17 @@ class Leaf(NamedTuple):
 
     @property
     def inexact(self) -> bool:
-        """Whether the leaf can have a gradient: a floating-point (float8 too) or complex array or number."""
+        """Whether the leaf can have a gradient."""
         return self.dtype is not None and _is_inexact(self.dtype)
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The leaf without its values; only for arrays."""
         assert self.shape is not None
         return _struct(self.shape, self.dtype)
 
 
 class VariableLeaf(Leaf):
-    """A leaf of a tree of NNX variables, with what an NNX filter sees of it while a spec is resolved.
-
-    ``names`` are the keys of its path and of each alias; ``variable`` is its variable, or the leaf itself if none.
-    """
+    """A leaf of a tree of NNX variables, with what an NNX filter sees: the keys of each path, and the variable."""
 
     names: tuple[tuple[Any, ...], ...]
     variable: Any
@@ -161,12 +151,11 @@ def struct_of(value: Any) -> Any:
 
 
 def is_weak(value: Any) -> bool:
-    """Whether a value takes the dtype of what it is combined with, as Python numbers do."""
+    """Whether a value takes the dtype of its other operand, as Python numbers do."""
     return is_number(value) or bool(getattr(value, "weak_type", False))
 
 
 def is_hole(node: Any) -> bool:
-    """Whether ``node`` is ``optax.MaskedNode()``, in the place of a leaf that was taken out."""
     return isinstance(node, optax.MaskedNode)
 
 
@@ -192,7 +181,7 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> tuple[lis
 
 
 def flatten_beside(treedef: Any, tree: PyTree) -> tuple[list[Any], Any]:
-    """:func:`flatten`, in which None may stand beside a leaf of ``treedef``: Equinox's "no gradient"."""
+    """:func:`flatten`; a leaf of ``treedef`` may be None in ``tree``, which in Equinox means "no gradient"."""
     values, other = flatten(tree)
     if treedef is None or other == treedef:
         return values, other
@@ -206,7 +195,7 @@ def flatten_beside(treedef: Any, tree: PyTree) -> tuple[list[Any], Any]:
 
 @contextlib.contextmanager
 def _refuse_unsortable(tree: PyTree) -> Iterator[None]:
-    """Raises a ``ValueError`` with the path of the dict if JAX cannot sort the keys of a dict in ``tree``."""
+    """Adds the path of the dict to JAX's error for keys that do not sort."""
     try:
         yield
     except ValueError as error:
@@ -234,9 +223,8 @@ def _does_not_sort(node: Any) -> bool:
 class Walk(NamedTuple):
     """The path and the value of each leaf and hole of a tree, in order, and the treedef.
 
-    ``variables`` holds for each leaf the key path of its NNX variable and the variable, or the key path of the leaf and
-    the leaf; it is empty if the tree has no variables. Paths omit the ``value`` segment of a variable. ``settings`` are
-    the positions of the Python numbers that have no gradient, as :func:`_settings` finds them.
+    ``variables`` has for each leaf the key path and the NNX variable, or the leaf itself; it is empty if there are
+    none. Paths omit the ``value`` segment of a variable. ``settings`` are the positions of numbers without a gradient.
     """
 
     paths: list[str]
@@ -246,7 +234,12 @@ class Walk(NamedTuple):
     settings: frozenset[int] = frozenset()
 
     def leaves(self) -> list[Leaf]:
-        """The leaves, as :func:`leaves` gives them."""
+        """A :class:`Leaf` for each leaf and hole.
+
+        Raises:
+          ValueError: if two leaves have the same path (a key that contains a ``/`` reads as several segments).
+          TypeError: if a leaf is an object that holds an array, such as a Keras ``Variable``.
+        """
         described = list(map(_describe, self.paths, self.values))
         for i in self.settings:
             described[i] = Leaf(self.paths[i])
@@ -284,10 +277,7 @@ def walk(tree: PyTree) -> Walk:
 
 
 def _settings(tree: PyTree, values: Sequence[Any]) -> frozenset[int]:
-    """The positions of the Python floats and complex numbers of Equinox modules; does not import Equinox.
-
-    They are settings such as a dropout rate: ``equinox.filter_grad`` differentiates arrays alone.
-    """
+    """The positions of Python numbers in Equinox modules: ``equinox.filter_grad`` differentiates arrays alone."""
     module = getattr(sys.modules.get("equinox"), "Module", None)
     if module is None or not any(map(is_number, values)):
         return frozenset()
@@ -300,7 +290,6 @@ def _settings(tree: PyTree, values: Sequence[Any]) -> frozenset[int]:
 
 
 def paths(tree: PyTree) -> list[str]:
-    """The path of each leaf and hole, in order."""
     return walk(tree).paths
 
 
@@ -310,7 +299,6 @@ def keystr(key: Sequence[Any]) -> str:
 
 
 def name_of(entry: Any) -> Any:
-    """The key, index or field name in one entry of a JAX key path."""
     return getattr(entry, _NAME[type(entry)]) if type(entry) in _NAME else entry
 
 
@@ -326,12 +314,6 @@ _VALUE = jax.tree_util.GetAttrKey("value")
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
-    """A :class:`Leaf` for each leaf and hole.
-
-    Raises:
-      ValueError: if two leaves have the same path (a key that contains a ``/`` reads as several segments).
-      TypeError: if a leaf is an object that holds an array, such as a Keras ``Variable``.
-    """
     return walk(tree).leaves()
 
 
@@ -353,10 +335,7 @@ def _describe(path: str, value: Any) -> Leaf:
 
 
 def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> None:
-    """A ``ValueError`` that names the first path at which two trees differ.
-
-    Trees of NNX variables and of their values have the same paths, and pass.
-    """
+    """Raises a ``ValueError`` that names the first path at which two trees differ; NNX variables equal their values."""
     got, expected = walk(tree), walk(like)
     refuse_other_paths(got.paths, expected.paths, name, fix)
     if not got.variables and not expected.variables:
@@ -387,18 +366,13 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
     )
 
 
-def has_variables(tree: PyTree) -> bool:
-    """Whether there are NNX variables in a tree."""
-    return bool(walk(tree).variables)
-
-
 def is_variable(node: Any) -> bool:
     """Whether ``node`` is an NNX variable, found without importing Flax."""
     return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
 
 
 def nnx_filter(value: Any) -> Any:
-    """The NNX filter for a type of NNX variable, ``value`` if it is a filter, else None; does not import Flax."""
+    """The NNX filter for a type of NNX variable, ``value`` if it is a filter, else None."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return None

@@ -17,9 +17,9 @@ import numpy as np
 from optax_freeze._errors import is_array, is_concrete, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.indexing import at, select
-from optax_freeze._spec.layout import explicit_sharding, laid_out
-from optax_freeze._spec.memory import to_device
+from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection, Selection
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry
 from optax_freeze._state.row_axes import Axes, row_axes
@@ -66,7 +66,7 @@ class Source(NamedTuple):
             return select(jnp.expand_dims(stays, [i for i in range(new.ndim) if i != axis]), rows, new)
 
         new, old = jnp.asarray(new, old.dtype), to_device(jnp.asarray(old))
-        return laid_out(explicit_sharding(new), moved, new, old, self.position, self.stays)
+        return with_sharding(explicit_sharding(new), moved, new, old, self.position, self.stays)
 
 
 class Carry:
@@ -130,14 +130,14 @@ def no_fit(
 
 
 def _place(entry: Entry) -> tuple[Any, str]:
-    """The group and the address of the state of one transformation, and the field there."""
+    """The scope and the address of the state of one transformation, and the field there."""
     path, _, field = (str(entry.address) if entry.leaf is None else entry.tree).rpartition("/")
-    return (entry.group, path), field
+    return (entry.scope, path), field
 
 
 def _is_number(entry: Entry) -> bool:
     """Whether an entry has numbers that may belong to moments: no random key, and no number of a wrapper."""
-    if entry.optional or entry.of_wrapper or not is_array(entry.value):
+    if entry.optional or entry.wrapper_field or not is_array(entry.value):
         return False
     dtype = entry.value.dtype
     is_scalar = entry.value.shape == () and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -227,8 +227,8 @@ def _same_rows(entry: Entry, old: Entry) -> bool:
         [s for parts in e.parts for s in parts.values() if isinstance(s, RowSelection)] for e in (entry, old)
     )
     frozen = [(a.frozen_rows(), b.frozen_rows()) for a, b in zip(rows, others, strict=False) if not _same(a, b)]
-    known = all(is_concrete(a) and is_concrete(b) and np.array_equal(a, b) for a, b in frozen)
-    return len(rows) == len(others) and known
+    equal = all(is_concrete(a) and is_concrete(b) and np.array_equal(a, b) for a, b in frozen)
+    return len(rows) == len(others) and equal
 
 
 def _full(entry: Entry, array: Any) -> Any:
@@ -242,7 +242,7 @@ def _full(entry: Entry, array: Any) -> Any:
 def _choose(mask: Any, new: Any, old: Any) -> Any:
     """``new`` where a mask is True and ``old`` elsewhere, with the dtype and the layout of the latter."""
     old = to_device(jnp.asarray(old))
-    return laid_out(explicit_sharding(old), select, mask, jnp.asarray(new, old.dtype), old)
+    return with_sharding(explicit_sharding(old), select, mask, jnp.asarray(new, old.dtype), old)
 
 
 def _any(flags: Sequence[Bool]) -> Bool:

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 
 from optax_freeze._optimizer.freeze import FreezeState
-from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
-from optax_freeze._optimizer.plan_in_state import plan_of
+from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
@@ -36,70 +35,70 @@ _COUNTING_WRAPPERS = (
 """States around that of an optimizer, with numbers of their own."""
 
 
-class Group(NamedTuple):
+class Scope(NamedTuple):
     """The names of the groups and labels around an array, and their trainable leaves, or None if unknown."""
 
     names: tuple[str, ...] = ()
     trains: frozenset[str] | None = None
 
 
-class _Region(NamedTuple):
-    """A subtree of a state with one address and one group."""
+class _Subtree(NamedTuple):
+    """A subtree of a state with one address and one scope."""
 
     path: str
     address: str | None  # None for fields of this library's own states, which `init` creates
-    group: Group = Group()
+    scope: Scope = Scope()
     parts: tuple[Mapping[str, Selection], ...] = ()  # the partially frozen leaves of the plans around it
     optional: bool = False
-    of_wrapper: bool = False
+    wrapper_field: bool = False
 
-    def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Region":
+    def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Subtree":
         """The subtree at ``name``, with the same address."""
-        names, trains = self.group
+        names, trains = self.scope
         parts = self.parts
         if plan is not None:
             selections = {leaf.path: selection for leaf, selection in zip(plan.leaves, plan.selections, strict=True)}
             trains = frozenset(path for path, selection in selections.items() if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections.items() if selection.in_part})
         names = names if group is None else (*names, group)
-        return self._replace(path=join(self.path, name), group=Group(names, trains), parts=parts)
+        return self._replace(path=join(self.path, name), scope=Scope(names, trains), parts=parts)
 
-    def below(self, name: str, *, optional: bool = False, of_wrapper: bool = False) -> "_Region":
+    def below(self, name: str, *, optional: bool = False, wrapper_field: bool = False) -> "_Subtree":
         """The subtree at ``name``, which is appended to the address."""
         path, address = join(self.path, name), join(self.address, name)
-        return self._replace(path=path, address=address, optional=optional, of_wrapper=of_wrapper)
+        return self._replace(path=path, address=address, optional=optional, wrapper_field=wrapper_field)
 
 
-def _regions(node: Any, at: _Region) -> Iterator[_Region]:
+def _subtrees(node: Any, at: _Subtree) -> Iterator[_Subtree]:
     if isinstance(node, _WRAPPERS):
-        yield _Region(at.path, None)
+        yield _Subtree(at.path, None)
     if isinstance(node, optax.MaskedState):
-        yield from _regions(node.inner_state, at.inside("inner_state"))
+        yield from _subtrees(node.inner_state, at.inside("inner_state"))
     elif isinstance(node, optax.transforms.PartitionState):
         for label, inner in node.inner_states.items():
             name = _tree.keystr([jax.tree_util.DictKey(label)])
-            yield from _regions(inner, at.inside(f"inner_states/{name}", group=name))
+            yield from _subtrees(inner, at.inside(f"inner_states/{name}", group=name))
     elif isinstance(node, FreezeState):
         partition: Any = node.inner_state
-        inside = at.inside("inner_state/inner_states/trainable/inner_state", plan_of(node))
-        yield from _regions(partition.inner_states["trainable"].inner_state, inside)
+        inside = at.inside("inner_state/inner_states/trainable/inner_state", node.current_plan)
+        yield from _subtrees(partition.inner_states["trainable"].inner_state, inside)
     elif isinstance(node, FreezeWhenState):
         yield at.below("step", optional=True)
-        *plans, plan_of_rest = plans_of(node).plans
-        for name, plan in zip(node.spec.names, plans, strict=True):
-            yield at.below(f"groups/{name}/frozen", optional=True)
-            yield from _regions(node.groups[name].inner_state, at.inside(f"groups/{name}/inner_state", plan, name))
-        yield from _regions(node.rest_state, at.inside("rest_state", plan_of_rest, ""))
-        yield from _regions(node.coupled_state, at.below("coupled_state"))
+        *plans, ungrouped = node.current_plan.plans
+        for name, plan in zip(node.plan.names, plans, strict=True):
+            yield at.below(f"groups/{name}/condition_state", optional=True)
+            yield from _subtrees(node.groups[name].inner_state, at.inside(f"groups/{name}/inner_state", plan, name))
+        yield from _subtrees(node.ungrouped_state, at.inside("ungrouped_state", ungrouped, ""))
+        yield from _subtrees(node.coupled_state, at.below("coupled_state"))
     elif isinstance(node, _COUNTING_WRAPPERS):
         for name, inner in node._asdict().items():
-            yield from _regions(inner, at.below(name, of_wrapper=getattr(inner, "shape", None) == ()))
+            yield from _subtrees(inner, at.below(name, wrapper_field=getattr(inner, "shape", None) == ()))
     else:
         yield at
         wrappers = (*_WRAPPERS, *_COUNTING_WRAPPERS)
         for key, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: isinstance(x, wrappers))[0]:
             if isinstance(inner, wrappers):
-                yield from _regions(inner, at.below(_tree.keystr(key)))
+                yield from _subtrees(inner, at.below(_tree.keystr(key)))
 
 
 def join(*paths: str | None) -> str:
@@ -112,10 +111,10 @@ class Entry(NamedTuple):
 
     address: str | None  # None for a field of this library's own states
     value: Any
-    group: Group = Group()
+    scope: Scope = Scope()
     optional: bool = False  # a switch or step of `freeze_when`, which other states do not have
     parts: tuple[Mapping[str, Selection], ...] = ()
-    of_wrapper: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
+    wrapper_field: bool = False  # a number of a wrapper around optimizers, such as the steps of `MultiSteps`
     leaf: str | None = None  # the path of the parameter that the array belongs to
     shape: tuple[int, ...] = ()  # the shape of this parameter
     selection: Selection | None = TRAINABLE  # the elements of this parameter that train, or None if unknown
@@ -128,8 +127,8 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """The address, and the groups around it."""
-        groups = ", ".join(name or "the rest" for name in self.group.names)
-        return f"{self.address} [{groups}]" if self.group.names else str(self.address)
+        groups = ", ".join(name or "no group" for name in self.scope.names)
+        return f"{self.address} [{groups}]" if self.scope.names else str(self.address)
 
     @property
     def tree(self) -> str:
@@ -153,15 +152,15 @@ class Entry(NamedTuple):
 
 def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     """The entries of a state, in its order. ``shapes`` gives the shape of each parameter by path."""
-    regions = sorted(_regions(state, _Region("", "")), key=lambda region: -len(region.path))
+    subtrees = sorted(_subtrees(state, _Subtree("", "")), key=lambda subtree: -len(subtree.path))
     entries: list[Entry] = []
     for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
-        region = next(r for r in regions if not r.path or path == r.path or path.startswith(r.path + "/"))
-        if region.address is None:
+        subtree = next(r for r in subtrees if not r.path or path == r.path or path.startswith(r.path + "/"))
+        if subtree.address is None:
             entries.append(Entry(None, value, optional=True))
         else:
-            address = join(region.address, path[len(region.path) :].lstrip("/"))
-            entries.append(Entry(address, value, region.group, region.optional, region.parts, region.of_wrapper))
+            address = join(subtree.address, path[len(subtree.path) :].lstrip("/"))
+            entries.append(Entry(address, value, subtree.scope, subtree.optional, subtree.parts, subtree.wrapper_field))
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes)
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 
@@ -169,17 +168,13 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
 def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
     """Adds the parameter that an entry belongs to, if there is one."""
     leaf = owner_of(str(entry.address))
-    if leaf is None or (
-        leaf == "" and not isinstance(entry.value, Part) and not _ends_with(entry.value, shapes[""] or ())
-    ):
+    if leaf is None:
         return entry
+    shape = shapes[leaf] or ()
+    if leaf == "" and not isinstance(entry.value, Part) and np.shape(entry.value)[-len(shape) :] != shape:
+        return entry  # neither of the shape of the only parameter, nor a history of it
     around = [parts[leaf] for parts in entry.parts if leaf in parts]
-    return entry._replace(leaf=leaf, shape=shapes[leaf] or (), selection=_selection(entry.value, around))
-
-
-def _ends_with(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an array has the shape of the only parameter, or is a history of it."""
-    return np.shape(value)[-len(shape) :] == shape
+    return entry._replace(leaf=leaf, shape=shape, selection=_selection(entry.value, around))
 
 
 def _selection(value: Any, around: Sequence[Selection]) -> Selection | None:

@@ -21,7 +21,7 @@ from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.carry import Carry, no_fit
-from optax_freeze._state.entries import Entry, Group, entries_of
+from optax_freeze._state.entries import Entry, Scope, entries_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,11 @@ def migrate(
         fresh = tx.init(params)
         shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
         old, new = entries_of(state, shapes), entries_of(fresh, shapes)
-        _refuse_other_state(old, new, by_type=_tree.has_variables(params))
+        _refuse_other_state(old, new, by_type=bool(_tree.walk(params).variables))
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    carry = Carry(new, _Sources(old, new).by_entry, tx, params)
+    carry = Carry(new, _sources(old, new), tx, params)
     carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
     migrated = jax.tree.unflatten(jax.tree.structure(fresh), _each_once(carry.values()))
     return (migrated, _report(carry, old)) if report else migrated
@@ -157,55 +157,56 @@ def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) ->
         ) from error
 
 
-def _updates(entries: Sequence[Entry]) -> dict[Group, int]:
-    """The number of updates of each group: the largest of its counts."""
-    updates: dict[Group, int] = {}
+def _updates(entries: Sequence[Entry]) -> dict[Scope, int]:
+    """The number of updates in each scope: the largest of its counts."""
+    updates: dict[Scope, int] = {}
     for entry in entries:
         value = entry.value
         is_count = is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
         if entry.leaf is None and not entry.optional and is_count:
-            updates[entry.group] = max(updates.get(entry.group, 0), int(value))
+            updates[entry.scope] = max(updates.get(entry.scope, 0), int(value))
     return updates
 
 
-def _trained(entries: Sequence[Entry]) -> dict[Group, frozenset[str] | None]:
-    """The trainable parameters of each group, from the arrays of its state, or else from the plan around it."""
-    known: dict[Group, set[str]] = {}
+def _trained(entries: Sequence[Entry]) -> dict[Scope, frozenset[str] | None]:
+    """The trainable parameters of each scope, from the arrays of its state, or else from the plan around it."""
+    trained: dict[Scope, set[str]] = {}
     for entry in entries:
         if entry.leaf is not None or not entry.arrays:
-            known.setdefault(entry.group, set()).update([entry.leaf] if entry.leaf is not None and entry.arrays else [])
-    return {e.group: frozenset(known[e.group]) if e.group in known else e.group.trains for e in entries}
+            trained.setdefault(entry.scope, set()).update(
+                [entry.leaf] if entry.leaf is not None and entry.arrays else []
+            )
+    return {e.scope: frozenset(trained[e.scope]) if e.scope in trained else e.scope.trains for e in entries}
 
 
-class _Sources:
-    """The entries of an old state from which those of a new one take their values."""
+def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:
+    """For each entry of a new state the entries of the old one from which it takes its values."""
+    by_address: dict[str, list[Entry]] = collections.defaultdict(list)
+    for entry in old:
+        if entry.arrays and entry.address is not None:
+            by_address[entry.address].append(entry)
+    trained_old, trained_new, updates = _trained(old), _trained(new), _updates(old)
+    shared = {(entry.address, entry.scope) for entry in new if entry.leaf is None and entry.arrays}
+    scopes_at = collections.Counter(address for address, _ in shared)
 
-    def __init__(self, old: Sequence[Entry], new: Sequence[Entry]) -> None:
-        self._old: dict[str, list[Entry]] = {}  # by address
-        for entry in old:
-            if entry.arrays and entry.address is not None:
-                self._old.setdefault(entry.address, []).append(entry)
-        self._trained_old, self._trained_new, self._updates = _trained(old), _trained(new), _updates(old)
-        at = {(entry.address, entry.group) for entry in new if entry.leaf is None and entry.arrays}
-        self._groups_at = collections.Counter(address for address, _ in at)
-        self.by_entry = list(map(self._of, new))
+    def are_related(entry: Entry, old: Entry) -> bool:
+        """Whether two scopes share leaves, or the leaves of one of them are unknown."""
+        mine, theirs = trained_new[entry.scope], trained_old.get(old.scope)
+        return mine is None or theirs is None or bool(mine & theirs)
 
-    def _of(self, entry: Entry) -> list[Entry]:
-        found = [] if entry.address is None else self._old.get(entry.address, [])
+    def sources_of(entry: Entry) -> list[Entry]:
+        found = [] if entry.address is None else by_address.get(entry.address, [])
         if entry.leaf is not None or entry.optional:
             return found
-        # A count, or another value of a whole group, comes from the old group with the most updates among those that
-        # share leaves with the new group.
-        related = [old for old in found if self._are_related(entry.group, old.group)]
-        if not related and self._groups_at[entry.address] == 1:
+        # A count, or another value that leaves share, comes from the old scope with the most updates among those that
+        # have some of these leaves.
+        related = [old for old in found if are_related(entry, old)]
+        if not related and scopes_at[entry.address] == 1:
             related = found
-        same_names = lambda old: old.group.names == entry.group.names  # noqa: E731
-        return sorted(related, key=lambda old: (same_names(old), self._updates.get(old.group, 0)))[-1:]
+        same_names = lambda old: old.scope.names == entry.scope.names  # noqa: E731
+        return sorted(related, key=lambda old: (same_names(old), updates.get(old.scope, 0)))[-1:]
 
-    def _are_related(self, new: Group, old: Group) -> bool:
-        """Whether two groups share leaves, or the leaves of one of them are unknown."""
-        mine, theirs = self._trained_new[new], self._trained_old.get(old)
-        return mine is None or theirs is None or bool(mine & theirs)
+    return list(map(sources_of, new))
 
 
 def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
@@ -217,10 +218,10 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
         if entry.leaf is not None and isinstance(entry.value, Part) and entry.value.shape != entry.shape:
             raise no_fit(entry, f"part of shape {entry.value.shape}", f"part of shape {entry.shape}")
     trains = {entry.leaf for entry in new if entry.arrays}
-    groups = {entry.group.names for entry in new}
+    groups = {entry.scope.names for entry in new}
     stateless = all(entry.optional for entry in new)
     for entry in _homeless(old, new):
-        gone = entry.leaf not in trains if entry.leaf is not None else entry.group.names not in groups
+        gone = entry.leaf not in trains if entry.leaf is not None else entry.scope.names not in groups
         if stateless or not (gone or (by_type and _is_within(entry, new))):
             raise no_fit(entry, "an array that is only in the old state")
     for entry in _homeless(new, old):

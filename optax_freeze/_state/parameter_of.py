@@ -28,8 +28,8 @@ def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[
     sizes = collections.Counter(tree for address in set(addresses) for tree, _ in readings(address))
     largest = max(sizes.values(), default=0)
 
-    def of(address: str) -> str | None:
+    def owner(address: str) -> str | None:
         found = [(sizes[tree], path) for tree, path in readings(address) if 2 * sizes[tree] > largest]
         return max(found, key=lambda reading: reading[0])[1] if found else None
 
-    return of
+    return owner

@@ -9,20 +9,17 @@ import jax
 import numpy as np
 import optax
 
-from optax_freeze._errors import counted, described, is_concrete, refuse_no_mapping, value_error
+from optax_freeze._errors import described, is_concrete, refuse_no_mapping, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.freeze_when import FreezeWhenState, plans_of
 from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import init_with
-from optax_freeze._optimizer.plan_in_state import plan_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fit_mask import fit_mask
-from optax_freeze._spec.layout import copy_like
 from optax_freeze._spec.masks import ElementMask, Elements, elements
-from optax_freeze._spec.memory import to_memory_of
+from optax_freeze._spec.memory_kinds import to_memory_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
@@ -89,13 +86,13 @@ def replace_masks(
                 expected=f"shape {expected.shape}, as from tx.init(params)",
                 fix=fix,
             )
-    olds = [old._replace(spec=new.spec) for new, old in zip(states_in(shapes.state), states_in(state), strict=True)]
-    plans = [plans_of(old) if isinstance(old, FreezeWhenState) else plan_of(old) for old in olds]
+    olds = [old._replace(plan=new.plan) for new, old in zip(states_in(shapes.state), states_in(state), strict=True)]
+    plans = [old.current_plan for old in olds]
     leaves = {leaf.path: leaf for each in plans for leaf in each.leaves}
     with_mask = {
         leaf.path
         for each in plans
-        for plan in _own_plans(each)
+        for plan in (each.plans[:-1] if isinstance(each, GroupPlans) else [each])
         for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
         if isinstance(selection, DynamicRowIndex) or (isinstance(selection, DenseMask) and isinstance(each, Plan))
     }
@@ -116,18 +113,20 @@ def replace_masks(
     return jax.tree.unflatten(structure, map(_placed_as, values, arrays))
 
 
-def _own_plans(plans: Plan | GroupPlans) -> Sequence[Plan]:
-    """The plans whose masks are in a state; those of the rest of ``freeze_when`` are made from them."""
-    return [plans] if isinstance(plans, Plan) else plans.plans[:-1]
-
-
 def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> list[Any]:
     """The mask arrays for ``with_masks`` of these plans, with the new ones in their places."""
-    if isinstance(plans, Plan):
-        return _new_masks(plans, new)
-    new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}  # rows of the group
-    pairs = zip(plans.names, _own_plans(plans), strict=True)
-    return [_new_masks(plan, new) if old.groups[name].masks != () else [] for name, plan in pairs]
+    if isinstance(plans, GroupPlans):
+        new = {
+            path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()
+        }  # rows of the group
+        pairs = zip(plans.names, plans.plans, strict=False)
+        return [_new_arrays(plan, old, new) if old.groups[name].masks != () else [] for name, plan in pairs]
+    return [
+        copy_like(_new_array(new[leaf.path], leaf, selection), selection.array)
+        if leaf.path in new and not _tree.is_hole(selection.array)
+        else selection.array
+        for leaf, selection in zip(plans.leaves, plans.selections, strict=True)
+    ]
 
 
 def _placed_as(new: Any, old: Any) -> Any:
@@ -165,61 +164,32 @@ def _selector(key: Any, leaves: Sequence[Leaf]) -> Selector:
     return as_selector(key, "fz.replace_masks")
 
 
-def _new_masks(plan: Plan, new: Mapping[str, Any]) -> list[Any]:
-    """The mask arrays of a plan, with the new ones in their places."""
-    return [
-        copy_like(_new_mask(new[leaf.path], leaf, selection), selection.array)
-        if leaf.path in new and not _tree.is_hole(selection.array)
-        else selection.array
-        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
-    ]
+def _new_array(mask: Any, leaf: Leaf, old: Selection) -> Any:
+    """The array that replaces the array of a selection.
 
-
-def _new_mask(mask: Any, leaf: Leaf, old: Selection) -> Any:
-    """The array that replaces the array of a selection."""
+    Raises:
+      ValueError: if it is of another kind, or has another number of trainable rows or elements.
+    """
+    is_mask, is_elements = isinstance(mask, ElementMask), isinstance(mask, Elements)
+    fix = "keep the kind of the mask and that number, or convert the state: fz.migrate(state, tx, params)"
     if isinstance(old, DynamicRowIndex):
-        return _new_rows(mask, leaf, old)
-    assert isinstance(old, DenseMask)
-    if isinstance(mask, ElementMask) and not isinstance(mask, Elements):
-        raise _another_kind(mask, leaf, "a boolean array of the leaf's shape, or fz.elements of one")
-    new = elements(mask.array if isinstance(mask, Elements) else mask, old.compact)
-    fit_mask(dataclasses.replace(new, count=old.count), leaf)
-    if new.count != old.count:
-        raise value_error(
-            "the number of trainable elements of a compact mask is fixed",
-            at=leaf.path,
-            got="a traced mask" if new.count is None else f"{new.count} trainable elements",
-            expected=f"{old.count}, as in the state",
-            fix="keep their number and replace it outside jit, or use compact=False",
-        )
-    return new.array
-
-
-def _new_rows(mask: Any, leaf: Leaf, old: DynamicRowIndex) -> Any:
-    if not isinstance(mask, ElementMask) or isinstance(mask, Elements):
-        raise _another_kind(mask, leaf, "rows of a JAX array: ~fz.rows(jnp.array([...]))")
-    new = fit_mask(mask, leaf)
-    if not isinstance(new, RowSelection) or (new.axis, new.count) != (old.axis, old.count):
-        rows = _told(new) if isinstance(new, RowSelection) else f"a leaf that {new}"
-        raise value_error(
-            "the number of trainable rows is fixed",
-            at=leaf.path,
-            got=rows,
-            expected=f"{_told(old)}, as in the state",
-            fix="keep the number of rows, or convert the state: fz.migrate(state, tx, params)",
-        )
-    return new.indices()
-
-
-def _told(rows: RowSelection) -> str:
-    return f"{counted(rows.count, 'trainable row', 'trainable rows')} along axis {rows.axis}"
-
-
-def _another_kind(mask: Any, leaf: Leaf, expected: str) -> ValueError:
-    return value_error(
-        "the mask is of a different kind than in the state",
-        at=leaf.path,
-        got=repr(mask) if isinstance(mask, ElementMask) else type(mask).__name__,
-        expected=expected,
-        fix="use the same kind of mask as before, or convert the state: fz.migrate(state, tx, params)",
-    )
+        fits, expected = is_mask and not is_elements, "rows of a JAX array: ~fz.rows(jnp.array([...]))"
+    else:
+        fits, expected = is_elements or not is_mask, "a boolean array of the leaf's shape, or fz.elements of one"
+    if not fits:
+        what, got = "the mask is of a different kind than in the state", repr(mask) if is_mask else type(mask).__name__
+        raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
+    if isinstance(old, DynamicRowIndex):
+        new = mask.fit(leaf)
+        if isinstance(new, RowSelection) and (new.axis, new.count) == (old.axis, old.count):
+            return new.indices()
+        got = f"a leaf that {new}"
+    else:
+        assert isinstance(old, DenseMask)
+        new = elements(mask.array if is_elements else mask, old.compact)
+        dataclasses.replace(new, count=old.count).fit(leaf)
+        if new.count == old.count:
+            return new.array
+        got = "a traced mask" if new.count is None else f"a leaf that trains in {new.count} elements"
+    what = "the number of trainable rows, or elements of a compact mask, is fixed"
+    raise value_error(what, at=leaf.path, got=got, expected=f"a leaf that {old}, as in the state", fix=fix)

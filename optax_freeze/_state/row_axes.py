@@ -45,7 +45,7 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0) -> Shapes:
     nodes, treedef = _tree.flatten(jax.tree.map(_tree.struct_of, params))
     params = jax.tree.unflatten(treedef, [_longer(node, more) if isinstance(node, Part) else node for node in nodes])
     state = eval_init(lambda params: init_with(change, tx.init, params), params)
-    return Shapes(state, [[its is node.spec.leaves for its in made].index(True) for node in states_in(state)])
+    return Shapes(state, [[its is node.plan.leaves for its in made].index(True) for node in states_in(state)])
 
 
 def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> list[Axes]:
@@ -67,7 +67,7 @@ def _resized(selection: Any, more: int) -> Any:
     if isinstance(selection, DynamicRowIndex):
         return dataclasses.replace(selection, array=jnp.arange(count), count=count)
     if isinstance(selection, RowIndex):
-        return dataclasses.replace(selection, picked=((0, count, 1),), picked_train=True)
+        return dataclasses.replace(selection, progressions=((0, count, 1),), others=False)
     return dataclasses.replace(selection, count=count)
 
 

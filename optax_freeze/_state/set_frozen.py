@@ -1,5 +1,6 @@
 """Reads and sets which groups of :func:`optax_freeze.freeze_when` are frozen now."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from optax_freeze._errors import described, message, refuse_no_mapping, value_er
 from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.given_groups import group_name
-from optax_freeze._spec.layout import copy_like
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import map_states, states_in
 
@@ -43,46 +44,37 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
     """
     fix = "name each group by its pattern: fz.set_frozen(state, {'encoder': True})"
     refuse_no_mapping("fz.set_frozen", frozen, "{pattern: bool}", fix=fix)
-    known: dict[str, Condition | None] = {}
+    conditions: dict[str, list[Condition]] = {}  # by the name of their group
     by_key: dict[str, list[str]] = {}
     for node in _states(state):
-        spec = node.spec
-        for name, given, condition in zip(spec.names, spec.keys, spec.conditions, strict=True):
-            known[name] = known.get(name) or condition
-            by_key.setdefault(given, []).append(name)
+        for name, key, condition in zip(node.plan.names, node.plan.keys, node.plan.conditions, strict=True):
+            conditions.setdefault(name, []).append(condition)
+            by_key.setdefault(key, []).append(name)
     new = {}
     for key, value in frozen.items():
         name = group_name(key)
-        own = [name] if name in known else by_key.get(name, [])
+        own = [name] if name in conditions else by_key.get(name, [])
         if not own:
-            raise KeyError(
-                _Text(
-                    message(
-                        "there is no group of this name",
-                        at=name,
-                        got=described(key),
-                        expected=f"one of {sorted(known)}",
-                        fix="use the pattern that names the group in fz.freeze_when",
-                    )
+            what, expected = "there is no group of this name", f"one of {sorted(conditions)}"
+            fix = "use the pattern that names the group in fz.freeze_when"
+            raise KeyError(_Text(message(what, at=name, got=described(key), expected=expected, fix=fix)))
+        for condition in (condition for each in own for condition in conditions[each]):
+            if not condition.is_switch:
+                raise value_error(
+                    "this group is frozen by a schedule",
+                    at=name,
+                    got=f"{value!r}, for a group with {condition}",
+                    expected="a group that was given a bool in fz.freeze_when",
+                    fix="in fz.freeze_when, give this group True or False instead of a condition",
                 )
-            )
-        condition = next((known[each] for each in own if known[each] is not None), None)
-        if condition is not None:
-            raise value_error(
-                "this group is frozen by a schedule",
-                at=name,
-                got=f"{value!r}, for a group with the condition {condition!r}",
-                expected="a group that was given a bool in fz.freeze_when",
-                fix="in fz.freeze_when, give this group True or False instead of a condition",
-            )
         refuse_no_bool(name, value, "fz.set_frozen", fix=f"fz.set_frozen(state, {{{key!r}: True}})")
         new |= dict.fromkeys(own, value)
 
     def visit(node: Any) -> Any:
-        groups = {
-            name: group._replace(frozen=_like(group.frozen, new[name])) if name in new else group
-            for name, group in node.groups.items()
-        }
+        groups = dict(node.groups)
+        for name in groups.keys() & new.keys():
+            switch = jax.tree.map(functools.partial(copy_like, new[name]), groups[name].condition_state)
+            groups[name] = groups[name]._replace(condition_state=switch)
         return node._replace(groups=groups)
 
     return map_states(visit, state, FreezeWhenState)
@@ -111,7 +103,14 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     answers = {}
     for node in _states(state):
         [step] = jax.tree.leaves(node.step)
-        _refuse_no_values(step)
+        if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
+            raise value_error(
+                "the state does not say which groups are frozen",
+                at="step",
+                got=described(step),
+                expected="the state of one optimizer, with values",
+                fix="pass a state with values; after vmap, select one state: jax.tree.map(lambda x: x[0], state)",
+            )
         for name, frozen in frozen_groups(node).items():
             if not isinstance(frozen, Tracer):
                 frozen = bool(frozen)
@@ -127,28 +126,11 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     return answers
 
 
-def _refuse_no_values(step: Any) -> None:
-    if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
-        raise value_error(
-            "the state does not say which groups are frozen",
-            at="step",
-            got=described(step),
-            expected="the state of one optimizer, with values",
-            fix="pass a state with values; after vmap, select one state: jax.tree.map(lambda x: x[0], state)",
-        )
-
-
 class _Text(str):
     """A string that ``KeyError``, which shows the ``repr`` of its key, prints without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
-
-
-def _like(old: Any, value: Any) -> Any:
-    """A new switch with the placement of the old one, and in the same wrapper, such as an NNX variable."""
-    [placed], treedef = jax.tree.flatten(old)
-    return jax.tree.unflatten(treedef, [copy_like(value, placed)])
 
 
 def _states(tree: PyTree) -> list[FreezeWhenState]:

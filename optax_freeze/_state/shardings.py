@@ -16,8 +16,8 @@ from optax_freeze._errors import described, is_array, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.init_with import eval_init
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import fitting
-from optax_freeze._spec.memory import on_device
+from optax_freeze._spec.memory_kinds import on_device
+from optax_freeze._spec.sharding import fitting
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.parameter_of import parameter_of
 

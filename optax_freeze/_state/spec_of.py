@@ -6,12 +6,11 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._gradient.groups_now import GroupsNow
+from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
-from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups, plans_of
-from optax_freeze._optimizer.plan_in_state import plan_of
+from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._spec.selector_algebra import Selector
-from optax_freeze._state.own_states import Kinds, outermost_states
+from optax_freeze._state.own_states import outermost_states
 
 
 def spec_of(state: optax.OptState) -> Selector:
@@ -40,10 +39,14 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
-    states = _outermost(state, FreezeState)
-    scheduled = _outermost(state, FreezeWhenState)
+    states, scheduled = (
+        [node for _, node in outermost_states(state, kind) if node.plan.leaves]
+        for kind in (FreezeState, FreezeWhenState)
+    )
     if not states and len(scheduled) == 1:
-        return _groups_now(scheduled[0])
+        plans = scheduled[0].current_plan
+        own = tuple(plan.selections for plan in plans.plans)
+        return GroupSpec(plans.names, plans.leaves, own, tuple(frozen_groups(scheduled[0]).values()))
     if not states or any(_differ(states[0], other) for other in states[1:]):
         raise value_error(
             "the state contains no spec" if not states else "the state contains different specs",
@@ -52,21 +55,10 @@ def spec_of(state: optax.OptState) -> Selector:
             expected="one, or several of fz.freeze with the same spec",
             fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
         )
-    return plan_of(states[0]).known
+    return states[0].current_plan.as_spec
 
 
 def _differ(a: Any, b: Any) -> bool:
     """Whether two states have different specs, or different masks as far as these have values."""
-    pairs = zip(plan_of(a).masks, plan_of(b).masks, strict=False)
-    return a.spec != b.spec or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
-
-
-def _groups_now(state: FreezeWhenState) -> GroupsNow:
-    """The groups of a state, the elements of each, and which are frozen now."""
-    plans = plans_of(state)
-    own = tuple(plan.selections for plan in plans.plans)
-    return GroupsNow(plans.names, plans.leaves, own, tuple(frozen_groups(state).values()))
-
-
-def _outermost(state: optax.OptState, kinds: Kinds) -> list[Any]:
-    return [node for _, node in outermost_states(state, kinds) if node.spec.leaves]
+    pairs = zip(a.current_plan.masks, b.current_plan.masks, strict=False)
+    return a.plan != b.plan or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)

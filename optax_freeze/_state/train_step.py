@@ -9,11 +9,10 @@ from typing import Any
 
 import optax
 
-from optax_freeze._gradient.groups_now import GroupsNow, gradient_of_groups
+from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._gradient.restrict import refuse_no_function, value_and_grad
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.update_params import apply_gradients, updates_in_place
-from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.spec_of import spec_of
 
@@ -60,9 +59,9 @@ def train_step(
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         spec = spec_of(state)
-        if isinstance(spec, GroupsNow) and not spec.is_known and updates_in_place(tx):
+        if isinstance(spec, GroupSpec) and not spec.is_known and updates_in_place(tx):
             of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
-            grads = gradient_of_groups(of_params, spec, make_plan, params, has_aux)
+            grads = gradient_of_groups(of_params, spec, params, has_aux)
             if grads is not None:
                 return *apply_gradients(tx, grads, state, params, {}), grads.value
         value, grads = value_and_grad(loss, spec, has_aux=has_aux)(params, *args, **kwargs)

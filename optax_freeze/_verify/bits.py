@@ -19,9 +19,9 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_array
 from optax_freeze._spec.indexing import move_bits
-from optax_freeze._spec.layout import replicated
-from optax_freeze._spec.memory import HOST, is_on_host, on_device, to_device
+from optax_freeze._spec.memory_kinds import HOST, is_on_host, on_device, to_device
 from optax_freeze._spec.selection import DenseMask, Selection
+from optax_freeze._spec.sharding import replicated
 
 LANES = 4
 

@@ -20,9 +20,9 @@ from jax.experimental import multihost_utils
 from optax_freeze._errors import described, is_number, message, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.layout import replicated
-from optax_freeze._spec.memory import on_device
+from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
+from optax_freeze._spec.sharding import replicated
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
 from optax_freeze._verify.base_record import (

@@ -16,7 +16,7 @@ from etils import epath
 
 from optax_freeze._errors import in_one_line, is_int, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import elements
+from optax_freeze._spec.masks import choice_of, elements
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
@@ -81,7 +81,7 @@ def spec_of(leaves: Sequence[LeafRecord], masks: Sequence[Any]) -> ResolvedSpec:
     def choice(selection: Selection, mask: Any) -> Choice:
         if isinstance(selection, DenseMask):
             return elements(mask, selection.compact)
-        return selection.with_array(mask).as_spec()
+        return choice_of(selection.with_array(mask))
 
     choices = (choice(leaf.selection, mask) for leaf, mask in zip(leaves, masks, strict=True))
     return ResolvedSpec(tuple(leaf.path for leaf in leaves), Choices(choices))

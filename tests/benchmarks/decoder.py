@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import gpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,11 @@ class Decoder:
     chunk: int = 256
 
     def mesh(self) -> Mesh:
-        chips = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
+        kind, _, shape = self.topology.partition(":")
+        if kind in gpu_devices.GPUS:
+            chips = gpu_devices.devices(kind, int(shape))
+        else:
+            chips = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
         chips = np.array(chips[: self.chips])
         return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
 

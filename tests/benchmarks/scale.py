@@ -32,6 +32,7 @@ Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -49,6 +50,7 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import optax
 from decoder import ADAMW, SHAPES, Decoder, adamw_state, partition
+from gpu_devices import GPUS
 from rich.table import Table
 
 import optax_freeze as fz
@@ -67,8 +69,14 @@ HOST = {"v5e": 48.0, "v5p": 112.0}
 """GiB of host memory per chip, for the machine types of Google Cloud: ct5lp-hightpu-1t, -4t and -8t have 48, 192 and
 384 GB, ct5p-hightpu-4t has 448; a GB of Compute Engine is 2**30 bytes."""
 
+for _name, _gpu in GPUS.items():
+    TOPOLOGIES[_name] = {chips: str(chips) for chips in (1, 2, 4, 8, 16, 32, 64)}
+    HBM[_name], HOST[_name] = _gpu.memory / 2**30, float("inf")
+
 KINDS = ("full", "last block and head", "16 new tokens", "norms")
+BY_VALUE = "two layers by value"
 NEW = 16
+LENGTHS = tuple(2**k for k in range(9, 18))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +88,14 @@ class Cell:
     chips: int
     kind: str
     way: str
+    length: int = 4096
 
     @property
     def decoder(self) -> Decoder:
-        topology = f"{self.chip}:{TOPOLOGIES[self.chip][max(4, self.chips)]}"
-        return Decoder(*SHAPES[self.size], topology, min(TENSOR_PARALLEL[self.size], self.chips), self.chips)
+        chips = self.chips if self.chip in GPUS else max(4, self.chips)
+        topology = f"{self.chip}:{TOPOLOGIES[self.chip][chips]}"
+        tensor_parallel = min(TENSOR_PARALLEL[self.size], self.chips)
+        return Decoder(*SHAPES[self.size], topology, tensor_parallel, self.chips, length=self.length)
 
     @property
     def build(self) -> "Callable[..., Step]":
@@ -103,6 +114,13 @@ class From:
     axis: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class AnyLayers:
+    """So many rows of a leaf are trainable, given by an array."""
+
+    count: int
+
+
 def trains(kind: str, decoder: Decoder) -> Any:
     """For each leaf, whether it is trainable, or which of its rows are."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
@@ -114,13 +132,21 @@ def trains(kind: str, decoder: Decoder) -> Any:
     if kind == "16 new tokens":
         old = decoder.vocabulary - NEW
         return {"embed": From(old), "blocks": blocks, "norm": False, "head": From(old, axis=1)}
+    if kind == BY_VALUE:
+        blocks = dict.fromkeys(blocks, AnyLayers(2))
+        return {"embed": False, "blocks": blocks, "norm": False, "head": False}
     if kind == "norms":
         return {"embed": False, "blocks": blocks | dict.fromkeys(norms, True), "norm": True, "head": False}
     return {"embed": True, "blocks": blocks, "norm": True, "head": True}
 
 
 def spec(which: Any) -> Any:
-    return jax.tree.map(lambda t: fz.rows(slice(0, t.first), t.axis) if isinstance(t, From) else not t, which)
+    def frozen(trains: Any) -> Any:
+        if isinstance(trains, AnyLayers):
+            return ~fz.rows(jnp.arange(trains.count))
+        return fz.rows(slice(0, trains.first), trains.axis) if isinstance(trains, From) else not trains
+
+    return jax.tree.map(frozen, which)
 
 
 def in_float32(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -163,7 +189,13 @@ def by_offload(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
 def by_freeze(loss: Callable[..., jax.Array], params: Any, which: Any) -> Step:
     frozen = spec(which)
     tx = fz.freeze(ADAMW, frozen, full_updates=False)
-    return (params, in_float32(tx, params)), measure.stepping(fz.value_and_grad(loss, frozen), tx, fz.apply_updates)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = fz.value_and_grad(loss, fz.spec_of(state))(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return fz.apply_updates(params, updates), state, value
+
+    return (params, in_float32(tx, params)), step
 
 
 def by_optax(loss: Callable[..., jax.Array], params: Any, which: Any, clip_around: bool = False) -> Step:
@@ -216,9 +248,9 @@ def gibibytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> float:
     return measure.nbytes(shards) / 2**30
 
 
-def one_program() -> bool:
+def one_program(chip: str) -> bool:
     """Whether full fine-tuning is the same program with ``fz.freeze`` and ``optax.partition``, ignoring names."""
-    cells = (Cell("8B", "v5e", 4, "full", way) for way in ("fz.freeze", "optax.partition"))
+    cells = (Cell("8B", chip, 4, "full", way) for way in ("fz.freeze", "optax.partition"))
     texts = {re.sub(r'jax\.result_info = "[^"]*"|%\w+', "", lower(cell)[0].as_text()) for cell in cells}
     return len(texts) == 1
 
@@ -291,7 +323,11 @@ def from_buffers(assignment: str, chip: str) -> Memory:
 
 
 def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memory:
-    """Compiles in a new process of this script, which is stopped once the buffer assignment is written."""
+    """Compiles in a new process of this script, which is stopped once the buffer assignment is written.
+
+    For a GPU it is not stopped: its compiler takes only seconds.
+    """
+    to_the_end |= cell.chip in GPUS
     with tempfile.TemporaryDirectory() as folder:
         dump = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
         env = os.environ if to_the_end else {**os.environ, "XLA_FLAGS": dump}
@@ -328,11 +364,26 @@ class Results:
         return Memory(**self.known[name])
 
 
+def ways(chip: str) -> list[str]:
+    """For GPUs the compiler ignores in which memory an argument is."""
+    return [way for way in WAYS if way != "fz.offload" or chip not in GPUS]
+
+
+def steps(chip: str) -> list[tuple[str, str]]:
+    """The kinds and ways of the steps that are compiled for a chip."""
+    by_value = [(BY_VALUE, "fz.freeze")] if chip in GPUS else []
+    return [*itertools.product(KINDS, ways(chip)), *by_value]
+
+
+def kinds(chip: str) -> list[str]:
+    return list(dict.fromkeys(kind for kind, _ in steps(chip)))
+
+
 def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, str], Memory]]:
     """All cells, from the first mesh that fits the arguments of any step to the first on which every step fits."""
     found: dict[int, dict[tuple[str, str], Memory]] = {}
-    for chips in MESHES:
-        found[chips] = {(kind, way): results(Cell(size, chip, chips, kind, way)) for kind in KINDS for way in WAYS}
+    for chips in TOPOLOGIES[chip] if chip in GPUS else MESHES:
+        found[chips] = {each: results(Cell(size, chip, chips, *each)) for each in steps(chip)}
         if all(memory.fits for memory in found[chips].values()):
             break
     return {chips: cells for chips, cells in found.items() if any(memory.temporary for memory in cells.values())}
@@ -341,10 +392,11 @@ def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, 
 def figures(size: str, chip: str, found: dict[int, dict[tuple[str, str], Memory]]) -> Table:
     """The table of arguments and temporaries of each step."""
     title = f"{size} on {chip}, GiB per chip of {HBM[chip]}: arguments + temporaries = total"
-    table = measure.table(title, *WAYS, label="chips, trainable")
+    table = measure.table(title, *ways(chip), label="chips, trainable")
     for chips, cells in found.items():
-        for kind in KINDS:
-            table.add_row(f"{chips}, {kind}", *(text(cells[kind, way]) for way in WAYS))
+        for kind in kinds(chip):
+            shown = (text(cells[kind, way]) if (kind, way) in cells else "" for way in ways(chip))
+            table.add_row(f"{chips}, {kind}", *shown)
     return table
 
 
@@ -357,14 +409,36 @@ def text(memory: Memory) -> str:
 
 def smallest(found: dict[tuple[str, str], dict[int, dict[tuple[str, str], Memory]]]) -> Table:
     """The table of the smallest mesh on which each step fits."""
-    table = measure.table("Chips needed", *WAYS, label="trainable")
+    columns = list(dict.fromkeys(way for _, chip in found for way in ways(chip)))
+    table = measure.table("Chips needed", *columns, label="trainable")
     for (size, chip), of_mesh in found.items():
-        for kind in KINDS:
+        over = f"over {max(TOPOLOGIES[chip])}"
+        for kind in kinds(chip):
             fitting = (
-                next((str(chips) for chips, cells in of_mesh.items() if cells[kind, way].fits), "over 256")
-                for way in WAYS
+                next((str(chips) for chips, cells in of_mesh.items() if cells[kind, way].fits), over)
+                if (kind, way) in steps(chip)
+                else ""
+                for way in columns
             )
             table.add_row(f"{size} on {chip}, {kind}", *fitting)
+    return table
+
+
+def longest(size: str, chip: str, results: Results) -> Table:
+    """The table of the longest sequence with which each step fits on one chip."""
+    title = f"{size} on one {chip}, GiB of {HBM[chip]:.1f}: the longest sequence that fits, of powers of two"
+    table = measure.table(title, *ways(chip), label="trainable")
+    for kind in kinds(chip):
+        row = []
+        for way in ways(chip):
+            fitting = ""
+            for length in LENGTHS if (kind, way) in steps(chip) else ():
+                memory = results(Cell(size, chip, 1, kind, way, length))
+                if not memory.fits:
+                    break
+                fitting = f"{length}: {memory.total:.1f}"
+            row.append(fitting)
+        table.add_row(kind, *row)
     return table
 
 
@@ -377,7 +451,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every size on every kind of chip")
     parser.add_argument("--sizes", nargs="*", choices=list(SHAPES), help="sizes of the decoder, on every mesh")
-    parser.add_argument("--chips", nargs="*", choices=list(TOPOLOGIES), help="kinds of chips")
+    parser.add_argument("--chips", nargs="*", choices=list(TOPOLOGIES), help="kinds of chips, TPUs or GPUs")
+    parser.add_argument("--one", choices=list(TOPOLOGIES), help="the longest sequences with which 8B fits on one chip")
     parser.add_argument(
         "--json", type=Path, help="a file in which figures are saved, and from which known ones are read"
     )
@@ -388,14 +463,15 @@ def main() -> None:
         print(json.dumps(dataclasses.asdict(compile_here(Cell(*json.loads(args.cell))))))
         return
     results = Results(args.json, args.to_the_end)
-    if args.all or args.sizes or args.chips:
-        built = tables(args.sizes or SHAPES, args.chips or TOPOLOGIES, results)
+    if args.one:
+        built = [longest("8B", args.one, results)]
+    elif args.all or args.sizes or args.chips:
+        built = tables(args.sizes or SHAPES, args.chips or ("v5e", "v5p"), results)
     else:
-        cells = {(kind, way): results(Cell("8B", "v5e", 4, kind, way)) for kind in KINDS for way in WAYS}
-        built = [figures("8B", "v5e", {4: cells})]
+        built = [figures("8B", "v5e", {4: {each: results(Cell("8B", "v5e", 4, *each)) for each in steps("v5e")}})]
     for table in built:
         measure.show(table)
-    same = "the same program" if one_program() else "different programs"
+    same = "the same program" if one_program(args.one or (args.chips or ["v5e"])[0]) else "different programs"
     measure.show(f"Full fine-tuning with fz.freeze and with optax.partition: {same}, ignoring the names of results.")
 
 

@@ -72,7 +72,13 @@ class Exceeded(NamedTuple):
     reason: str
 
 
-EXCEPTIONS: dict[tuple[str, str, str], Exceeded] = {}  # (name of the case, compared with, figure)
+EXCEPTIONS = {  # (name of the case, compared with, figure)
+    ("ESM-2", "by hand", "accessed"): Exceeded(
+        1.37,
+        "Two loops of layers write what the backward pass needs into one array, in place. Unrolled for the count, "
+        "each write is counted as a copy of this array; in the loops the gradient takes 0.58 of the memory.",
+    ),
+}
 
 
 class Figures(NamedTuple):

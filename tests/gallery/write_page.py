@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,7 +75,7 @@ def section(rows: list[list[str]]) -> str:
     rule = ["---" if not 2 <= i < 9 else "---:" for i in range(len(COLUMNS))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, rule, *rows])
     known = [
-        f"- {name}, {figure} to the {peer}: {why.measured:.2f}. {why.reason}"
+        textwrap.fill(f"- {name}, {figure} ({peer}): {why.measured:.2f}. {why.reason}", 120, subsequent_indent="  ")
         for (name, peer, figure), why in gallery.EXCEPTIONS.items()
     ]
     above = "\n".join(["", f"Above {gallery.LIMIT}:", "", *known, ""]) if known else ""

@@ -183,25 +183,32 @@ def whole_stacks(function, *args):
     ]
 
 
+def check(step, on_host, on_device, *args, run=jax.jit, moves_stacks=False):
+    """The results are those of parameters on the device, to which no stack is brought."""
+    assert_equal_up_to_rounding(run(step)(on_host, *args), run(step)(on_device, *args))
+    assert moves_stacks or whole_stacks(step, on_host, *args) == []
+
+
+def check_loss(loss, frozen, tree, x=X, **options):
+    check(fz.value_and_grad(loss, frozen), fz.offload(tree, frozen, min_bytes=0), tree, x, **options)
+
+
+def check_restricted(loss, frozen, **options):
+    step = lambda parts, x: gradient(loss, *parts, x)  # noqa: E731
+    check(step, parts(frozen, on_host=True), parts(frozen, on_host=False), X, **options)
+
+
 @pytest.mark.parametrize("loss", BY_ROWS.values(), ids=BY_ROWS.keys())
 @pytest.mark.parametrize("frozen", [LORA, SPECS["last layer"]], ids=["LoRA", "last layer"])
 def test_the_gradient_of_the_device(loss, frozen):
-    step = jax.jit(functools.partial(gradient, loss))
-    expected = step(*parts(frozen, on_host=False), X)
-    got = step(*parts(frozen, on_host=True), X)
-    assert_equal_up_to_rounding(got, expected)
+    check_restricted(loss, frozen, moves_stacks=frozen is not LORA)
 
 
 @pytest.mark.parametrize("loss", [*BY_ROWS.values(), in_groups], ids=[*BY_ROWS, "in groups"])
 def test_no_stack_comes_to_the_device(loss):
     for frozen in (SPECS["all but the head"], LORA):
         assert whole_stacks(functools.partial(gradient, loss), *parts(frozen, on_host=True), X) == []
-
-
-@pytest.mark.parametrize("loss", [*BY_ROWS.values(), in_groups], ids=[*BY_ROWS, "in groups"])
-def test_value_and_grad_brings_no_stack_to_the_device(loss):
-    base = fz.offload(params(), LORA, min_bytes=0)
-    assert whole_stacks(fz.value_and_grad(loss, LORA), base, X) == []
+    assert whole_stacks(fz.value_and_grad(loss, LORA), fz.offload(params(), LORA, min_bytes=0), X) == []
 
 
 @pytest.mark.parametrize("in_parts", [False, True], ids=["value_and_grad", "restrict"])
@@ -229,7 +236,7 @@ def test_a_matrix_is_brought_to_the_device_once_and_cut_there(of_matrix):
     matrix = {"up": params()["up"][0], "head": jnp.ones(WIDTH)}
     host = {**matrix, "up": jax.device_put(matrix["up"], matrix["up"].sharding.with_memory_kind("pinned_host"))}
     step = fz.value_and_grad(lambda p, x: jnp.sum(of_matrix(p, x * p["head"]) ** 2), "up")
-    assert_equal_up_to_rounding(jax.jit(step)(host, X), jax.jit(step)(matrix, X))
+    check(step, host, matrix, X)
     inner = [eqn for jaxpr in [*programs(jax.make_jaxpr(step)(host, X).jaxpr)][1:] for eqn in jaxpr.eqns]
     assert "device_put" not in {eqn.primitive.name for eqn in inner}
 
@@ -240,17 +247,12 @@ def test_stacks_on_the_device_are_found():
 
 @pytest.mark.parametrize("frozen", SPECS.values(), ids=SPECS.keys())
 def test_value_and_grad_of_the_whole_tree(frozen):
-    tree = fz.offload(params(), frozen, min_bytes=0)
-    assert tree["up"].sharding.memory_kind == "pinned_host"
-    step = jax.jit(fz.value_and_grad(scan, frozen))
-    assert_equal_up_to_rounding(step(tree, X), step(params(), X))
+    assert fz.offload(params(), frozen, min_bytes=0)["up"].sharding.memory_kind == "pinned_host"
+    check_loss(scan, frozen, params(), moves_stacks=True)
 
 
 def test_eagerly():
-    expected = gradient(scan, *parts(LORA, on_host=False), X)
-    got = gradient(scan, *parts(LORA, on_host=True), X)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    check_restricted(scan, LORA, run=lambda fun: fun)
 
 
 class TestReadAsAWhole:
@@ -260,13 +262,8 @@ class TestReadAsAWhole:
 
     @pytest.mark.parametrize("frozen", [LORA, SPECS["last layer"]], ids=["LoRA", "last layer"])
     def test_the_gradient_of_the_device(self, frozen):
-        step = jax.jit(functools.partial(gradient, self.lookups))
-        assert_equal_up_to_rounding(step(*parts(frozen, True), X), step(*parts(frozen, False), X))
-
-    def test_groups_of_layers(self):
-        step = jax.jit(functools.partial(gradient, in_groups))
-        for frozen in (LORA, SPECS["last layer"]):
-            assert_equal_up_to_rounding(step(*parts(frozen, True), X), step(*parts(frozen, False), X))
+        for loss in (self.lookups, in_groups):
+            check_restricted(loss, frozen, moves_stacks=True)
 
     def test_a_function_that_cannot_be_traced(self):
         def loss(p, x):
@@ -294,14 +291,8 @@ class TestQuantised:
     def parts(on_host):
         codes = jax.random.randint(jax.random.key(0), (LAYERS, WIDTH, WIDTH), -127, 127, jnp.int8)
         scales = jnp.linspace(0.1, 1.0, LAYERS * WIDTH).reshape(LAYERS, 1, WIDTH)
-        return fz.partition(
-            {
-                "codes": fz.offload(codes, True, min_bytes=0) if on_host else codes,
-                "scales": scales,
-                "head": jnp.ones(6),
-            },
-            fz.only("head") if on_host is not None else True,
-        )
+        codes = fz.offload(codes, True, min_bytes=0) if on_host else codes
+        return fz.partition({"codes": codes, "scales": scales, "head": jnp.ones(6)}, fz.only("head"))
 
     @staticmethod
     def in_body(p, x):
@@ -317,9 +308,7 @@ class TestQuantised:
 
     @pytest.mark.parametrize("loss", [in_body, before_the_scan])
     def test_the_gradient_of_the_device(self, loss):
-        step = jax.jit(functools.partial(gradient, loss))
-        assert_equal_up_to_rounding(step(*self.parts(True), X), step(*self.parts(False), X))
-        assert whole_stacks(functools.partial(gradient, loss), *self.parts(True), X) == []
+        check(lambda parts, x: gradient(loss, *parts, x), self.parts(True), self.parts(False), X)
 
 
 def test_derivatives_of_other_kinds():
@@ -340,22 +329,16 @@ def test_rows_that_are_values_of_the_program_beside_a_base_on_the_host():
     frozen = {"up": True, "down": True, "scale": True, "head": True}
     frozen |= dict.fromkeys(("lora_a", "lora_b"), ~fz.rows(jnp.array([1, 3])))
 
-    def step(p):
-        return fz.value_and_grad(scan, frozen)(p, X)
-
     base = fz.offload(params(), fz.path("up", "down"), min_bytes=0)
-    assert_equal_up_to_rounding(jax.jit(step)(base), jax.jit(step)(params()))
-    assert whole_stacks(step, base) == []
+    check(fz.value_and_grad(scan, frozen), base, params(), X)
 
 
 def test_on_a_mesh():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, PartitionSpec(None, "data", "model"))
     tree = {k: jax.device_put(v, sharding if v.shape[1:] == (WIDTH, WIDTH) else None) for k, v in params().items()}
-    base = fz.offload(tree, LORA, min_bytes=0)
-    assert base["up"].sharding == sharding.with_memory_kind("pinned_host")
-    step = jax.jit(fz.value_and_grad(scan, LORA))
-    assert_equal_up_to_rounding(step(base, X), step(tree, X))
+    assert fz.offload(tree, LORA, min_bytes=0)["up"].sharding == sharding.with_memory_kind("pinned_host")
+    check_loss(scan, LORA, tree)
 
 
 def varying(x, axis):
@@ -392,9 +375,7 @@ def test_in_shard_map(inside, frozen):
         of_params = mapped(loss, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())
         return fz.grad(of_params, frozen)(tree, x)["head"]
 
-    base = fz.offload(tree, frozen, min_bytes=0)
-    assert_equal_up_to_rounding(jax.jit(step)(base, X), jax.jit(step)(tree, X))
-    assert whole_stacks(step, base, X) == []
+    check(step, fz.offload(tree, frozen, min_bytes=0), tree, X)
 
 
 HEAD = {"up": True, "down": True, "head": False}
@@ -430,8 +411,7 @@ class TestAwkward:
             i = jnp.asarray(jnp.iinfo(dtype).max, dtype) - (x[0, 0] * 0).astype(dtype)
             return jnp.sum(jnp.tanh(x @ jax.lax.dynamic_index_in_dim(p["up"], i, 0, keepdims=False)) @ p["head"])
 
-        step = jax.jit(fz.value_and_grad(loss, HEAD))
-        assert_equal_up_to_rounding(step(fz.offload(three(), HEAD, min_bytes=0), X), step(three(), X))
+        check_loss(loss, HEAD, three())
 
     @pytest.mark.parametrize(
         ("loss", "tree", "frozen"),
@@ -458,8 +438,7 @@ class TestAwkward:
         waiting = [v.aval for v in jax.make_jaxpr(residuals)(trainable).jaxpr.outvars]
         stacked = [aval for aval in waiting if aval.size >= tree["up"].size and "host" not in str(aval)]
         assert stacked == []
-        step = jax.jit(fz.value_and_grad(loss, frozen))
-        assert_equal_up_to_rounding(step(fz.offload(tree, frozen, min_bytes=0), X), step(tree, X))
+        check_loss(loss, frozen, tree)
 
     @pytest.mark.parametrize(
         "joined",
@@ -480,34 +459,27 @@ class TestAwkward:
         def loss(p, x):
             return through(joined(p["up"], p["down"], x), p, x)
 
-        base = fz.offload(three(), frozen, min_bytes=0)
-        step = jax.jit(fz.value_and_grad(loss, frozen))
-        assert_equal_up_to_rounding(step(base, X), step(three(), X))
-        for leaf in fz.explain(loss, base, frozen, X).host:
-            assert (leaf.by_rows or leaf.whole) or leaf.path == "down"
+        check_loss(loss, frozen, three(), moves_stacks=True)
+        for leaf in fz.explain(loss, fz.offload(three(), frozen, min_bytes=0), frozen, X).host:
+            assert (leaf.by_rows or leaf.everything) or leaf.path == "down"
 
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
     def test_vmap_over_indices_and_over_stacks(self, transform):
         def loss(p, i):
             return jnp.sum(jnp.tanh(X @ p["up"][i]) @ p["head"])
 
-        base = fz.offload(three(), HEAD, min_bytes=0)
-        indices = jnp.array([0, 3])
-        of_indices = [jax.vmap(transform(lambda i, p=p: fz.grad(loss, HEAD)(p, i)))(indices) for p in (base, three())]
-        np.testing.assert_allclose(*(grads["head"] for grads in of_indices), rtol=1e-6)
+        def of_indices(p):
+            return jax.vmap(transform(lambda i: fz.grad(loss, HEAD)(p, i)))(jnp.array([0, 3]))
+
+        of_stacks = jax.vmap(transform(lambda p: fz.grad(lambda p: through(p["up"], p, X), HEAD)(p)))
         many = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), three())
-        on_host = fz.offload(many, HEAD, min_bytes=0)
-        of_stacks = [
-            jax.vmap(transform(lambda p: fz.grad(lambda p: through(p["up"], p, X), HEAD)(p)))(p)
-            for p in (on_host, many)
-        ]
-        np.testing.assert_allclose(*(grads["head"] for grads in of_stacks), rtol=1e-5)
+        for step, tree in ((of_indices, three()), (of_stacks, many)):
+            check(step, fz.offload(tree, HEAD, min_bytes=0), tree, run=lambda fun: fun, moves_stacks=True)
 
     def test_no_layers(self):
         for shape in ((0, WIDTH, WIDTH), (0, 2, WIDTH // 2, WIDTH)):
             tree = three(up=jnp.zeros(shape))
-            step = jax.jit(fz.value_and_grad(lambda p, x: through(p["up"].reshape(0, WIDTH, WIDTH), p, x), HEAD))
-            assert_equal_up_to_rounding(step(fz.offload(tree, HEAD, min_bytes=0), X), step(tree, X))
+            check_loss(lambda p, x: through(p["up"].reshape(0, WIDTH, WIDTH), p, x), HEAD, tree)
 
     def test_a_long_expression_of_weights_is_traced_in_time(self):
         def loss(p, x):
@@ -550,13 +522,13 @@ class TestExplain:
             found = {leaf.path: leaf for leaf in fz.explain(scan, tree, LORA, X).host}
             assert set(found) == {"up", "down"}
             assert {op.name for op in found["up"].by_rows} == {"dot_general"}
-            assert found["up"].whole == ()
+            assert found["up"].everything == ()
             assert str(found["up"]).startswith("up: from the host, by rows\n  by rows: dot_general at ")
 
     def test_whole(self):
         base = fz.offload(params(), LORA, min_bytes=0)
         found = {leaf.path: leaf for leaf in fz.explain(TestReadAsAWhole.lookups, base, LORA, X).host}
-        assert [op.name for op in found["up"].whole] == ["gather"]
+        assert [op.name for op in found["up"].everything] == ["gather"]
         assert str(found["up"]).startswith("up: from the host, by rows and whole\n")
 
     def test_what_is_only_looked_up_stays_on_the_device(self):

@@ -84,7 +84,7 @@ def check(of_w, spec):
     found, expected = (jax.jvp(f, (W,), (jnp.cos(9 * W),))[1] for f in (rows, dense))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     [row] = fz.explain(loss, {"w": W}, {"w": spec}).rows
-    return [operation.name for operation in row.whole]
+    return [operation.name for operation in row.everything]
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -15,11 +15,9 @@ import optax_freeze as fz
 class TestRestrict:
     def test_equals_the_function_of_the_whole(self, params, loss, batch, frozen):
         trainable, rest = fz.partition(params, frozen)
-        assert fz.restrict(loss, rest)(trainable, batch) == loss(params, batch)
-        assert fz.restrict(loss, rest)(trainable, x=batch) == loss(params, x=batch)
-
-    def test_keeps_name_and_signature(self, params, loss, frozen):
-        restricted = fz.restrict(loss, fz.partition(params, frozen)[1])
+        restricted = fz.restrict(loss, rest)
+        assert restricted(trainable, batch) == loss(params, batch)
+        assert restricted(trainable, x=batch) == loss(params, x=batch)
         assert restricted.__name__ == "loss_fn"
         assert inspect.signature(restricted) == inspect.signature(loss)
 
@@ -31,11 +29,6 @@ class TestRestrict:
         assert per_example["encoder"]["layer_0"]["kernel"] == optax.MaskedNode()
         hessian = jax.hessian(restricted)(trainable, batch)
         assert hessian["head"]["bias"]["head"]["bias"].shape == (2, 2)
-
-    def test_the_wrong_part(self, params, loss, batch, frozen):
-        _, rest = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match="`trainable` and `rest` have a leaf at the same path"):
-            fz.restrict(loss, rest)(params, batch)
 
 
 class TestValueAndGrad:
@@ -79,31 +72,14 @@ class TestValueAndGrad:
         shared = jnp.ones(2)
         assert fz.grad(lambda p: (p["a"] * p["b"]).sum(), "a")({"a": shared, "b": shared})["b"].shape == (2,)
 
-    def test_nothing_trains(self, params, loss, batch):
-        for make in (fz.value_and_grad, fz.grad):
-            with pytest.raises(ValueError, match=r"nothing to differentiate(.|\n)*all 6 leaves"):
-                make(loss, True)(params, batch)
+    def test_no_leaf_could_train(self):
         with pytest.raises(ValueError, match="0 of them could be trained"):
             fz.grad(lambda p: p["n"], False)({"n": jnp.int32(1)})
-
-    @pytest.mark.parametrize("argnums", [(0, 1), [0], True, 0.0, None])
-    def test_one_int_of_argnums(self, loss, frozen, argnums):
-        for make in (fz.value_and_grad, fz.grad):
-            with pytest.raises(ValueError, match="`argnums` must be a single int"):
-                make(loss, frozen, argnums)
 
     @pytest.mark.parametrize("argnums", [2, -3])
     def test_no_such_argument(self, params, loss, batch, frozen, argnums):
         with pytest.raises(ValueError, match=r"`argnums` is out of range(.|\n)*2 positional"):
             fz.grad(loss, frozen, argnums)(params, batch)
-
-    def test_params_by_keyword(self, params, loss, batch, frozen):
-        with pytest.raises(ValueError, match="by position"):
-            fz.grad(loss, frozen)(params=params, x=batch)
-
-    def test_strict(self, params, loss, batch):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.grad(loss, "decoder")(params, batch)
 
     def test_does_no_work_for_the_frozen(self, params, loss, batch):
         def flops(fn):
@@ -145,10 +121,6 @@ class TestValueAndGradFromState:
         assert bits(ours["encoder"]) == bits(params["encoder"])
         assert loss(ours, batch) < loss(params, batch)
         chex.assert_trees_all_close(ours["head"], theirs["head"], rtol=1e-5)
-
-    def test_nothing_trains(self, params, loss, batch):
-        with pytest.raises(ValueError, match="nothing to differentiate"):
-            fz.value_and_grad_from_state(loss, True)(params, batch, state=())
 
     def test_a_state_without_a_value(self, params, loss, batch, frozen):
         with pytest.raises(ValueError, match="not found in the state"):

@@ -93,8 +93,9 @@ class TestTheRule:
             frozen, (_, states) = run(tx, grads)
             expected = autofreeze(norms_of(grads), interval, percentile)
             assert [[now[name] for name in NAMES] for now in frozen] == [[i < n for i in range(5)] for n in expected]
-            flags = [states.groups[name].frozen.converged for name in NAMES]
+            flags = [states.groups[name].condition_state.converged for name in NAMES]
             assert np.array_equal(np.stack(flags).sum(axis=0), expected[1:])
+            assert all(leaf.shape == (60,) for leaf in jax.tree.leaves(states.groups))
             last.append(expected[-1])
         assert any(last) is (percentile > 0)
 
@@ -119,16 +120,6 @@ class TestTheRule:
         for names, its, interval in (("ab", norms[:, :2], 5), ("cd", norms[:, 2:4], 3)):
             assert [sum(now[name] for name in names) for now in frozen] == autofreeze(its, interval, 50)
         assert not any(now["head"] for now in frozen)
-
-    def test_the_statistics_are_scalars_of_the_gradient(self):
-        grads = recorded(0, steps=12)
-        _, (_, state) = run(fz.freeze_when(optax.sgd(0.1), settle(NAMES)), grads)
-        norms = norms_of(grads)
-        group = jax.tree.map(lambda x: x[-1], state.groups["head"].frozen)
-        chex.assert_trees_all_close(group.sum, norms[10:, 4].sum().astype(np.float32), rtol=1e-5)
-        chex.assert_trees_all_close(group.previous, norms[5:10, 4].mean().astype(np.float32), rtol=1e-5)
-        assert group.seen == 2
-        assert all(leaf.shape == () for leaf in jax.tree.leaves(group))
 
 
 class TestGradientsThatAreNotNumbers:
@@ -155,7 +146,7 @@ class TestGradientsThatAreNotNumbers:
         frozen, (_, states) = run(tx, recorded(4, steps=40))
         state = jax.tree.map(lambda x: x[-1], states)
         assert frozen[-1]["a"]
-        assert state.groups["a"].frozen.previous > 0, "what it was frozen by"
+        assert state.groups["a"].condition_state.previous > 0, "what it was frozen by"
         for value in (0.0, np.nan):
             grads = {name: jnp.full(shape, value if name == "a" else 1.0) for name, shape in SHAPES.items()}
             new, update = state, jax.jit(tx.update)
@@ -163,16 +154,16 @@ class TestGradientsThatAreNotNumbers:
                 updates, new = update(grads, new, PARAMS)
                 assert bits(optax.apply_updates(PARAMS, updates)["a"]) == bits(PARAMS["a"])
                 assert bits(new.groups["a"]) == bits(state.groups["a"])
-            assert bits(new.groups["head"].frozen) != bits(state.groups["head"].frozen)
+            assert bits(new.groups["head"].condition_state) != bits(state.groups["head"].condition_state)
 
     def test_norms_in_float32(self):
         params = {"a": jnp.ones(4096, jnp.bfloat16), "b": jnp.ones(2, jnp.complex64)}
         tx = fz.freeze_when(optax.sgd(0.1), settle("ab"))
         grads = {"a": params["a"], "b": jnp.full(2, 3 + 4j)}
         _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-        assert [state.groups[name].frozen.sum.dtype for name in "ab"] == [jnp.float32] * 2
-        assert state.groups["a"].frozen.sum == 64
-        np.testing.assert_allclose(state.groups["b"].frozen.sum, 50**0.5, rtol=1e-6)
+        assert [state.groups[name].condition_state.sum.dtype for name in "ab"] == [jnp.float32] * 2
+        assert state.groups["a"].condition_state.sum == 64
+        np.testing.assert_allclose(state.groups["b"].condition_state.sum, 50**0.5, rtol=1e-6)
 
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -208,7 +199,7 @@ class TestCompany:
             groups = {"head": small, **groups}
             tx = fz.freeze_when(optax.sgd(0.1), groups)
             _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-            norms = [state.groups[name].frozen.norm for name in state.spec.names]
+            norms = [state.groups[name].condition_state.norm for name in state.plan.names]
             np.testing.assert_allclose(norms, [5.0, *np.linalg.norm(grads["layers"] * its, axis=1)], rtol=1e-6)
 
     @pytest.mark.parametrize(
@@ -224,24 +215,12 @@ class TestCompany:
         frozen, _ = run(make(settle(NAMES)), grads)
         assert [sum(now.values()) for now in frozen] == autofreeze(norms_of(grads), 5, 50)
 
-    def test_vmap_over_an_ensemble(self):
-        tx = fz.freeze_when(optax.sgd(0.1), settle(NAMES))
-        runs = [recorded(seed) for seed in (0, 1)]
-        stacked = jax.tree.map(lambda *g: jnp.stack(g, axis=1), *runs)
-        state = jax.vmap(tx.init)(jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS))
-        state, _ = jax.lax.scan(
-            lambda s, g: (None, jax.vmap(lambda g, s: tx.update(g, s)[1])(g, s))[::-1], state, stacked
-        )
-        for i, grads in enumerate(runs):
-            counts = sum(int(state.groups[name].frozen.converged[i]) for name in NAMES)
-            assert counts == autofreeze(norms_of(grads), 5, 50)[-1] > 0
-
     def test_on_eight_devices(self):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
         params = {name: jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P("x"))) for name in "abc"}
         tx = fz.freeze_when(optax.adam(0.1), settle("abc", interval=1))
         shardings = fz.state_shardings(tx, params)
-        assert all(s.spec == P() for s in jax.tree.leaves(shardings.groups["a"].frozen))
+        assert all(s.spec == P() for s in jax.tree.leaves(shardings.groups["a"].condition_state))
         sizes, counts = np.array([[4, 4, 4], [3.9, 3, 2], [3.8, 2.9, 1]]), []
         with jax.set_mesh(mesh):
             state = jax.jit(tx.init, out_shardings=shardings)(params)
@@ -251,7 +230,9 @@ class TestCompany:
                 counts.append(sum(fz.currently_frozen(state).values()))
         assert step._cache_size() == 1
         assert counts == autofreeze(sizes * 8, 1, 50)[1:] == [0, 1, 2]
-        np.testing.assert_allclose([state.groups[name].frozen.previous for name in "bc"], [2.9 * 8, 8], rtol=1e-6)
+        np.testing.assert_allclose(
+            [state.groups[name].condition_state.previous for name in "bc"], [2.9 * 8, 8], rtol=1e-6
+        )
 
     def test_inside_of_shard_map(self):
         """The gradients are taken as given: here averaged, so that every device decides alike."""
@@ -328,8 +309,8 @@ class TestResume:
         for name in "abcd":
             assert bits(migrated.groups[name]) == bits(state.groups[name])
         assert fz.currently_frozen(migrated) == {name: frozen[-1][name] for name in "abcd"}
-        assert "groups/a/frozen/converged" in report.carried
-        assert "groups/head/frozen/converged" in report.dropped
+        assert "groups/a/condition_state/converged" in report.carried
+        assert "groups/head/condition_state/converged" in report.dropped
 
     @pytest.mark.parametrize(
         ("before", "after", "frozen"),
@@ -345,15 +326,15 @@ class TestResume:
         old, new = (fz.freeze_when(optax.sgd(0.1), settle(names)) for names in (before, after))
         state = old.init(PARAMS)
         for name in before[:-1]:
-            stats = state.groups[name].frozen._replace(converged=jnp.array(True))
-            state.groups[name] = state.groups[name]._replace(frozen=stats)
+            stats = state.groups[name].condition_state._replace(converged=jnp.array(True))
+            state.groups[name] = state.groups[name]._replace(condition_state=stats)
         assert fz.currently_frozen(state) == {name: name != before[-1] for name in before}
         state = fz.migrate(state, new, PARAMS)
         says = {name: name in frozen for name in after}
         assert fz.currently_frozen(state) == says
         updates, state = new.update(PARAMS, state, PARAMS)
         assert {name: not updates[name].any() for name in after} == says
-        assert {name: bool(state.groups[name].frozen.converged) for name in after} == says
+        assert {name: bool(state.groups[name].condition_state.converged) for name in after} == says
 
     def test_migrated_in_mid_interval_a_new_group_waits_for_a_whole_one(self):
         grads, names = recorded(2), NAMES[1:]
@@ -393,10 +374,10 @@ class TestConditionsOfOnesOwn:
         """The norms of the updates in which it trained."""
         grads = recorded(0, steps=9)
         tx = fz.freeze_when(optax.sgd(0.1), {"b": lambda step, stats: (step % 3 == 2) | (stats.norm < 0)})
-        assert np.isinf(tx.init(PARAMS).groups["b"].frozen.norm)
+        assert np.isinf(tx.init(PARAMS).groups["b"].condition_state.norm)
         frozen, (_, states) = run(tx, grads)
         assert [now["b"] for now in frozen] == [step % 3 == 2 for step in range(10)]
-        stats, norms = states.groups["b"].frozen, norms_of(grads)[:, 1]
+        stats, norms = states.groups["b"].condition_state, norms_of(grads)[:, 1]
         trained = [[i for i in range(step + 1) if i % 3 != 2] for step in range(9)]
         np.testing.assert_allclose(stats.norm, [norms[its[-1]] for its in trained], rtol=1e-5)
         np.testing.assert_allclose(stats.total, [norms[its].sum() for its in trained], rtol=1e-5)
@@ -409,7 +390,7 @@ class TestConditionsOfOnesOwn:
         assert [now["a"] for now in frozen] == [False, True, True, True, True]
         frozen, (_, state) = run(fz.freeze_when(optax.sgd(0.1), {"a": lambda step, stats: stats.norm < 1.0}), grads)
         assert [now["a"] for now in frozen] == [False] * 5
-        stats = state.groups["a"].frozen
+        stats = state.groups["a"].condition_state
         assert stats.updates[-1] == 2
         np.testing.assert_allclose(stats.total[-1], norms_of(grads)[[0, 3], 0].sum(), rtol=1e-5)
 
@@ -442,18 +423,12 @@ class TestConditionsOfOnesOwn:
         seeing = fz.freeze_when(optax.sgd(0.1), {"a": small, "b": fz.freeze_at(3)})
         assert "sqrt" in str(jax.make_jaxpr(seeing.update)(PARAMS, seeing.init(PARAMS), PARAMS))
 
-    @pytest.mark.parametrize("condition", [lambda: True, lambda *, step: True])
-    def test_take_the_step_or_the_step_and_stats(self, condition):
-        with pytest.raises(TypeError, match=r"must take \(step\) or \(step, stats\)"):
-            fz.freeze_when(optax.sgd(0.1), {"a": condition})
-
 
 @pytest.mark.parametrize(
     ("args", "error"),
     [
         ((["a", "a"], 5), ValueError),
         ((["a", 3], 5), TypeError),
-        ((["a", "b"], 1.5), TypeError),
         ((["a", "b"], 5, np.nan), ValueError),
         ((["a", "b"], 5, True), TypeError),
     ],

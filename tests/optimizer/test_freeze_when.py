@@ -73,34 +73,23 @@ class TestTheContract:
                 assert bits(after.groups) == bits(before.groups)
         (new, state), (jitted, _) = (history[-1] for history in histories)
         chex.assert_trees_all_close(jitted, new, rtol=1e-4, atol=1e-4)
-        for path, own, steps in (("encoder", state.groups["encoder"].inner_state, 4), ("head", state.rest_state, 8)):
+        for path, own, steps in (
+            ("encoder", state.groups["encoder"].inner_state, 4),
+            ("head", state.ungrouped_state, 8),
+        ):
             expected, expected_state = run(inner, fz.partition(params, fz.only(path))[0], steps, jit=False)[-1]
             assert bits(new[path]) == bits(expected[path])
             assert bits(own) == bits(expected_state)
 
     @pytest.mark.parametrize("coupled", [None, optax.clip_by_global_norm(1.0)], ids=["", "coupled"])
     def test_whatever_the_gradient_of_a_frozen_group(self, params, coupled):
-        tx = fz.freeze_when(optax.adamw(0.1), {"encoder": True}, coupled)
+        tx = fz.freeze_when(optax.adam(0.1), {"encoder": True}, coupled)
         update = jax.jit(tx.update)
-        for bad in (np.nan, np.inf, 3e38):
+        for bad, its in ((np.nan, params), (np.inf, params), (3e38, None)):
             grads = {**params, "encoder": jax.tree.map(lambda p, bad=bad: p + bad, params["encoder"])}
-            updates, state = update(grads, tx.init(params), params)
+            updates, state = update(grads, tx.init(params), its)
             assert bits(updates["encoder"]) == bits(negative_zeros(params["encoder"]))
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
-
-    def test_awkward_leaves_keep_their_bits(self, awkward):
-        tx = fz.freeze_when(optax.adamw(0.1), {"frozen": fz.unfreeze_at(9)}, tied="ignore")
-
-        @jax.jit
-        def step(params, state):
-            grads = {**jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params), "trains": jnp.ones(2)}
-            updates, state = tx.update(grads, state, params)
-            return fz.apply_updates(params, updates), state
-
-        new, _ = step(awkward, tx.init(awkward))
-        del awkward["frozen"]["nan"], new["frozen"]["nan"]
-        assert bits(new["frozen"]) == bits(awkward["frozen"])
-        assert bits(new["trains"]) != bits(awkward["trains"])
 
     def test_mixed_precision(self):
         """Updates of another dtype than the gradients; those of frozen rows have the dtype of the others."""
@@ -117,24 +106,9 @@ class TestTheContract:
         chex.assert_trees_all_close(eager["w"], first["w"], rtol=1e-2)
         assert eager["w"].dtype == first["w"].dtype == jnp.float32
         second, _ = update(grads, state, params)
-        for name in "abc":
-            assert bits(optax.apply_updates(params, first)[name]) == bits(params[name])
-            assert bits(optax.apply_updates(params, second)[name]) != bits(params[name])
-
-    def test_gradients_of_examples(self, params):
-        mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.mean(axis=0), updates))
-        tx = fz.freeze_when(mean, {"encoder": fz.unfreeze_at(1)})
-        grads = jax.tree.map(lambda p: jnp.stack([jnp.ones_like(p), jnp.full_like(p, 3.0)]), params)
-        update = jax.jit(tx.update)
-        first, state = update(grads, tx.init(params), params)
-        assert bits(first["encoder"]) == bits(negative_zeros(params["encoder"]))
-        assert bits(update(grads, state, params)[0]) == bits(jax.tree.map(lambda p: jnp.full_like(p, 2.0), params))
-
-    def test_no_parameters_given(self, params):
-        tx = fz.freeze_when(optax.adam(0.1), {"encoder": True})
-        updates, _ = jax.jit(tx.update)(params, tx.init(params))
-        assert bits(updates["encoder"]) == bits(negative_zeros(params["encoder"]))
-        assert updates["head"]["kernel"].all()
+        for updates, stays in ((first, True), (second, False)):
+            new = optax.apply_updates(params, updates)
+            assert [bits(new[name]) == bits(params[name]) for name in "abc"] == [stays] * 3
 
     def test_the_program_skips_a_frozen_group(self, params):
         """The whole arithmetic of a group stands in one operation that the condition decides over."""
@@ -155,10 +129,10 @@ class TestGroups:
         moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new, params)
         assert jax.tree.leaves(moved) == [False, True, False, False, True, True]
         shapes = [
-            {x.shape for x in jax.tree.leaves(s.inner_state[0].mu)} for s in map(state.groups.get, state.spec.names)
+            {x.shape for x in jax.tree.leaves(s.inner_state[0].mu)} for s in map(state.groups.get, state.plan.names)
         ]
         assert shapes == [{(4,)}, {(3, 4)}, {(4, 4)}]
-        assert {x.shape for x in jax.tree.leaves(state.rest_state[0].mu)} == {(4, 2), (2,)}
+        assert {x.shape for x in jax.tree.leaves(state.ungrouped_state[0].mu)} == {(4, 2), (2,)}
         assert list(fz.currently_frozen(state)) == [repr(biases), "encoder/layer_0", "fz.regex('encoder/.*')"]
         assert fz.currently_frozen(fz.set_frozen(state, {biases: False}))[repr(biases)] is False
 
@@ -194,7 +168,6 @@ class TestGroups:
         masks = [fz.elements(mask, compact=True), fz.elements(~mask, compact=True)]
         tx = fz.freeze_when(optax.sgd(0.5), {name: (m, switch) for name, m in zip(own, masks, strict=False)})
         updates, _ = tx.update(params, tx.init(params), params)
-        assert jax.tree.structure(updates) == jax.tree.structure(params)
         assert bits(updates["a"]) == bits(jnp.full((4, 2), -0.0 if switch else -0.5))
 
 
@@ -225,6 +198,9 @@ class TestEach:
                 assert (bits(u) == bits(jnp.full(2, -0.0))) is is_frozen
         assert all(fz.currently_frozen(state).values())
         assert update._cache_size() == 1
+        for key in (fz.each("a", "b"), fz.each(fz.path("a") & "b", "c")):
+            assert eval(repr(key)) == key
+        assert repr(fz.each(["a", "b"])) == repr(fz.each("a", "b")) == "fz.each('a', 'b')"
 
     def test_leaves_of_other_groups_are_left_out(self, params):
         groups = {"head": True, fz.each("encoder/layer_0", "**/bias"): fz.freeze_at(3), fz.each("**"): True}
@@ -234,7 +210,7 @@ class TestEach:
         assert list(fz.currently_frozen(state).items()) == frozen
         groups = {fz.path("head/kernel"): (fz.rows(0), True), fz.each("head"): False}
         state = fz.freeze_when(optax.scale_by_adam(), groups).init(params)
-        assert state.spec.names == ("fz.path('head/kernel')", "head/bias", "head/kernel")
+        assert state.plan.names == ("fz.path('head/kernel')", "head/bias", "head/kernel")
         assert state.groups["head/kernel"].inner_state.mu["head"]["kernel"].shape == (4, 2)
 
     def test_a_lone_leaf_and_no_leaf(self):
@@ -244,18 +220,6 @@ class TestEach:
         moved = [bits(new) != bits(jnp.ones(2)) for new, _ in run(tx, jnp.ones(2), 2)]
         assert moved == [False, False, True]
         assert last(tx, {}, 1) == {}
-
-    @pytest.mark.parametrize(
-        ("patterns", "shown"),
-        [
-            (("a", "b"), "fz.each('a', 'b')"),
-            ((["a", "b"],), "fz.each('a', 'b')"),
-            ((fz.path("a") & "b", "c"), "fz.each((fz.path('a') & fz.path('b')) | fz.path('c'))"),
-        ],
-    )
-    def test_patterns_and_selectors(self, patterns, shown):
-        assert repr(fz.each(*patterns)) == shown
-        assert fz.each(*patterns) == eval(shown)
 
     def test_switches_are_set_by_path_or_together(self, params):
         groups = {"head/bias": False, fz.each("**/bias"): False, fz.each("**/kernel"): fz.unfreeze_at(2)}
@@ -311,7 +275,7 @@ class TestElementMasks:
         expected = {"w": jnp.where(mask, own["w"], rest["w"]), "v": rest["v"]}
         chex.assert_trees_all_close(third, expected, rtol=1e-6)
         if name != "elements":
-            sizes = [s[0].mu["w"].values.size for s in (state.groups["w"].inner_state, state.rest_state)]
+            sizes = [s[0].mu["w"].values.size for s in (state.groups["w"].inner_state, state.ungrouped_state)]
             assert sizes == [mask.sum(), 15 - mask.sum()]
 
     @pytest.mark.parametrize("kind", ["rows", "elements", "compact"])
@@ -325,7 +289,9 @@ class TestElementMasks:
             "compact": (fz.elements(a, compact=True), fz.elements(b, compact=True)),
         }[kind]
         groups = {"w": (masks[0], False), "w/**": (masks[1], fz.unfreeze_at(1)), "**": fz.unfreeze_at(2)}
-        new = last(fz.freeze_when(optax.adam(0.1), groups), setting, 3)
+        tx = fz.freeze_when(optax.adam(0.1), groups)
+        new = last(tx, setting, 3)
+        assert jax.tree.structure(jax.eval_shape(tx.init, setting)) == jax.tree.structure(tx.init(setting))
         everything = run(optax.adam(0.1), setting, 3)
         for rows, thawed in ((slice(0, 2), 0), (slice(2, 4), 1), (slice(4, 5), 2)):
             np.testing.assert_allclose(new["w"][rows], everything[3 - thawed][0]["w"][rows], rtol=1e-6)
@@ -337,13 +303,6 @@ class TestElementMasks:
         state = jax.eval_shape(tx.init, params)
         assert state.groups["w"].masks["w"].shape == (512, 512)
         assert len(jax.jit(tx.update).lower(params, state, params).as_text()) < 60_000
-
-    def test_a_subtree_of_stacked_layers(self):
-        params = {"layers": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(4)}, "head": jnp.ones(2)}
-        new = last(fz.freeze_when(optax.sgd(0.1), {"layers": (fz.rows(slice(0, 3)), True)}), params, 1)
-        for name in ("kernel", "bias"):
-            moved = [bits(a) != bits(b) for a, b in zip(new["layers"][name], params["layers"][name], strict=True)]
-            assert moved == [False] * 3 + [True]
 
     def test_a_mask_for_a_leaf_that_is_a_part_already(self):
         tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
@@ -371,36 +330,6 @@ class TestConditions:
         assert bits(history[4][0]["encoder"]) != bits(params["encoder"])
         assert history[4][1].inner_opt_state.step == 2
 
-    @pytest.mark.parametrize(
-        ("make", "error"),
-        [
-            (lambda: fz.unfreeze_at(True), TypeError),
-            (lambda: fz.alternate(2, -1), ValueError),
-            (lambda: fz.gradual_unfreeze(["head"], 0), ValueError),
-            (lambda: fz.gradual_unfreeze(["head", "head"], 3), ValueError),
-        ],
-    )
-    def test_bad_arguments(self, make, error):
-        with pytest.raises(error, match="expected: "):
-            make()
-
-    @pytest.mark.parametrize(
-        "condition",
-        [lambda step: None, lambda step: step % 2, lambda step: step < 5 and step > 2, lambda step: int(step) < 5],
-        ids=["None", "int", "and", "value"],
-    )
-    def test_a_condition_that_gives_no_bool(self, params, condition):
-        with pytest.raises(TypeError, match=r"(.|\n)*at: encoder(.|\n)*fix: compare"):
-            fz.freeze_when(optax.sgd(0.1), {"encoder": condition}).init(params)
-
-    @pytest.mark.parametrize("value", [1, None, jnp.ones(2, bool), (True,)], ids=repr)
-    def test_a_value_that_is_neither_a_condition_nor_a_bool(self, params, value):
-        expected = pytest.raises((TypeError, ValueError), match=r"expected a bool for the group\n  at: encoder")
-        with expected:
-            fz.freeze_when(optax.sgd(0.1), {"encoder": value})
-        with expected:
-            fz.set_frozen(fz.freeze_when(optax.sgd(0.1), {"encoder": True}).init(params), {"encoder": value})
-
 
 CHECKERED = np.arange(8).reshape(4, 2) % 3 == 0
 
@@ -416,32 +345,19 @@ def of_head(first, second):
         ({fz.where(lambda path, leaf: False): True}, r"is empty(.|\n)*a selector that selects nothing"),
         ({fz.rules({"head/kernel": fz.rows(0)}): True}, "must select whole leaves"),
         ({"**": (fz.rows(0), True), "head/kernel": (fz.rows([0]), True)}, "is empty"),
-        ({"head": True, fz.each("head/*"): True}, r"is empty\n  at: head/bias"),
         ({fz.each("head"): True, "head/bias": True}, r"'head/bias' is empty"),
         ({fz.path("a", "b"): True, ("a", "b"): False}, "two groups have the same name"),
         ({"encoder": (True, fz.unfreeze_at(3))}, "a bool where an element mask is expected"),
+        ({"encoder": lambda step: int(step) < 5}, r"at: encoder(.|\n)*fix: compare"),
+        ({"encoder": jnp.ones(2, bool)}, r"expected a bool for the group\n  at: encoder"),
         (of_head(fz.rows([0]), fz.rows([0], axis=1)), "incompatible element masks"),
         (of_head(fz.rows([0]), CHECKERED), "incompatible element masks"),
         (of_head(CHECKERED, fz.elements(CHECKERED, compact=True)), "incompatible element masks"),
-        (of_head(CHECKERED[:2], CHECKERED), "shape of an element mask differs"),
-        (of_head(fz.rows([9]), CHECKERED), "out of range"),
     ],
 )
 def test_bad_groups(params, groups, error):
     with pytest.raises((ValueError, TypeError), match=error):
         fz.freeze_when(optax.sgd(0.1), groups).init(params)
-
-
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        ((optax.sgd(0.1), {3: True}), "neither a pattern nor a selector"),
-        ((optax.sgd(0.1), {"encoder": True}, 1.0), "`coupled` is not an optimizer"),
-    ],
-)
-def test_bad_arguments(args, error):
-    with pytest.raises(TypeError, match=error):
-        fz.freeze_when(*args)
 
 
 class TestSetFrozen:
@@ -467,24 +383,11 @@ class TestSetFrozen:
         layers = [new["encoder"]["layer_0"] for new, _ in run(tx, params, 4, before_step=toggle)]
         assert [bits(a) != bits(b) for a, b in itertools.pairwise(layers)] == [False, True, False, True]
 
-    def test_inside_a_jitted_function(self, params):
-        tx = fz.freeze_when(optax.sgd(0.1), {"encoder": True})
-
-        @jax.jit
-        def f(state, frozen):
-            state = fz.set_frozen(state, {"encoder": frozen})
-            return fz.currently_frozen(state)["encoder"], tx.update(params, state, params)[0]
-
-        for frozen in (True, False):
-            now, updates = f(tx.init(params), jnp.asarray(frozen))
-            assert bool(now) is frozen
-            assert bool(updates["encoder"]["layer_0"]["kernel"].any()) is not frozen
-
     def test_the_state_given_stays_as_it_was_and_the_new_one_is_placed_alike(self, params):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         state = jax.device_put(fz.freeze_when(optax.sgd(0.1), {"encoder": True}).init(params), replicated)
-        assert fz.set_frozen(state, {"encoder": False}).groups["encoder"].frozen.sharding == replicated
+        assert fz.set_frozen(state, {"encoder": False}).groups["encoder"].condition_state.sharding == replicated
         assert fz.currently_frozen(state) == {"encoder": True}
 
     def test_two_groups_of_one_name_that_disagree(self, params):
@@ -523,37 +426,6 @@ def test_a_clip_over_all_groups():
 class TestCompany:
     """Holes and parts in the gradient, extra arguments, and what users have already."""
 
-    def test_extra_arguments_on_the_trainable_part(self, params, loss, batch):
-        """A line search of each group, over its own leaves."""
-        trainable, rest = fz.partition(params, "encoder/layer_0")
-        tx, of_trainable = (
-            fz.freeze_when(optax.lbfgs(), {"encoder": fz.unfreeze_at(1), "head": False}),
-            fz.restrict(loss, rest),
-        )
-
-        @jax.jit
-        def step(params, state):
-            value, grads = jax.value_and_grad(of_trainable)(params, batch)
-            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=of_trainable, x=batch)
-            return optax.apply_updates(params, updates), state
-
-        first, state = step(trainable, tx.init(trainable))
-        assert bits(first["encoder"]) == bits(trainable["encoder"])
-        assert of_trainable(first, batch) < of_trainable(trainable, batch)
-        assert bits(step(first, state)[0]["encoder"]) != bits(trainable["encoder"])
-
-    def test_scan_over_steps_is_the_loop(self, params):
-        tx = fz.freeze_when(optax.adamw(0.1), {"encoder": fz.alternate(2), "head/bias": False})
-
-        def body(carry, _):
-            params, state = carry
-            updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
-            return (optax.apply_updates(params, updates), state), fz.currently_frozen(state)["encoder"]
-
-        end, frozen = jax.lax.scan(body, (params, tx.init(params)), length=5)
-        assert frozen.tolist() == [True, False, False, True, True]
-        chex.assert_trees_all_close(end, run(tx, params, 5)[-1], rtol=1e-5)
-
     def test_no_copy_of_a_donated_state(self):
         """XLA updates the state in place: no temporary memory of its size."""
         params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcd"}
@@ -566,7 +438,7 @@ class TestCompany:
         params = {name: jnp.arange(4.0).reshape(2, 2) + 1 for name in ("encoder", "head")}
         tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(1), "head": True})
         state = jax.vmap(tx.init)(params)
-        head = state.groups["head"]._replace(frozen=jnp.array([True, False]))
+        head = state.groups["head"]._replace(condition_state=jnp.array([True, False]))
         state = state._replace(groups={**state.groups, "head": head})
         updates, _ = jax.vmap(tx.update)(params, state, params)
         new = optax.apply_updates(params, updates)
@@ -631,8 +503,10 @@ class TestResume:
             assert fz.currently_frozen(restored) == fz.currently_frozen(saved)
             assert bits(go_on(*restored, range(3, 5))) == bits(end)
 
-    def test_tree_map_params(self, params, tx):
-        grads = jax.tree.map(jnp.cos, params)
+    def test_tree_map_params(self):
+        params = {"w": jnp.ones((5, 3)), "v": jnp.ones(3)}
+        groups = {"w": (DENSE, True), fz.each("v"): fz.alternate(2)}
+        tx, grads = optax.chain(optax.clip(1.0), fz.freeze_when(optax.adam(0.1), groups)), params
         _, state = tx.update(grads, tx.init(params), params)
         mapped = optax.tree_map_params(tx, lambda leaf: leaf, state)
         assert bits(mapped) == bits(state)
@@ -640,25 +514,9 @@ class TestResume:
         assert fz.currently_frozen(mapped) == fz.currently_frozen(state)
         counted = optax.tree_map_params(tx, lambda leaf: leaf, state, transform_non_params=lambda leaf: leaf + leaf)
         assert counted[1].step == 2 * state[1].step
-
-    def test_tree_map_params_of_a_dense_mask(self):
-        params = {"w": jnp.ones((5, 3)), "v": jnp.ones(3)}
-        tx = fz.freeze_when(optax.adam(0.1), {"w": (DENSE, True)})
-        state = tx.init(params)
-        names = optax.tree_map_params(tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other")
+        names = optax.tree_map_params(tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other")[1]
         assert names.groups["w"].masks["w"] == "param"
-        assert names.step == names.groups["w"].frozen == "other"
-        mapped = optax.tree_map_params(tx, lambda leaf: leaf, state)
-        assert bits(tx.update(params, mapped, params)) == bits(tx.update(params, state, params))
-
-
-def test_the_gradient_of_a_part_of_the_groups(params, loss, batch):
-    rows = fz.rules({"head/kernel": fz.rows(0)})
-    for groups in ({"encoder": True}, {"head/kernel": (fz.rows(0), fz.unfreeze_at(2))}):
-        tx = fz.freeze_when(optax.sgd(0.1), groups)
-        for frozen in ("encoder", rows):
-            with pytest.raises(ValueError, match=r"fix: give the gradient of every group"):
-                tx.update(fz.grad(loss, frozen)(params, batch), tx.init(params), params)
+        assert names.step == names.groups["w"].condition_state == "other"
 
 
 class TestTheStateOf:
@@ -692,24 +550,18 @@ class TestTheStateOf:
         if error == "a different schedule":
             migrated = fz.migrate(state, tx, params)
             assert migrated.step == 1
-            assert bits(migrated.rest_state) == bits(state.rest_state)
+            assert bits(migrated.ungrouped_state) == bits(state.ungrouped_state)
             tx.update(params, migrated, params)
 
     def test_equal_groups(self):
-        """From another process, and two compact masks at one leaf, jitted."""
+        """From another process, and two compact masks at one leaf, jitted; a switch may begin otherwise."""
         params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
         first, second = (fz.elements(np.arange(6).reshape(3, 2) == i, compact=True) for i in (0, 1))
 
-        def make():
-            return fz.freeze_when(optax.adam(0.1), {"a": (first, True), "**/a": (second, True)})
+        def make(switch):
+            return fz.freeze_when(optax.adam(0.1), {"a": (first, True), "**/a": (second, switch)})
 
-        state = make().init(params)
+        state = make(True).init(params)
         copied = pickle.loads(pickle.dumps(state))
-        updates = [jax.jit(make().update)(params, s, params)[0] for s in (state, copied)]
+        updates = [jax.jit(make(False).update)(params, s, params)[0] for s in (state, copied)]
         assert bits(updates[0]) == bits(updates[1])
-
-    def test_functions_that_cannot_be_compared(self):
-        params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-        state = fz.freeze_when(optax.sgd(0.1), {"a": lambda step: step < 3}).init(params)
-        updates, _ = fz.freeze_when(optax.sgd(0.1), {"a": lambda step: step >= 3}).update(params, state, params)
-        assert (updates["a"] == 0).all()

@@ -20,7 +20,6 @@ def line(capsys, *args, **options):
     return captured.out
 
 
-@pytest.mark.parametrize("params", [PARAMS, SHAPES], ids=["arrays", "shapes"])
 @pytest.mark.parametrize(
     ("frozen", "expected"),
     [
@@ -33,8 +32,9 @@ def line(capsys, *args, **options):
         ),
     ],
 )
-def test_the_line(capsys, params, frozen, expected):
-    assert line(capsys, params, frozen) == expected
+def test_the_line(capsys, frozen, expected):
+    assert line(capsys, PARAMS, frozen) == expected
+    assert line(capsys, SHAPES, frozen) == expected
 
 
 def test_it_counts_what_a_summary_counts(capsys):
@@ -50,7 +50,6 @@ def test_nothing_to_count(capsys):
 
 
 def test_tied_leaves(capsys):
+    """The error is in ``wrong_calls.md``."""
     w = jnp.ones(2)
-    with pytest.raises(ValueError, match="the same array is frozen at one path"):
-        fz.print_trainable({"a": w, "b": w}, "a")
     assert line(capsys, {"a": w, "b": w}, "a", tied="ignore").startswith("trainable params: 2 || all params: 4 ")

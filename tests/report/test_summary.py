@@ -74,19 +74,14 @@ def test_what_trains_is_what_an_update_moves(params, spec):
         assert (row.elements, row.bytes) == (leaf.size, leaf.nbytes)
         assert row.frozen_elements == int((leaf == new).sum())
         assert row.frozen_bytes == row.frozen_elements * leaf.dtype.itemsize
+    assert summary.elements == summary.frozen_elements + summary.trainable_elements
+    assert summary.bytes == nbytes(params) == summary.frozen_bytes + summary.trainable_bytes
     without = fz.summary(params, spec)
     assert (without.rows, without.state_bytes, without.full_state_bytes) == (summary.rows, None, None)
     assert fz.summary(jax.eval_shape(lambda: params), spec, tx) == summary
     traced = []
     jax.eval_shape(lambda params: traced.append(fz.summary(params, spec, tx)), params)
     assert traced == [summary]
-
-
-def test_totals_are_sums_of_rows(params):
-    summary = fz.summary(params, "encoder")
-    assert summary.elements == sum(row.elements for row in summary.rows) == 36 + summary.trainable_elements
-    assert summary.bytes == nbytes(params) == summary.frozen_bytes + summary.trainable_bytes
-    assert (summary.frozen_elements, summary.frozen_bytes) == (36, 4 * 36)
 
 
 def test_awkward_leaves_have_rows(awkward):
@@ -137,11 +132,11 @@ def test_a_dense_mask_is_counted_where_it_has_values():
             use()
 
 
-def test_tied_leaves_are_ignored_on_demand():
-    """The error is in ``wrong_calls.md``."""
-    kernel = jnp.ones((2, 2))
-    assert fz.summary({"a": kernel, "b": kernel}, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
-    assert fz.summary({"a": kernel, "b": kernel}, True).elements == 8
+def test_tied_leaves():
+    tied = dict.fromkeys("ab", jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="the same array is frozen at one path"):
+        fz.summary(tied, "a", optax.adam(0.1))
+    assert fz.summary(tied, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
 
 
 def test_a_tree_without_leaves_has_no_rows():
@@ -162,43 +157,33 @@ def test_state_bytes_are_those_of_the_states(params, name):
     assert summary.state_bytes == nbytes(fz.freeze(tx, spec).init(params))
 
 
-@pytest.mark.parametrize("spec", [False, "int8", True], ids=str)
+@pytest.mark.parametrize("spec", [False, True], ids=str)
 def test_no_state_is_held_for_what_cannot_train(spec):
     params = {"w": jnp.ones(3), "key": jax.random.key(0), "fn": jax.nn.relu, "int": np.int32(3), "none": None}
-    params |= {
-        "int8": jnp.ones((64, 64), jnp.int8),
-        "bool": jnp.ones(5, bool),
-        "float8": shape(8, dtype=jnp.float8_e4m3fn),
-    }
+    params |= {"int8": jnp.ones((64, 64), jnp.int8), "bool": jnp.ones(5, bool), "float8": shape(8, dtype="float8_e5m2")}
     summary = fz.summary(params, spec, optax.adam(1e-3))
     assert summary.full_state_bytes == 4 + 2 * (12 + 8)
     assert summary.state_bytes == 4 + 2 * (12 + 8) * (spec is not True)
 
 
-@pytest.mark.parametrize("place", ["in MultiSteps", "on a schedule"])
-def test_an_optimizer_that_freezes_already_is_refused(params, place):
+def test_an_optimizer_that_freezes_already_is_refused(params):
     """A bare ``fz.freeze`` is in ``wrong_calls.md``."""
     inner = optax.adam(1e-3)
-    tx = {
-        "in MultiSteps": optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
-        "on a schedule": optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)})),
-    }[place]
-    with pytest.raises(ValueError, match="already freezes parameters"):
-        fz.summary(params, "encoder", tx)
+    for tx in (
+        optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
+        optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)})),
+    ):
+        with pytest.raises(ValueError, match="already freezes parameters"):
+            fz.summary(params, "encoder", tx)
 
 
 # Depth.
 
 
-@pytest.mark.parametrize(
-    ("depth", "paths"),
-    [
-        (0, [""]),
-        (1, ["encoder", "head"]),
-        (2, ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]),
-    ],
-    ids=str,
-)
+LAYERS = ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]
+
+
+@pytest.mark.parametrize(("depth", "paths"), [(0, [""]), (1, ["encoder", "head"]), (2, LAYERS)])
 def test_depth_sums_up_what_is_below(params, depth, paths):
     spec, tx = fz.rules({"encoder/layer_0": True, "head/kernel": fz.rows([0])}), optax.adam(1e-3)
     whole, summary = fz.summary(params, spec, tx), fz.summary(params, spec, tx, depth=depth)
@@ -212,10 +197,9 @@ def test_depth_sums_up_what_is_below(params, depth, paths):
         assert summary.rows[2:] == whole.rows[4:]
 
 
-def test_depths(params):
+def test_leaves_of_other_dtypes_in_one_row(params):
     [row] = fz.summary({"a": {"b": jnp.ones(2), "c": jnp.ones(2, jnp.bfloat16)}}, True, depth=1).rows
     assert row == ("a", None, None, 4, 4, 12, 12, 2, 0)
-    assert fz.summary(params, True, depth=np.int64(9)) == fz.summary(params, True)
     for depth in (-1, True):
         with pytest.raises((ValueError, TypeError), match="`depth` must be a non-negative int"):
             fz.summary(params, True, depth=depth)
@@ -237,14 +221,10 @@ def test_a_model_of_seventy_billion_parameters_reads_on_one_screen():
     params |= {f"layer_{i}": layer for i in range(80)}
     summary = fz.summary(params, fz.only("layer_78", "layer_79", "norm"), optax.adamw(1e-3))
     assert len(summary.rows) == 80 * 9 + 3
-    lines = str(summary).splitlines()
-    assert len(lines) == 2 + 3 + 2 * 9 + 5
-    assert max(map(len, lines)) < 120
+    assert [len(str(summary).splitlines()), max(map(len, str(summary).splitlines())) < 120] == [2 + 3 + 2 * 9 + 5, True]
     cells, totals = shown(summary)
     assert ["layer_0 … layer_77/down/kernel", "78 × (28672, 8192)", "bfloat16"] in [line[:3] for line in cells]
     assert sum(int(line[3].replace(",", "")) for line in cells) == summary.elements == 70_553_706_496
-    assert totals[0].startswith(f"trainable {summary.trainable_elements:,} of 70,553,706,496 elements (2.")
-    assert totals[1].startswith(f"frozen {summary.frozen_elements:,} of 70,553,706,496 elements (97.")
     assert totals[2:] == ["all 70,553,706,496 elements, 135.3 GiB", "optimizer state 6.4 GiB instead of 270.7 GiB"]
 
 
@@ -252,15 +232,12 @@ def test_a_model_of_seventy_billion_parameters_reads_on_one_screen():
     ("names", "label"),
     [
         ([f"layer_{i}" for i in range(32)], "layer_0 … layer_31"),
-        ([f"h.{i}" for i in range(12)], "h.0 … h.11"),
         ([f"block{i:02d}" for i in range(12)], "block00 … block11"),
-        (["Dense_3", "Dense_4"], "Dense_3 … Dense_4"),
         ([f"{i}" for i in range(3)], "0 … 2"),
         (["0", "2", "4"], "0, 2, 4"),
         (["a1", "a2", "a3", "a7", "a8"], "a1 … a3, a7 … a8"),
         ([f"a{i}" for i in range(0, 40, 2)], "a0, a2, a4, …, a38"),
         ([f"model.{i}.kernel" for i in range(8)], "model.{0 … 7}.kernel"),
-        ([f"layer_{i}_conv2" for i in range(8)], "layer_{0 … 7}_conv2"),
         ([f"v2_block_{i}" for i in range(8)], "v2_block_0 … v2_block_7"),
         (["only_1"], "only_1"),
         ([f"a{10**30 + i}" for i in range(1)], f"a{10**30}"),
@@ -322,9 +299,8 @@ def test_the_lines_of_any_tree_add_up_to_its_rows(tree, data):
     assert sum(line.times for line in lines) == len(leaves)
     for name in ("elements", "frozen_elements", "bytes", "frozen_bytes"):
         assert sum(line.times * getattr(line.row, name) for line in lines) == getattr(summary, name)
-    assert summary.frozen_elements == sum(
-        math.prod(leaf.shape) for leaf, is_frozen in zip(leaves, bools, strict=True) if is_frozen
-    )
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    assert summary.frozen_elements == np.dot(sizes, bools)
 
 
 # Text, the terminal, notebooks.
@@ -340,50 +316,29 @@ def test_text_is_plain_and_knows_no_terminal(params, monkeypatch):
     assert paths(fz.summary({long: shape(3)}, True)) == [long]
 
 
-def test_whatever_a_key_holds_is_one_line_of_text():
-    params = {"a\nb": shape(3), "\x1b[31mred": shape(2), "[bold]c[/bold]": shape(4)}
-    assert paths(fz.summary(params, True)) == ["'\\x1b[31mred'", "[bold]c[/bold]", "'a\\nb'"]
-
-
 def rendered(summary, width):
     file = io.StringIO()
     rich.console.Console(file=file, width=width).print(summary)
     return file.getvalue()
 
 
-def test_a_terminal_shows_paths_as_they_are(params):
-    output = rendered(fz.summary({"[red]a[/red]": shape(3), "[/]": shape(2)}, True), 100)
-    assert "[red]a[/red]" in output
-    assert "[/]" in output
+def test_paths_in_a_terminal_and_a_notebook():
+    names = {"[red]a[/red]": shape(3), "[/]": shape(2), "<script>b</script>&": shape(2)}
+    output, written = rendered(fz.summary(names, True), 100), fz.summary(names, True)._repr_html_()
+    assert all(name in output for name in names)
+    assert "<script>" not in written
+    assert all(html.escape(name) in written for name in names)
+    assert written.count("<tr>") == 4
     path = "a_rather_long_name/" * 5 + "kernel"
     narrow = rendered(fz.summary({path: shape(3)}, True), 60)
     assert path in "".join(line.split("  ")[0].strip() for line in narrow.splitlines())
 
 
-def test_html_is_escaped(params):
-    html = fz.summary({"<script>alert(1)</script>": shape(3), "a&b": shape(2)}, True, optax.sgd(0.1))._repr_html_()
-    assert "<script>" not in html
-    assert "&lt;script&gt;" in html
-    assert "a&amp;b" in html
-    assert html.count("<tr>") == 3
-    assert "optimizer state 0 B instead of 0 B" in html
-
-
 def test_shares_are_nothing_or_everything_only_if_exactly_so():
-    assert [_table.share(part, 10**9) for part in (0, 1, 10**7, 10**9 - 1, 10**9)] == [
-        "0 %",
-        "< 0.01 %",
-        "1 %",
-        "> 99.99 %",
-        "100 %",
-    ]
-    assert [_table.size(count) for count in (0, 1023, 1024, 3 * 2**29, 2**80)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 GiB",
-        "1,048,576.0 EiB",
-    ]
+    shares = [_table.share(part, 10**9) for part in (0, 1, 10**7, 10**9 - 1, 10**9)]
+    assert shares == ["0 %", "< 0.01 %", "1 %", "> 99.99 %", "100 %"]
+    sizes = [_table.size(count) for count in (0, 1023, 1024, 3 * 2**29, 2**80)]
+    assert sizes == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1,048,576.0 EiB"]
 
 
 def test_leaves_say_what_they_are():
@@ -400,15 +355,6 @@ def test_leaves_say_what_they_are():
         "frozen 990 of 1,002 elements (98.8 %), 3.9 KiB of 3.9 KiB",
         "all 1,002 elements, 3.9 KiB",
     ]
-
-
-def test_totals_are_shown_everywhere():
-    summary = fz.summary({"encoder": shape(3, 2), "head": shape(4)}, {"encoder": False, "head": fz.rows([0])})
-    _, totals = shown(summary)
-    assert len(totals) == 3
-    for total in totals:
-        assert total in rendered(summary, 100)
-        assert total in summary._repr_html_()
 
 
 def test_text_and_html_need_neither_rich_nor_matplotlib(params, monkeypatch):
@@ -439,12 +385,11 @@ def drawn(ax):
     """The bytes of the parts of each bar by its name, and the names of the parts in the legend."""
     names = [label.get_text() for label in ax.get_yticklabels()]
     lengths = [[patch.get_width() * UNITS[ax.get_xlabel()] for patch in bars] for bars in ax.containers]
-    return dict(zip(names, zip(*lengths, strict=True), strict=True)), [
-        text.get_text() for text in ax.get_legend().get_texts()
-    ]
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    return dict(zip(names, zip(*lengths, strict=True), strict=True)), legend
 
 
-@pytest.mark.parametrize("name", ["rows", "dense", "compact"])
+@pytest.mark.parametrize("name", ["rows", "compact"])
 def test_bars_are_the_bytes_of_modules(params, ax, name):
     summary = fz.summary(params, SPECS[name], optax.adamw(1e-3))
     assert summary.plot(ax) is ax
@@ -459,8 +404,6 @@ def test_bars_are_the_bytes_of_modules(params, ax, name):
     assert summary.state_bytes == sum(summary.row_state_bytes) + 4 + masks
     assert [text.split(":")[0] for text in legend] == ["trainable", "frozen", "optimizer state"]
     assert legend[2] == f"optimizer state: {_table.size(summary.state_bytes)}"
-    for bars_of_part in ax.containers:
-        assert [round(patch.get_y() + patch.get_height() / 2) for patch in bars_of_part] == [0, 1]
     starts = [[patch.get_x() for patch in bars_of_part] for bars_of_part in ax.containers]
     assert starts[0] == [0, 0]
     assert np.allclose(starts[1], [patch.get_width() for patch in ax.containers[0]])
@@ -471,18 +414,14 @@ def test_without_an_optimizer_there_are_no_bars_for_its_state(params, ax):
     bars, legend = drawn(fz.summary(params, "encoder").plot(ax))
     assert bars == {"encoder": (0, 144), "head": (40, 0)}
     assert legend == ["trainable: 40 B", "frozen: 144 B"]
-    lightness = np.array([0.2126, 0.7152, 0.0722])
-    trainable, frozen = (np.array(bars[0].get_facecolor()[:3]) @ lightness for bars in ax.containers)
-    assert abs(trainable - frozen) > 0.2
 
 
 def test_a_depth_of_a_picture_names_smaller_modules(params, ax):
-    summary = fz.summary(params, "encoder", optax.adam(1e-3), depth=9)
-    bars, _ = drawn(summary.plot(ax, depth=2))
-    assert list(bars) == ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]
+    bars, _ = drawn(fz.summary(params, "encoder", optax.adam(1e-3)).plot(ax, depth=2))
+    assert list(bars) == LAYERS
     assert bars["head/kernel"] == (32, 0, 64)
     with pytest.raises(ValueError, match="`depth` must be a non-negative int"):
-        summary.plot(ax, depth=-1)
+        fz.summary(params, "encoder").plot(ax, depth=-1)
 
 
 def test_small_modules_share_a_bar(ax):
@@ -499,11 +438,8 @@ def test_a_picture_without_axes_makes_its_own(params):
     ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a\\$b\\$", "'x\\ny'"]
     plt.close(ax.figure)
-
-
-def test_a_picture_needs_elements(ax):
     with pytest.raises(ValueError, match="nothing to draw"):
-        fz.summary({"hole": optax.MaskedNode()}, True).plot(ax)
+        fz.summary({"hole": optax.MaskedNode()}, True).plot()
 
 
 @pytest.mark.parametrize(("spec", "extent"), [("**", "everything"), (False, "nothing")])
@@ -517,12 +453,9 @@ def test_a_spec_that_freezes_nothing_or_everything_is_said(spec, extent):
             assert f"the spec freezes {extent}" in text
 
 
-def test_only_leaves_that_never_train_are_said_to_be_always_frozen():
-    assert str(fz.summary({"a": jnp.ones(2)}, False)).splitlines()[-1] == "the spec freezes nothing"
-
-
 def test_a_spec_that_freezes_some_is_not():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    assert str(fz.summary(params, False)).splitlines()[-1] == "the spec freezes nothing"
     for tree, spec in ((params, "a"), (fz.partition(params, "a")[0], "a"), (params, fz.rules({"**": fz.rows(0)}))):
         assert fz.summary(tree, spec).extent is None
         assert "the spec freezes" not in str(fz.summary(tree, spec))

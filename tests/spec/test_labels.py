@@ -22,11 +22,6 @@ class TestLabels:
         assert label_fn(other) == {"encoder": {"kernel": "frozen", "bias": "frozen"}, "head": "trainable"}
         assert label_fn({**other, "head": optax.MaskedNode()})["head"] == "frozen"
 
-    def test_in_multi_transform(self, other):
-        tx = optax.multi_transform({"trainable": optax.sgd(1.0), "frozen": optax.set_to_zero()}, fz.labels("encoder"))
-        updates, _ = tx.update(other, tx.init(other), other)
-        assert jax.tree.map(lambda u: float(u.sum()), updates) == {"encoder": {"kernel": 0, "bias": 0}, "head": -2}
-
 
 class TestLabelsByPath:
     def test_the_first_match_counts(self, other):
@@ -51,14 +46,10 @@ class TestLabelsByPath:
         label_fn = fz.labels_by_path({"encoder": "a", "head": "b"})
         assert label_fn(trainable) == label_fn(other)
 
-    @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: fz.freeze(tx, "encoder/bias")], ids=["alone", "freeze"])
-    def test_in_multi_transform(self, other, wrap, compiled):
-        tx = wrap(
-            optax.multi_transform(
-                {"fast": optax.sgd(1.0), "slow": optax.sgd(0.5)}, fz.labels_by_path({"head": "fast"}, default="slow")
-            )
-        )
-        updates, _ = compiled(tx.update)(other, tx.init(other), other)
+    def test_in_multi_transform(self, other):
+        labels = fz.labels_by_path({"head": "fast"}, default="slow")
+        tx = fz.freeze(optax.multi_transform({"fast": optax.sgd(1.0), "slow": optax.sgd(0.5)}, labels), "encoder/bias")
+        updates, _ = jax.jit(tx.update)(other, tx.init(other), other)
         assert updates["head"].tolist() == [-1, -1]
         assert updates["encoder"]["kernel"].tolist() == [-0.5, -0.5]
 
@@ -138,13 +129,6 @@ class TestLayerwiseDecay:
     def test_of_a_schedule(self):
         rates = fz.layerwise_decay(["head", "a"], optax.linear_schedule(1.0, 0.0, 10), 0.5)
         assert [float(rate(5)) for rate in rates.values()] == [0.5, 0.25]
-
-    def test_the_rates_of_a_model(self, params):
-        rates = fz.layerwise_decay(["head", "encoder/layer_1", "encoder/layer_0"], 1.0, 0.5)
-        transforms = {pattern: optax.sgd(rate) for pattern, rate in rates.items()}
-        tx = optax.multi_transform(transforms, fz.labels_by_path({pattern: pattern for pattern in rates}))
-        updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
-        assert [u.tolist()[0] for u in (updates["head"]["bias"], updates["encoder"]["layer_0"]["bias"])] == [-1, -0.25]
 
     @pytest.mark.parametrize(
         ("args", "error"),

@@ -20,26 +20,22 @@ from optax_freeze._spec.selection_record import record_of, selection_of
 
 DIAGONAL = np.eye(2, dtype=bool)
 
+
+def eagerly(fn):
+    return fn
+
+
 ROWS = {
-    "head of a slice": (fz.rows(slice(0, 3)), [0, 1, 2]),
-    "tail of a slice": (fz.rows(slice(4, None)), [4, 5, 6]),
-    "middle": (fz.rows(slice(2, 5)), [2, 3, 4]),
+    "slice": (fz.rows(slice(2, 5)), [2, 3, 4]),
     "negative": (fz.rows(slice(-2, None)), [5, 6]),
     "strided": (fz.rows(slice(1, None, 2)), [1, 3, 5]),
-    "strided by three": (fz.rows(slice(0, 6, 3)), [0, 3]),
     "backwards": (fz.rows(slice(None, None, -3)), [0, 3, 6]),
-    "int": (fz.rows(3), [3]),
-    "negative int": (fz.rows(-1), [6]),
-    "list": (fz.rows([5, 0, 1]), [0, 1, 5]),
-    "negative list": (fz.rows([-1, 0]), [0, 6]),
-    "array": (fz.rows(np.array([2, 4])), [2, 4]),
-    "range": (fz.rows(range(3)), [0, 1, 2]),
+    "int": (fz.rows(-1), [6]),
+    "list": (fz.rows([5, 0, -6]), [0, 1, 5]),
     "inverted": (~fz.rows(slice(4, None)), [0, 1, 2, 3]),
     "inverted stride": (~fz.rows(slice(None, None, 2)), [1, 3, 5]),
     "inverted list": (~fz.rows([0, 6]), [1, 2, 3, 4, 5]),
 }
-
-AXES = (0, 1, -1)
 
 RECORD = {"axis": 0, "rows": [[0, 2, 1]], "train": True}
 SCATTERED = [0, 1, 3, 5, 6, 8, 10, 12, 14, 16, 19, 21, 23, 25, 27, 29, 31, 33, 35, 39]
@@ -48,7 +44,7 @@ SAME_ROWS = {
         *(fz.rows(slice(0, 36)), fz.rows(slice(0, 36), axis=-2), fz.rows(slice(35, None, -1))),
         *(~fz.rows([39, 36, 38, 37]), fz.rows(range(35, -1, -1)), ~fz.rows(slice(-4, None))),
     ],
-    "one row": [fz.rows(7), fz.rows([7]), fz.rows(-33), fz.rows(slice(7, 8)), fz.rows(slice(7, 9, 2))],
+    "one row": [fz.rows(7), fz.rows(np.array([7])), fz.rows(-33), fz.rows(slice(7, 8)), fz.rows(slice(7, 9, 2))],
     "few runs": [fz.rows(slice(0, 8, 2)), fz.rows([0, 2, 4, 6]), fz.rows(slice(6, None, -2))],
     "every second row": [
         *(fz.rows(slice(0, None, 2)), fz.rows(range(0, 40, 2)), fz.rows(slice(-2, None, -2))),
@@ -64,12 +60,6 @@ SAME_ROWS = {
         ~fz.rows([i for i in range(40) if i not in SCATTERED]),
     ],
 }
-EVERY_FUNCTION = [
-    pytest.param(name, AXES[(i + jit) % 3], jit, id=f"{name}-{AXES[(i + jit) % 3]}-{'jitted' if jit else 'eager'}")
-    for i, name in enumerate(ROWS)
-    for jit in (False, True)
-]
-"""All rows, eagerly and jitted, and on two axes; each axis meets kinds of rows in both ways."""
 
 
 def frozen_rows(size, frozen, axis, ndim):
@@ -78,63 +68,78 @@ def frozen_rows(size, frozen, axis, ndim):
     return mask.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
-class TestRows:
-    @pytest.mark.parametrize(("name", "axis", "jit"), EVERY_FUNCTION)
-    def test_every_function(self, name, axis, jit):
-        compiled = jax.jit if jit else lambda fn: fn
+def a_mask(name, axis):
+    """An element mask, where it freezes an array, and a function that gives the trainable part of the array."""
+    shape = [3, 2, 4]
+    shape[axis] = 7
+    if name in ROWS:
         rows, expected = ROWS[name]
-        rows = type(rows)(rows.index, axis, rows.inverted)
-        shape = [3, 2, 4]
-        shape[axis] = 7
-        w = jax.random.normal(jax.random.key(0), shape)
-        mask = np.broadcast_to(frozen_rows(7, expected, axis % 3, 3), shape)
-        trains = [i for i in range(7) if i not in expected]
-        params, spec = {"w": w, "b": jnp.ones(2)}, {"w": rows, "b": False}
+        frozen = np.broadcast_to(frozen_rows(7, expected, axis % 3, 3), shape)
+        trains = jnp.array([i for i in range(7) if i not in expected])
+        return type(rows)(rows.index, axis, rows.inverted), frozen, lambda x: jnp.take(x, trains, axis)
+    frozen = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.5, shape))
+    library, compact = (jnp, True) if name == "compact" else (np, False)
+    take = (lambda x: jnp.asarray(np.asarray(x)[~frozen])) if compact else lambda x: jnp.where(frozen, 0, x)
+    return fz.elements(library.asarray(frozen), compact), frozen, take
 
-        wild = {"w": jnp.where(mask, jnp.nan, 1.0), "b": jnp.ones(2)}
-        zero, tx = fz.masked_zero_updates(spec), fz.freeze(optax.adam(0.1), spec)
 
-        def loss(p):
-            return jnp.sum(jnp.sin(p["w"])) + p["b"].sum()
+KINDS = [*((name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"]))]
+KINDS += [("strided", 1, eagerly), ("compact", 0, eagerly)]
 
-        @compiled
-        def run(params, wild, state):
-            trainable, rest = fz.partition(params, spec)
-            nan = jax.tree.map(lambda x: x * np.nan, params)
-            return {
-                "partition": (trainable, rest),
-                "combine": fz.combine(trainable, rest),
-                "combine twice": fz.combine(jax.tree.map(lambda x: x * 2, trainable), rest),
-                "apply a part": fz.apply_updates(params, trainable),
-                "apply updates": fz.apply_updates(params, nan, spec),
-                "grad": fz.grad(loss, spec)(params),
-                "stopped grad": jax.grad(lambda p: loss(fz.stop_gradient(p, spec)))(params),
-                "stopped": fz.stop_gradient(params, spec),
-                "zeroed": zero.update(wild, zero.init(params))[0],
-                "updates": tx.update(wild, state, params)[0],
-            }
 
-        state = tx.init(params)
-        assert state_bytes(state) == 8 * (len(trains) * w.size // 7 + 2)
-        got = run(params, wild, state)
-        trainable, rest = got["partition"]
-        assert bits(trainable["w"].values) == bits(jnp.take(w, jnp.array(trains), axis))
-        assert trainable["w"].shape == w.shape
-        assert bits(got["combine"]) == bits(fz.combine(trainable, rest)) == bits(got["stopped"]) == bits(params)
-        assert bits(got["combine twice"]["w"]) == bits(jnp.where(mask, w, w * 2))
-        assert bits(got["apply a part"]["w"]) == bits(jnp.where(mask, w, w + w))
-        moved = np.asarray(got["apply updates"]["w"])
-        assert np.array_equal(np.isnan(moved), ~mask)
-        assert moved[mask].tobytes() == np.asarray(w)[mask].tobytes()
-        chex.assert_trees_all_close(got["grad"]["w"].values, jnp.take(jnp.cos(w), jnp.array(trains), axis), rtol=1e-6)
-        chex.assert_trees_all_close(got["stopped grad"]["w"], jnp.where(mask, 0, jnp.cos(w)), rtol=1e-6)
-        assert bits(got["zeroed"]["w"]) == bits(jnp.where(mask, -0.0, 1.0))
-        updates = np.asarray(got["updates"]["w"])
-        assert updates[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
-        assert (updates[~mask] != 0).all()
-        assert fz.labels(spec)(params) == {"w": "trainable", "b": "trainable"}
-        assert fz.resolve(params, spec) == spec
+@pytest.mark.parametrize(("name", "axis", "compiled"), KINDS)
+def test_every_function(name, axis, compiled):
+    element_mask, frozen, take = a_mask(name, axis)
+    w = jax.random.normal(jax.random.key(0), frozen.shape)
+    params, spec = {"w": w, "b": jnp.ones(2)}, {"w": element_mask, "b": False}
+    wild = {"w": jnp.where(frozen, jnp.nan, 1.0), "b": jnp.ones(2)}
+    zero, tx = fz.masked_zero_updates(spec), fz.freeze(optax.adamw(0.1), spec)
 
+    def loss(p):
+        return jnp.sum(jnp.sin(p["w"])) * p["b"].sum()
+
+    @compiled
+    def run(params, wild, state):
+        trainable, rest = fz.partition(params, spec)
+        nan = jax.tree.map(lambda x: x * np.nan, params)
+        return {
+            "partition": (trainable, rest),
+            "combine": fz.combine(trainable, rest),
+            "combine twice": fz.combine(jax.tree.map(lambda x: x * 2, trainable), rest),
+            "apply a part": fz.apply_updates(params, trainable, spec),
+            "apply updates": fz.apply_updates(params, nan, spec),
+            "grad": fz.grad(loss, spec)(params),
+            "stopped grad": jax.grad(lambda p: loss(fz.stop_gradient(p, spec)))(params),
+            "stopped": fz.stop_gradient(params, spec),
+            "zeroed": zero.update(wild, zero.init(params))[0],
+            "updates": tx.update(wild, state, params)[0],
+        }
+
+    state = tx.init(params)
+    values = lambda tree: getattr(tree["w"], "values", tree["w"])  # noqa: E731
+    masks = frozen.size if name in ("dense", "compact") else 0
+    assert state_bytes(state) == 8 * (take(w).size + 2) + masks
+    got = run(params, wild, state)
+    trainable, rest = got["partition"]
+    assert bits(values(trainable)) == bits(take(w))
+    assert trainable["w"].shape == w.shape
+    assert bits(got["combine"]) == bits(fz.combine(trainable, rest)) == bits(got["stopped"]) == bits(params)
+    assert bits(got["combine twice"]["w"]) == bits(jnp.where(frozen, w, w * 2))
+    assert bits(got["apply a part"]["w"]) == bits(jnp.where(frozen, w, w + w))
+    moved = np.asarray(got["apply updates"]["w"])
+    assert np.array_equal(np.isnan(moved), ~frozen)
+    assert moved[frozen].tobytes() == np.asarray(w)[frozen].tobytes()
+    chex.assert_trees_all_close(values(got["grad"]), take(2 * jnp.cos(w)), rtol=1e-6)
+    chex.assert_trees_all_close(got["stopped grad"]["w"], jnp.where(frozen, 0, 2 * jnp.cos(w)), rtol=1e-6)
+    assert bits(got["zeroed"]["w"]) == bits(jnp.where(frozen, -0.0, 1.0))
+    updates = np.asarray(got["updates"]["w"])
+    assert updates[frozen].tobytes() == np.full(frozen.sum(), -0.0, np.float32).tobytes()
+    assert (updates[~frozen] != 0).all()
+    assert fz.labels(spec)(params) == {"w": "trainable", "b": "trainable"}
+    assert masks or fz.resolve(params, spec) == spec
+
+
+class TestRows:
     def test_all_or_none_fold_to_the_whole_leaf(self):
         params = {"w": jnp.ones((3, 2))}
         for rows, expected in [
@@ -148,72 +153,35 @@ class TestRows:
             assert fz.resolve(params, {"w": rows}) == {"w": expected}
         assert fz.resolve({"w": jnp.ones((0, 2))}, {"w": fz.rows(slice(None))}) == {"w": True}
 
-    @pytest.mark.parametrize("axis", [0, -2])
-    @pytest.mark.parametrize("index", [slice(4, None), slice(4, None, 2), slice(4, None, None)], ids=str)
-    def test_an_open_slice_that_selects_no_row(self, index, axis):
-        params = {"w": jnp.ones((4, 2))}
-        for rows in (fz.rows(index, axis), ~fz.rows(index, axis)):
-            for use in (
-                lambda rows=rows: fz.resolve(params, {"w": rows}),
-                lambda rows=rows: fz.freeze(optax.sgd(1.0), fz.rules({"w": rows})).init(params),
-                lambda rows=rows: fz.grad(lambda params: params["w"].sum(), {"w": rows})(params),
-            ):
-                with pytest.raises(
-                    ValueError,
-                    match=r"there are no rows from 4 on\n  at: w\n  got: none of 4 rows(.|\n)*allow_empty=True",
-                ):
-                    use()
-        rows = fz.rows(index, axis, allow_empty=True)
-        assert fz.resolve(params, {"w": rows}) == {"w": False}
-        assert fz.resolve(params, {"w": ~rows}) == {"w": True}
-        assert eval(repr(~rows), {"fz": fz}) == ~rows != ~fz.rows(index, axis)
-        assert fz.resolve({"w": jnp.ones((5, 2))}, {"w": ~~fz.rows(slice(4, None))})["w"] == fz.rows(slice(4, None))
+    @pytest.mark.parametrize("index", [slice(4, None), slice(4, None, 2)], ids=str)
+    def test_an_open_slice_that_selects_no_row(self, index):
+        params, rows = {"w": jnp.ones((4, 2))}, fz.rows(index, axis=-2)
+        for refused in (rows, ~rows):
+            with pytest.raises(ValueError, match=r"there are no rows from 4 on\n  at: w\n  got: none of 4 rows"):
+                fz.resolve(params, {"w": refused})
+        allowed = fz.rows(index, axis=-2, allow_empty=True)
+        assert fz.resolve(params, {"w": allowed}) == {"w": False}
+        assert fz.resolve(params, {"w": ~allowed}) == {"w": True}
+        assert eval(repr(~allowed), {"fz": fz}) == ~allowed != ~rows
+        assert fz.resolve({"w": jnp.ones((5, 2))}, {"w": ~~rows}) == {"w": rows}
 
-    def test_a_sweep_over_the_number_of_rows(self):
-        params = {"w": jnp.ones((4, 2))}
-        specs = [{"w": ~fz.rows(slice(n, None), allow_empty=True), "b": n > 0} for n in range(5)]
-        params["b"] = jnp.ones(1)
-        assert [fz.resolve(params, spec)["w"] for spec in (specs[0], specs[4])] == [False, True]
-        trained = [jax.tree.leaves(fz.partition(params, spec)[0]) for spec in specs[1:4]]
-        assert [[leaf.shape for leaf in leaves] for leaves in trained] == [[(3, 2)], [(2, 2)], [(1, 2)]]
-
-    @pytest.mark.parametrize(
-        ("rows", "error"),
-        [
-            (fz.rows(7), r"out of range\n  at: w\n  got: 7, for 7 rows"),
-            (fz.rows([0, -8]), "out of range"),
-            (fz.rows(slice(0, 8)), "out of range"),
-            (fz.rows(slice(-8, None)), "out of range"),
-            (fz.rows([0, -7]), r"named twice\n  at: w"),
-            (fz.rows(0, axis=2), r"no such axis\n  at: w"),
-            (fz.rows(0, axis=-3), "no such axis"),
-        ],
-        ids=str,
-    )
-    def test_what_does_not_fit_the_leaf(self, rows, error):
-        with pytest.raises(ValueError, match=error):
+    @pytest.mark.parametrize("rows", [fz.rows([0, -8]), fz.rows(slice(-8, None)), fz.rows(0, axis=-3)], ids=str)
+    def test_what_does_not_fit_the_leaf(self, rows):
+        """Other rows that do not are in ``wrong_calls.md``."""
+        with pytest.raises(ValueError, match=r"out of range\n  at: w|no such axis\n  at: w"):
             fz.resolve({"w": jnp.ones((7, 2))}, {"w": rows})
-
-    def test_rows_of_a_scalar(self):
         with pytest.raises(ValueError, match="at least one axis"):
-            fz.resolve(jnp.ones(()), fz.rows(0))
+            fz.resolve({"w": jnp.ones(())}, {"w": rows})
 
     def test_wrong_arguments(self):
-        for index, axis in [
-            ("0", 0),
-            (True, 0),
-            (1.0, 0),
-            ([0.5], 0),
-            (slice(0, 1.5), 0),
-            (slice(0, 2, 0), 0),
-            (0, None),
-        ]:
+        arrays = (np.ones((2, 2), bool), jnp.array([True]), jnp.array(1), jnp.array([[1]]))
+        for index in ("0", True, 1.0, [0.5], slice(0, 1.5), slice(0, 2, 0), *arrays):
             with pytest.raises(TypeError, match="row numbers"):
-                fz.rows(index, axis)
-        with pytest.raises(TypeError, match=r"fz\.elements"):
-            fz.rows(np.ones((2, 2), bool))  # pyright: ignore
-        with pytest.raises(ValueError, match="named twice"):
-            fz.rows([1, 1])
+                fz.rows(index)  # pyright: ignore
+        with pytest.raises(TypeError, match="row numbers"):
+            jax.jit(lambda i: fz.rows(i))(0)
+        with pytest.raises(TypeError, match="row numbers"):
+            fz.rows(0, None)  # pyright: ignore
 
     def test_are_values_with_a_repr(self):
         texts = ["fz.rows(slice(0, 4, None))", "fz.rows([1, 2], axis=1)", "~fz.rows(-1)"]
@@ -228,10 +196,10 @@ class TestRows:
     def test_over_a_subtree_and_in_rules(self):
         params = {"blocks": {"q": jnp.ones((4, 2)), "n": jnp.ones(4)}, "head": jnp.ones(2)}
         for spec in ({"blocks": fz.rows([0, 1]), "head": True}, fz.rules({"blocks/**": fz.rows([0, 1]), "head": True})):
-            trainable, _ = fz.partition(params, spec)
-            assert jax.tree.map(jnp.shape, trainable["blocks"]) == {
-                "q": fz.Part((2, 2), trainable["blocks"]["q"].index, (4, 2)),
-                "n": fz.Part((2,), trainable["blocks"]["n"].index, (4,)),
+            blocks = fz.partition(params, spec)[0]["blocks"]
+            assert {name: (part.values.shape, part.shape) for name, part in blocks.items()} == {
+                "q": ((2, 2), (4, 2)),
+                "n": ((2,), (4,)),
             }
 
     def test_selectors_with_masks(self):
@@ -264,7 +232,10 @@ class TestRows:
             *("trains", 1, None, {}, {"compact": True, "count": None}, {"compact": False, "count": 3}),
             {"axis": 2, "count": 2, "dynamic": True},
             *({**RECORD, "axis": 2}, {**RECORD, "axis": -1}, {**RECORD, "train": False}, {**RECORD, "more": 1}),
-            *({**RECORD, "rows": rows} for rows in ([], [[0, 8, 1]], [[0, 9, 1]], [[0, 4, 2]], [[0, 1, 1], [1, 2, 1]])),
+            *(
+                {**RECORD, "rows": rows}
+                for rows in ([], [[0, 8, 1]], [[0, 9, 1]], [[0, 4, 2]], [[0, 3, 2]], [[0, 1, 1], [1, 2, 1]])
+            ),
             {**RECORD, "rows": [[2, 4, 1], [0, 1, 1]]},
         ],
     )
@@ -273,12 +244,11 @@ class TestRows:
         with pytest.raises(ValueError, match="the frozen part"):
             selection_of(record, (8, 2))
 
-    def test_many_runs_and_a_wide_leaf(self, compiled):
-        listed = list(range(0, 100, 2))
-        w = jnp.arange(300.0).reshape(100, 3)
-        for rows in (fz.rows(listed), ~fz.rows(listed), fz.rows(slice(0, 100, 2)), ~fz.rows(slice(0, 100, 2))):
-            mask = frozen_rows(100, listed, 0, 2) ^ rows.inverted
-            moved = compiled(lambda w, r=rows: fz.apply_updates(w, fz.partition(w, r)[0]))(w)
+    def test_many_runs(self):
+        listed, w = list(range(0, 100, 2)), jnp.arange(300.0).reshape(100, 3)
+        for rows in (fz.rows(listed), ~fz.rows(listed), fz.rows([*listed, 1])):
+            mask = frozen_rows(100, list(rows.index), 0, 2) ^ rows.inverted
+            moved = jax.jit(lambda w, r=rows: fz.apply_updates(w, fz.partition(w, r)[0]))(w)
             assert bits(moved) == bits(jnp.where(mask, w, 2 * w))
 
     def test_an_update_of_another_dtype(self):
@@ -290,55 +260,14 @@ class TestRows:
 
 class TestElements:
     @pytest.mark.parametrize("compact", [False, True])
-    @pytest.mark.parametrize("library", [np, jnp])
-    def test_every_function(self, compact, library, compiled):
-        mask = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.5, (5, 4)))
-        w = jax.random.normal(jax.random.key(0), (5, 4)).at[0, 0].set(-0.0)
-        params = {"w": w, "b": jnp.ones(2)}
-        spec = {"w": fz.elements(library.asarray(mask), compact), "b": True}
-        count = int((~mask).sum())
-
-        trainable, rest = compiled(lambda p: fz.partition(p, spec))(params)
-        assert bits(fz.combine(trainable, rest)) == bits(params)
-        if compact:
-            assert bits(trainable["w"].values) == bits(jnp.asarray(np.asarray(w)[~mask]))
-        else:
-            assert bits(trainable["w"]) == bits(jnp.where(mask, 0, w))
-        moved = compiled(lambda p, u: fz.apply_updates(p, u, spec))(params, trainable)
-        assert bits(moved["w"]) == bits(jnp.where(mask, w, w + w))
-
-        def loss(p):
-            return jnp.sum(jnp.sin(p["w"])) * p["b"].sum()
-
-        grads = compiled(fz.grad(loss, spec))(params)
-        expected = np.asarray(2 * jnp.cos(w))
-        if compact:
-            chex.assert_trees_all_close(grads["w"].values, expected[~mask], rtol=1e-6)
-        else:
-            chex.assert_trees_all_close(grads["w"], np.where(mask, 0, expected), rtol=1e-6)
-        stopped = compiled(jax.grad(lambda p: loss(fz.stop_gradient(p, spec))))(params)
-        chex.assert_trees_all_close(stopped["w"], np.where(mask, 0, expected), rtol=1e-6)
-
-        wild = {"w": jnp.where(mask, jnp.nan, 1.0), "b": jnp.ones(2)}
-        tx = fz.masked_zero_updates(spec)
-        zeroed, _ = compiled(tx.update)(wild, tx.init(params))
-        assert bits(zeroed["w"]) == bits(jnp.where(mask, -0.0, 1.0))
-        tx = fz.freeze(optax.adamw(0.1), spec)
-        state = tx.init(params)
-        assert state_bytes(state) == 20 + 8 * (count if compact else 20)
-        updates, _ = compiled(tx.update)(wild, state, params)
-        assert np.asarray(updates["w"])[mask].tobytes() == np.full(mask.sum(), -0.0, np.float32).tobytes()
-        assert (np.asarray(updates["w"])[~mask] != 0).all()
-
-    @pytest.mark.parametrize("compact", [False, True])
-    def test_gradients_of_examples(self, compact, compiled):
+    def test_gradients_of_examples(self, compact):
         """Of the trainable structure, as of ``jax.vmap(fz.grad(...))``; beside a dense mask that is a full array."""
         params = {"w": jnp.arange(4.0).reshape(2, 2), "b": jnp.ones(3)}
         spec = {"w": fz.elements(DIAGONAL, compact=compact), "b": True}
         mean = optax.stateless(lambda updates, params: jax.tree.map(lambda g: g.mean(axis=0), updates))
         tx = fz.freeze(mean, spec)
         grads = jax.vmap(fz.grad(lambda p, x: x * jnp.sum(p["w"] ** 2), spec), (None, 0))(params, jnp.array([1.0, 3.0]))
-        updates, _ = compiled(tx.update)(grads, tx.init(params), params)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
         assert bits(updates["w"]) == bits(jnp.where(DIAGONAL, -0.0, 4 * params["w"]))
         assert bits(updates["b"]) == bits(jnp.full(3, -0.0))
         wrong = {"w": jnp.ones((2, 2, 2, 2)), "b": jnp.ones((2, 3))}
@@ -346,41 +275,26 @@ class TestElements:
             tx.update(wrong, tx.init(params), params)
 
     def test_a_boolean_array_means_elements(self):
-        params = {"w": jnp.ones((2, 2))}
+        params, trains = {"w": jnp.ones((2, 2))}, bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
         for array in (DIAGONAL, jnp.asarray(DIAGONAL)):
             for spec in ({"w": array}, fz.rules({"w": array}), lambda shapes, a=array: {"w": a}):
-                assert bits(fz.partition(params, spec)[0]["w"]) == bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
-        assert bits(fz.partition(params["w"], DIAGONAL)[0]) == bits(jnp.array([[0.0, 1.0], [1.0, 0.0]]))
-
-    def test_invert(self):
-        params = {"w": jnp.ones((2, 2))}
+                assert bits(fz.partition(params, spec)[0]["w"]) == trains
+        assert bits(fz.partition(params["w"], DIAGONAL)[0]) == trains
+        assert bits(fz.partition(params, {"w": ~fz.elements(~DIAGONAL)})[0]["w"]) == trains
         inverted = ~fz.elements(DIAGONAL, compact=True)
-        assert inverted.compact
-        assert bits(inverted.array) == bits(jnp.asarray(~DIAGONAL))
-        assert bits(fz.partition(params, {"w": ~fz.elements(DIAGONAL)})[0]["w"]) == bits(jnp.eye(2))
+        assert (inverted.compact, inverted.array.tolist()) == (True, (~DIAGONAL).tolist())
 
     def test_dense_masks_never_fold(self):
         params = {"w": jnp.ones((2, 2))}
         for value in (True, False):
             assert repr(fz.resolve(params, {"w": np.full((2, 2), value)})) == "{'w': fz.elements(<bool[2, 2]>)}"
 
-    @pytest.mark.parametrize("shape", [(2,), (1,), (), (2, 3), (2, 2, 1)])
-    def test_another_shape(self, shape):
-        with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
-            fz.resolve({"w": jnp.ones((2, 2))}, {"w": fz.elements(np.zeros(shape, bool))})
-
-    @pytest.mark.parametrize("array", [np.ones((2, 2)), jnp.ones((2, 2), int), [[True, False]], "w", None], ids=str)
-    def test_takes_boolean_arrays(self, array):
-        with pytest.raises(TypeError, match="takes a boolean array"):
-            fz.elements(array)
-
-    def test_a_float_mask_in_a_tree(self):
+    def test_another_shape_or_dtype(self):
+        for shape in [(2,), (1,), (), (2, 3), (2, 2, 1)]:
+            with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
+                fz.resolve({"w": jnp.ones((2, 2))}, {"w": fz.elements(np.zeros(shape, bool))})
         with pytest.raises(ValueError, match=r"an array of float32 where a bool is expected\n  at: w"):
             fz.resolve({"w": jnp.ones((2, 2))}, {"w": jnp.ones((2, 2))})
-
-    def test_a_traced_compact_mask_cannot_be_counted(self):
-        with pytest.raises(ValueError, match=r"cannot be counted\n  at: w"):
-            jax.jit(lambda m: fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.elements(m, compact=True)})[0])(DIAGONAL)
 
     def test_a_spec_is_an_argument_of_a_jitted_function(self):
         params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
@@ -402,20 +316,13 @@ class TestElements:
 
     def test_the_part_of_another_spec(self):
         params = {"w": jnp.ones((4, 2))}
-        tx = fz.freeze(optax.sgd(0.1), {"w": fz.rows(0)})
-        with pytest.raises(ValueError, match=r"not the trainable part of the leaf\n  at: w(.|\n)*a Part of"):
-            tx.update(fz.partition(params, {"w": fz.rows(1)})[0], tx.init(params))
-        with pytest.raises(ValueError, match=r"at: w\n  got: an array of shape \(3, 2\)"):
-            tx.update({"w": jnp.ones((3, 2))}, tx.init(params))
-        plain = fz.freeze(optax.sgd(0.1), False)
-        with pytest.raises(ValueError, match="a Part of"):
-            plain.update(fz.partition(params, {"w": fz.rows(1)})[0], plain.init(params))
-
-    def test_a_compact_part_needs_the_mask(self):
-        params = {"w": jnp.ones((2, 2))}
-        updates, _ = fz.partition(params, {"w": fz.elements(DIAGONAL, compact=True)})
-        with pytest.raises(ValueError, match=r"the positions of a Part of single elements are unknown(.|\n)*spec_of"):
-            fz.apply_updates(params, updates)
+        part = fz.partition(params, {"w": fz.rows(1)})[0]
+        for frozen, wrong in (({"w": fz.rows(0)}, part), (False, part), ({"w": fz.rows(0)}, {"w": jnp.ones((3, 2))})):
+            tx = fz.freeze(optax.sgd(0.1), frozen)
+            with pytest.raises(
+                ValueError, match=r"not the trainable part of the leaf\n  at: w\n  got: (a Part|an array)"
+            ):
+                tx.update(wrong, tx.init(params))
 
     @pytest.mark.parametrize("mask", [fz.rows(0), fz.elements(DIAGONAL), fz.elements(DIAGONAL, compact=True)], ids=repr)
     def test_a_wider_part_takes_the_dtype_of_the_leaf(self, mask):
@@ -429,28 +336,23 @@ class TestElements:
         assert bits(fz.restrict(lambda p: p["w"].sum(), rest)(wide)) == bits(whole.sum())
 
     def test_combine_without_what_trains(self):
-        trainable, rest = fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.rows(0)})
+        _, rest = fz.partition({"w": jnp.ones((2, 2))}, {"w": fz.rows(0)})
         with pytest.raises(ValueError, match=r"the trainable part of a leaf is missing\n  at: w"):
             fz.combine({"w": optax.MaskedNode()}, rest)
-        with pytest.raises(ValueError, match="`trainable` and `rest` have a leaf at the same path"):
-            fz.combine(trainable, {"w": jnp.ones((2, 2))})
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1, weight_decay=0.1),
-}
 
 
 @pytest.mark.usefixtures("as_users_compile")
 class TestEveryBitPattern:
     """Narrow floats are moved as integers: XLA computes them in float32 on a CPU, which changes NaN payloads."""
 
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])
-    @pytest.mark.parametrize("kinds", [("rows", "list", "compact"), ("last axis", "strided", "elements")], ids="-".join)
-    def test_of_what_is_frozen_in_part(self, dtype, kinds, compiled):
+    @pytest.mark.parametrize(
+        ("dtype", "compiled"),
+        [
+            *((dtype, jax.jit) for dtype in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")),
+            ("bfloat16", eagerly),
+        ],
+    )
+    def test_of_what_is_frozen_in_part(self, dtype, compiled):
         width = jnp.finfo(dtype).bits
         patterns = np.arange(2**width, dtype=f"uint{width}").reshape(16, -1)
         mask = np.random.default_rng(0).random(patterns.shape) < 0.5
@@ -462,9 +364,8 @@ class TestEveryBitPattern:
             "elements": fz.elements(mask),
             "compact": fz.elements(mask, compact=True),
         }
-        specs = {kind: specs[kind] for kind in kinds}
-        leaves = {kind: jax.lax.bitcast_convert_type(jnp.asarray(patterns), jnp.dtype(dtype)) for kind in kinds}
-        ones = {kind: jnp.ones(mask.shape) for kind in kinds}
+        leaves = {kind: jax.lax.bitcast_convert_type(jnp.asarray(patterns), jnp.dtype(dtype)) for kind in specs}
+        ones = {kind: jnp.ones(mask.shape) for kind in specs}
         stopped = jax.grad(lambda p: sum(map(jnp.sum, jax.tree.leaves(fz.stop_gradient(p, specs)))))(ones)
 
         @compiled
@@ -479,7 +380,7 @@ class TestEveryBitPattern:
         combined, unchanged, news = run(leaves)
         assert bits(combined) == bits(unchanged) == bits(leaves)
         for new in news:
-            for kind in kinds:
+            for kind in specs:
                 got = np.asarray(jax.lax.bitcast_convert_type(new[kind], jnp.dtype(f"uint{width}")))
                 frozen = np.asarray(stopped[kind]) == 0
                 assert 0 < frozen.sum() < frozen.size
@@ -494,8 +395,8 @@ class TestEveryBitPattern:
             whole = fz.combine(*fz.partition(params, specs))
             return sum(jnp.sum(w.astype(jnp.float32) ** 2) for w in whole)
 
-        batched = jax.vmap(jax.grad(loss))([jnp.stack([w, 2 * w]) for w in params])
-        for one, two in zip(jax.grad(loss)(params), batched, strict=True):
+        batched = jax.jit(jax.vmap(jax.grad(loss)))([jnp.stack([w, 2 * w]) for w in params])
+        for one, two in zip(jax.jit(jax.grad(loss))(params), batched, strict=True):
             assert one.tolist() == jnp.full((4, 2), 2.0).tolist()
             assert two[1].tolist() == jnp.full((4, 2), 4.0).tolist()
 
@@ -507,20 +408,16 @@ class TestEveryBitPattern:
 
 
 class TestPartsOfAnotherLeaf:
-    def test_apply_updates(self):
+    def test_are_refused(self):
         params = {"w": jnp.zeros((6, 2))}
-        updates = fz.partition(params, {"w": fz.rows(slice(0, 4))})[0]
-        for frozen in ({"w": fz.rows(slice(4, 6))}, {"w": np.ones((6, 2), bool)}, {"w": fz.elements(DIAGONAL)}):
+        updates, rest = fz.partition(params, {"w": fz.rows(slice(0, 4))})
+        for frozen in ({"w": fz.rows(slice(4, 6))}, {"w": np.ones((6, 2), bool)}):
             with pytest.raises(ValueError, match=r"at: w"):
                 fz.apply_updates(params, updates, frozen)
         for shape in ((5, 2), (16, 2), (6, 3)):
             with pytest.raises(ValueError, match=r"updates: not the trainable part of the leaf\n  at: w"):
                 fz.apply_updates({"w": jnp.zeros(shape)}, updates)
         assert bits(fz.apply_updates(params, updates, {"w": True})) == bits(params)
-
-    def test_combine(self):
-        params = {"w": jnp.zeros((6, 2))}
-        _, rest = fz.partition(params, {"w": fz.rows(slice(0, 4))})
         for trainable in (fz.partition(params, {"w": fz.rows(slice(2, 6))})[0], params):
             with pytest.raises(ValueError, match=r"trainable: not the trainable part of the leaf\n  at: w"):
                 fz.combine(trainable, rest)
@@ -538,12 +435,12 @@ class TestTheUsersOwnCase:
     """A 2 x 2 parameter of which only [0, 0] and [1, 1] train; the gradient is NaN elsewhere."""
 
     @pytest.mark.parametrize("compact", [False, True])
-    @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_only_the_diagonal_trains(self, name, compact, compiled):
-        w = jnp.array([[1.0, -0.0], [3.0, 4.0]])
-        tx = fz.freeze(OPTIMIZERS[name], ~fz.elements(DIAGONAL, compact=compact))
+    def test_only_the_diagonal_trains(self, compact):
+        w, inner = jnp.array([[1.0, -0.0], [3.0, 4.0]]), optax.adamw(0.1, weight_decay=0.1)
+        tx = fz.freeze(inner, ~fz.elements(DIAGONAL, compact=compact))
         grads = jnp.where(DIAGONAL, 0.5, jnp.nan)
 
+        @jax.jit
         def train(w):
             state = tx.init(w)
             for _ in range(3):
@@ -551,34 +448,18 @@ class TestTheUsersOwnCase:
                 w = optax.apply_updates(w, updates)
             return w
 
-        new = np.asarray(compiled(train)(w))
+        new = np.asarray(train(w))
         assert new[~DIAGONAL].tobytes() == np.array([-0.0, 3.0], np.float32).tobytes()
-
         alone = jnp.array([1.0, 4.0])
-        state = OPTIMIZERS[name].init(alone)
+        state = inner.init(alone)
         for _ in range(3):
-            updates, state = OPTIMIZERS[name].update(jnp.full(2, 0.5), state, alone)
+            updates, state = inner.update(jnp.full(2, 0.5), state, alone)
             alone = optax.apply_updates(alone, updates)
         chex.assert_trees_all_close(new[DIAGONAL], alone, rtol=1e-6)
 
 
 class TestStackedLayers:
     """The first k of L layers frozen, where the layers are one axis of each leaf."""
-
-    def check(self, params, spec, axis, frozen, layers, select):
-        tx = fz.freeze(optax.adamw(0.1), spec)
-        grads = jax.tree.map(jnp.ones_like, params)
-        state = tx.init(params)
-        updates, state = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates)
-        total = 0
-        for was, now in zip(select(params), select(new), strict=True):
-            first = [slice(None)] * axis + [slice(0, frozen)]
-            rest = [slice(None)] * axis + [slice(frozen, None)]
-            assert bits(was[tuple(first)]) == bits(now[tuple(first)])
-            assert (np.asarray(was[tuple(rest)]) != np.asarray(now[tuple(rest)])).all()
-            total += 8 * was.size // layers * (layers - frozen)
-        return state_bytes(state) - total
 
     def test_linen_scan(self):
         class Layer(nn.Module):
@@ -595,7 +476,8 @@ class TestStackedLayers:
         model, x = Model(), jnp.ones((2, 4))
         params = model.init(jax.random.key(0), x)["params"]
         spec = {"layers": fz.rows(slice(0, 4))}
-        assert self.check(params, spec, 0, 4, 6, jax.tree.leaves) == 0
+        state = fz.freeze(optax.adam(0.1), spec).init(params)
+        assert state_bytes(state) == 8 * sum(leaf.size for leaf in jax.tree.leaves(params)) // 3
         grads = fz.grad(lambda p: model.apply({"params": p}, x).sum(), spec)(params)
         full = jax.grad(lambda p: model.apply({"params": p}, x).sum())(params)
         for part, whole in zip(
@@ -612,9 +494,6 @@ class TestStackedLayers:
             return nnx.Linear(3, 3, rngs=rngs)
 
         layers = make(nnx.Rngs(0))
-        state = nnx.state(layers, nnx.Param)
-        assert self.check(state, fz.rules({"*": fz.rows(slice(0, 2))}), 0, 2, 5, jax.tree.leaves) == 0
-
         optimizer = nnx.Optimizer(layers, fz.freeze(optax.adam(0.1), fz.rows(slice(0, 2))), wrt=nnx.Param)
         before = np.asarray(layers.kernel[...])
 
@@ -629,26 +508,13 @@ class TestStackedLayers:
         assert after[:2].tobytes() == before[:2].tobytes()
         assert (after[2:] != before[2:]).any()
 
-    def test_layers_on_axis_one(self):
-        """As MaxText stacks them: the embedding axis first, then the layers."""
-        key = jax.random.key(0)
-        params = {
-            "token_embedder": {"embedding": jax.random.normal(key, (11, 8))},
-            "decoder": {"layers": {"mlp": {"wi": jax.random.normal(key, (8, 6, 16)), "scale": jnp.ones((8, 6))}}},
-        }
-        spec = fz.rules({"decoder/layers": fz.rows(slice(0, 5), axis=1)}, default=True)
-        assert self.check(params, spec, 1, 5, 6, lambda p: jax.tree.leaves(p["decoder"])) == 0
-        assert fz.resolve(params, spec)["token_embedder"]["embedding"] is True
-
 
 class TestReplaceMasks:
     @pytest.mark.parametrize("compact", [False, True])
     def test_between_steps_without_recompiling(self, compact):
         key = jax.random.key(0)
         params = {"w": jax.random.normal(key, (4, 4)), "b": jnp.ones(4)}
-        masks = [
-            np.asarray(jax.random.permutation(jax.random.key(i), jnp.arange(16) < 8).reshape(4, 4)) for i in range(3)
-        ]
+        masks = [np.arange(16).reshape(4, 4) % 2 == 0, np.arange(16).reshape(4, 4) < 8]
         tx = fz.freeze(optax.adam(0.1), {"w": fz.elements(masks[0], compact), "b": False}, full_updates=False)
         state = tx.init(params)
 
@@ -682,26 +548,7 @@ class TestReplaceMasks:
         assert updates["w"].tolist() == [0.0, 0.0, -1.5, -2.0, -2.5]
         assert bits(state) == bits(tx.update(grads, tx.init(params), params)[1])
 
-    def test_only_the_leaf_that_is_named(self):
-        old, new = np.array([True, True, False, False]), np.array([True, False, True, False])
-        grads = jnp.array([1.0, 2.0, 3.0, 4.0])
-        for other in (fz.elements(old, compact=True), fz.rows(slice(0, 2))):
-            params = {"w": jnp.ones(4), "a": {"w": jnp.ones(4)}}
-            tx = fz.freeze(optax.trace(0.9), {"w": fz.elements(old, compact=True), "a": {"w": other}})
-            _, state = tx.update({"w": grads, "a": {"w": grads}}, tx.init(params), params)
-            trace = optax.tree.get(fz.replace_masks(state, tx, params, {"w": new}), "trace")
-            assert trace["a"]["w"].values.tolist() == [3.0, 4.0]
-            assert trace["w"].values.tolist() == [0.0, 4.0]
-
-    def test_a_lone_leaf(self):
-        tx = fz.freeze(optax.trace(0.9), fz.elements(np.array([True, True, False, False]), compact=True))
-        _, state = tx.update(jnp.array([1.0, 2.0, 3.0, 4.0]), tx.init(jnp.ones(4)))
-        state = fz.replace_masks(state, tx, jnp.ones(4), {"": np.array([True, False, True, False])})
-        assert optax.tree.get(state, "trace").values.tolist() == [0.0, 4.0]
-
-    @pytest.mark.parametrize(
-        "inner", [optax.contrib.muon(0.1), optax.sm3(0.1), optax.adafactor(0.1)], ids=["muon", "sm3", "adafactor"]
-    )
+    @pytest.mark.parametrize("inner", [optax.sm3(0.1), optax.adafactor(0.1)], ids=["sm3", "adafactor"])
     def test_state_that_is_no_vector_is_left_alone(self, inner):
         params = {"w": jnp.ones((2, 4)), "m": jnp.ones((4, 4))}
         mask = np.arange(8).reshape(2, 4) < 4
@@ -719,14 +566,12 @@ class TestReplaceMasks:
                 tx.init(jnp.ones(2)), np.array([True, True])
             )
 
-    @pytest.mark.parametrize("updates", [0, 1])
-    def test_compact_under_nnx(self, updates):
+    def test_compact_under_nnx(self):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         spec = fz.rules({"kernel": fz.elements(DIAGONAL, compact=True)})
         optimizer = nnx.Optimizer(model, fz.freeze(optax.trace(0.9), spec), wrt=nnx.Param)
         grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-        for _ in range(updates):
-            optimizer.update(model, grads)
+        optimizer.update(model, grads)
         before = nnx.graphdef(optimizer)
         params = nnx.state(model, nnx.Param)
         optimizer.opt_state = fz.replace_masks(optimizer.opt_state, optimizer.tx, params, {"kernel": ~DIAGONAL})
@@ -735,11 +580,6 @@ class TestReplaceMasks:
         optimizer.update(model, grads)
         assert (np.asarray(model.kernel[...])[DIAGONAL] != kernel[DIAGONAL]).all()
         assert np.asarray(model.kernel[...])[~DIAGONAL].tobytes() == kernel[~DIAGONAL].tobytes()
-
-    def test_takes_a_mapping(self):
-        tx, params = fz.freeze(optax.sgd(1.0), DIAGONAL), jnp.ones((2, 2))
-        with pytest.raises(TypeError, match="takes a mapping"):
-            fz.replace_masks(tx.init(params), tx, params, [DIAGONAL])  # pyright: ignore
 
     def test_an_ensemble(self):
         params = {"w": jnp.arange(12.0).reshape(3, 2, 2)}
@@ -764,9 +604,7 @@ class TestReplaceMasks:
         state = fz.replace_masks(tx.init(params), tx, params, {"w": ~DIAGONAL})
         assert bits(fz.resolve(params, fz.spec_of(state))["w"].array) == bits(jnp.asarray(~DIAGONAL))
         updates, _ = tx.update(params, state)
-        assert bits(optax.apply_updates(params, updates)["w"]) == bits(
-            jnp.where(DIAGONAL, 0.9, 1.0).astype(jnp.float32)
-        )
+        assert updates["w"].tolist() == np.where(DIAGONAL, np.float32(-0.1), -0.0).tolist()
 
     def test_refusals_change_nothing(self):
         params = {"w": jnp.ones((2, 2)), "c": jnp.ones((2, 2)), "r": jnp.ones((2, 2))}
@@ -775,9 +613,7 @@ class TestReplaceMasks:
         state = tx.init(params)
         before = bits(state)
         for path, mask, error in [
-            ("x", DIAGONAL, r"the state has no replaceable mask for this path\n  at: x"),
             ("r", DIAGONAL, r"the state has no replaceable mask for this path\n  at: r"),
-            ("w", np.zeros(2, bool), "shape of an element mask differs"),
             ("c", np.zeros((2, 2), bool), r"compact mask is fixed\n  at: c\n  got: 4"),
         ]:
             with pytest.raises(ValueError, match=error):
@@ -786,9 +622,7 @@ class TestReplaceMasks:
             fz.replace_masks(state, tx, params, {"w": np.ones((2, 2))})
         assert bits(state) == before
 
-    def test_spec_of_needs_a_state_of_ours(self):
-        with pytest.raises(ValueError, match="the state contains no spec"):
-            fz.spec_of(optax.adam(0.1).init(jnp.ones(2)))
+    def test_spec_of_needs_one_spec(self):
         both = optax.chain(fz.masked_zero_updates(DIAGONAL), fz.masked_zero_updates(~DIAGONAL))
         with pytest.raises(ValueError, match="the state contains different specs"):
             fz.spec_of(both.init(jnp.ones((2, 2))))
@@ -821,8 +655,7 @@ class TestPrograms:
         assert sizes[1] < 1.1 * sizes[0]
 
     @pytest.mark.parametrize("index", [slice(0, 100), slice(100, 400), slice(0, None, 3), [3, 5]], ids=str)
-    @pytest.mark.parametrize("full_updates", [True, False])
-    @pytest.mark.parametrize("inverted", [True, False])
+    @pytest.mark.parametrize(("inverted", "full_updates"), [(True, False), (False, True)])
     def test_the_program_does_not_grow_with_the_rows(self, index, full_updates, inverted):
         sizes = []
         for n in (512, 16384):
@@ -848,24 +681,12 @@ def sum_of_squares(params):
 
 
 COMPLEX = [
-    optax.sgd(0.1),
     optax.sgd(0.1, momentum=0.9, nesterov=True),
-    optax.adam(0.1),
     optax.adamw(0.1, weight_decay=0.1),
-    optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
     optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
 ]
-REAL = [  # these compare numbers, or take their sign
-    *COMPLEX,
-    optax.nadam(0.1),
-    optax.amsgrad(0.1),
-    optax.adagrad(0.1),
-    optax.adadelta(0.1),
-    optax.rmsprop(0.1),
-    optax.lion(0.1),
-    optax.adabelief(0.1),
-    optax.chain(optax.clip(0.5), optax.sgd(0.1)),
-]
+REAL = [*COMPLEX, optax.amsgrad(0.1), optax.adadelta(0.1), optax.lion(0.1), optax.adabelief(0.1)]
 
 
 @st.composite
@@ -894,7 +715,7 @@ def leaves(draw):
 
 
 class TestTheContract:
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     @given(st.lists(leaves(), min_size=1, max_size=3), st.data(), st.integers(1, 3), st.booleans())
     def test_frozen_bits_stay_and_the_rest_trains_as_if_alone(self, drawn, data, steps, ours):
         has_complex = any(jnp.iscomplexobj(leaf[0]) for leaf in drawn)
@@ -933,11 +754,6 @@ class TestCompactElements:
         with pytest.raises(ValueError, match="nothing"):
             fz.grad(lambda p: p["w"].sum(), frozen)(params)
 
-    def test_are_counted_where_there_are_values(self):
-        shape = jax.ShapeDtypeStruct((4,), bool)
-        with pytest.raises(ValueError, match=r"cannot be counted(.|\n)*only a shape"):
-            fz.resolve({"w": jnp.ones(4)}, {"w": fz.elements(shape, compact=True)})
-
     def test_the_others_of_a_traced_mask_are_counted(self):
         params, mask = {"w": jnp.arange(4.0)}, np.array([True, False, False, False])
         trains = jax.jit(lambda spec: fz.partition(params, ~spec)[0]["w"].values)
@@ -945,10 +761,10 @@ class TestCompactElements:
 
 
 def test_a_part_frozen_in_part_again_is_refused():
-    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
-    inside = fz.freeze(optax.adam(0.1), {"w": fz.rows([0]), "b": False})
+    params = {"w": jnp.ones((3, 2))}
+    inside = fz.freeze(optax.adam(0.1), {"w": fz.rows([0])})
     with pytest.raises(ValueError, match=r"not the trainable part of the leaf(.|\n)*at: w"):
-        fz.freeze(inside, {"w": fz.rows([1]), "b": False}).init(params)
+        fz.freeze(inside, {"w": fz.rows([1])}).init(params)
 
 
 def test_updates_of_the_trainable_part_without_parameters():

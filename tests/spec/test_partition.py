@@ -8,8 +8,6 @@ import optax
 import pytest
 from conftest import bits
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 import optax_freeze as fz
 
@@ -38,13 +36,8 @@ class TestPartition:
             assert trainable["frozen"][name] == HOLE
             assert rest["frozen"][name] is awkward["frozen"][name]
 
-    def test_a_dict_of_transformations(self):
-        with pytest.raises(TypeError, match=r"optax\.partition"):
-            fz.partition({"a": optax.sgd(1.0), "b": optax.adam(1.0)}, "a")
-
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    def test_optax_runs_on_the_trainable_part(self, params, frozen, dtype):
-        params = optax.tree.cast(params, dtype)
+    def test_optax_runs_on_the_trainable_part(self, params, frozen):
+        params = optax.tree.cast(params, jnp.bfloat16)
         trainable, _ = fz.partition(params, frozen)
         for tx in (
             optax.adam(1e-3),
@@ -65,39 +58,27 @@ class TestCombine:
                 assert jax.tree.structure(whole) == jax.tree.structure(tree)
                 assert bits(whole) == bits(tree)
 
-    @given(st.recursive(st.booleans(), lambda x: st.dictionaries(st.text("ab", min_size=1), x, min_size=1)))
-    def test_is_the_inverse_on_any_tree(self, spec):
-        params = jax.tree.map(lambda _: np.ones(2, np.float32), spec)
-        trainable, rest = fz.partition(params, spec)
-        assert len(jax.tree.leaves(rest)) == sum(jax.tree.leaves(spec))
-        assert bits(fz.combine(trainable, rest)) == bits(params)
-
     def test_nnx_state(self):
         state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
         whole = fz.combine(*fz.partition(state, "kernel"))
         assert isinstance(whole, nnx.State)
         assert bits(whole) == bits(state)
 
-    def test_both_have_a_leaf(self, params, frozen):
-        trainable, _ = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match=r"`trainable` and `rest` have a leaf at the same path\n  at: head/bias"):
-            fz.combine(trainable, params)
-
     def test_another_structure(self, params, frozen):
         trainable, rest = fz.partition(params, frozen)
+        with pytest.raises(ValueError, match=r"`trainable` and `rest` have a leaf at the same path\n  at: head/bias"):
+            fz.combine(trainable, params)
         del rest["head"]["bias"]
         with pytest.raises(ValueError, match=r"different tree structure(.|\n)*at: head/bias"):
             fz.combine(trainable, rest)
-        with pytest.raises(ValueError, match="different tree structure"):
-            fz.combine({}, rest)
 
     def test_a_hole_in_both_stays(self):
         assert fz.combine({"a": HOLE, "b": 1.0}, {"a": HOLE, "b": HOLE}) == {"a": HOLE, "b": 1.0}
 
 
 class TestStopGradient:
-    def test_frozen_leaves_are_constants(self, params, loss, batch, frozen, compiled):
-        grads = compiled(jax.grad(lambda p: loss(fz.stop_gradient(p, frozen), batch)))(params)
+    def test_frozen_leaves_are_constants(self, params, loss, batch, frozen):
+        grads = jax.jit(jax.grad(lambda p: loss(fz.stop_gradient(p, frozen), batch)))(params)
         plain = jax.grad(loss)(params, batch)
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads["encoder"]))
         chex.assert_trees_all_close(grads["head"], plain["head"], rtol=1e-6)
@@ -106,20 +87,13 @@ class TestStopGradient:
         tree = {**awkward, "function": jnp.tanh}
         assert bits(fz.stop_gradient(tree, True)) == bits(tree)
 
-    def test_strict(self, params):
-        with pytest.raises(ValueError, match="matches no leaf"):
-            fz.stop_gradient(params, "decoder")
-
 
 class TestApplyUpdates:
     def test_as_optax_where_it_trains(self, params, compiled):
-        updates = jax.tree.map(lambda p: p * 0.1 + 0.3, params)
+        params["head"] = optax.tree.cast(params["head"], jnp.bfloat16)
+        updates = jax.tree.map(lambda p: jnp.float32(p) * 0.1 + 0.3, params)
         ours = compiled(fz.apply_updates)(params, updates)
         assert bits(ours) == bits(compiled(optax.apply_updates)(params, updates))
-
-    def test_keeps_the_dtype(self):
-        new = fz.apply_updates({"a": jnp.ones(1, jnp.bfloat16)}, {"a": jnp.ones(1, jnp.float32)})
-        assert new["a"].dtype == jnp.bfloat16
 
     def test_every_bit_pattern_is_kept(self, awkward, odd_bits, compiled):
         for tree in (awkward, odd_bits):
@@ -128,9 +102,9 @@ class TestApplyUpdates:
             assert bits(new["frozen"]) == bits(tree["frozen"])
             assert new["trains"].tolist() == [2.0, 2.0]
 
-    def test_holes_give_the_leaf_back(self, params, frozen, compiled):
+    def test_holes_give_the_leaf_back(self, params, frozen):
         trainable, _ = fz.partition(params, frozen)
-        new = compiled(fz.apply_updates)(params, trainable)
+        new = jax.jit(fz.apply_updates)(params, trainable)
         assert bits(new["encoder"]) == bits(params["encoder"])
         assert bits(new["head"]) == bits(jax.tree.map(lambda p: p + p, params["head"]))
         assert bits(fz.apply_updates(trainable, trainable)["head"]) == bits(new["head"])
@@ -140,38 +114,17 @@ class TestApplyUpdates:
         grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)(params)
         assert bits(fz.apply_updates(params, grads)["n"]) == bits(params["n"])
 
-    def test_another_structure(self, params):
-        with pytest.raises(ValueError, match=r"updates: different tree structure(.|\n)*at: encoder/layer_0/bias"):
-            fz.apply_updates(params, {"head": params["head"]})
-
     def test_donated_full_tree(self, params, frozen):
         before = bits(params["encoder"])
         step = jax.jit(lambda p, u: fz.apply_updates(p, u, frozen), donate_argnums=0)
         assert bits(step(params, jax.tree.map(jnp.ones_like, params))["encoder"]) == before
 
-
-class TestApplyUpdatesRefuses:
-    @pytest.mark.parametrize(
-        ("leaf", "update"),
-        [
-            ("hole", "rows"),
-            ("hole", "whole"),
-            ("rows", "whole"),
-            ("rows", "other rows"),
-            ("whole", "broadcast"),
-        ],
-    )
-    def test_another_leaf(self, leaf, update):
-        whole = jnp.ones((3, 2))
-        leaves = {
-            "hole": optax.MaskedNode(),
-            "whole": whole,
-            "broadcast": jnp.ones((1, 2)),
-            "rows": fz.partition([whole], [fz.rows([0])])[0][0],
-            "other rows": fz.partition([whole], [fz.rows([1])])[0][0],
-        }
-        with pytest.raises(ValueError, match=r"updates: an update does not fit its parameter\n  at: w\n"):
-            fz.apply_updates({"w": leaves[leaf]}, {"w": leaves[update]})
+    def test_an_update_of_another_leaf_is_refused(self):
+        hole, whole = optax.MaskedNode(), jnp.ones((3, 2))
+        rows, other = (fz.partition(whole, fz.rows([i]))[0] for i in (0, 1))
+        for leaf, update in [(hole, rows), (hole, whole), (rows, whole), (rows, other), (whole, jnp.ones((1, 2)))]:
+            with pytest.raises(ValueError, match=r"updates: an update does not fit its parameter\n  at: w\n"):
+                fz.apply_updates({"w": leaf}, {"w": update})
 
 
 def test_zeros_of_python_numbers_keep_their_bits():

@@ -95,36 +95,17 @@ class TestSpec:
             assert bits(whole) == bits(params)
         assert there_and_back._cache_size() == 1
 
-    def test_a_spec_is_a_pytree(self):
-        spec = fz.rules({"layers/**": ~fz.rows(jnp.array([1, 2]))})
-        assert [leaf.tolist() for leaf in jax.tree.leaves(spec)] == [[1, 2]]
-        grads = jax.jit(lambda params, spec: fz.grad(loss, spec)(params, X))
-        grads(init(), spec)
-        grads(init(), fz.rules({"layers/**": ~fz.rows(jnp.array([0, 4]))}))
-        assert grads._cache_size() == 1
-
     @pytest.mark.parametrize(
-        ("make", "error", "message"),
+        ("frozen", "message"),
         [
-            (lambda: fz.rows(jnp.array([1.0])), TypeError, "integers"),
-            (lambda: fz.rows(jnp.array([True, False])), TypeError, "fz.elements"),
-            (lambda: fz.rows(jnp.array(1)), TypeError, r"shape \(k,\)"),
-            (lambda: fz.rows(jnp.array([[1]])), TypeError, r"shape \(k,\)"),
-            (lambda: fz.resolve(init(), only(1, 1)), ValueError, "named twice"),
-            (lambda: fz.resolve(init(), only(1, -4)), ValueError, "named twice"),
-            (lambda: fz.resolve(init(), only(5)), ValueError, "out of range"),
-            (lambda: fz.resolve(init(), only(-6)), ValueError, "out of range"),
-            (lambda: fz.resolve(init(), only(0, 1, 2, 3, 4, 4)), ValueError, "more row numbers than"),
-            (
-                lambda: fz.resolve(init(), {"layers": fz.rows(jnp.array([1]), axis=3), "embed": 1 == 1, "head": True}),
-                ValueError,
-                "no such axis",
-            ),
+            (only(-6), "out of range"),
+            (only(0, 1, 2, 3, 4, 4), "6 row numbers, for"),
+            ({**only(1), "layers": fz.rows(jnp.array([1]), axis=3)}, "no such axis"),
         ],
     )
-    def test_wrong_calls(self, make, error, message):
-        with pytest.raises(error, match=message):
-            make()
+    def test_wrong_calls(self, frozen, message):
+        with pytest.raises(ValueError, match=message):
+            fz.resolve(init(), frozen)
 
     def test_all_rows_or_none(self):
         params = init()
@@ -143,8 +124,7 @@ class TestSpec:
         )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(("full", "dtype"), [(True, jnp.float32), (False, jnp.bfloat16)])
 def test_training_is_that_of_static_rows(full, dtype):
     params = init(dtype)
     results = []
@@ -194,24 +174,12 @@ def test_frozen_rows_keep_every_bit():
             assert bits(fz.apply_updates(params, updates)) == bits(new)
 
 
-def test_apply_updates_says_where_the_numbers_are():
-    params, tx = init(), fz.freeze(optax.sgd(0.1), only(1), full_updates=False)
-    state = tx.init(params)
-    grads = fz.grad(loss, fz.spec_of(state))(params, X)
-    with pytest.raises(ValueError, match="the positions of a Part of dynamic rows are unknown"):
-        fz.apply_updates(params, grads)
-    updates, _ = tx.update(grads, state, params)
-    scaled = jax.tree.map(lambda u: 0.5 * u, updates)
-    with pytest.raises(ValueError, match="a mask of float32"):
-        fz.apply_updates(params, scaled)
-
-
 def moved(a, b):
     """The rows whose bias has moved."""
     return np.flatnonzero((np.asarray(a["layers"]["bias"]) != np.asarray(b["layers"]["bias"])).any(1)).tolist()
 
 
-@pytest.mark.parametrize("change", [lambda u: -u, lambda u: 2 * u, lambda u: u + u, lambda u: 0.5 * u, lambda u: u**2])
+@pytest.mark.parametrize("change", [lambda u: -u, lambda u: 0.5 * u, lambda u: u**2])
 def test_arithmetic_on_updates_moves_no_other_rows(change):
     params, tx = init(), fz.freeze(optax.sgd(0.1), only(1, 3), full_updates=False)
     state = tx.init(params)
@@ -221,31 +189,6 @@ def test_arithmetic_on_updates_moves_no_other_rows(change):
     except (TypeError, ValueError):
         return
     assert moved(params, new) == [1, 3]
-
-
-@pytest.mark.parametrize("inverted", [False, True])
-def test_a_traced_number_out_of_range_names_no_row(inverted):
-    params, tx = init(), fz.freeze(optax.sgd(0.1), only(0), full_updates=False)
-    rows = lambda index: fz.rows(index) if inverted else ~fz.rows(index)  # noqa: E731
-
-    @jax.jit
-    def step(params, index):
-        frozen = {"layers": rows(index), "embed": True, "head": True}
-        tx = fz.freeze(optax.sgd(0.1), frozen, full_updates=False)
-        state = tx.init(params)
-
-        def reverse(p):
-            return jax.lax.scan(
-                lambda x, p: (jnp.tanh(x @ p["kernel"] + p["bias"]), None), X, p["layers"], reverse=True
-            )[0].sum()
-
-        updates, _ = tx.update(fz.grad(reverse, fz.spec_of(state))(params), state, params)
-        return fz.apply_updates(params, updates)
-
-    del tx
-    for outside in (-7, -6, 5, 99, 2**31 - 1):
-        rows_moved = moved(params, step(params, jnp.array([1, outside])))
-        assert rows_moved == ([0, 2, 3] if inverted else [1])
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -268,7 +211,7 @@ def test_a_traced_number_may_be_given_twice(axis):
 
     changed = lambda new: np.flatnonzero((np.asarray(new["w"]) != params["w"]).any(1 - axis)).tolist()  # noqa: E731
     for way in ("full", "parts", "spec", "update_params"):
-        for numbers, rows in (([2, 2, 5], [2, 5]), ([5, -4, 2], [2, 5]), ([4, 9, 4], [4]), ([5, 5, 5], [5])):
+        for numbers, rows in (([2, 2, 5], [2, 5]), ([5, -4, 2], [2, 5]), ([4, 127, 4], [4]), ([-128, -7, 5], [5])):
             new = step(jnp.array(numbers, jnp.int8), way)
             assert changed(new) == rows, (way, numbers)
             moved = jnp.where(jnp.isin(jnp.arange(6), jnp.array(rows)), 1.0, 0.0)
@@ -344,11 +287,10 @@ class TestGradientsOfOtherRows:
         "make",
         [
             lambda frozen: fz.grad(SUM, frozen)(PARAMS),
-            lambda frozen: jax.jit(fz.grad(SUM, frozen))(PARAMS),
             lambda frozen: jax.jit(lambda p: jax.tree.map(lambda g: g * 1, fz.grad(SUM, frozen)(p)))(PARAMS),
             lambda frozen: jax.grad(fz.restrict(SUM, fz.partition(PARAMS, frozen)[1]))(fz.partition(PARAMS, frozen)[0]),
         ],
-        ids=["eager", "jit", "scaled", "restrict"],
+        ids=["eager", "scaled", "restrict"],
     )
     def test_outside_of_a_program_they_are_compared(self, kind, make):
         tx, state, replaced = self.states(kind)
@@ -381,10 +323,8 @@ class TestGradientsOfOtherRows:
             lambda: jax.jit(self.step(tx, lambda _: frozen))(PARAMS, state),
             lambda: jax.jit(self.step(tx, lambda _: spec))(PARAMS, state),
             lambda: update(grads, state, PARAMS),
-            lambda: jax.jit(lambda state: tx.update(grads, state, PARAMS))(state),
             lambda: jax.jit(lambda state: tx.update(of_state, state, PARAMS))(state),
             lambda: jax.jit(lambda grads: tx.update(grads, state, PARAMS))(of_state),
-            lambda: jax.jit(lambda grads: tx.update(grads, state, PARAMS))(grads),
             lambda: tx.update(jax.jit(lambda grads: jax.tree.map(lambda g: g * 1, grads))(grads), state, PARAMS),
             lambda: jax.jit(lambda p, s, spec: self.step(tx, lambda _: spec)(p, s))(PARAMS, state, frozen),
         ]
@@ -551,13 +491,6 @@ class TestEveryOptimizer:
             with pytest.raises(ValueError, match=r"contains the rows of several leaves(.|\n)*at: 0/mu"):
                 fz.migrate(state, self.tx(optimizer, "some", static), params)
 
-    def test_several_arrays_for_a_leaf_migrate(self):
-        optimizer = optimizers.found()["sm3"]
-        params, state = self.trained(optimizer)
-        for rows in ("first", "some"):
-            new = fz.migrate(state, self.tx(optimizer, rows), params)
-            assert (bits(optax.tree.get(new, "mu")) == bits(optax.tree.get(state, "mu"))) == (rows == "first")
-
 
 def momentum(init, numbers):
     """Momentum that is divided by a number of steps; ``numbers`` are the names, or the fields, of its state."""
@@ -574,110 +507,69 @@ def momentum(init, numbers):
     return optax.GradientTransformation(start, update)
 
 
+def others(*index):
+    """The argument of ``replace_masks`` for other rows."""
+    return {"layers/**": ~fz.rows(jnp.array(index))}
+
+
 class TestReplaceMasks:
-    def run(self, tx, replaced, steps=2, jit=True):
-        """Parameters and state after some steps with each of the masks."""
-        params = init()
-        state, step = tx.init(params), (jax.jit if jit else lambda f: f)(step_of(tx, False))
-        for masks in replaced:
-            state = fz.replace_masks(state, tx, params, masks) if masks else state
-            for _ in range(steps):
-                params, state = step(params, state)
-        if jit:
-            assert step._cache_size() == 1
-        return params, state
+    def replaced(self, inner, masks, head=True, steps=2):
+        """Parameters and state after some steps with rows 3 and 1, and the state with other masks."""
+        tx, params = fz.freeze(inner, only(3, 1, head=head), full_updates=False), init()
+        state, step = tx.init(params), jax.jit(step_of(tx, False))
+        for _ in range(steps):
+            params, state = step(params, state)
+        new = fz.replace_masks(state, tx, params, masks)
+        step(params, new)
+        assert step._cache_size() == 1
+        return params, state, new
 
-    def moments(self, state):
-        return optax.tree.get(state, "mu")["layers"]["kernel"].values, optax.tree.get(state, "nu")["layers"][
-            "bias"
-        ].values
-
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_rows_that_stay_keep_their_moments(self, jit):
-        tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
-        params, before = self.run(tx, [None], jit=jit)
-        replace = lambda state, params, index: fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})  # noqa: E731
-        after = (jax.jit(replace) if jit else replace)(before, params, jnp.array([3, 0]))
-        for old, new in zip(self.moments(before), self.moments(after), strict=True):
+    def test_rows_that_stay_keep_their_moments(self):
+        _, before, after = self.replaced(optax.adam(0.1), others(3, 0), head=False)
+        for name, leaf in (("mu", "kernel"), ("nu", "bias")):
+            old, new = (optax.tree.get(state, name)["layers"][leaf].values for state in (before, after))
             assert bits(new[1]) == bits(old[1])
             assert not new[0].any()
             assert old[1].any()
         assert optax.tree.get(after, "count") == 2  # the head trains in the same optimizer
         assert jax.tree.structure(before) == jax.tree.structure(after)
-        assert repr(fz.resolve(init(), fz.spec_of(after))["layers"]["bias"].array.tolist()) == "[0, 3]"
-
-    def test_the_count_begins_anew_where_all_rows_change(self):
-        tx = fz.freeze(optax.adam(0.1), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None])
-        kept = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([3, 0]))})
-        anew = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        half = fz.replace_masks(state, tx, params, {"layers/bias": ~fz.rows(jnp.array([4, 0]))})
-        assert [int(optax.tree.get(s, "count")) for s in (kept, anew, half)] == [2, 0, 2]
-
-    def test_the_first_step_of_a_fresh_row_is_that_of_a_fresh_optimizer(self):
-        labels = lambda params: {"layers": {"kernel": "turns", "bias": "turns"}, "embed": "stays", "head": "stays"}  # noqa: E731
-        inner = optax.multi_transform({"turns": optax.adam(0.1), "stays": optax.adam(0.1)}, labels)
-        tx = fz.freeze(inner, only(3, 1), full_updates=False)
-        params, state = self.run(tx, [None, None])
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        after, _ = step_of(tx, False)(params, state)
-        moved = np.abs(np.asarray(after["layers"]["kernel"] - params["layers"]["kernel"]))
-        assert moved[[0, 4]].max() < 0.1001
-        assert moved[[0, 4]].min() > 0.09
-        assert not moved[[1, 2, 3]].any()
-
-    def test_a_schedule_goes_on(self):
-        tx = fz.freeze(optax.adam(optax.linear_schedule(1.0, 0.0, 10)), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        counts = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.shape == ()]
-        assert sorted(counts) == [0, 2]
+        assert fz.resolve(init(), fz.spec_of(after))["layers"]["bias"].array.tolist() == [0, 3]
 
     @pytest.mark.parametrize(
-        ("make", "begins"),
-        [
-            (optax.adam, 0),
-            (lambda rate: optax.adagrad(rate, initial_accumulator_value=0.25), 0.25),
-            (optax.adafactor, 0),
-            (optax.yogi, 1e-6),
-        ],
+        ("masks", "count"), [(others(3, 0), 2), (others(4, 0), 0), ({"layers/bias": ~fz.rows(jnp.array([4, 0]))}, 2)]
     )
-    def test_fresh_rows_begin_as_in_init(self, make, begins):
-        tx = fz.freeze(make(0.1), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
-        fresh = fz.freeze(make(0.1), only(4, 3, head=True)).init(params)
-        for new, first in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
-            if new.ndim and new.shape[0] == 2 and jnp.issubdtype(new.dtype, jnp.floating):
-                close(new[1], first[1])
-                close(first[1], jnp.full_like(first[1], begins))
+    def test_the_count_begins_anew_where_all_rows_change(self, masks, count):
+        _, _, new = self.replaced(optax.adam(0.1), masks)
+        assert optax.tree.get(new, "count") == count
+
+    def test_a_label_begins_anew_and_a_schedule_goes_on(self):
+        labels = fz.labels_by_path({"layers": "turns"}, default="stays")
+        adam = optax.adam(optax.linear_schedule(1.0, 0.0, 10))
+        _, _, new = self.replaced(
+            optax.multi_transform({"turns": adam, "stays": adam}, labels), others(4, 0), head=False
+        )
+        inner = new.inner_state.inner_states["trainable"].inner_state.inner_states
+        counts = {name: [int(x) for x in jax.tree.leaves(inner[name]) if x.shape == ()] for name in inner}
+        assert counts == {"turns": [0, 2], "stays": [2, 2]}
 
     def test_a_state_that_begins_with_the_parameters(self):
         """Rows that begin to train start from the parameters as they are now."""
-        tx = fz.freeze(optax.contrib.schedule_free_sgd(0.1), only(3, 1), full_updates=False)
-        params, before = self.run(tx, [None])
-        z = lambda state: optax.tree.get(state, "z")["layers"]["bias"].values  # noqa: E731
-        after = fz.replace_masks(before, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 3]))})
-        assert bits(z(after)) == bits(jnp.stack([z(before)[1], params["layers"]["bias"][4]]))
-        assert bits(z(before)[1]) != bits(params["layers"]["bias"][3])
+        params, *states = self.replaced(optax.contrib.schedule_free_sgd(0.1), others(4, 3), head=False)
+        before, after = (optax.tree.get(state, "z")["layers"]["bias"].values for state in states)
+        assert bits(after) == bits(jnp.stack([before[1], params["layers"]["bias"][4]]))
+        assert bits(before[1]) != bits(params["layers"]["bias"][3])
 
     @pytest.mark.parametrize(
-        ("masks", "message"),
+        ("rows", "message"),
         [
-            ({"head": ~fz.rows(jnp.array([1, 2]))}, "the state has no replaceable mask for this path"),
-            ({"layrs": ~fz.rows(jnp.array([1, 2]))}, "the state has no replaceable mask for this path"),
-            ({"layers/**": ~fz.rows(jnp.array([1]))}, "the number of trainable rows is fixed"),
-            ({"layers/**": fz.rows(jnp.array([1, 2]))}, "the number of trainable rows is fixed"),
-            ({"layers/**": ~fz.rows(jnp.array([1, 2]), axis=1)}, "the number of trainable rows is fixed"),
-            ({"layers/**": ~fz.rows(jnp.array([1, 7]))}, "out of range"),
-            ({"layers/**": jnp.array([1, 7])}, "of a different kind than in the state"),
-            ({"layers/bias": jnp.zeros((LAYERS, 3), bool)}, "of a different kind than in the state"),
+            (~fz.rows(jnp.array([1, 2]), axis=1), "the number of trainable rows"),
+            (~fz.rows(jnp.array([1, 7])), "out of range"),
         ],
     )
-    def test_wrong_calls(self, masks, message):
+    def test_wrong_calls(self, rows, message):
         tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
         with pytest.raises(ValueError, match=message):
-            fz.replace_masks(tx.init(params), tx, params, masks)
+            fz.replace_masks(tx.init(params), tx, params, {"layers/**": rows})
 
     def test_a_line_search_computes_its_gradient_again(self):
         inner = optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(10, store_grad=True))
@@ -694,8 +586,7 @@ class TestReplaceMasks:
         assert moved(params, step(params, state)[0]) == [3, 4]
 
     @pytest.mark.parametrize("kind", ["rows", "elements"])
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_a_history_begins_anew_with_any_new_row_or_element(self, kind, jit):
+    def test_a_history_begins_anew_with_any_new_row_or_element(self, kind):
         """The numbers of L-BFGS are about all elements together."""
         make = TestGradientsOfOtherRows().spec
         tx, params = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 2, 3)), PARAMS
@@ -707,7 +598,7 @@ class TestReplaceMasks:
         def replace(state, params, spec):
             return fz.replace_masks(state, tx, params, {"w": spec})
 
-        replace = jax.jit(replace) if jit and kind == "rows" else replace
+        replace = jax.jit(replace) if kind == "rows" else replace
         assert bits(replace(state, params, make(kind, 2, 3)["w"])) == bits(state)
         other = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 3, 4))
         assert bits(replace(state, params, make(kind, 3, 4)["w"])) == bits(other.init(params))
@@ -722,51 +613,37 @@ class TestReplaceMasks:
         assert bits(fz.migrate(state, tx, params)) == bits(state)
 
     def test_several_arrays_for_a_leaf_move_with_its_rows(self):
-        tx = fz.freeze(optax.sm3(0.1), only(1, 2), full_updates=False)
-        params, before = self.run(tx, [None])
-        after = fz.replace_masks(before, tx, params, {"layers/**": ~fz.rows(jnp.array([3, 1]))})
-        mu = [jax.tree.leaves(optax.tree.get(state, "mu")["layers"]["kernel"]) for state in (before, after)]
-        assert [old.shape for old in mu[0]] == [(2,), (3,), (3,)]
-        assert bits(mu[1][0]) == bits(mu[0][0].at[1].set(0))
-        assert bits(mu[1][1:]) == bits(mu[0][1:])
-
-    def test_multi_steps_goes_on(self):
-        tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 3), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None], steps=4)
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        inner = state.inner_state.inner_states["trainable"].inner_state
-        assert (inner.gradient_step, inner.mini_step, inner.inner_opt_state[0].count) == (1, 1, 0)
+        _, *states = self.replaced(optax.sm3(0.1), others(4, 1), head=False)
+        before, after = (jax.tree.leaves(optax.tree.get(state, "mu")["layers"]["kernel"]) for state in states)
+        assert [old.shape for old in before] == [(2,), (3,), (3,)]
+        assert bits(after[0]) == bits(before[0].at[1].set(0))
+        assert bits(after[1:]) == bits(before[1:])
 
     @pytest.mark.parametrize(
-        ("init", "numbers"),
+        ("init_state", "numbers"),
         [
             (lambda count, trace: (count, trace), lambda state: state),
             (lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"])),
         ],
     )
-    def test_a_count_by_any_name(self, init, numbers):
-        tx = fz.freeze(momentum(init, numbers), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        fresh = fz.freeze(momentum(init, numbers), only(4, 0, head=True)).init(params)
-        assert bits(state) == bits(fresh)
+    def test_a_count_by_any_name(self, init_state, numbers):
+        inner = momentum(init_state, numbers)
+        params, _, new = self.replaced(inner, others(4, 0))
+        assert bits(new) == bits(fz.freeze(inner, only(4, 0, head=True)).init(params))
 
     def test_a_count_of_moments_in_another_container_goes_on(self):
         """It may as well be that of a schedule."""
-        optimizer = momentum(lambda count, trace: (count, {"m": trace}), lambda state: (state[0], state[1]["m"]))
-        tx = fz.freeze(optimizer, only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None])
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        count, moments = state.inner_state.inner_states["trainable"].inner_state
+        inner = momentum(lambda count, trace: (count, {"m": trace}), lambda state: (state[0], state[1]["m"]))
+        _, _, new = self.replaced(inner, others(4, 0))
+        count, moments = new.inner_state.inner_states["trainable"].inner_state
         assert count == 2
         assert not any(leaf.any() for leaf in jax.tree.leaves(moments))
 
     def test_a_number_that_depends_on_the_parameters(self):
-        optimizer = momentum(lambda count, trace: (count, trace), lambda state: state)
-        optimizer = optimizer._replace(init=lambda params: (optax.tree.norm(params), optax.tree.zeros_like(params)))
-        tx = fz.freeze(optimizer, only(3, 1, head=True))
-        state = fz.replace_masks(tx.init(init()), tx, init(), {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        assert bits(state) == bits(fz.freeze(optimizer, only(4, 0, head=True)).init(init()))
+        inner = momentum(lambda count, trace: (count, trace), lambda state: state)
+        inner = inner._replace(init=lambda params: (optax.tree.norm(params), optax.tree.zeros_like(params)))
+        params, _, new = self.replaced(inner, others(4, 0), steps=0)
+        assert bits(new) == bits(fz.freeze(inner, only(4, 0, head=True)).init(params))
 
     @pytest.mark.parametrize(
         "wrap",
@@ -780,13 +657,11 @@ class TestReplaceMasks:
     def test_numbers_of_wrappers_go_on(self, wrap):
         """Those of the optimizer inside, whose state is a dict of moments, begin anew."""
         inner = momentum(lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"]))
-        tx = fz.freeze(wrap(inner), only(3, 1, head=True), full_updates=False)
-        params, state = self.run(tx, [None], steps=4)
-        new = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([4, 0]))})
-        fields = [s.inner_state.inner_states["trainable"].inner_state._asdict() for s in (state, new)]
+        _, *states = self.replaced(wrap(inner), others(4, 0), steps=4)
+        fields = [state.inner_state.inner_states["trainable"].inner_state._asdict() for state in states]
         numbers = [[bits(x) for x in each.values() if getattr(x, "shape", None) == ()] for each in fields]
         assert numbers[0] == numbers[1]
-        assert optax.tree.get(new, "t") == 0
+        assert optax.tree.get(states[1], "t") == 0
 
     def test_a_factored_moment_without_rows_stays(self):
         params = {"w": jax.random.normal(jax.random.key(0), (32, 16))}
@@ -796,53 +671,6 @@ class TestReplaceMasks:
         factors = [[optax.tree.get(s, name)["w"].values for name in ("v_row", "v_col")] for s in (state, new)]
         kept = [np.array_equal(*pair) for pair in zip(*factors, strict=True)]
         assert sorted(kept) == [False, True]
-
-    def test_a_state_of_numpy_arrays(self):
-        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
-        state, new = tx.init(params), {"layers/**": ~fz.rows(jnp.array([3, 0]))}
-        states = [fz.replace_masks(each, tx, params, new) for each in (jax.device_get(state), state)]
-        assert bits(states[0]) == bits(states[1])
-
-    def test_the_spec_of_a_state_without_values(self):
-        state = jax.eval_shape(fz.freeze(optax.adam(0.1), only(3, 1)).init, init())
-        assert repr(fz.resolve(init(), fz.spec_of(state))["layers"]["bias"]) == "~fz.rows(<int32[2]>)"
-
-    def test_static_numbers_will_do(self):
-        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
-        state = fz.replace_masks(tx.init(params), tx, params, {"layers/**": ~fz.rows([0, 2])})
-        assert fz.resolve(params, fz.spec_of(state))["layers"]["bias"].array.tolist() == [0, 2]
-
-    def test_inside_of_the_jitted_step(self):
-        tx = fz.freeze(optax.adam(0.1), only(0, 1), full_updates=False)
-
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(params, state, key):
-            index = jax.random.choice(key, LAYERS, (2,), replace=False)
-            state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(index)})
-            params, state = step_of(tx, False)(params, state)
-            return params, state, index
-
-        params = init()
-        state = tx.init(params)
-        for key in jax.random.split(jax.random.key(2), 4):
-            before = jax.tree.map(np.array, params)
-            params, state, index = step(params, state, key)
-            moved = np.asarray(params["layers"]["kernel"]) != before["layers"]["kernel"]
-            assert np.flatnonzero(moved.any((1, 2))).tolist() == sorted(index.tolist())
-        assert step._cache_size() == 1
-
-    def test_other_steps_compute_what_optimizers_of_their_own_would(self):
-        """Rows by turns, with moments that begin anew: as a new optimizer for each turn."""
-        turns = [(0, 1), (2, 3), (4, 1)]
-        tx = fz.freeze(optax.adamw(0.1), only(*turns[0], head=True), full_updates=False)
-        got, _ = self.run(tx, [None, *({"layers/**": ~fz.rows(jnp.array(turn))} for turn in turns[1:])], steps=3)
-        params = init()
-        for turn in turns:
-            tx = fz.freeze(optax.adamw(0.1), static(*turn, head=True), full_updates=False)
-            state = tx.init(params)
-            for _ in range(3):
-                params, state = step_of(tx, False)(params, state)
-        close(got, params)
 
 
 class TestOtherStates:
@@ -914,30 +742,16 @@ class TestOtherStates:
         assert bits(replaced) == bits(fz.replace_masks(state, tx, params, new))
         assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, moved)
 
-    @pytest.mark.parametrize("state", ["of another optimizer", "of other rows"])
-    def test_refused(self, state):
-        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
-        other = tx if state == "of other rows" else fz.freeze(optax.sgd(0.1), only(3, 1))
-        state = fz.freeze(optax.adam(0.1), only(3) if state == "of other rows" else only(3, 1)).init(params)
-        with pytest.raises(ValueError, match=r"fz.replace_masks: the state(.|\n)*fz.migrate\(state, tx, params\)"):
-            fz.replace_masks(state, other, params, self.masks)
-
 
 class TestGroups:
     def tx(self, condition=True):
         return fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), condition), "embed": False})
 
-    @pytest.mark.parametrize("jit", [False, True])
-    def test_the_group_has_the_rows_and_the_rest_the_others(self, jit):
+    def test_the_group_has_the_rows_and_other_leaves_the_others(self):
         params, tx = init(), self.tx()
         state = tx.init(params)
-        step = step_of(tx)
-        step = jax.jit(step) if jit else step
+        step = jax.jit(step_of(tx))
         after, state = step(params, state)
-
-        def moved(a, b):
-            return np.flatnonzero((a["layers"]["bias"] != b["layers"]["bias"]).any(1)).tolist()
-
         assert moved(params, after) == [0, 2, 4]
         state = fz.set_frozen(state, {"layers/**": True})
         state = fz.replace_masks(state, tx, after, {"layers/**": fz.rows(jnp.array([0, 1]))})
@@ -947,17 +761,17 @@ class TestGroups:
         assert moved(last, step(last, state)[0]) == [0, 1, 2, 3, 4]
         count = state.groups["layers/**"].inner_state[0].count
         assert count == 0
-        assert state.rest_state[0].count == 2
+        assert state.ungrouped_state[0].count == 2
 
     def test_moments_go_with_the_rows(self):
         params, tx = init(), self.tx(False)
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 3]))})
         bias = lambda s: np.asarray(s[0].mu["layers"]["bias"].values)  # noqa: E731
-        group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.rest_state))
+        group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.ungrouped_state))
         assert bits(group[1]) == bits(bias(state.groups["layers/**"].inner_state)[1])
         assert not group[0].any()
-        assert bits(rest[1:]) == bits(bias(state.rest_state)[1:])
+        assert bits(rest[1:]) == bits(bias(state.ungrouped_state)[1:])
         assert not rest[0].any()
 
     def test_counts_follow_the_rows_of_the_group(self):
@@ -969,7 +783,7 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([0, 1])), False)})
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([3, 4]))})
-        assert (new.groups["layers/**"].inner_state[0].count, new.rest_state[0].count) == (0, 1)
+        assert (new.groups["layers/**"].inner_state[0].count, new.ungrouped_state[0].count) == (0, 1)
 
     def test_a_group_and_the_remainder_of_its_leaf(self):
         params = init()
@@ -988,49 +802,7 @@ class TestGroups:
         _, state = step_of(tx)(params, tx.init(params))
         new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 2]))})
         assert bits(new.coupled_state) == bits(state.coupled_state)
-        assert [new.groups["layers/**"].inner_state[0].t, new.rest_state[0].t] == [0, 1]
-
-    def test_rows_that_are_a_constant_of_the_program_are_refused(self):
-        tx = self.tx(False)
-        state = tx.init(init())
-        with pytest.raises(ValueError, match="the rows of the groups are a constant of the program"):
-            jax.jit(fz.grad(loss, fz.spec_of(state)))(init(), X)
-
-    def test_two_groups_of_one_leaf_are_refused(self):
-        groups = {"layers/**": (fz.rows(jnp.array([1])), True), "**": (fz.rows(jnp.array([2])), True)}
-        with pytest.raises(ValueError, match="incompatible element masks"):
-            fz.freeze_when(optax.adam(0.1), groups).init(init())
-
-
-class TestMigrate:
-    def test_from_static_rows_and_back(self):
-        params = init()
-        tx = fz.freeze(optax.adam(0.1), static(1, 3))
-        _, state = step_of(tx)(params, tx.init(params))
-        dynamic = fz.freeze(optax.adam(0.1), only(3, 4))
-        moved, report = fz.migrate(state, dynamic, params, report=True)
-        mu = lambda s: np.asarray(optax.tree.get(s, "mu")["layers"]["bias"].values)  # noqa: E731
-        assert bits(mu(moved)[0]) == bits(mu(state)[1])
-        assert not mu(moved)[1].any()
-        assert "0/mu/layers/bias" in set(report.carried) & set(report.created) & set(report.dropped)
-        again = fz.migrate(moved, fz.freeze(optax.adam(0.1), False), params)
-        assert bits(np.asarray(optax.tree.get(again, "mu")["layers"]["bias"])[3]) == bits(mu(moved)[0])
-
-    def test_to_other_rows_and_another_number(self):
-        params = init()
-        tx = fz.freeze(optax.adam(0.1), only(1, 3))
-        _, state = step_of(tx)(params, tx.init(params))
-        mu = lambda s: np.asarray(optax.tree.get(s, "mu")["layers"]["bias"].values)  # noqa: E731
-        moved = fz.migrate(state, fz.freeze(optax.adam(0.1), only(4, 3, 0)), params)
-        assert bits(mu(moved)[1]) == bits(mu(state)[1])
-        assert not mu(moved)[[0, 2]].any()
-        step_of(fz.freeze(optax.adam(0.1), only(4, 3, 0)))(params, moved)
-
-    def test_the_trainable_part_alone_does_not_say_which_rows(self):
-        trainable, _ = fz.partition(init(), only(1, 3))
-        state = optax.adam(0.1).init(trainable)
-        with pytest.raises(ValueError, match="does not contain the mask"):
-            fz.migrate(state, fz.freeze(optax.adam(0.1), only(1, 2)), init())
+        assert [new.groups["layers/**"].inner_state[0].t, new.ungrouped_state[0].t] == [0, 1]
 
 
 def test_summary():
@@ -1056,13 +828,6 @@ def test_assert_frozen_and_fingerprint():
     assert bits(digest(params, jnp.array([1, 3]))) != bits(digest(moved, jnp.array([1, 3])))
 
 
-def test_audit():
-    params = init()
-    assert fz.audit(fz.freeze(optax.adamw(0.1), only(1, 3)), params, only(1, 3)).ok
-    report = fz.audit(optax.adamw(0.1), params, only(1, 3))
-    assert not report.ok
-
-
 class TestCheckpoint:
     def test_there_and_back(self, tmp_path):
         base = init()
@@ -1075,16 +840,6 @@ class TestCheckpoint:
         assert bits(restored) == bits(state)
         again = step_of(tx, False)(new, restored)
         assert bits(again) == bits(step_of(tx, False)(params, state))
-
-    def test_on_a_mesh(self, tmp_path):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        shard = lambda x: jax.device_put(x, NamedSharding(mesh, P()))  # noqa: E731
-        base = jax.tree.map(shard, init())
-        checkpoint.save(tmp_path, base, only(3, 1), step=0)
-        new, _ = checkpoint.restore(tmp_path, base, frozen=only(1, 3))
-        assert bits(new) == bits(base)
-        with pytest.raises(ValueError, match="the spec differs"):
-            checkpoint.restore(tmp_path, base, frozen=only(1, 2))
 
     def test_rows_that_trained_before_belong_to_the_checkpoint(self, tmp_path):
         """Saved with what never trains as frozen, a checkpoint has all rows."""
@@ -1110,7 +865,11 @@ class TestSharded:
         frozen = {"layers": ~fz.rows(jnp.array([5, 2]))}
         assert bits(fz.fingerprint(params, frozen)) == bits(fz.fingerprint(params, {"layers": ~fz.rows([2, 5])}))
         checkpoint.save(tmp_path, params, frozen, step=0)
-        assert bits(checkpoint.restore(tmp_path, params)[0]) == bits(params)
+        assert bits(checkpoint.restore(tmp_path, params, frozen={"layers": ~fz.rows(jnp.array([2, 5]))})[0]) == bits(
+            params
+        )
+        with pytest.raises(ValueError, match="the spec differs"):
+            checkpoint.restore(tmp_path, params, frozen={"layers": ~fz.rows(jnp.array([1, 5]))})
 
     def test_the_state_lies_beside_the_parameters(self):
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -1147,18 +906,6 @@ class TestSharded:
         params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), init())
         state = fz.freeze(optax.adam(0.1), only(3, 1)).init(params)
         assert len(state.masks["layers"]["bias"].sharding.device_set) == 8
-
-
-def test_under_multi_steps_and_in_a_scan():
-    params = init()
-    tx = fz.freeze(optax.MultiSteps(optax.adam(0.1), 2), only(3, 1), full_updates=False)
-
-    def step(carry, x):
-        return step_of(tx, False)(*carry, x), None
-
-    (last, state), _ = jax.lax.scan(step, (params, tx.init(params)), jnp.stack([X] * 4))
-    fz.assert_frozen(params, last, fz.spec_of(state))
-    assert state.inner_state.inner_states["trainable"].inner_state.gradient_step == 2
 
 
 def test_a_state_may_be_pickled_and_mapped():

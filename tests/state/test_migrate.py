@@ -16,7 +16,6 @@ import optax_freeze.nnx as fnnx
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 20)
 OPTIMIZERS = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)),
-    "momentum": optax.sgd(SCHEDULE, momentum=0.9),
     "named chain": optax.named_chain(("clip", optax.adaptive_grad_clip(0.1)), ("adam", optax.adam(0.1))),
     "multi_transform": optax.multi_transform(
         {"matrix": optax.adam(SCHEDULE), "vector": optax.sgd(0.1, momentum=0.9)},
@@ -24,11 +23,8 @@ OPTIMIZERS = {
     ),
     "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
     "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.1),
-    "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
-    "EMA": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), 3),
     "masked": optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda leaf: leaf.ndim == 2, p)),
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "noise": optax.chain(optax.adam(0.1), optax.add_noise(0.1, 0.5, key=0)),
 }
 
@@ -50,8 +46,9 @@ class TestFreeze:
     @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_there_and_back(self, params, name):
         """What goes on training is kept, what thaws is new, what freezes is dropped."""
-        tx, wider = (fz.freeze(OPTIMIZERS[name], spec) for spec in ("encoder", False))
+        tx, wider = fz.freeze(OPTIMIZERS[name], "encoder"), OPTIMIZERS[name]
         params, state = train(tx, params)
+        assert bits(fz.migrate(state, tx, params)) == bits(state)
         there, report = fz.migrate(state, wider, params, report=True)
         fresh = wider.init(params)
         assert jax.tree.structure(there) == jax.tree.structure(fresh)
@@ -65,44 +62,7 @@ class TestFreeze:
         assert jax.tree.structure(back) == jax.tree.structure(state)
         assert all("encoder" in place for place in report.dropped)
         assert report.created == ()
-
-    @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_to_the_same_spec_is_the_same_state(self, params, name):
-        tx = fz.freeze(OPTIMIZERS[name], fz.rules({"encoder/layer_0/kernel": fz.rows(0), "head/bias": True}))
-        params, state = train(tx, params)
-        new, report = fz.migrate(state, tx, params, report=True)
-        assert bits(new) == bits(state)
-        assert report.created == report.dropped == ()
-        train(tx, params, 1, new)
-
-    def test_a_leaf_frozen_and_thawed_again_is_new(self, params):
-        narrow, wide = (fz.freeze(optax.adam(0.1), spec) for spec in ("head", False))
-        _, state = train(wide, params)
-        state = fz.migrate(fz.migrate(state, narrow, params), wide, params)
-        assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state, "mu")["head"]))
-        assert optax.tree.get(state, "mu")["encoder"]["layer_0"]["kernel"].any()
-        assert optax.tree.get(state, "count") == 3
-
-    def test_between_a_plain_optimizer_and_freeze(self, params):
-        plain, frozen = optax.adam(SCHEDULE), fz.freeze(optax.adam(SCHEDULE), "encoder")
-        _, state = train(plain, params)
-        there = fz.migrate(state, frozen, params)
-        assert at(there, "head") == at(state, "head")
-        assert at(there, "count") == at(state, "count")
-        assert at(fz.migrate(there, plain, params), "head") == at(state, "head")
-
-    def test_on_the_trainable_part(self, params):
-        tx = optax.chain(optax.clip(1.0), optax.adam(SCHEDULE))
-        first, second = (fz.partition(params, spec)[0] for spec in ("encoder", ["encoder/layer_0", "head/bias"]))
-        _, state = train(tx, first)
-        new, report = fz.migrate(state, tx, second, report=True)
-        assert jax.tree.structure(new) == jax.tree.structure(tx.init(second))
-        assert at(new, "head']['kernel") == at(state, "head']['kernel")
-        assert {place.rpartition("/")[0] for place in report.created} == {
-            "1/0/mu/encoder/layer_1",
-            "1/0/nu/encoder/layer_1",
-        }
-        assert report.dropped == ("1/0/mu/head/bias", "1/0/nu/head/bias")
+        train(tx, params, 1, back)
 
     def test_nested(self, params):
         """Whatever the composition: freeze in a chain in MultiSteps in freeze."""
@@ -127,7 +87,7 @@ ROW, COLUMN = np.indices((6, 3))
 MASKS = {
     "leaf": (False, ROW < 0),
     "few rows": (fz.rows(slice(0, 4)), ROW < 4),
-    "more rows": (fz.rows(slice(0, 2)), ROW < 2),
+    "dynamic rows": (fz.rows(jnp.array([1, 0])), ROW < 2),
     "other rows": (~fz.rows([0, 4]), ~np.isin(ROW, [0, 4])),
     "columns": (fz.rows(1, axis=1), COLUMN == 1),
     "elements": (THIRDS, THIRDS),
@@ -177,24 +137,16 @@ class TestParts:
 class TestGroups:
     """Counts go with the leaves."""
 
-    @pytest.mark.parametrize(("count", "ratio"), [(0, 1.0), (100, 0.98), (1000, 2.52), (100_000, 3.16)])
-    def test_fresh_moments_under_an_old_count(self, count, ratio):
-        """How far Adam's first step on a thawed leaf is from that of a new optimizer."""
-        adam = optax.scale_by_adam()
-        fresh = adam.init(jnp.ones(1))
-        updates, _ = adam.update(jnp.ones(1), fresh._replace(count=jnp.int32(count)))
-        assert updates[0] == pytest.approx(ratio, abs=0.005)
-
     def test_a_group_of_its_own_counts_from_zero(self, params):
         """The remedy for fresh moments under an old count."""
         _, state = train(fz.freeze(optax.adam(0.1), "encoder"), params, 5)
         tx = fz.freeze_when(optax.adam(0.1), {"encoder": False})
         new, report = fz.migrate(state, tx, params, report=True)
         assert new.groups["encoder"].inner_state[0].count == 0
-        assert new.rest_state[0].count == 5
-        assert at(new.rest_state, "head") == at(state, "head")
+        assert new.ungrouped_state[0].count == 5
+        assert at(new.ungrouped_state, "head") == at(state, "head")
         assert "0/count [encoder]" in report.created
-        assert "0/count [the rest]" in report.carried
+        assert "0/count [no group]" in report.carried
 
     def test_a_label_of_its_own_counts_from_zero(self, params):
         def make(labels):
@@ -211,7 +163,7 @@ class TestGroups:
     def test_every_group_of_leaves_that_trained_has_their_count(self, params):
         _, state = train(optax.adam(0.1), params, 5)
         new = fz.migrate(state, fz.freeze_when(optax.adam(0.1), {"encoder": True}), params)
-        assert new.groups["encoder"].inner_state[0].count == new.rest_state[0].count == 5
+        assert new.groups["encoder"].inner_state[0].count == new.ungrouped_state[0].count == 5
         assert at(new, "layer_0") == at(state, "layer_0")
         jax.jit(lambda state: state, donate_argnums=0)(new)  # no buffer stands there twice
 
@@ -220,7 +172,7 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {fz.each("encoder"): True})
         new, report = fz.migrate(state, tx, params, report=True)
         assert {int(group.inner_state[0].count) for group in new.groups.values()} == {5}
-        assert report.created == ("step", *(f"groups/{name}/frozen" for name in new.groups))
+        assert report.created == ("step", *(f"groups/{name}/condition_state" for name in new.groups))
         assert bits(fz.migrate(new, tx, params)) == bits(new)
         assert bits(fz.migrate(new, optax.adam(0.1), params)) == bits(state)
 
@@ -252,7 +204,7 @@ class TestGroups:
         sgd = optax.sgd(SCHEDULE)
         _, state = train(fz.freeze(sgd, "encoder"), params)
         new = fz.migrate(state, fz.freeze_when(sgd, {"encoder": False}), params)
-        assert [int(s[1].count) for s in (new.groups["encoder"].inner_state, new.rest_state)] == [0, 3]
+        assert [int(s[1].count) for s in (new.groups["encoder"].inner_state, new.ungrouped_state)] == [0, 3]
 
         def make(default):
             return optax.multi_transform({"a": sgd, "b": sgd}, fz.labels_by_path({"head": "a"}, default=default))
@@ -264,10 +216,10 @@ class TestGroups:
         tx = fz.freeze_when(optax.adam(0.1), {"head/kernel": (fz.rows([0, 1]), fz.unfreeze_at(1))})
         params, state = train(tx, params)
         new = fz.migrate(state, optax.adam(0.1), params)
-        own, rest = state.groups["head/kernel"].inner_state[0], state.rest_state[0]
+        own, rest = state.groups["head/kernel"].inner_state[0], state.ungrouped_state[0]
         joined = jnp.concatenate([own.mu["head"]["kernel"].values, rest.mu["head"]["kernel"].values])
         assert bits(new[0].mu["head"]["kernel"]) == bits(joined)
-        assert bits(fz.migrate(new, tx, params).rest_state[0].mu) == bits(rest.mu)
+        assert bits(fz.migrate(new, tx, params).ungrouped_state[0].mu) == bits(rest.mu)
 
 
 class TestResume:
@@ -426,14 +378,6 @@ class TestItDoesNotFit:
         assert bits(new) == bits(other.init(params))
         assert report.carried == ()
 
-    def test_the_report_reads_well(self, params):
-        tx = fz.freeze(optax.sgd(0.1, momentum=0.9), "encoder")
-        _, state = train(tx, params, 1)
-        _, report = fz.migrate(
-            state, fz.freeze(optax.sgd(0.1, momentum=0.9), ["encoder", "head/bias"]), params, report=True
-        )
-        assert str(report) == "carried: 0/trace/head/kernel\ncreated: nothing\ndropped: 0/trace/head/bias"
-
 
 NAMED_AS_A_FIELD = {"x": jnp.ones(4), "mu": {"x": jnp.ones(4)}}
 FIRST, SECOND = (
@@ -453,11 +397,6 @@ class TestAParameterNamedAsAFieldOfTheState:
         for moment in ("mu", "nu"):
             before, after = (getattr(node, moment)["x"].values for node in (old, adam))
             assert bits(after) == bits(jnp.array([0.0, before[1]]))
-
-    def test_compact_elements_migrate(self):
-        _, state = train(fz.freeze(optax.adam(0.1), FIRST), NAMED_AS_A_FIELD, 1)
-        _, report = fz.migrate(state, fz.freeze(optax.adam(0.1), SECOND), NAMED_AS_A_FIELD, report=True)
-        assert report.carried == ("0/count", "0/mu/mu/x", "0/mu/x", "0/nu/mu/x", "0/nu/x")
 
     def test_counts_of_groups(self):
         params = {"a": jnp.ones(2), "count": jnp.ones(())}

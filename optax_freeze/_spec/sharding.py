@@ -39,7 +39,7 @@ def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSh
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
 
 
-def laid_out(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
+def with_sharding(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
     """``operation(*arrays)``; if ``sharding`` is given, partitioned by XLA and with this output sharding."""
     if sharding is None or not hasattr(jax.sharding, "auto_axes"):
         return operation(*arrays)

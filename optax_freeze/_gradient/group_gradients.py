@@ -18,8 +18,9 @@ from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
 from optax_freeze._program.regions import Region, region_of
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import elements, rows
+from optax_freeze._spec.masks import choice_of, elements, rows
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
 from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
@@ -29,7 +30,7 @@ from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
     jax.tree_util.register_dataclass, data_fields=["frozen", "selections"], meta_fields=["names", "leaves"]
 )
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class GroupsNow(Selector):
+class GroupSpec(Selector):
     """The spec of a ``freeze_when`` state: the parameters of the groups that are frozen at the current step."""
 
     names: tuple[str, ...]
@@ -75,7 +76,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         found = functools.reduce(np.union1d, [region_of(index).numbers for index in frozen])  # type: ignore[attr-defined]
         return len(found) == size or rows(found.tolist(), axis)
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
-        return len(frozen) > 1 or ~frozen[0].as_spec()
+        return len(frozen) > 1 or ~choice_of(frozen[0])  # type: ignore[return-value]
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
     return elements(functools.reduce(jnp.logical_or, arrays))
 
@@ -83,7 +84,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
 class GradientOfGroups:
     """The value of a function, and for each group its gradient, which is computed where it is asked for.
 
-    What several groups need is evaluated at once, each operation if one of these groups is trainable now.
+    What several groups need is evaluated at once.
 
     Attributes:
       value: the value.
@@ -91,7 +92,7 @@ class GradientOfGroups:
         parameters. Without this order XLA copies parameters that are updated in place.
     """
 
-    def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupsNow) -> None:
+    def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupSpec) -> None:
         from optax_freeze._program.tasks import (  # loads jax.extend, which takes longer than this library
             ALWAYS,
             Context,
@@ -101,26 +102,22 @@ class GradientOfGroups:
 
         self._at, self._spec = at, spec
         self._owners = [*new_labels(len(spec.names)), ALWAYS]
-        owned = [
-            (number, region_of_leaf(selections[i], leaf), n)
-            for number, i, leaf in zip(traced.grads, at.trains, at.leaves, strict=True)
-            for n, selections in enumerate(spec.selections)
-            if selections[i] is not FROZEN
-        ]
-        wanted: list[tuple[Any, Region, int]] = [(number, region, self._owners[n]) for number, region, n in owned]
+        leaves = list(zip(traced.grads, at.trains, at.leaves, strict=True))
         self._grads: list[list[tuple[Any, Region]]] = [
-            [(number, region) for number, region, owner in owned if owner == n] for n in range(len(self._owners))
+            [(x, region_of_leaf(own[i], leaf)) for x, i, leaf in leaves if own[i] is not FROZEN]
+            for own in spec.selections
         ]
+        wanted = [(*each, owner) for owner, own in zip(self._owners, self._grads, strict=True) for each in own]
         self._schedule, self._values = traced.schedule(wanted), traced.inputs()
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
         numbers = [{number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections]
-        self._late = [
-            self._schedule.late(label, {*range(len(traced.arrays))} - own)
+        self._postponed = [
+            self._schedule.postponable(label, {*range(len(traced.arrays))} - own)
             for label, own in zip(self._owners[:-1], numbers, strict=False)
         ]
-        late = {i for each in self._late for i in each}
-        after = self._schedule.run_except(late, self._values, self._context)
+        postponed = {i for each in self._postponed for i in each}
+        after = self._schedule.run_except(postponed, self._values, self._context)
         self.frozen = [
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
@@ -133,8 +130,8 @@ class GradientOfGroups:
         from optax_freeze._program.tasks import Read
 
         values = self._values
-        if n < len(self._late):
-            values = self._schedule.run_late(self._late[n], self._owners[n], values, self._context)
+        if n < len(self._postponed):
+            values = self._schedule.run_postponed(self._postponed[n], self._owners[n], values, self._context)
         grads, found = [Read(*output).of(values) for output in self._grads[n]], [HOLE] * len(self._at.values)
         owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
@@ -167,12 +164,7 @@ def _joined(others: Any, grad: Any, selection: Selection, value: Any) -> Any:
 
 
 def gradient_of_groups(
-    fun: Callable[..., Any],
-    spec: GroupsNow,
-    make_plan: Callable[[PyTree, Any], Plan],
-    params: PyTree,
-    has_aux: bool,
-    holomorphic: bool = False,
+    fun: Callable[..., Any], spec: GroupSpec, params: PyTree, has_aux: bool, holomorphic: bool = False
 ) -> GradientOfGroups | None:
     """The gradient of ``fun(params)`` for each group; None if the function cannot be traced."""
     _refuse_constant_rows(spec, params)
@@ -182,23 +174,18 @@ def gradient_of_groups(
 
 
 def value_and_grad_of_groups(
-    fun: Callable[..., Any],
-    spec: GroupsNow,
-    make_plan: Callable[[PyTree, Any], Plan],
-    params: PyTree,
-    has_aux: bool,
-    holomorphic: bool,
+    fun: Callable[..., Any], spec: GroupSpec, params: PyTree, has_aux: bool, holomorphic: bool
 ) -> tuple[Any, PyTree]:
     """The value of ``fun(params)`` and the gradient of the groups that are trainable now, with zeros for the others."""
     if spec.is_known:
         _refuse_constant_rows(spec, params)
         plan = make_plan(params, spec.spec_of_set(tuple(map(bool, spec.frozen))))
         return _of_known(fun, plan, params, has_aux, holomorphic)
-    found = gradient_of_groups(fun, spec, make_plan, params, has_aux, holomorphic)
+    found = gradient_of_groups(fun, spec, params, has_aux, holomorphic)
     if found is not None:
         return found.value, found.tree()
-    whole = make_plan(params, spec.spec_of_set(()))
-    value, grads = value_and_grad_of_plan(fun, whole, params, has_aux, holomorphic)
+    dense = make_plan(params, spec.spec_of_set(()))
+    value, grads = value_and_grad_of_plan(fun, dense, params, has_aux, holomorphic)
     values, treedef = _tree.flatten(grads)
     return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
 
@@ -220,11 +207,8 @@ def _of_known(
     return value, jax.tree.unflatten(treedef, full)
 
 
-def _refuse_constant_rows(spec: GroupsNow, params: PyTree) -> None:
-    """A ``ValueError`` if a program contains the rows of the groups as constants, which ``replace_masks`` may change.
-
-    The gradient of rows that begin to train would be zero.
-    """
+def _refuse_constant_rows(spec: GroupSpec, params: PyTree) -> None:
+    """A ``ValueError`` if rows of groups are constants: the gradient of those that begin to train would be zero."""
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
         return
     for i, leaf in enumerate(spec.leaves):

@@ -26,7 +26,7 @@ def to_device(leaf: Any) -> Any:
 
 
 def on_device(sharding: Any) -> Any:
-    """A sharding with the same layout in device memory."""
+    """The same sharding in device memory."""
     return sharding.with_memory_kind("device") if sharding.memory_kind == HOST else sharding
 
 

@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
-from optax_freeze._program.function import Traced, as_argument, as_array, needs_value
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -32,8 +31,9 @@ from optax_freeze._program.regions import (
 from optax_freeze._program.schedule import LateValue, schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, flatten, is_inexact
+from optax_freeze._program.traced_function import Traced, as_argument, as_array, needs_value
 from optax_freeze._spec.indexing import set_rows
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble
 from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import Part, PyTree, Rest
@@ -59,9 +59,9 @@ class _InRows(NamedTuple):
     @property
     def struct(self) -> Any:
         """The type of the leaf, put together."""
-        return jax.eval_shape(self.whole, self.array, self.rows, jax.tree.leaves(self.selection))
+        return jax.eval_shape(self.put_together, self.array, self.rows, jax.tree.leaves(self.selection))
 
-    def whole(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
+    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
         """The leaf, put together from these arrays."""
         selection, array = self.with_numbers(numbers), to_device(array)
         return selection.put(array, Part(jnp.asarray(rows, array.dtype), selection.part_index, array.shape))
@@ -102,8 +102,9 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
     except Exception as error:
         if not needs_value(error):
             raise
-        whole = [x.whole(x.array, x.rows, jax.tree.leaves(x.selection)) if isinstance(x, _InRows) else x for x in found]
-        return of_leaves(*map(to_device, whole))
+        numbers = [jax.tree.leaves(x.selection) if isinstance(x, _InRows) else None for x in found]
+        each = zip(found, numbers, strict=True)
+        return of_leaves(*(to_device(x) if n is None else x.put_together(x.array, x.rows, n) for x, n in each))
     return call(found)
 
 
@@ -129,20 +130,24 @@ class _Transposed(NamedTuple):
 
 
 class _Call:
-    """One call of a function of leaves that are frozen by rows or in host memory."""
+    """One call of a function of leaves that are frozen by rows or in host memory.
+
+    Attributes:
+      leaves: the types of the leaves that are frozen by rows, in parts; None for others.
+      others: the numbers of the other tracers that the function reads.
+    """
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
         self.structs = [x.struct if isinstance(x, _InRows) else as_argument(x) for x in leaves]
         self.traced = Traced(fun, self.structs)
+        on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, _InRows) else x)}
         self.program = self.traced.program._replace(on_host=range(len(leaves)))
-        wanted = self._outputs().given
         # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
-        is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        at_once = [is_mapped or EVERYTHING in wanted.get(i, ()) for i in range(len(leaves))]
-        on_host = [is_on_host(x.array if isinstance(x, _InRows) else x) for x in leaves]
-        unread = [i for i in range(len(leaves)) if on_host[i] or not at_once[i]]
-        self.program = self.program._replace(on_host=unread)
+        if on_host != set(range(len(leaves))) and not jax.sharding.get_abstract_mesh().manual_axes:
+            wanted = self._outputs().given
+            on_host |= {i for i in range(len(leaves)) if EVERYTHING not in wanted.get(i, ())}
+        self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -175,7 +180,7 @@ class _Call:
         for i, (leaf, array, rows, numbers) in enumerate(each):
             array = HostArray(array, (lambda _: True) if was_read else None) if is_on_host(array) else array
             if leaf is not None:  # frozen by rows
-                array = (leaf.unread if i in self.program.on_host else leaf.whole)(array, rows, numbers)
+                array = (leaf.unread if i in self.program.on_host else leaf.put_together)(array, rows, numbers)
             found.append(array)
         return found
 
@@ -218,15 +223,15 @@ class _Call:
         grads = iter([_gradient(program, values, x, region) for x, region, _ in wanted[transposed.outs :]])
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
         marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, strict=True)
-        for leaf, of_rows, of_array, numbers in marks:
-            grad = next(grads) if of_rows or of_array else None
+        for leaf, in_rows, in_array, numbers in marks:
+            grad = next(grads) if in_rows or in_array else None
             rows, array = grad, None
-            if of_array:
+            if in_array:
                 selection = leaf.with_numbers(numbers)
                 part = selection.take(grad)
                 frozen = dataclasses.replace(part, values=jnp.zeros_like(part.values))
                 rows, array = part.values, selection.put(grad, frozen)
-            found.rows.append(rows if of_rows else None)
+            found.rows.append(rows if in_rows else None)
             found.arrays.append(array)
         found.others.extend(next(grads) if here else None for here in perturbed.others)
         return (found,)

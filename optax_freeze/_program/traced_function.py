@@ -14,8 +14,8 @@ from jax.core import Tracer
 from optax_freeze._errors import ASKED_FOR_A_VALUE
 from optax_freeze._program.residuals import program_of
 from optax_freeze._program.trace import Program
-from optax_freeze._spec.layout import explicit_sharding
-from optax_freeze._spec.memory import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device
+from optax_freeze._spec.sharding import explicit_sharding
 
 _TRACED = object()
 _OF_NO_VALUE = (

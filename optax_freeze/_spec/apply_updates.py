@@ -1,0 +1,134 @@
+"""Adds updates to parameters; frozen parameters keep every bit, and trainable rows are written in place."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_freeze._errors import is_array, is_number, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.plan import refuse_on_host, refuse_other_leaf
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
+from optax_freeze._spec.source import refuse_other_rows
+from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+Tree = TypeVar("Tree")
+
+
+def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> Tree:
+    """Adds updates to the parameters, like ``optax.apply_updates``, and leaves frozen parameters bitwise unchanged.
+
+    Args:
+      params: the full tree of parameters, or only the trainable part.
+      updates: a tree of the same structure; it may have holes (``optax.MaskedNode()``).
+      frozen: the spec of the frozen parameters, which are then returned unchanged whatever their bits and updates. If
+        None, only leaves whose update is a hole are sure to stay unchanged.
+
+    Returns:
+      The new parameters, with the structure, shapes and dtypes of ``params``; an updated Python number is an array.
+      Leaves that are not arrays or numbers are returned unchanged.
+
+    Raises:
+      ValueError: if the structures differ, or if the spec does not fit the parameters.
+
+    Example:
+      >>> import optax_freeze as fz
+      >>> params = {"encoder": jax.numpy.float32(-0.0), "head": jax.numpy.float32(1)}
+      >>> fz.apply_updates(params, {"encoder": 5.0, "head": 0.5}, "encoder")
+      {'encoder': Array(-0., dtype=float32), 'head': Array(1.5, dtype=float32)}
+    """
+    return add_updates(params, updates, None if frozen is None else make_plan(params, frozen).selections)
+
+
+def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection] | None) -> PyTree:
+    """:func:`apply_updates` with one selection per leaf instead of a spec; None if all leaves are trainable."""
+    values, treedef = _tree.flatten(params)
+    changes, other = _tree.flatten_beside(treedef, updates)
+    if treedef != other:
+        _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
+    selections = [TRAINABLE] * len(values) if selections is None else selections
+    paths = functools.cache(lambda: _tree.paths(params))
+    for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
+        if selection is FROZEN or is_nothing(change) or _stays(value, change):
+            continue
+        if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
+            index = change.index if selection is TRAINABLE else selection.part_index
+            refuse_other_leaf(change, Leaf(paths()[i], jnp.shape(value), index=index), selection, "updates")
+            refuse_other_rows(change, selection, paths()[i], "updates")
+        elif not _fits(value, change):
+            raise value_error(
+                "updates: an update does not fit its parameter",
+                at=paths()[i],
+                got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
+                expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
+                fix="the parameters come first; pass the updates that belong to these parameters",
+            )
+        elif is_on_host(value) and not isinstance(change, Part) and jnp.ndim(change):
+            refuse_on_host(paths()[i], selection, value)
+    return jax.tree.unflatten(treedef, list(map(updated, values, changes, selections)))
+
+
+def updated(value: Any, change: Any, selection: Selection) -> Any:
+    """One leaf with its update added."""
+    if selection is FROZEN or is_nothing(change) or _stays(value, change):
+        return value
+    if isinstance(value, Part):
+        return dataclasses.replace(value, values=jax.tree.map(optax.apply_updates, value.values, change.values))
+    if isinstance(change, Part) and selection is TRAINABLE:
+        selection = _places(change)
+    return selection.add(value, change)
+
+
+def _places(part: Part) -> Selection:
+    """The selection of a part's elements; a ``ValueError`` if the part does not contain it."""
+    if isinstance(part.index, RowIndex):
+        return part.index
+    if isinstance(part.index, DynamicRowIndex) and part.trains is not None and part.trains.dtype == bool:
+        return part.index.with_trainable(part.trains)
+    is_rows = isinstance(part.index, DynamicRowIndex)
+    raise value_error(
+        f"the positions of a Part of {'dynamic rows' if is_rows else 'single elements'} are unknown",
+        at=f"a leaf of shape {part.shape}",
+        got=f"{'rows' if is_rows else 'a vector of elements'} and "
+        + ("no mask with their positions" if part.trains is None else f"a mask of {part.trains.dtype}"),
+        expected="`frozen` with the mask that is in the optimizer state",
+        fix="fz.apply_updates(params, updates, fz.spec_of(state))",
+    )
+
+
+def _stays(value: Any, change: Any) -> bool:
+    """Whether a leaf that is not an array keeps its value; Python numbers do if their update changes nothing."""
+    if isinstance(value, Part) or _tree.is_hole(value) or is_array(value):
+        return False
+    if is_number(value):  # 0.0 added to -0.0 is 0.0
+        return is_number(change) and repr(change) == repr(no_change(change))
+    return isinstance(value, bool) or not isinstance(value, int) or (isinstance(change, (int, float)) and change == 0)
+
+
+def no_change(number: Any) -> Any:
+    """The Python number that, added to any other of this type, changes nothing."""
+    if isinstance(number, complex):
+        return complex(-0.0, -0.0)
+    return -0.0 if isinstance(number, float) else 0
+
+
+def _fits(value: Any, change: Any) -> bool:
+    """Whether an update can be added to a leaf without changing its shape."""
+    if isinstance(value, Part):
+        return isinstance(change, Part) and change.index == value.index and change.values.shape == value.values.shape
+    return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))
+
+
+def _shape(leaf: Any) -> str:
+    return f"part of shape {leaf.values.shape}" if isinstance(leaf, Part) else f"shape {jnp.shape(leaf)}"
+
+
+def is_nothing(change: Any) -> bool:
+    """Whether an update is empty: a hole, None, or the float0 gradient of an integer leaf."""
+    return change is None or _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0

@@ -1,0 +1,35 @@
+"""Tied leaves: one array at two paths is frozen at both or trained at both."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
+from optax_freeze._spec.tree import Leaf
+
+
+def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
+    """A ``ValueError`` if the same array is frozen at one path and trained at another."""
+    first: dict[int, int] = {}
+    times = collections.Counter(map(id, values))
+    for i, value in enumerate(values):
+        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):
+            j = first.setdefault(id(value), i)
+            if not _same(selections[i], selections[j]):
+                frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
+                raise value_error(
+                    "tied leaves: the same array is frozen at one path and trained at another",
+                    at=leaves[frozen].path,
+                    got=f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}",
+                    expected="tied leaves frozen together or trained together",
+                    fix='freeze both or neither, copy the array, or pass tied="ignore"',
+                )
+
+
+def _same(a: Selection, b: Selection) -> bool:
+    if a != b or not isinstance(a, DenseMask) or not isinstance(b, DenseMask) or a.array is b.array:
+        return a == b
+    return is_concrete(a.array) and is_concrete(b.array) and np.array_equal(a.array, b.array)
