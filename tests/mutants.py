@@ -87,7 +87,6 @@ _BY_FILE = {
     ("_optimizer/freeze.py", "tests/state/test_dynamic_rows.py"): [
         ('refuse_other_rows(value, selection, leaf.path, "params")', "pass", "-k different_partitions"),
         ("plan.with_sources(new, call.grads)", "new", "-k structure_of_their_gradients"),
-        ("plan.with_sources(new, call.grads)", "new", "-k structure_of_their_gradients"),
         (
             "[FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]",
             "plan.selections",
@@ -462,7 +461,6 @@ _BY_FILE = {
         ("if len(trains) > _FEW else []", "if len(trains) > 1 else []", "-k record_of_no_selection"),
     ],
     ("_spec/selection_record.py", "tests/spec/test_masks.py"): [
-        ("if record_of(selection) == record:", "if True:", "-k record_of_no_selection"),
         ("if record_of(selection) == record:", "if True:", "-k record_of_no_selection"),
         ("and 0 < count <= math.prod(shape) if compact else", "if compact else", "tests/test_checkpoint.py -k Damaged"),
     ],
