@@ -135,7 +135,6 @@ def _is_recorded(step: epath.Path) -> bool:
 
 
 def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
-    """Every leaf of a record, and its spec."""
     leaves = read_record(str(step)).leaves
     structs = {str(i): mask_struct(leaf) for i, leaf in enumerate(leaves)}
     masks: dict[str, Any] = {i: np.zeros(s.shape, s.dtype) for i, s in structs.items() if not _tree.is_hole(s)}

@@ -281,10 +281,7 @@ class _Stored:
 
 @functools.cache
 def _with_stored_statistics(cls: type[nnx.Module], is_pytree: bool) -> type[nnx.Module]:
-    """A subclass that uses the stored statistics, whatever its attribute or an argument of its call says.
-
-    An argument can be overruled only here: Python looks ``__call__`` up in the class.
-    """
+    """A subclass that uses the stored statistics, whatever its attribute or an argument of its call says."""
     signature = inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)

@@ -61,6 +61,7 @@ def in_two(params, x):
 X = [normal(10, 5, 6), normal(11, 5, 6), normal(12, 2, 6)]
 KEYS = [(x, jax.random.split(jax.random.key(i), len(x))) for i, x in enumerate(X)]
 BLOCKED = lambda p, x: jnp.sum(x.reshape(-1, 6) @ p["encoder"] @ p["head"])  # noqa: E731
+TURNED = lambda p, x: jnp.sum(p["head"].T @ jnp.tanh(p["encoder"].T @ x))  # noqa: E731
 LOSSES = {
     "float32": (squared, X, 0, ["float32[8]"]),
     "bfloat16": (in_bfloat16, X, 0, ["bfloat16[8]"]),
@@ -70,12 +71,7 @@ LOSSES = {
     "one number": (lambda p, x: jnp.sum((x @ p["encoder"]).sum(1) * p["head"][0, 0]), X, 0, ["float32[]"]),
     "two": (in_two, X, 0, ["float32[8]", "float32[3]"]),
     "random keys": (folded, KEYS, 0, ["key<fry>[]"]),
-    "another axis": (
-        lambda p, x: jnp.sum(p["head"].T @ jnp.tanh(p["encoder"].T @ x)),
-        [x.T for x in X],
-        1,
-        ["float32[8]"],
-    ),
+    "another axis": (TURNED, [x.T for x in X], 1, ["float32[8]"]),
     "a blocked axis": (BLOCKED, [jnp.stack([x, x + 1, x + 2], 1) for x in X], 0, ["float32[3, 8]"]),
 }
 

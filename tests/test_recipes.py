@@ -129,10 +129,10 @@ def test_a_mean_of_equal_parameters_moves_frozen_bits(params):
 
 @pytest.mark.parametrize("update", [optax.incremental_update, lambda a, b, _: optax.periodic_update(a, b, 4, 2)])
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-def test_a_target_network_follows_in_its_trainable_part(params, frozen, update, compiled):
+def test_a_target_network_follows_in_its_trainable_part(params, frozen, update):
     online = jax.tree.map(lambda leaf: leaf + 1, params)
 
-    @compiled
+    @jax.jit
     def follow(online, target):
         moves, rest = fz.partition(target, frozen)
         return fz.combine(update(fz.partition(online, frozen)[0], moves, 0.3), rest)

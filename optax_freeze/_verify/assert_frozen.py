@@ -71,7 +71,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         expected = "the leaf in both trees, or a hole in both"
         fix = "compare the full parameters: fz.combine(trainable, rest)"
         raise value_error("a frozen leaf is missing", at=missing[0], got=got, expected=expected, fix=fix)
-    pairs = [(old.value, news[path].value, old.selection) for path, old in olds.items()]
+    pairs = [(old, news[path][0], selection) for path, (old, selection) in olds.items()]
     differences = jax.device_get([_difference(*pair) for pair in pairs])
     found = zip(olds, pairs, differences, strict=True)
     moved = [(path or "(the root)", pair, difference) for path, pair, difference in found if any(difference)]
@@ -106,10 +106,7 @@ def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
 
 
 def _difference(old: Any, new: Any, selection: Selection) -> Any:
-    """The number of elements that differ, as two words; or a string where elements cannot be compared.
-
-    The string describes the difference, and is empty if there is none.
-    """
+    """The number of elements that differ, as two words; where they cannot be compared, a text, empty if equal."""
     if old is new:
         return ""
     if not is_array(old) and not is_array(new):
@@ -122,7 +119,6 @@ def _difference(old: Any, new: Any, selection: Selection) -> Any:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Whether two leaves that are not arrays are equal."""
     if type(old) is not type(new):
         return False
     try:

@@ -42,26 +42,21 @@ class Field:
         return dataclasses.replace(self, value=record[name], at=at)
 
     def checked(self, expected: str, is_valid: Callable[[Any], bool]) -> Any:
-        """The value, if it is valid."""
         if not is_valid(self.value):
             raise self.damaged(self.at or "the whole file", described(self.value), expected)
         return self.value
 
     def items(self, of: str) -> list["Field"]:
-        """The items of a list."""
         values = self.checked(f"a list of {of}", lambda value: isinstance(value, list))
         return [dataclasses.replace(self, value=value, at=f"{self.at}[{i}]") for i, value in enumerate(values)]
 
     def text(self) -> str:
-        """A string."""
         return self.checked("a string", lambda value: isinstance(value, str))
 
     def flag(self) -> bool:
-        """A bool."""
         return self.checked("true or false", lambda value: isinstance(value, bool))
 
     def number(self, least: int = 0) -> int:
-        """An int."""
         return self.checked(f"a number, {least} or more", lambda value: is_int(value) and value >= least)
 
     def struct(self, *, or_none: bool = False) -> Any:
@@ -89,12 +84,10 @@ def _dtype(name: Any) -> Any:
 
 
 def is_key(array: Any) -> bool:
-    """Whether these are random keys."""
     return is_array(array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def absolute(directory: Any, fix: str, *, local: bool = False) -> str:
-    """The absolute path of a directory, or its address."""
     if not isinstance(directory, (str, os.PathLike)):
         at, got = "the first argument", described(directory)
         raise type_error("not a directory", at=at, got=got, expected="the path of a directory", fix=fix)
@@ -108,14 +101,12 @@ def absolute(directory: Any, fix: str, *, local: bool = False) -> str:
 
 
 def key_impl(dtype: Any) -> str:
-    """The name of the generator of random keys."""
     found = []
     jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype))
     return found[0]
 
 
 def struct_as_json(struct: Any) -> dict[str, Any]:
-    """What :meth:`Field.struct` reads."""
     if struct is None:
         return {"shape": None, "dtype": None}
     dtype = f"key {key_impl(struct.dtype)}" if is_key(struct) else str(struct.dtype)
@@ -124,22 +115,14 @@ def struct_as_json(struct: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class LeafRecord:
-    """A leaf of the parameters.
-
-    Attributes:
-      path: its path.
-      struct: its shape and dtype; None for an object that is not an array.
-      selection: what of it trains, without the array of a mask.
-      fingerprint: that of its frozen part, as hexadecimal digits; None if nothing of it is frozen.
-    """
+    """A leaf of the parameters."""
 
     path: str
-    struct: jax.ShapeDtypeStruct | None
-    selection: Selection
-    fingerprint: str | None = None
+    struct: jax.ShapeDtypeStruct | None  # None for an object that is not an array
+    selection: Selection  # without the array of a mask
+    fingerprint: str | None = None  # of its frozen part, if there is one
 
     def as_json(self) -> dict[str, Any]:
-        """What :func:`leaves_of_json` reads."""
         frozen = {"frozen": record_of(self.selection), "fingerprint": self.fingerprint}
         return {"path": self.path, **struct_as_json(self.struct), **frozen}
 
@@ -158,7 +141,6 @@ def leaf_records(params: PyTree, plan: Plan, *, fingerprints: bool = True) -> li
 
 
 def leaves_of_json(leaves: Field) -> list[LeafRecord]:
-    """The records of the leaves of a file."""
     records = [_leaf_of_json(leaf) for leaf in leaves.items("leaves")]
     if len({record.path for record in records}) < len(records):
         paths = described([record.path for record in records])
@@ -185,7 +167,6 @@ def _is_fingerprint(value: Any) -> bool:
 
 
 def refuse_newer(record: Field, where: str, what: str) -> None:
-    """Raises a ``ValueError`` for the record of a newer release."""
     number = record["format"].number(1)
     if number > FORMAT:
         got, expected = f"format {number}", f"format {FORMAT} or older"
@@ -212,7 +193,6 @@ def refuse_other_arrays(saved: Sequence[Any], got: Sequence[Any], name: str, whe
 def refuse_other_selections(
     saved: Sequence[Selection], got: Sequence[Selection], paths: Sequence[str], where: str, fix: str
 ) -> None:
-    """Raises a ``ValueError`` if other elements are frozen than the saved ones."""
     for path, was, now in zip(paths, saved, got, strict=True):
         if was != now or not all(map(jnp.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
             raise value_error(
@@ -227,7 +207,6 @@ def refuse_other_selections(
 def refuse_other_base(
     saved: Sequence[LeafRecord], got: Sequence[LeafRecord], where: str, expected: str, fix: str
 ) -> None:
-    """Raises a ``ValueError`` if the fingerprints of frozen leaves differ from the saved ones."""
     differ = [now.path for was, now in zip(saved, got, strict=True) if was.fingerprint != now.fingerprint]
     if differ:
         count = sum(record.fingerprint is not None for record in saved)

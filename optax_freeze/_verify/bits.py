@@ -28,14 +28,12 @@ LANES = 4
 
 @functools.partial(jax.jit, static_argnames="axis")
 def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, ...]:
-    """Sums one word per frozen element in each lane. ``axis`` is the block axis of :func:`_by_blocks`.
+    """Sums one word per frozen element in each lane, in one reduction, so that the leaf is read once.
 
-    The position of an element is added to its bits axis by axis, since a linear index would overflow. All lanes are
-    computed by one reduction, so that the leaf is read once. They are returned as scalars and not stacked, since
-    scalars are replicated on all devices.
+    Positions are added axis by axis, since a linear index would overflow. The lanes are scalars, which are replicated.
     """
 
-    def of_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
+    def per_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
         words = _words(value)
         iotas = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
         lanes = []
@@ -47,33 +45,33 @@ def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[j
             lanes.append(_frozen_alone(functools.reduce(jnp.add, mixed), selection))
         return _sum(tuple(lanes), _add)
 
-    return _by_blocks(of_block, _add, axis, selection, value)
+    return _by_blocks(per_block, _add, axis, selection, value)
 
 
 @functools.partial(jax.jit, static_argnames="axis")
 def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
     """Counts the frozen elements that differ, as a 64-bit number in two words, the lower one first."""
 
-    def of_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
+    def per_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
         del start
         ones = differ(old, new, selection).astype(np.uint32)
         return _sum((ones, jnp.zeros_like(ones)), _carry)
 
-    return _by_blocks(of_block, _carry, axis, selection, old, new)
+    return _by_blocks(per_block, _carry, axis, selection, old, new)
 
 
 @functools.partial(jax.jit, static_argnames="axis")
 def farthest(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
     """Computes :func:`distance` over the frozen elements that differ."""
 
-    def of_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
+    def per_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
         del start
         return distance(jnp, old, new, differ(old, new, selection))
 
     def both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
         return jnp.maximum(a[0], b[0]), a[1] | b[1]
 
-    return _by_blocks(of_block, both, axis, selection, old, new)
+    return _by_blocks(per_block, both, axis, selection, old, new)
 
 
 @jax.jit
@@ -84,10 +82,7 @@ def differ(old: Any, new: Any, selection: Selection) -> jax.Array:
 
 
 def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
-    """The largest absolute difference where ``differ`` is True, and whether it is NaN anywhere there.
-
-    ``xp`` is NumPy or ``jax.numpy``.
-    """
+    """The largest absolute difference where ``differ`` is True, and whether it is NaN there; ``xp`` is (jax.)numpy."""
     if xp.issubdtype(old.dtype, np.integer):
         wide = xp.uint64 if old.dtype.itemsize == 8 else xp.uint32
         up, down = (a.astype(wide) - b.astype(wide) for a, b in ((new, old), (old, new)))  # exact: no overflow
@@ -99,15 +94,15 @@ def distance(xp: Any, old: Any, new: Any, differ: Any) -> tuple[Any, Any]:
     return xp.max(xp.where(differ & ~nan, far, xp.zeros_like(far))), xp.any(differ & nan)
 
 
-def _by_blocks(of_block: Callable[..., Any], add: Callable[..., Any], axis: int, selection: Any, *arrays: Any) -> Any:
-    """Calls ``of_block(selection, start, *arrays)``, for arrays on the host block by block, and adds the results.
+def _by_blocks(per_block: Callable[..., Any], add: Callable[..., Any], axis: int, selection: Any, *arrays: Any) -> Any:
+    """Calls ``per_block(selection, start, *arrays)``, for arrays on the host block by block, and adds the results.
 
     A block is some rows along ``axis``, which are copied to the device. ``start`` is its first index along each axis.
     """
     shape = jax.tree.leaves(arrays)[0].shape
     on_host = next((array for array in arrays if is_on_host(array)), None)
     if on_host is None or not on_host.size or not shape:
-        return of_block(selection, (0,) * len(shape), *map(to_device, arrays))
+        return per_block(selection, (0,) * len(shape), *map(to_device, arrays))
     rows, mask = shape[axis], selection.frozen(len(shape)) if selection.in_part else None
     most = max(1, _BLOCK_BYTES * rows // on_host.nbytes)
     each = next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
@@ -120,8 +115,8 @@ def _by_blocks(of_block: Callable[..., Any], add: Callable[..., Any], axis: int,
 
     def block(i: Any) -> Any:
         start = [jnp.asarray(i * each, np.uint32) if d == axis else 0 for d in range(len(shape))]
-        of_rows = selection if mask is None else DenseMask(cut(mask, i), False, None)
-        return of_block(of_rows, start, *(cut(array, i) for array in arrays))
+        block_selection = selection if mask is None else DenseMask(cut(mask, i), False, None)
+        return per_block(block_selection, start, *(cut(array, i) for array in arrays))
 
     return lax.fori_loop(1, rows // each, lambda i, total: add(total, block(i)), block(0))
 
@@ -147,9 +142,8 @@ def hashed(*what: Any) -> np.ndarray:
 def placed(*nodes: Any) -> tuple[Any, ...]:
     """Moves the arrays of one leaf and its selection to the same devices, in the smallest shards that one of them has.
 
-    Arrays in host memory stay there, and NumPy arrays compared with them are placed there, too; see
-    :func:`_by_blocks`. Where all arrays are NumPy arrays, 64-bit numbers that JAX would truncate without 64-bit mode
-    are returned as tuples of words.
+    Beside arrays in host memory, NumPy arrays are placed there, too. Without any JAX array, 64-bit numbers that JAX
+    would truncate become tuples of words.
     """
     arrays = jax.tree.leaves(nodes)
     if any(isinstance(array, Tracer) for array in arrays):

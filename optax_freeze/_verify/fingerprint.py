@@ -61,18 +61,18 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
       >>> bool((fz.fingerprint(trained, "encoder") == digest).all())
       True
     """
-    of_leaves = digests(params, make_plan(params, frozen)).values()
-    if any(isinstance(digest[0], Tracer) for digest in of_leaves):
-        return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*of_leaves, strict=True)])
+    found = digests(params, make_plan(params, frozen)).values()
+    if any(isinstance(digest[0], Tracer) for digest in found):
+        return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*found, strict=True)])
     # On the host, since leaves may be on different devices.
-    lanes = [np.zeros(_bits.LANES, np.uint32), *jax.device_get(list(of_leaves))]
+    lanes = [np.zeros(_bits.LANES, np.uint32), *jax.device_get(list(found))]
     return jnp.asarray(np.array(lanes, np.uint32).sum(axis=0, dtype=np.uint32))
 
 
 def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
     """The contribution of each frozen leaf to each lane of the fingerprint, by path."""
     found = {}
-    for path, (_, value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
+    for path, (value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
         if not is_array(value):
             found[path] = _bits.hashed("object", path, _name(value))
         else:

@@ -1,6 +1,6 @@
 """Collects the frozen leaves of a tree, and checks that their values can be read."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +11,11 @@ from optax_freeze._errors import is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
-from optax_freeze._spec.tree import Leaf, Part, Rest
+from optax_freeze._spec.tree import Part, Rest
 
 
-class FrozenLeaf(NamedTuple):
-    """A leaf that is frozen completely or in part."""
-
-    leaf: Leaf
-    value: Any
-    selection: Selection
-
-
-def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> dict[str, FrozenLeaf]:
-    """The frozen leaves by path, without holes. For the ``Rest`` of a partially frozen leaf, the full array is used.
-
-    A Python float or complex number is the array that JAX makes of it, and that a jitted function returns in its place.
-
-    Raises:
-      ValueError: if an array was deleted, or a ``Part`` is in the place of a full leaf.
-      TypeError: if an array has no values, or is traced and may not be.
-    """
+def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> dict[str, tuple[Any, Selection]]:
+    """The frozen leaves by path, without holes: of a ``Rest`` the full array, of a Python float JAX's array of it."""
     found = {}
     for leaf, value, selection in zip(plan.leaves, values, plan.selections, strict=True):
         if selection is TRAINABLE or _tree.is_hole(value) or leaf.dtype == jax.dtypes.float0:
@@ -42,7 +27,7 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
         _refuse_unreadable(value, leaf.path, name, traced)
         for mask in jax.tree.leaves(selection):
             _refuse_unreadable(mask, leaf.path, "the mask of a leaf", traced)
-        found[leaf.path] = FrozenLeaf(leaf, value, selection)
+        found[leaf.path] = (value, selection)
     return found
 
 

@@ -46,19 +46,15 @@ class StateRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The record of a checkpoint."""
-
     leaves: Sequence[LeafRecord]
     opt_state: Sequence[StateRecord] | None
 
     def as_json(self) -> dict[str, Any]:
-        """The record as :func:`read_record` reads it."""
         leaves, state = ([x.as_json() for x in each or ()] for each in (self.leaves, self.opt_state))
         return {"format": FORMAT, "leaves": leaves, "opt_state": None if self.opt_state is None else state}
 
 
 def state_records(opt_state: PyTree) -> list[StateRecord]:
-    """The records of the arrays of an optimizer state."""
     records = []
     for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
         array = _tree.bare(node)
@@ -126,7 +122,6 @@ def _state_of_json(array: Field) -> StateRecord:
 
 
 def refuse_other_state(saved: Sequence[StateRecord] | None, template: PyTree, at: str) -> None:
-    """Raises a ``ValueError`` if the template is the state of another optimizer or spec, or no state was saved."""
     if saved is None:
         got = "a template of an optimizer state"
         expected = "opt_state=None, since no state was given to checkpoint.save"

@@ -17,7 +17,6 @@ _FILE_BYTES, _READ_BYTES = 2**20, 2**14
 
 
 def append(stores: list[Any], record: Record, arrays: Sequence[np.ndarray]) -> None:
-    """Appends the features of a batch."""
     start, stop = record.examples, record.examples + len(arrays[0])
     writes = []
     for i, array in enumerate(arrays):

@@ -19,10 +19,7 @@ from optax_freeze.features._arrays import on_host
 
 
 def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
-    """A function of a batch and its number.
-
-    It returns the digest of the batch, the shapes of its features, and a function that computes them.
-    """
+    """A function of a batch and its number, to its digest, the shapes of its features, and their computation."""
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).selections
     structs = [*map(_tree.struct_of, values)]
@@ -36,13 +33,13 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
         left = iter(arrays)
         batch = jax.tree.unflatten(structure, [next(left) if kind is None else value for kind, value in rest])
         full = jax.tree.unflatten(treedef, [frozen.get(i, struct) for i, struct in enumerate(structs)])
-        others, kwargs = beside.of_shapes(shapes)
+        others, kwargs = beside.with_shapes(shapes)
         args, by_name = _arguments(once, batch, others)
         return once.before(full, *args, **by_name, **kwargs)
 
     jitted = jax.jit(before, static_argnums=2)
 
-    def of_batch(batch: Any, number: int) -> tuple[str, Features, Callable[[], Features]]:
+    def prepare(batch: Any, number: int) -> tuple[str, Features, Callable[[], Features]]:
         leaves, structure = jax.tree.flatten(batch)
         # A loader may reuse the memory of a NumPy array for the next batch, while this one is computed.
         arrays = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves if is_array(leaf)]
@@ -55,11 +52,11 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
         )
         return hashed.hexdigest(), found, lambda: jitted(frozen, arrays, (static, shapes))
 
-    return of_batch
+    return prepare
 
 
 class _Beside:
-    """The arguments that do not recur. They are given once, beside the first batch, and only their shapes are read."""
+    """The arguments that do not recur: given once, beside the first batch, and only their shapes are read."""
 
     def __init__(self, once: Precomputed, others: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         given = jax.tree.map(_tree.struct_of, (tuple(others), dict(kwargs)))
@@ -71,17 +68,13 @@ class _Beside:
         self._first = 0  # the number of examples in the first batch
         self._found: dict[int, list[tuple[int, ...]]] = {}  # by number of examples
 
-    def of_shapes(self, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these shapes."""
+    def with_shapes(self, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(shapes)
         leaves = [jax.ShapeDtypeStruct(next(left), x.dtype) if is_array(x) else x for x in self._leaves]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def fitting(self, batch: Sequence[Any], number: int, result: Callable[[Any], Features]) -> tuple[Features, Any]:
-        """The result for the first shapes that fit a batch, and these shapes.
-
-        They are given for the first batch. For another size, the axes with one entry per example change theirs.
-        """
+        """The result for the first shapes that fit a batch, in which axes with one entry per example have its size."""
         count = next((x.shape[self._axis] for x in batch if len(x.shape) > self._axis), None)
         if count == 0:
             got = f"an array of shape {tuple(batch[0].shape)}"

@@ -36,34 +36,21 @@ _FILE = "features.json"
 
 @dataclasses.dataclass
 class Record:
-    """The record of stored features.
-
-    Attributes:
-      leaves: the parameters that they were computed with.
-      cut: the digest of the program.
-      features: the shape and dtype of each feature of one example.
-      batches: the digests of the stored batches.
-      examples: the number of stored examples.
-      complete: whether these are all batches.
-    """
+    """The record of stored features."""
 
     leaves: list[LeafRecord]
-    cut: str
-    features: list[Any]
-    batches: list[str] = dataclasses.field(default_factory=list)
+    cut: str  # the digest of the program
+    features: list[Any]  # the shape and dtype of each feature of one example
+    batches: list[str] = dataclasses.field(default_factory=list)  # the digests of those that are stored
     examples: int = 0
     complete: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The record as :func:`read_record` reads it."""
-        of_arrays = {"leaves": [leaf.as_json() for leaf in self.leaves]}
-        of_arrays["features"] = list(map(struct_as_json, self.features))
-        others = {name: getattr(self, name) for name in ("cut", "batches", "examples", "complete")}
-        return {"format": FORMAT, **of_arrays, **others}
+        leaves, features = [leaf.as_json() for leaf in self.leaves], list(map(struct_as_json, self.features))
+        return {**vars(self), "format": FORMAT, "leaves": leaves, "features": features}
 
 
 def base_of(params: PyTree, once: Precomputed) -> list[LeafRecord]:
-    """The leaves of the parameters, with the fingerprint of each frozen one."""
     plan = make_plan(params, once.frozen)
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
@@ -71,7 +58,6 @@ def base_of(params: PyTree, once: Precomputed) -> list[LeafRecord]:
 
 
 def begin(where: str, shapes: Features, leaves: list[LeafRecord]) -> Record:
-    """Writes a record without batches into a new directory."""
     os.makedirs(where, exist_ok=True)
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes])
     save(where, record)
@@ -80,10 +66,7 @@ def begin(where: str, shapes: Features, leaves: list[LeafRecord]) -> Record:
 
 @contextlib.contextmanager
 def only_writer(where: str) -> Iterator[None]:
-    """Holds a lock beside a directory: a second writer would mix its features with those of the first.
-
-    The system releases the lock of a process that ends, so a run that was stopped never blocks the next one.
-    """
+    """Holds a lock beside a directory, which the system releases if the process ends."""
     file = f"{where}.lock"
     os.makedirs(os.path.dirname(where), exist_ok=True)
     lock = filelock.FileLock(file, blocking=False)
@@ -150,13 +133,11 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
 
 
 def damaged(at: str, got: str, expected: str = "everything that features.write wrote") -> ValueError:
-    """The error for files that were changed since they were written."""
     fix = "write the features again, into another directory; or restore the files from a copy"
     return value_error("the features are damaged", at=at, got=got, expected=expected, fix=fix)
 
 
 def refuse_other_params(record: Record, now: list[LeafRecord]) -> None:
-    """Refuses parameters of other shapes, another spec, or another base."""
     where, saved = "the stored features", record.leaves
     fix = "give the parameters and the spec that the features were written with, or write into another directory"
     refuse_other_arrays(saved, now, "params", where, fix)
@@ -168,7 +149,6 @@ def refuse_other_params(record: Record, now: list[LeafRecord]) -> None:
 
 
 def refuse_other_features(record: Record, shapes: Features, number: int) -> None:
-    """Refuses the features of another program, or of examples of another shape."""
     if shapes.cut != record.cut:
         raise value_error(
             "the stored features were computed by another program",
@@ -180,7 +160,6 @@ def refuse_other_features(record: Record, shapes: Features, number: int) -> None
 
 
 def refuse_other_batch(record: Record, digest: str, number: int) -> None:
-    """Refuses a batch with other values than the one that is stored."""
     stored = record.batches
     if number > len(stored):
         at, got = f"batch {number}", "another batch"

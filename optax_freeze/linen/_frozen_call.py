@@ -38,14 +38,10 @@ class VariableFreezer:
 
     @property
     def collections(self) -> list[str]:
-        """The collections that are mapped."""
         return ["params", *self.stats, *([self.collection] if self.collection else [])]
 
     def call(self, fun: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, is_call: bool = False) -> Any:
-        """``fun(module, *args, **kwargs)``, where the module reads frozen variables and does not write them.
-
-        ``is_call`` says that it is the module's ``__call__``, by which ``init`` makes all its parameters.
-        """
+        """``fun(module, *args, **kwargs)`` with frozen variables; ``is_call``: by which ``init`` makes all of them."""
         if module.scope is None:
             raise value_error(
                 "a frozen module is used before it belongs to a model",
@@ -173,14 +169,12 @@ class _ScopeVariables:
 
     @property
     def params(self) -> Flat:
-        """The parameters, from both collections."""
         return {**self.before["params"], **self.before.get(self.freezer.collection or "", {})}
 
     def path_in_scope(self, path: Path) -> Path:
         return path[len(self.prefix) :]
 
     def read(self, constants: Flat) -> dict[str, Any]:
-        """The collections as the module reads them."""
         collections = {col: self.before[col] for col in self.freezer.stats}
         collections["params"] = {path: constants[path] for path in self.params}
         return {
@@ -190,12 +184,10 @@ class _ScopeVariables:
         }
 
     def keep(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps what the module wrote, for :meth:`publish`."""
         self.after = {col: self._flat(tree) for col, tree in written.items()}
         return {}
 
     def created(self, col: str) -> Flat:
-        """The variables that were not there before the call."""
         known = self.params if col == "params" else self.before[col]
         return {path: leaf for path, leaf in self.after.get(col, {}).items() if path not in known}
 

@@ -47,11 +47,9 @@ class Recording:
 
     @property
     def has_parts(self) -> bool:
-        """Whether any parameter is frozen in part."""
         return any(not isinstance(answer, bool) for uses in self.answers.values() for answer, _ in uses)
 
     def is_frozen(self, path: Path) -> bool:
-        """Whether each use of the parameter is wholly frozen."""
         return all(answer is True for answer, _ in self.answers.get(path, [(False, None)]))
 
     def element_mask(self, path: Path, shape: tuple[int, ...] | None) -> Any:
