@@ -22,10 +22,10 @@ from optax_freeze._spec.partition import partition as partition
 from optax_freeze._spec.partition import stop_gradient as stop_gradient
 
 # The loss as a function of the trainable parameters.
-from optax_freeze._gradient.restrict import grad as grad
-from optax_freeze._gradient.restrict import restrict as restrict
-from optax_freeze._gradient.restrict import value_and_grad as value_and_grad
-from optax_freeze._gradient.restrict import value_and_grad_from_state as value_and_grad_from_state
+from optax_freeze._gradient.grad import grad as grad
+from optax_freeze._gradient.grad import restrict as restrict
+from optax_freeze._gradient.grad import value_and_grad as value_and_grad
+from optax_freeze._gradient.grad import value_and_grad_from_state as value_and_grad_from_state
 from optax_freeze._gradient.explain import Explanation as Explanation
 from optax_freeze._gradient.explain import explain as explain
 
@@ -51,7 +51,8 @@ from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen
 from optax_freeze._state.migrate import migrate as migrate
 
-# Frozen parameters in host memory.
+# Frozen parameters in host memory, or in fewer bits.
+from optax_freeze._memory.cast import cast as cast
 from optax_freeze._memory.offload import offload as offload
 
 # Reports: what is frozen, and how much it saves.

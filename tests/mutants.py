@@ -63,7 +63,7 @@ _BY_FILE = {
         ),
         ("if isinstance(grad, Part) and not isinstance(value, Part):", "if isinstance(grad, Part):", "-k parts"),
     ],
-    ("_gradient/restrict.py", "tests/state/test_dynamic_rows.py"): [
+    ("_gradient/grad.py", "tests/state/test_dynamic_rows.py"): [
         ("jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))", "grads", "-k line_search"),
     ],
     ("_gradient/restricted_call.py", "tests/gradient/test_from_the_host.py"): [

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_freeze._errors import is_array, printable
-from optax_freeze._gradient.gradient import region_of_leaf
-from optax_freeze._gradient.restrict import refuse_no_function
+from optax_freeze._gradient.dense_gradient import region_of_leaf
+from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host

@@ -14,7 +14,13 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._gradient.gradient import AtLeaves, TracedGradient, as_part, region_of_leaf, value_and_grad_of_plan
+from optax_freeze._gradient.dense_gradient import (
+    AtLeaves,
+    TracedGradient,
+    as_part,
+    region_of_leaf,
+    value_and_grad_of_plan,
+)
 from optax_freeze._program.regions import Region, region_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements, rows

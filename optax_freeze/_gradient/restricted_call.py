@@ -33,7 +33,7 @@ from optax_freeze._program.trace import Program, flatten, is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, needs_value
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
-from optax_freeze._spec.partition import assemble
+from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import Part, PyTree, Rest
 
@@ -62,15 +62,14 @@ class _InRows(NamedTuple):
 
     def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
         """The leaf, put together from these arrays."""
-        selection, array = self.with_numbers(numbers), to_device(array)
-        return selection.put(array, Part(jnp.asarray(rows, array.dtype), selection.part_index, array.shape))
+        selection, array = self.with_numbers(numbers), to_device(array).astype(self.rows.dtype)
+        return selection.put(array, Part(rows, selection.part_index, array.shape))
 
     def unread(self, array: Any, rows: Any, numbers: Sequence[Any]) -> LateValue:
         """The leaf, of which only the rows are put together that are read."""
-        rows, axis = jnp.asarray(rows, self.array.dtype), self.selection.axis
 
         def put(array: Any, rows: Any, *numbers: Any) -> jax.Array:
-            return set_rows(axis, self.selection.indices(*numbers), array, rows)
+            return set_rows(self.selection.axis, self.selection.indices(*numbers), array.astype(rows.dtype), rows)
 
         program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows, *numbers))
         return LateValue(program, Values(dict(enumerate([array, rows, *numbers]))))
@@ -84,7 +83,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
             array, rows = jnp.asarray(rest.array), jnp.asarray(part.values)
             axes = varies(jax.typeof(array)) | varies(jax.typeof(rows))
             return _InRows(cast_to_vary(array, axes), rest.selection, cast_to_vary(rows, axes))
-        return rest.selection.put(rest.array, part)
+        return put_part(rest, part)
 
     leaves, treedef = assemble(trainable, rest, combine_part)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _InRows) or is_on_host(leaf)]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import in_one_line, type_error, value_error
+from optax_freeze._gradient.grad import restrict
 from optax_freeze._gradient.group_gradients import GradientOfGroups
-from optax_freeze._gradient.restrict import restrict
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import updated

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from optax_freeze._errors import described, is_array, value_error, whole_number
-from optax_freeze._gradient.restrict import refuse_no_function
+from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
 from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree

@@ -14,6 +14,7 @@ import optax
 
 from optax_freeze._errors import is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
 from optax_freeze._spec.selection import TRAINABLE
@@ -80,7 +81,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       rest: all other leaves, with holes in place of trainable leaves.
 
     Returns:
-      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both remains one.
+      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both remains one. A
+      leaf in both has the type of its trainable part.
 
     Raises:
       ValueError: if the trees differ in structure, or if both have a leaf at the same path.
@@ -90,8 +92,16 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
       {'encoder': 2.0, 'head': 1.0}
     """
-    leaves, treedef = assemble(trainable, rest, lambda rest, part: rest.selection.put(rest.array, part))
+    leaves, treedef = assemble(trainable, rest, put_part)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def put_part(rest: Rest, part: Any) -> jax.Array:
+    """A partially frozen leaf, in the type of its trainable part."""
+    array, dtype = rest.array, jnp.result_type(part.values if isinstance(part, Part) else part)
+    if array.dtype != dtype:
+        array = to_memory_of(array, to_device(array).astype(dtype))
+    return rest.selection.put(array, part)
 
 
 def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any], Any]) -> tuple[list[Any], Any]:

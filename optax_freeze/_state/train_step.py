@@ -9,8 +9,8 @@ from typing import Any
 
 import optax
 
+from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
-from optax_freeze._gradient.restrict import refuse_no_function, value_and_grad
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.update_params import update_params, updates_in_place
 from optax_freeze._spec.tree import PyTree

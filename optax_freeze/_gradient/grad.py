@@ -12,7 +12,7 @@ import jax
 import optax
 
 from optax_freeze._errors import described, is_int, type_error, value_error
-from optax_freeze._gradient.gradient import value_and_grad_of_plan
+from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
 from optax_freeze._gradient.group_gradients import GroupSpec, value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.partition import split

@@ -1,0 +1,103 @@
+"""Stores frozen parameters in fewer bits than trainable ones."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory_kinds import to_device, to_memory_of
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import FROZEN
+from optax_freeze._spec.tree import PyTree, Rest
+
+
+def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
+    """Converts frozen parameters to another floating-point type, and leaves trainable ones as they are.
+
+    In ``params``, leaves that are frozen completely are converted. A leaf that is frozen in part is one array of one
+    type and stays as it is. In the second output of :func:`optax_freeze.partition`, the array with its frozen rows or
+    elements is converted, too: :func:`optax_freeze.combine` and :func:`optax_freeze.restrict` put the trainable ones
+    into it in *their* type, a loop over rows one row at a time.
+
+    Args:
+      tree: the parameters, or the second output of :func:`optax_freeze.partition`. NumPy arrays stay NumPy arrays, and
+        arrays in host memory stay there. A ``jax.ShapeDtypeStruct`` gets the type, and nothing is allocated.
+      frozen: the spec of the frozen parameters, in any form; True for everything in ``tree``.
+      dtype: a real floating-point type: ``jnp.bfloat16``, ``jnp.float16``, ``jnp.float8_e4m3fn``, ...
+
+    Returns:
+      The tree with the converted leaves. Integers, complex numbers, PRNG keys, Python numbers and objects are returned
+      unchanged, and arrays that have the type already as the same objects.
+
+    Raises:
+      TypeError: if ``dtype`` is not a real floating-point type.
+      ValueError: if the spec does not fit; outside ``jit``, if a finite value of a leaf is not finite in ``dtype``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> params = {"encoder": jnp.ones((4, 2)), "head": jnp.ones(2)}
+      >>> params = fz.cast(params, "encoder", jnp.bfloat16)
+      >>> params["encoder"].dtype, params["head"].dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+    to = _floating(dtype)
+    plan = make_plan(tree, frozen)
+    values, treedef = _tree.flatten(tree)
+    done: dict[int, Any] = {}  # an array at two paths is converted once
+
+    def converted(array: Any, path: str) -> Any:
+        if id(array) not in done:
+            done[id(array)] = _converted(array, to, path)
+        return done[id(array)]
+
+    new = []
+    for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+        if isinstance(value, Rest):
+            new.append(dataclasses.replace(value, array=converted(value.array, leaf.path)))
+        else:
+            new.append(converted(value, leaf.path) if selection is FROZEN else value)
+    return jax.tree.unflatten(treedef, new)
+
+
+def _floating(dtype: Any) -> np.dtype:
+    try:
+        to = jnp.dtype(dtype)
+    except TypeError:
+        to = None
+    if to is None or not jnp.issubdtype(to, jnp.floating):
+        raise type_error(
+            "fz.cast needs a floating-point type",
+            at="dtype",
+            got=described(dtype) if to is None else str(to),
+            expected="a real floating-point type",
+            fix="fz.cast(params, frozen, jnp.bfloat16); for integers use a library that quantizes, such as Qwix",
+        )
+    return to
+
+
+def _converted(value: Any, to: np.dtype, path: str) -> Any:
+    is_shape = isinstance(value, jax.ShapeDtypeStruct)
+    if not (is_shape or is_array(value)) or not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype == to:
+        return value
+    if is_shape:
+        return value.update(dtype=to)
+    if isinstance(value, np.ndarray):
+        with np.errstate(over="ignore"):
+            new, finite = value.astype(to), np.isfinite
+    else:
+        new, finite = to_memory_of(value, to_device(value).astype(to)), lambda x: jnp.isfinite(to_device(x))
+    if jnp.finfo(to).max < jnp.finfo(value.dtype).max and is_concrete(value):
+        lost = int((finite(value) & ~finite(new)).sum())
+        if lost:
+            raise value_error(
+                f"frozen values are too large for {to}",
+                at=path,
+                got=f"{lost} finite values of {value.dtype} that are not finite in {to}",
+                expected=f"values of at most {float(jnp.finfo(to).max):g}",
+                fix="fz.cast(params, frozen, jnp.bfloat16) has the range of float32",
+            )
+    return new
