@@ -5,7 +5,7 @@ BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest docs docs-check bench gallery mutants compatibility format clean
+.PHONY: help demo test test-oldest test-newest docs docs-check bench bench-gpu gallery mutants compatibility format clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-24s %s\n' "make $$name" "$$what"; done
@@ -43,6 +43,12 @@ docs-check: docs  ## check every page of the documentation in a browser, with sc
 bench: .venv/bench  ## run the benchmarks and write their page
 	$(BIN)/python tests/benchmarks/write_page.py
 
+# JAX's CUDA packages (3 GB) have an environment of their own. Nothing here needs a GPU.
+GPU_FIGURES := .venv/gpu/figures.json
+bench-gpu: .venv/gpu/installed  ## compile training steps for GPUs, and show the memory that they take
+	.venv/gpu/bin/python tests/benchmarks/scale.py --chips h100 a100-40 rtx4090 --sizes 8B 70B --json $(GPU_FIGURES)
+	.venv/gpu/bin/python tests/benchmarks/scale.py --one rtx4090 --json $(GPU_FIGURES)
+
 # The gallery has an environment of its own, for Python 3.12; its figures stand in a folder beside it. PyTorch and PEFT
 # have another, with any Python.
 gallery: .venv/gallery/installed .venv/pytorch/installed  ## test models of other packages (Python 3.12) and write their page
@@ -71,6 +77,11 @@ clean:  ## remove the environment
 .venv/demo .venv/test .venv/bench: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $@
+
+.venv/gpu/installed: pyproject.toml
+	test -x .venv/gpu/bin/python || $(PYTHON) -m venv .venv/gpu
+	.venv/gpu/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench-gpu]'
 	touch $@
 
 # By uv, since pip searches for hours among the versions of what these packages need.

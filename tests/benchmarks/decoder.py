@@ -1,10 +1,9 @@
 """A decoder of Llama 3's shape on a mesh of TPU chips, given by shapes alone, for the memory benchmarks."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +32,11 @@ class Decoder:
     length: int = 4096
     chunk: int = 256
 
-    def mesh(self) -> Mesh:
-        kind, _, shape = self.topology.partition(":")
-        if kind in gpu_devices.GPUS:
-            chips = gpu_devices.devices(kind, int(shape))
-        else:
-            chips = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
-        chips = np.array(chips[: self.chips])
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh of these devices, by default of the TPU chips of the topology."""
+        if devices is None:
+            devices = topologies.get_topology_desc(platform="tpu", topology_name=self.topology).devices
+        chips = np.array(devices[: self.chips])
         return Mesh(chips.reshape(-1, self.tensor_parallel), ("fsdp", "tp"))
 
     def params(self, mesh: Mesh) -> Any:
@@ -70,8 +67,8 @@ class Decoder:
         batch = mesh.devices.size // self.tensor_parallel
         return jax.ShapeDtypeStruct((batch, self.length), jnp.int32, sharding=NamedSharding(mesh, P("fsdp")))
 
-    def loss(self, mesh: Mesh) -> Callable[..., jax.Array]:
-        """Mean cross entropy; ``params["blocks"]`` is one stack or a list of stacks.
+    def loss(self, mesh: Mesh, dot: Callable[..., jax.Array] = jnp.matmul) -> Callable[..., jax.Array]:
+        """Mean cross entropy; ``params["blocks"]`` is one stack or several, and ``dot`` multiplies by a matrix.
 
         ``loss(params, tokens, x)`` starts from ``x``, the residual stream before the blocks.
         """
@@ -86,8 +83,8 @@ class Decoder:
 
         def block(x: jax.Array, p: Any) -> jax.Array:
             h = normalise(x, p["before"])
-            q = (h @ p["q"]).reshape(*h.shape[:2], self.kv_heads, groups, head)
-            k, v = ((h @ p[name]).reshape(*h.shape[:2], self.kv_heads, head) for name in "kv")
+            q = dot(h, p["q"]).reshape(*h.shape[:2], self.kv_heads, groups, head)
+            k, v = (dot(h, p[name]).reshape(*h.shape[:2], self.kv_heads, head) for name in "kv")
             if self.kv_heads % self.tensor_parallel == 0:
                 q = on(q, "fsdp", None, "tp", None, None)
 
@@ -98,9 +95,9 @@ class Decoder:
 
             chunks = q.reshape(q.shape[0], self.length // self.chunk, self.chunk, *q.shape[2:]).swapaxes(0, 1)
             mixed = jax.lax.map(attend, chunks).swapaxes(0, 1)
-            x = x + mixed.reshape(x.shape[0], self.length, self.heads * head) @ p["o"]
+            x = x + dot(mixed.reshape(x.shape[0], self.length, self.heads * head), p["o"])
             h = normalise(x, p["between"])
-            return on(x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "fsdp", None, None)
+            return on(x + dot(jax.nn.silu(dot(h, p["gate"])) * dot(h, p["up"]), p["down"]), "fsdp", None, None)
 
         def loss(params: Any, tokens: jax.Array, x: jax.Array | None = None) -> jax.Array:
             if x is None:

@@ -25,6 +25,9 @@ space 5. A step fits if it fits both memories. The host has 48 GiB for each v5e 
 -4t and -8t) and 112 GiB for each v5p chip (ct5p-hightpu-4t). Meshes of one and two chips are part of a topology of
 four.
 
+GPUs (``--chips h100``) are compiled in the same way, with the CUDA packages of JAX and without a GPU; there is no
+``fz.offload``, and one step more: any two layers, whose numbers are values of the program.
+
 Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: every size and mesh; ``--sizes`` and
 ``--chips`` select some; ``--json FILE`` saves each figure and resumes from the file).
 """
@@ -50,7 +53,7 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import optax
 from decoder import ADAMW, SHAPES, Decoder, adamw_state, partition
-from gpu_devices import GPUS
+from gpu_devices import GPUS, devices
 from rich.table import Table
 
 import optax_freeze as fz
@@ -92,8 +95,7 @@ class Cell:
 
     @property
     def decoder(self) -> Decoder:
-        chips = self.chips if self.chip in GPUS else max(4, self.chips)
-        topology = f"{self.chip}:{TOPOLOGIES[self.chip][chips]}"
+        topology = f"{self.chip}:{TOPOLOGIES[self.chip][max(4, self.chips)]}"
         tensor_parallel = min(TENSOR_PARALLEL[self.size], self.chips)
         return Decoder(*SHAPES[self.size], topology, tensor_parallel, self.chips, length=self.length)
 
@@ -232,7 +234,7 @@ WAYS: dict[str, Callable[..., Step]] = {
 def lower(cell: Cell) -> "tuple[jax.stages.Lowered, Memory]":
     """The lowered step, and the memory of its arguments."""
     decoder = cell.decoder
-    mesh = decoder.mesh()
+    mesh = decoder.mesh(devices(cell.chip, cell.chips) if cell.chip in GPUS else None)
     given, step = cell.build(decoder.loss(mesh), decoder.params(mesh), trains(cell.kind, decoder))
     args = (*given, decoder.tokens(mesh))
     back = jax.tree.map(lambda x: x.sharding, args[:2])

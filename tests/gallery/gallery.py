@@ -198,11 +198,8 @@ def joined(loss: Callable[..., Any], spec: Any, params: Any, batch: Any) -> Any:
             return full
         axis = answer.axis % full.ndim
         numbers = np.arange(full.shape[axis])
-        index = (
-            answer.index if not isinstance(answer.index, tuple) or hasattr(answer.index, "step") else [*answer.index]
-        )
         frozen = np.zeros(len(numbers), bool)
-        frozen[slice(*index) if hasattr(index, "step") else index] = True
+        frozen[answer.index if isinstance(answer.index, slice) else [*np.atleast_1d(answer.index)]] = True
         frozen ^= answer.inverted
         edges = [0, *np.flatnonzero(np.diff(frozen)) + 1, len(numbers)]
         pieces, used = [], 0

@@ -507,7 +507,7 @@ class TestReplaceMasks:
 
     def test_a_traced_compact_mask_cannot_be_counted(self):
         tx = fz.freeze(optax.sgd(1.0), fz.elements(np.array([True, False]), compact=True))
-        with pytest.raises(ValueError, match="compact mask is fixed"):
+        with pytest.raises(ValueError, match="compact mask, is fixed"):
             jax.jit(lambda s, m: fz.replace_masks(s, tx, jnp.ones(2), {"": m}))(
                 tx.init(jnp.ones(2)), np.array([True, True])
             )
@@ -560,7 +560,7 @@ class TestReplaceMasks:
         before = bits(state)
         for path, mask, error in [
             ("r", DIAGONAL, r"the state has no replaceable mask for this path\n  at: r"),
-            ("c", np.zeros((2, 2), bool), r"compact mask is fixed\n  at: c\n  got: 4"),
+            ("c", np.zeros((2, 2), bool), r"compact mask, is fixed\n  at: c\n  got: .*4 elements"),
         ]:
             with pytest.raises(ValueError, match=error):
                 fz.replace_masks(state, tx, params, {path: mask})
