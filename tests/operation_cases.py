@@ -154,6 +154,11 @@ TABLE = {
         [W, ints([1], [2], [4]), UP],
         "0.. 1.1",
     ),
+    "scatter add, bytes, more rows than a byte can number": (
+        scattered("add", ROWS),
+        [x(300, 2), ints([0], [3], dtype=jnp.uint8), x(2, 2)],
+        "0.. 1.1",
+    ),
     "scatter of a number": (lambda w: w.at[2].set(1.0), [x(6)], "0"),
     "scatter of elements": (
         scattered("mul", ((), (0, 1), (1, 0))),

@@ -166,7 +166,7 @@ class Rows(_SomeRows):
             return super().find(i, size)
         start = self.runs[0][0]
         i = i if jnp.issubdtype(i.dtype, jnp.signedinteger) and i.dtype.itemsize >= 4 else i.astype(jnp.int32)
-        return jnp.where(i >= start, i - start, -1) if start else i, start == 0
+        return i - start, start == 0
 
     def take(self, array: Any) -> Any:
         shape = jnp.shape(array)
