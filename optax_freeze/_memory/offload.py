@@ -33,8 +33,8 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     objects. A leaf that is on the host already stays there while it is frozen, and returns to the device if it is
     trainable under this spec. An array at several paths is moved only if it can be moved at each of them.
 
-    No test has run on a GPU or a TPU yet: compare the gradients on yours with those from device memory first. A released
-    XLA for GPU read stacks on the host in the wrong order in reversed scans (openxla/xla#46231).
+    No test has run on a GPU or a TPU yet: compare the gradients on yours with those from device memory first. A
+    released XLA for GPU read stacks on the host in the wrong order in reversed scans (openxla/xla#46231).
 
     For an optimizer state of :func:`optax_freeze.freeze_when`, ``fz.offload(state)`` moves the arrays of groups that
     are frozen now to the host, and those of trainable groups back to the device. Updates work with either. Call it
