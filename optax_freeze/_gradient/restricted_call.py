@@ -80,7 +80,8 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
 
     def combine_part(rest: Rest, part: Any) -> Any:
         if isinstance(rest.selection, RowSelection):
-            array, rows = jnp.asarray(rest.array), jnp.asarray(part.values)
+            array = jnp.asarray(rest.array)
+            rows = jnp.asarray(part.values, array.dtype if rest.dtype is None else rest.dtype)
             axes = varies(jax.typeof(array)) | varies(jax.typeof(rows))
             return _InRows(cast_to_vary(array, axes), rest.selection, cast_to_vary(rows, axes))
         return put_part(rest, part)

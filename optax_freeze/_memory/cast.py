@@ -20,8 +20,8 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
 
     In ``params``, leaves that are frozen completely are converted. A leaf that is frozen in part is one array of one
     type and stays as it is. In the second output of :func:`optax_freeze.partition`, the array with its frozen rows or
-    elements is converted, too: :func:`optax_freeze.combine` and :func:`optax_freeze.restrict` put the trainable ones
-    into it in *their* type, a loop over rows one row at a time.
+    elements is converted, too. The leaf keeps its type: :func:`optax_freeze.combine` converts the array back, and
+    :func:`optax_freeze.restrict` only what is read, in a loop over rows one row at a time.
 
     Args:
       tree: the parameters, or the second output of :func:`optax_freeze.partition`. NumPy arrays stay NumPy arrays, and
@@ -57,7 +57,8 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
     new = []
     for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
         if isinstance(value, Rest):
-            new.append(dataclasses.replace(value, array=converted(value.array, leaf.path)))
+            array = converted(value.array, leaf.path)
+            new.append(dataclasses.replace(value, array=array, dtype=value.dtype or value.array.dtype))
         else:
             new.append(converted(value, leaf.path) if selection is FROZEN else value)
     return jax.tree.unflatten(treedef, new)

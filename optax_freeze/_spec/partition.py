@@ -81,8 +81,7 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       rest: all other leaves, with holes in place of trainable leaves.
 
     Returns:
-      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both remains one. A
-      leaf in both has the type of its trainable part.
+      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both remains one.
 
     Raises:
       ValueError: if the trees differ in structure, or if both have a leaf at the same path.
@@ -97,10 +96,10 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
 
 
 def put_part(rest: Rest, part: Any) -> jax.Array:
-    """A partially frozen leaf, in the type of its trainable part."""
-    array, dtype = rest.array, jnp.result_type(part.values if isinstance(part, Part) else part)
-    if array.dtype != dtype:
-        array = to_memory_of(array, to_device(array).astype(dtype))
+    """A partially frozen leaf."""
+    array = rest.array
+    if rest.dtype is not None:
+        array = to_memory_of(array, to_device(array).astype(rest.dtype))
     return rest.selection.put(array, part)
 
 

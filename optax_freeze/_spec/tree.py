@@ -83,10 +83,14 @@ class Part:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """The frozen part of a partially frozen leaf, stored as the full array, with the selection of what is frozen."""
+    """The frozen part of a partially frozen leaf, stored as the full array, with the selection of what is frozen.
+
+    ``dtype`` is that of the leaf, where ``array`` has been converted to another.
+    """
 
     array: Any
     selection: Any
+    dtype: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
 class Leaf(NamedTuple):
