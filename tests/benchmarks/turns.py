@@ -23,7 +23,6 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import numpy as np
 import scale
-from decoder import ADAMW
 
 import optax_freeze as fz
 
@@ -143,15 +142,8 @@ def times() -> None:
 def by_turns(loss: Callable[..., jax.Array], params: Any, which: Any) -> scale.Step:
     """A step of ``scale.py`` that trains any ``TRAIN`` layers, given by an array; ``which`` is not used."""
     del which
-    frozen = {"embed": True, "blocks": ~fz.rows(jnp.arange(TRAIN)), "norm": False, "head": False}
-    tx = fz.freeze(ADAMW, frozen, full_updates=False)
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = fz.value_and_grad(loss, fz.spec_of(state))(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return fz.apply_updates(params, updates), state, value
-
-    return (params, scale.in_float32(tx, params)), step
+    blocks = dict.fromkeys(params["blocks"], scale.AnyLayers(TRAIN))
+    return scale.by_freeze(loss, params, {"embed": False, "blocks": blocks, "norm": True, "head": True})
 
 
 scale.WAYS["two layers by turns"] = by_turns
