@@ -98,7 +98,7 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
 def put_part(rest: Rest, part: Any) -> jax.Array:
     """A partially frozen leaf."""
     array = rest.array
-    if rest.dtype is not None:
+    if rest.dtype is not None and rest.dtype != array.dtype:
         array = to_memory_of(array, to_device(array).astype(rest.dtype))
     return rest.selection.put(array, part)
 
