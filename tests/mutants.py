@@ -406,6 +406,7 @@ _BY_FILE = {
         ("self.frozen_elements, self.frozen_bytes)", "self.frozen_elements, self.trainable_bytes)", ""),
         ('= self.extent == "nothing" and self.frozen_elements', '= self.extent == "nothing"', "-k freezes_some_is_not"),
         ("[leaf.inexact for leaf in plan.leaves]", "[leaf.dtype for leaf in plan.leaves]", ""),
+        ("return jnp.iinfo(dtype).bits", "return np.dtype(dtype).itemsize * 8", "-k narrow_numbers"),
     ],
     ("_spec/apply_updates.py", "tests/state/test_dynamic_rows.py"): [
         ('refuse_other_rows(change, selection, paths()[i], "updates")', "pass", "-k outside_of_a_program"),
@@ -563,6 +564,7 @@ _BY_FILE = {
     ("linen/_frozen_call.py", "tests/test_linen.py"): [
         ('return ["params", *self.stats,', 'return ["params",', "-k stat"),
         ("nn.meta.replace_boxed(tree, stopped)", "stopped", "-k boxes"),
+        ("lambda value, _: (value,)", "lambda _, gradient: (gradient,)", "-k float8"),
     ],
     ("nnx.py", "tests/test_nnx.py"): [
         ("seen = _thawed(variable) if isinstance(variable, FrozenParam) else variable", "seen = variable", "-k filter"),

@@ -8,8 +8,11 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from conftest import bits
+from flax.linen import fp8_ops
+from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import optax_freeze as fz
@@ -18,7 +21,9 @@ from optax_freeze.linen import Frozen, freeze_variables, frozen_mask
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (2, 4))
+X16 = jax.random.normal(jax.random.key(2), (16, 16))
 IDS = jnp.array([1, 5])
+SCALES = "_overwrite_with_gradient"
 
 
 def bare(module, *args, **kwargs):
@@ -536,6 +541,20 @@ def test_statistics_of_other_names():
     _, moved = frozen.apply(variables, X, mutable=["mine", "cache"])
     changes = {col: float(moved[col]["count"] - variables[col]["count"]) for col in moved}
     assert changes == {"mine": 0, "cache": 1}
+
+
+@pytest.mark.parametrize("stats", ["frozen", "live"])
+def test_scales_of_float8_matmuls(stats):
+    def dense():
+        return nn.Dense(16, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+
+    model = nn.Sequential([Frozen(dense(), stats=stats), dense()])
+    variables, loss = model.init(KEY, jnp.ones((16, 16))), lambda variables: jnp.mean(model.apply(variables, X16) ** 2)
+    state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    trained = state.apply_gradients(grads=jax.grad(loss)(variables)).params
+    moved = {name: bits(trained[SCALES][name]) != bits(scales) for name, scales in variables[SCALES].items()}
+    assert moved == {"layers_0": stats == "live", "layers_1": True}
+    assert bits(trained["params"]["layers_0"]) == bits(variables["params"]["layers_0"])
 
 
 def test_a_jitted_module_with_statistics_is_not_run_by_the_program_of_another_mode():

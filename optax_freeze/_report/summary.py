@@ -43,8 +43,9 @@ class Summary:
 
     Attributes:
       rows: one row for each leaf, with its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes``
-        and ``frozen_bytes``. ``leaves`` is the number of leaves that ``depth=`` combined in the row, ``host_bytes`` the
-        number of bytes in host memory. Shape and dtype are None for objects, and for combined leaves that differ.
+        and ``frozen_bytes``, where 4-bit numbers count half a byte, as GPUs and TPUs store them. ``leaves`` is the
+        number of leaves that ``depth=`` combined in the row, ``host_bytes`` the number of bytes in host memory. Shape
+        and dtype are None for objects, and for combined leaves that differ.
       state_bytes: the bytes of the optimizer state with freezing, dense masks included; None without an optimizer.
       full_state_bytes: the bytes of the optimizer state without freezing; None without an optimizer.
       extent: ``"nothing"`` or ``"everything"`` if the spec freezes none or all of the leaves that can train, else None.
@@ -227,7 +228,7 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
     if leaf.shape is None:
         return Row(leaf.path, None, None, 0, 0, 0, 0)
     shape = leaf.shape if leaf.index is None else _shape_of_part(leaf.shape, leaf.index)
-    elements, each = math.prod(shape), _itemsize(leaf.dtype)
+    elements = math.prod(shape)
     frozen = elements if selection is FROZEN else 0
     if selection.in_part and leaf.index is None:
         if isinstance(selection, DenseMask) and selection.count is None and not is_concrete(selection.array):
@@ -239,8 +240,9 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
                 fix="call fz.summary outside of jit, or build the mask outside of jit",
             )
         frozen = elements - selection.elements(shape)
-    on_host = elements * each if is_on_host(value.array if isinstance(value, Rest) else value) else 0
-    return Row(leaf.path, shape, leaf.dtype, elements, frozen, elements * each, frozen * each, host_bytes=on_host)
+    nbytes, of_frozen = (-(-_bits(leaf.dtype) * count // 8) for count in (elements, frozen))
+    on_host = nbytes if is_on_host(value.array if isinstance(value, Rest) else value) else 0
+    return Row(leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host)
 
 
 def _shape_of_part(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
@@ -248,8 +250,13 @@ def _shape_of_part(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 @functools.cache
-def _itemsize(dtype: Any) -> int:
-    return (dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)).itemsize
+def _bits(dtype: Any) -> int:
+    """The bits of a number, of which GPUs and TPUs pack several narrow ones into a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    return 8 * (dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)).itemsize
 
 
 def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
@@ -281,4 +288,4 @@ def _struct(value: Any) -> Any:
 
 
 def _nbytes(shapes: PyTree) -> int:
-    return sum(math.prod(leaf.shape) * _itemsize(leaf.dtype) for leaf in jax.tree.leaves(shapes))
+    return sum(-(-math.prod(leaf.shape) * _bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(shapes))

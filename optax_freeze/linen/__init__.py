@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from optax_freeze._errors import described, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec.resolve import Spec, register_with_flax
 from optax_freeze._spec.tree import PyTree, name_of
-from optax_freeze.linen._frozen_call import VariableFreezer
+from optax_freeze.linen._frozen_call import OVERWRITTEN, VariableFreezer
 from optax_freeze.linen._recording import ModelCall, Recording
 
 register_with_flax()
@@ -47,7 +47,8 @@ class Frozen(nn.Module):
         which enclosing lifts must carry too (``variable_axes``); whole leaves only.
       stats: ``"frozen"`` keeps the stored statistics: modules with ``use_running_average`` use them in whatever mode
         they are called, and the writes of others are dropped. ``"live"`` leaves both to the caller.
-      stats_collections: the collections that hold statistics.
+      stats_collections: the collections that hold statistics, or scales of float8 matmuls, whose new values are their
+        gradients: kept, the gradient of ``_overwrite_with_gradient`` is its value.
 
     Raises:
       TypeError: if ``module`` is not an instance of a Linen module.
@@ -68,7 +69,7 @@ class Frozen(nn.Module):
     frozen: Any = True
     collection: str | None = None
     stats: Literal["frozen", "live"] = "frozen"
-    stats_collections: Sequence[str] = ("batch_stats",)
+    stats_collections: Sequence[str] = ("batch_stats", OVERWRITTEN)
 
     def __post_init__(self) -> None:
         _check_module(self.module, "Frozen")

@@ -24,6 +24,9 @@ from optax_freeze._spec.resolve import Spec, resolve
 from optax_freeze._spec.selector_algebra import as_selector, is_selector
 from optax_freeze.linen._recording import Path, active_recording
 
+OVERWRITTEN = "_overwrite_with_gradient"
+"""The collection whose new value is its gradient, such as the scales of float8 matmuls."""
+
 Flat: TypeAlias = dict[Path, Any]
 """Variables by their paths, relative to the module that is called."""
 
@@ -176,6 +179,8 @@ class _ScopeVariables:
 
     def read(self, constants: Flat) -> dict[str, Any]:
         collections = {col: self.before[col] for col in self.freezer.stats}
+        if OVERWRITTEN in collections:
+            collections[OVERWRITTEN] = jax.tree.map(_own_gradient, collections[OVERWRITTEN])
         collections["params"] = {path: constants[path] for path in self.params}
         return {
             col: unflatten_dict({self.path_in_scope(path): leaf for path, leaf in flat.items()})
@@ -253,6 +258,15 @@ def _stop_gradient(params: Flat, answers: Flat) -> Flat:
     tree = unflatten_dict(params)
     stopped = stop_gradient(nn.meta.unbox(tree), unflatten_dict({path: answers.get(path, False) for path in params}))
     return flatten_dict(nn.meta.replace_boxed(tree, stopped))
+
+
+@jax.custom_vjp
+def _own_gradient(value: Any) -> Any:
+    """``value``, whose gradient is ``value``."""
+    return value
+
+
+_own_gradient.defvjp(lambda value: (value, value), lambda value, _: (value,))
 
 
 def _use_stored_statistics(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

@@ -166,6 +166,13 @@ def test_no_state_is_held_for_what_cannot_train(spec):
     assert summary.state_bytes == 4 + 2 * (12 + 8) * (spec is not True)
 
 
+def test_narrow_numbers_share_bytes():
+    params = {name: shape(3, 5, dtype=name) for name in ("float4_e2m1fn", "int4", "complex64", "bool")}
+    rows = fz.summary(params, {"float4_e2m1fn": fz.rows([0]), "int4": True, "complex64": False, "bool": True}).rows
+    found = {row.path: (row.bytes, row.frozen_bytes) for row in rows}
+    assert found == {"float4_e2m1fn": (8, 3), "int4": (8, 8), "complex64": (120, 0), "bool": (15, 15)}
+
+
 def test_an_optimizer_that_freezes_already_is_refused(params):
     """A bare ``fz.freeze`` is in ``wrong_calls.md``."""
     inner = optax.adam(1e-3)
