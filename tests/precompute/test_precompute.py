@@ -359,12 +359,6 @@ class TestTransformations:
         grads = jax.grad(fz.restrict(once.after, rest))(trainable, once.before(STACKED, X), X)
         assert_equal_up_to_rounding(grads, fz.grad(scanned, LAST_TWO)(STACKED, X))
 
-    def test_second_derivatives(self):
-        features, (trainable, rest) = MLP.before(PARAMS, X), fz.partition(PARAMS, FROZEN)
-        of_loss = jax.hessian(fz.restrict(mlp, rest))(trainable, X)
-        of_after = jax.hessian(lambda t: MLP.after(fz.combine(t, rest), features, X))(trainable)
-        all_close(of_after, of_loss, atol=1e-6)
-
     @pytest.mark.parametrize("has_result", [False, True])
     def test_a_trace_runs_nothing_and_a_callback_is_called_in_each_step(self, has_result):
         calls = []
