@@ -1,5 +1,6 @@
 """Checkpoints contain only the trainable parameters, and are restored only onto the base of their run."""
 
+import functools
 import json
 import math
 import os
@@ -34,14 +35,12 @@ from optax_freeze.__main__ import main
 HERE = pathlib.Path(__file__).parent
 DENSE = np.arange(64).reshape(8, 8) % 3 == 0
 SPECS = {
-    "leaves": "encoder",
     "rows": fz.rules({"encoder": True, "embed": fz.rows(slice(0, 6))}),
     "several runs": fz.rules({"embed": fz.rows([0, 1, 4, 7])}, default=False),
     "a stride": fz.rules({"encoder": True, "embed": fz.rows(slice(0, 8, 3))}),
     "columns": fz.rules({"embed": ~fz.rows([1, 2], axis=1)}),
     "dense": {"encoder": True, "embed": False, "head": {"a/b": False, "w": DENSE}, "odd": True},
     "compact": {"encoder": True, "embed": False, "head": {"a/b": False, "w": fz.elements(DENSE, True)}, "odd": True},
-    "nothing": False,
 }
 
 
@@ -60,13 +59,12 @@ def trained(base, frozen, steps=2, state=None):
     tx, params = fz.freeze(optax.adamw(0.1), frozen), base
     state = state or tx.init(base)
     for _ in range(steps):
-        grads = jax.tree.map(lambda x: jnp.ones_like(x) if getattr(x, "dtype", None) in FLOATS else x, params)
+        grads = jax.tree.map(
+            lambda x: jnp.ones_like(x) if getattr(x, "dtype", None) in (jnp.float32, jnp.bfloat16) else x, params
+        )
         updates, state = tx.update(grads, state, params)
         params = fz.apply_updates(params, updates, frozen)
     return tx, params, state
-
-
-FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -95,21 +93,17 @@ def test_the_base_is_never_written(tmp_path):
 
 def test_random_keys_and_hyperparameters_in_the_state(base, tmp_path):
     inner = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.inject_hyperparams(optax.sgd)(0.1))
-    tx = fz.freeze(inner, "encoder")
-    state = tx.init(base)
+    state = fz.freeze(inner, "encoder").init(base)
     checkpoint.save(tmp_path, base, "encoder", step=0, opt_state=state)
-    _, restored = checkpoint.restore(tmp_path, base, opt_state=tx.init(base))
-    assert bits(restored) == bits(state)
+    assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
 
 
 NO_ROWS = np.zeros((0, 3), bool)
 EMPTY = {
     "beside others": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2), "c": jnp.zeros((2, 0), jnp.bfloat16)}, "b"),
     "frozen": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2)}, "a"),
-    "alone": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2)}, "b"),
     "rows": ({"a": jnp.ones((4, 0)), "b": jnp.ones(2)}, {"a": fz.rows([0, 1]), "b": True}),
-    "a mask": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2)}, {"a": NO_ROWS, "b": True}),
-    "two masks": (
+    "masks": (
         {"a": jnp.zeros((0, 3)), "b": jnp.ones(2)},
         {"a": fz.elements(NO_ROWS, compact=True), "b": np.array([True, False])},
     ),
@@ -166,19 +160,12 @@ def test_onto_another_mesh(tmp_path):
     )
 
 
-@pytest.mark.parametrize("written_by", ["orbax", "flax"])
-def test_a_full_checkpoint_serves_as_the_base(written_by, tmp_path):
+def test_the_base_may_be_of_numpy_as_flax_reads_it(tmp_path):
     base = {"encoder": jnp.arange(3.0), "head": jnp.zeros(2)}
-    checkpoint.save(tmp_path / "run", {**base, "head": jnp.ones(2)}, "encoder", step=7)
-    if written_by == "orbax":
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "base", base)
-        with ocp.StandardCheckpointer() as checkpointer:
-            read = checkpointer.restore(tmp_path / "base")
-    else:
-        template, written = jax.tree.map(jnp.zeros_like, base), flax.serialization.to_bytes(base)
-        read = flax.serialization.from_bytes(template, written)
-    assert bits(checkpoint.restore(tmp_path / "run", read)[0]) == bits({**base, "head": jnp.ones(2)})
+    checkpoint.save(tmp_path, {**base, "head": jnp.ones(2)}, "encoder", step=7)
+    read = flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, base), flax.serialization.to_bytes(base))
+    assert isinstance(read["encoder"], np.ndarray)
+    assert bits(checkpoint.restore(tmp_path, read)[0]) == bits({**base, "head": jnp.ones(2)})
 
 
 class TestSteps:
@@ -194,25 +181,21 @@ class TestSteps:
 
     def test_a_file_where_the_directory_should_be(self, base, tmp_path):
         (tmp_path / "file").write_text("")
-        for call in (
-            lambda: checkpoint.save(tmp_path / "file", base, "encoder", step=0),
-            lambda: checkpoint.restore(tmp_path / "file", base),
-            lambda: checkpoint.latest_step(tmp_path / "file"),
-        ):
+        for call in (functools.partial(checkpoint.save, frozen="encoder", step=0), checkpoint.restore):
             with pytest.raises(ValueError, match=r"not a directory(.|\n)*got: a file"):
-                call()
+                call(tmp_path / "file", base)
+        with pytest.raises(ValueError, match="not a directory"):
+            checkpoint.latest_step(tmp_path / "file")
 
     def test_in_the_background(self, base, tmp_path):
-        *_, saving = [
-            checkpoint.save(tmp_path, {**base, "embed": base["embed"] + n}, "encoder", step=n, wait=False)
-            for n in range(3)
-        ]
+        for n in range(3):
+            params = {**base, "embed": base["embed"] + n}
+            saving = checkpoint.save(tmp_path, params, "encoder", step=n, wait=False)
         assert repr(saving) == f"Saving({str(tmp_path)!r}, under way)"
         saving.wait()
         saving.wait()
         assert repr(saving) == f"Saving({str(tmp_path)!r}, done)"
-        assert checkpoint.latest_step(tmp_path) == 2
-        assert bits(checkpoint.restore(tmp_path, base)[0]["embed"]) == bits(base["embed"] + 2)
+        assert bits(checkpoint.restore(tmp_path, base, step=2)[0]) == bits(params)
 
     def test_what_is_saved_in_the_background_may_be_donated(self, tmp_path):
         params = {"encoder": jnp.ones(2), "head": jnp.zeros(100_000)}
@@ -220,7 +203,7 @@ class TestSteps:
         jax.jit(lambda x: x + 1, donate_argnums=0)(params["head"])
         saving.wait()
         restored, _ = checkpoint.restore(tmp_path, {"encoder": jnp.ones(2), "head": jnp.ones(100_000)})
-        assert bits(restored["head"]) == bits(jnp.zeros(100_000))
+        assert not restored["head"].any()
 
     def test_a_step_is_a_new_number(self, base, tmp_path):
         checkpoint.save(tmp_path, base, "encoder", step=3)
@@ -242,14 +225,11 @@ class TestWrongInput:
         checkpoint.save(tmp_path, params, SPECS["rows"], step=2, opt_state=state)
         return tmp_path
 
-    def test_nothing_there(self, base, saved):
+    def test_no_such_step_or_directory(self, base, saved):
         with pytest.raises(FileNotFoundError, match="no such directory"):
             checkpoint.restore(saved / "nowhere", base)
         with pytest.raises(FileNotFoundError, match=r"(?s)steps \[2\].*a checkpoint of step 5"):
             checkpoint.restore(saved, base, step=5)
-        (saved / "empty").mkdir()
-        with pytest.raises(FileNotFoundError, match="no checkpoint"):
-            checkpoint.restore(saved / "empty", base)
 
     def test_another_base_model_or_spec(self, base, saved):
         embed = base["embed"]
@@ -257,14 +237,13 @@ class TestWrongInput:
             ({"encoder": base["encoder"].at[0].set(0.0)}, "the base differs.*at: encoder\n.*1 of 5 frozen leaves"),
             ({"embed": embed.at[5, 3].add(1e-6)}, "the base differs.*at: embed\n.*1 of 5 frozen leaves"),
             ({"embed": embed[:4]}, r"at: embed\n  got: float32 of shape \[4, 4\]\n.*\[8, 4\]"),
-            ({"embed": embed.astype(jnp.bfloat16)}, r"at: embed\n  got: bfloat16"),
             ({"more": jnp.ones(1)}, r"different tree structure\n  at: more"),
         ):
             with pytest.raises(ValueError, match=f"(?s){says}"):
                 checkpoint.restore(saved, {**base, **other})
-        for name in ("leaves", "several runs", "dense", "nothing"):
+        for frozen in (SPECS["several runs"], SPECS["dense"], False):
             with pytest.raises(ValueError, match=r"(?s)the spec differs.*fz\.migrate"):
-                checkpoint.restore(saved, base, frozen=SPECS[name])
+                checkpoint.restore(saved, base, frozen=frozen)
         checkpoint.restore(saved, {**base, "embed": embed.at[6].add(1.0)})  # a row that trains
 
     def test_the_same_rows_however_they_are_named(self, tmp_path):
@@ -286,18 +265,13 @@ class TestWrongInput:
             checkpoint.restore(tmp_path, base, frozen=mask)
 
     def test_the_state_of_another_spec_or_optimizer(self, base, saved):
-        for tx in (fz.freeze(optax.adamw(0.1), "encoder"), optax.adamw(0.1), fz.freeze(optax.sgd(0.1), SPECS["rows"])):
+        for tx in (optax.adamw(0.1), fz.freeze(optax.sgd(0.1), SPECS["rows"])):
             state = tx.init({"encoder": base["encoder"], "embed": base["embed"]})
             with pytest.raises(ValueError, match=r"(?s)opt_state.*fz\.migrate"):
                 checkpoint.restore(saved, base, opt_state=state)
         rows = fz.rules({"encoder": True, "embed": fz.rows([0, 1, 2, 3, 4, 7])})
         with pytest.raises(ValueError, match=r"(?s)opt_state: a leaf differs.*at: .*mu/embed.*rows.*fz\.migrate"):
             checkpoint.restore(saved, base, opt_state=fz.freeze(optax.adamw(0.1), rows).init(base))
-
-    def test_nothing_trains(self, base, tmp_path):
-        with pytest.raises(ValueError, match="nothing to save"):
-            checkpoint.save(tmp_path, base, True, step=0)
-        assert checkpoint.latest_step(tmp_path) is None
 
     def test_under_jit(self, tmp_path):
         with pytest.raises(TypeError, match="traced"):
@@ -447,21 +421,8 @@ class TestDamagedRecords:
     def test_what_is_no_record(self, recorded, refused):
         for top in ([], None, 3, "record", math.nan, True):
             assert "/1/spec: the whole file\n" in refused(json.dumps(top))
-        for text in ("", "{", "record", "{'format': 1}", "\x00", "[" * 100_000):
+        for text in ("", "record", "{'format': 1}", "\x00", "[" * 100_000, recorded[2][: len(recorded[2]) // 2]):
             assert "at spec: " in refused(text)
-        assert "JSONDecodeError at spec: " in refused(recorded[2][: len(recorded[2]) // 2])
-
-    def test_as_a_program(self, recorded):
-        directory, file, text = recorded
-        file.write_text("{}")
-        try:
-            command = [sys.executable, "-m", "optax_freeze", str(directory)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        finally:
-            file.write_text(text)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("error: the record of the checkpoint is damaged\n  at: ")
-        assert len(done.stderr.splitlines()) == 5
 
     @given(st.data())
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -562,8 +523,8 @@ def test_two_processes(tmp_path):
         assert "latest: 3" in out
 
 
-@pytest.mark.parametrize("name", ["lr=[1e-3]", "run*", "run?"])
-def test_a_directory_with_wildcards_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"Orbax cannot save into this directory(.|\n)*fix: "):
-        checkpoint.save(tmp_path / name, {"a": np.ones(2), "b": np.ones(2)}, "a", step=0)
-    assert not (tmp_path / name).exists()
+def test_a_directory_with_wildcards_is_refused(tmp_path):
+    for name in ("lr=[1e-3]", "run*", "run?"):
+        with pytest.raises(ValueError, match="Orbax cannot save into this directory"):
+            checkpoint.save(tmp_path / name, {"a": np.ones(2), "b": np.ones(2)}, "a", step=0)
+        assert not (tmp_path / name).exists()

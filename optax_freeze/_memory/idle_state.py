@@ -10,7 +10,7 @@ from optax_freeze._errors import value_error
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, GroupState
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.own_states import map_states, states_in
+from optax_freeze._state.own_states import map_states
 from optax_freeze._state.set_frozen import currently_frozen
 
 
@@ -42,8 +42,3 @@ def with_idle_groups(
         return node._replace(groups={name: in_group(node.groups[name], frozen[name]) for name in node.groups})
 
     return map_states(visit, state, FreezeWhenState)
-
-
-def has_groups(tree: PyTree) -> bool:
-    """Whether a tree contains a state of ``freeze_when``."""
-    return bool(states_in(tree, FreezeWhenState))

@@ -15,13 +15,15 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import type_error, value_error, whole_number
-from optax_freeze._memory.idle_state import has_groups, with_idle_groups
+from optax_freeze._memory.idle_state import with_idle_groups
+from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import HOST, is_on_host, on_device, to_device
 from optax_freeze._spec.plan import may_stay_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
+from optax_freeze._state.own_states import states_in
 
 
 def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20) -> PyTree:
@@ -68,7 +70,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
     min_bytes = whole_number("min_bytes", min_bytes, fix=fix)
-    if frozen is None and has_groups(tree):
+    if frozen is None and states_in(tree, FreezeWhenState):
         return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(

@@ -21,7 +21,6 @@ Shapes = list[tuple[int, ...]]
 
 
 def number_of_examples(inputs: Sequence[Input], axis: int) -> int:
-    """The number of examples in the batch."""
     sizes: dict[Any, str] = {}
     for given in inputs:
         if given.is_batch:
@@ -46,10 +45,11 @@ def with_examples(count: int, inputs: Sequence[Input], axis: int) -> Iterator[li
     batch = {i: _resized(np.shape(x.value), [axis], count) for i, x in enumerate(inputs) if x.is_batch}
     arguments, now = [inputs[i].name.split("/")[0] for i in free], number_of_examples(inputs, axis)
     for found in shapes_for(count, [*free.values()], arguments, axis, now):
-        shapes = batch | dict(zip(free, found, strict=True))
-        changed = {i: shape for i, shape in shapes.items() if shape != np.shape(inputs[i].value)}
-        structs = {i: jax.ShapeDtypeStruct(shape, inputs[i].value.dtype) for i, shape in changed.items()}
-        yield [x._replace(value=structs.get(i, x.value)) for i, x in enumerate(inputs)]
+        others = list(inputs)
+        for i, shape in (batch | dict(zip(free, found, strict=True))).items():
+            if shape != np.shape(inputs[i].value):
+                others[i] = inputs[i]._replace(value=jax.ShapeDtypeStruct(shape, inputs[i].value.dtype))
+        yield others
 
 
 def shapes_for(count: int, shapes: Shapes, arguments: Sequence[str], axis: int, now: int) -> Iterator[Shapes]:
@@ -75,7 +75,6 @@ def shapes_for(count: int, shapes: Shapes, arguments: Sequence[str], axis: int, 
 
 
 def _resized(shape: Sequence[int], axes: Sequence[int], size: int) -> tuple[int, ...]:
-    """A shape with another size along ``axes``."""
     return tuple(size if axis in axes else n for axis, n in enumerate(shape))
 
 

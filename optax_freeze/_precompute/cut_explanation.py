@@ -86,7 +86,6 @@ class CutExplanation(Explanation):
 
 
 def _first(items: Iterable[str]) -> list[str]:
-    """The first few items, and how many more there are."""
     lines = [f"  {item}" for item in items]
     return lines if len(lines) <= _MOST else [*lines[:_MOST], f"  and {len(lines) - _MOST} more"]
 

@@ -30,7 +30,6 @@ _MOST_BYTES = 2**26
 
 
 def digest(text: Text) -> str:
-    """Hashes the text of a program."""
     return hashlib.sha256("\n".join(map(repr, text)).encode()).hexdigest()[:32]
 
 

@@ -50,12 +50,10 @@ class Division(NamedTuple):
 
     @property
     def features(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the features."""
         return jax.eval_shape(self._by_example, list(map(self.graph.struct, self.cut.stored)))
 
     @property
     def explanation(self) -> CutExplanation:
-        """What is computed once, what is stored, and what prevents more from being computed once."""
         made_by = {key: node for node in self.graph.nodes for key in node.writes}
         features = [
             Feature(tuple(struct.shape), struct.dtype, _bytes(struct), str(made_by[key]))
@@ -76,7 +74,6 @@ class Division(NamedTuple):
         )
 
     def before(self) -> list[Any]:
-        """Computes the features."""
         if self.traced.program.on_host:  # the same operations, which read arrays in host memory where they need them
             tasks = graph(self.traced.program.copy(), self.inputs).schedule.of(self.cut.stored)
         else:
@@ -84,7 +81,6 @@ class Division(NamedTuple):
         return self._by_example(tasks.run(self._values(tasks)))
 
     def after(self, features: Sequence[Any]) -> Any:
-        """Computes the outputs of the function from the features."""
         tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.after))
         values = self._values(tasks)
         for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):

@@ -47,7 +47,6 @@ class Graph(NamedTuple):
         return self.schedule.program
 
     def tasks(self, nodes: Sequence[int]) -> list[Task]:
-        """The tasks of some nodes."""
         return [self.nodes[i].task for i in nodes]
 
     def struct(self, key: Key) -> jax.ShapeDtypeStruct:
@@ -66,7 +65,6 @@ class Graph(NamedTuple):
 
 
 def graph(program: Program, inputs: Sequence[Input]) -> Graph:
-    """The graph of a program with these inputs."""
     is_known = lambda number, region: inputs[number].is_known(region)  # noqa: E731
     in_part = [number for number, given in enumerate(inputs) if isinstance(given.trainable, Rows)]
     unknown = {number for number in range(program.num_inputs) if not is_known(number, EVERYTHING)}

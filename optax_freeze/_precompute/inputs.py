@@ -50,7 +50,6 @@ class Input(NamedTuple):
 
 
 def parameters(plan: Plan, values: Sequence[Any]) -> list[Input]:
-    """The leaves of the parameters."""
     found = []
     for i, (leaf, selection, value) in enumerate(zip(plan.leaves, plan.selections, values, strict=True)):
         why, trainable = f"{leaf.path or 'the parameters'}, which trains", EVERYTHING

@@ -80,14 +80,11 @@ class Precomputed:
       example_axis: the axis of the examples in the recurring arguments, or None.
 
     Example:
-      >>> import jax.numpy as jnp, optax_freeze as fz
-      >>> loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["encoder"]) @ params["head"])
-      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-      >>> once, batch = fz.precompute(loss, "encoder"), jnp.ones((2, 4))
-      >>> features, needed = jax.jit(once.before)(params, batch), once.needed(params, batch)
-      >>> value, grads = fz.value_and_grad(once.after, "encoder")(needed, features, batch)
-      >>> bool(jnp.allclose(value, loss(params, batch)))
-      True
+      >>> import optax_freeze as fz
+      >>> def loss(params, x):
+      ...     return (x @ params["encoder"] @ params["head"]).sum()
+      >>> fz.precompute(loss, "encoder")
+      fz.precompute(loss, 'encoder')
     """
 
     def __init__(self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None) -> None:
@@ -114,9 +111,8 @@ class Precomputed:
             be traced.
         """
         division = self._of_params(params, args, kwargs)
-        pairs = zip(_tree.leaves(params), _tree.flatten(params)[0], strict=True)
-        structs = [(leaf.path, None if leaf.shape is None else _struct(leaf, value)) for leaf, value in pairs]
-        return Features(division.before(), division.digest, structs)
+        pairs = zip(division.plan.leaves, _tree.flatten(params)[0], strict=True)
+        return Features(division.before(), division.digest, [(leaf.path, _struct(leaf, x)) for leaf, x in pairs])
 
     def after(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         """Computes the result of the function from the features.
@@ -194,10 +190,7 @@ class Precomputed:
         return self._of_params(params, args, kwargs).explanation
 
     def _of_params(self, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
-        """Divides the function for full parameters."""
-        fix = "give the full parameters here, and what `needed` returned to `after` alone"
-        _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
-        return self._divide(make_plan(params, self.frozen), _tree.flatten(params)[0], args, kwargs)
+        return self._divide(full_plan(params, self.frozen), _tree.flatten(params)[0], args, kwargs)
 
     def _divide(self, plan: Plan, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Division":
         from optax_freeze._precompute.divide import divide
@@ -299,8 +292,9 @@ def _fitting(features: PyTree, division: "Division") -> list[Any]:
             expected=f"features of the program {division.digest[:12]}, of the same function, spec and shapes",
             fix="compute them with the same fz.precompute, and arguments of the same shapes",
         )
-    arrays, expected = jax.tree.leaves(features), ", ".join(map(_type, division.features))
-    got = ", ".join(_type(x) if is_array(x) else described(x) for x in arrays)
+    type_of = lambda x: f"{x.dtype}{list(x.shape)}" if is_array(x) else described(x)  # noqa: E731
+    arrays, expected = jax.tree.leaves(features), ", ".join(map(type_of, division.features))
+    got = ", ".join(map(type_of, arrays))
     if got != expected:
         raise value_error(
             "the features do not fit",
@@ -312,9 +306,18 @@ def _fitting(features: PyTree, division: "Division") -> list[Any]:
     return arrays
 
 
-def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct:
-    assert leaf.shape is not None
+def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct | None:
+    """The shape of a leaf; None for an object."""
+    if leaf.shape is None:
+        return None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_tree.is_weak(value))
+
+
+def full_plan(params: PyTree, frozen: Spec) -> Plan:
+    """The plan of parameters without holes."""
+    fix = "give the full parameters here, and what `needed` returned to `after` alone"
+    _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
+    return make_plan(params, frozen)
 
 
 def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
@@ -328,7 +331,3 @@ def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
     if isinstance(sharding, NamedSharding):
         sharding = fitting(sharding, len(shape), shape)
     return dataclasses.replace(part, values=jax.ShapeDtypeStruct(shape, part.dtype, sharding=sharding))
-
-
-def _type(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"

@@ -5,6 +5,7 @@ the frozen base. Restoring it with a different base or spec raises an error. Orb
 restores it without comparing the base.
 """
 
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -25,24 +26,9 @@ from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
 from optax_freeze._spec.sharding import replicated
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
-from optax_freeze._verify.base_record import (
-    absolute,
-    is_key,
-    leaf_records,
-    refuse_other_arrays,
-    refuse_other_base,
-    refuse_other_selections,
-)
+from optax_freeze._verify import base_record
 from optax_freeze._verify.bits import hashed
-from optax_freeze.checkpoint._record import (
-    Record,
-    mask_struct,
-    read_record,
-    reading,
-    refuse_other_state,
-    spec_of,
-    state_records,
-)
+from optax_freeze.checkpoint import _record
 
 register_with_flax()
 register_with_flax(GroupPlans)
@@ -130,8 +116,10 @@ def save(
       Array([1., 1.], dtype=float32)
     """
     step = _step_number(step)
-    where = absolute(directory, _CALLS)
-    _refuse_wildcards(where)
+    where = base_record.absolute(directory, _CALLS)
+    if any(character in where for character in "*?["):  # Orbax globs its own files, and would leave arrays out
+        got, expected, fix = "a path with wildcards", "a path without any of * ? [", "choose another name"
+        raise value_error("Orbax cannot save into this directory", at=where, got=got, expected=expected, fix=fix)
     _refuse_no_state(opt_state)
     plan = make_plan(params, frozen, tied=tied)
     values = _tree.flatten(params)[0]
@@ -139,8 +127,10 @@ def save(
     fix = "fz.combine(trainable, rest)"
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
-    _refuse_different_processes("the spec", lambda: Record(leaf_records(params, plan, fingerprints=False), None))
-    record = Record(leaf_records(params, plan), None if opt_state is None else state_records(opt_state))
+    leaves = functools.partial(base_record.leaf_records, params, plan)
+    _refuse_different_processes("the spec", lambda: _record.Record(leaves(fingerprints=False), None))
+    state = None if opt_state is None else _record.state_records(opt_state)
+    record = _record.Record(leaves(), state)
     _refuse_different_processes("the frozen bits", lambda: record)
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
     items: dict[str, Any] = {"spec": ocp.args.JsonSave(record.as_json())}
@@ -206,9 +196,8 @@ def restore(
         at: encoder
       ...
     """
-    if step is not None:
-        step = _step_number(step)
-    where = absolute(directory, _CALLS)
+    step = None if step is None else _step_number(step)
+    where = base_record.absolute(directory, _CALLS)
     _refuse_no_state(opt_state)
     _wait_for(where)
     if not _exists(where):
@@ -219,23 +208,24 @@ def restore(
         if chosen is None or chosen not in steps:
             raise _nothing_there(where, f"steps {steps}" if steps else "no checkpoint", step)
         at = os.path.join(where, str(chosen))
-        record = read_record(at)
+        record = _record.read_record(at)
         values, treedef = _tree.flatten(params)
         fix = "give the full parameters of the model that was saved"
-        now = leaf_records(params, make_plan(params, False), fingerprints=False)
-        refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
-        saved_masks = _read(manager, at, "masks", list(map(mask_struct, record.leaves)), values)
-        plan = make_plan(params, spec_of(record.leaves, saved_masks))
+        now = base_record.leaf_records(params, make_plan(params, False), fingerprints=False)
+        base_record.refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
+        saved_masks = _read(manager, at, "masks", list(map(_record.mask_struct, record.leaves)), values)
+        plan = make_plan(params, _record.spec_of(record.leaves, saved_masks))
         if frozen is not None:
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
             paths = [leaf.path for leaf in record.leaves]
             given = make_plan(params, frozen).selections
-            refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
+            base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
         expected = "the parameters at the start of the run"
         fix = "load the same base; if the run changed frozen leaves, fz.audit(tx, params, frozen) finds the cause"
-        refuse_other_base(record.leaves, leaf_records(params, plan), "the checkpoint", expected, fix)
+        now = base_record.leaf_records(params, plan)
+        base_record.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
         if opt_state is not None:
-            refuse_other_state(record.opt_state, opt_state, at)
+            _record.refuse_other_state(record.opt_state, opt_state, at)
         parts = _read(manager, at, "trainable", jax.eval_shape(lambda: plan.take(values)), values)
         nodes, structure = _tree.flatten(opt_state)
         state = jax.tree.unflatten(structure, _read(manager, at, "opt_state", nodes, nodes))
@@ -259,19 +249,11 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
       ...     print(checkpoint.latest_step(directory))
       None
     """
-    where = absolute(directory, _CALLS)
+    where = base_record.absolute(directory, _CALLS)
     if not _exists(where):
         return None
     with _manager(where) as manager:
         return manager.latest_step()
-
-
-def _refuse_wildcards(where: str) -> None:
-    """Orbax globs the path of its own files: it may miss them, and then leaves the arrays out without an error."""
-    if any(character in where for character in "*?["):
-        got, expected = "a path with wildcards", "a path without any of * ? ["
-        fix = "choose another name"
-        raise value_error("Orbax cannot save into this directory", at=where, got=got, expected=expected, fix=fix)
 
 
 def _step_number(step: Any) -> int:
@@ -303,7 +285,6 @@ def _manager(where: str, *, create: bool = False) -> ocp.CheckpointManager:
 
 
 def _wait_for(where: str) -> None:
-    """Waits for a checkpoint that is still being written to this directory."""
     if where in _UNFINISHED:
         _UNFINISHED.pop(where).wait()
 
@@ -312,7 +293,7 @@ def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
     """The array of each node that has one, by the number of the node, with random keys as their data."""
     arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
     arrays = {name: jnp.asarray(array) if is_number(array) else array for name, array in arrays.items()}
-    return {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
+    return {name: jax.random.key_data(array) if base_record.is_key(array) else array for name, array in arrays.items()}
 
 
 def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
@@ -332,19 +313,18 @@ def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[An
             arrays[name] = jnp.zeros(struct.shape, struct.dtype, device=sharding)
     if written:
         restore = ocp.args.Composite(**{item: ocp.args.StandardRestore(written)})
-        with reading(at, item):
+        with _record.reading(at, item):
             arrays |= manager.restore(int(os.path.basename(at)), args=restore)[item]
     return [_with_array(node, arrays[str(i)]) if str(i) in arrays else node for i, node in enumerate(nodes)]
 
 
 def _with_array(node: Any, array: Any) -> Any:
-    """The node with its array replaced by ``array``, which was read from a checkpoint."""
     [old], structure = jax.tree.flatten(node)
-    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if is_key(old) else array
+    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if base_record.is_key(old) else array
     return jax.tree.unflatten(structure, [array])
 
 
-def _refuse_different_processes(what: str, record: Callable[[], Record]) -> None:
+def _refuse_different_processes(what: str, record: Callable[[], _record.Record]) -> None:
     if jax.process_count() == 1:
         return
     own = hashed(json.dumps(record().as_json(), sort_keys=True))

@@ -21,15 +21,7 @@ from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._verify.base_record import (
-    FORMAT,
-    Field,
-    LeafRecord,
-    leaves_of_json,
-    refuse_newer,
-    refuse_other_arrays,
-    struct_as_json,
-)
+from optax_freeze._verify import base_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +33,17 @@ class StateRecord:
     part: Any
 
     def as_json(self) -> dict[str, Any]:
-        return {"path": self.path, **struct_as_json(self.struct), "part": self.part}
+        return {"path": self.path, **base_record.struct_as_json(self.struct), "part": self.part}
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    leaves: Sequence[LeafRecord]
+    leaves: Sequence[base_record.LeafRecord]
     opt_state: Sequence[StateRecord] | None
 
     def as_json(self) -> dict[str, Any]:
         leaves, state = ([x.as_json() for x in each or ()] for each in (self.leaves, self.opt_state))
-        return {"format": FORMAT, "leaves": leaves, "opt_state": None if self.opt_state is None else state}
+        return {"format": base_record.FORMAT, "leaves": leaves, "opt_state": None if self.opt_state is None else state}
 
 
 def state_records(opt_state: PyTree) -> list[StateRecord]:
@@ -65,7 +57,7 @@ def state_records(opt_state: PyTree) -> list[StateRecord]:
     return records
 
 
-def mask_struct(leaf: LeafRecord) -> Any:
+def mask_struct(leaf: base_record.LeafRecord) -> Any:
     """The shape of the mask or row numbers of a leaf, which are stored with the arrays; a hole if it has none."""
     if isinstance(leaf.selection, DenseMask):
         assert leaf.struct is not None
@@ -75,7 +67,7 @@ def mask_struct(leaf: LeafRecord) -> Any:
     return _tree.HOLE
 
 
-def spec_of(leaves: Sequence[LeafRecord], masks: Sequence[Any]) -> ResolvedSpec:
+def spec_of(leaves: Sequence[base_record.LeafRecord], masks: Sequence[Any]) -> ResolvedSpec:
     """The spec that was saved. ``masks`` has the mask or row numbers of each leaf, or a hole."""
 
     def choice(selection: Selection, mask: Any) -> Choice:
@@ -107,13 +99,13 @@ def read_record(step: str) -> Record:
         return value_error(what, at=f"{step}/spec: {field}", got=got, expected=expected, fix=fix)
 
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record = Field(checkpointer.restore(epath.Path(step) / "spec"), damaged)
-    refuse_newer(record, step, "the checkpoint was")
-    leaves, state = leaves_of_json(record["leaves"]), record["opt_state"]
+        record = base_record.Field(checkpointer.restore(epath.Path(step) / "spec"), damaged)
+    base_record.refuse_newer(record, step, "the checkpoint was")
+    leaves, state = base_record.leaves_of_json(record["leaves"]), record["opt_state"]
     return Record(leaves, None if state.value is None else [_state_of_json(x) for x in state.items("arrays")])
 
 
-def _state_of_json(array: Field) -> StateRecord:
+def _state_of_json(array: base_record.Field) -> StateRecord:
     part = array["part"].checked(
         "rows, a number of elements, or null",
         lambda part: part is None or isinstance(part, dict) or (is_int(part) and part >= 0),
@@ -128,4 +120,4 @@ def refuse_other_state(saved: Sequence[StateRecord] | None, template: PyTree, at
         fix = "create a new state: tx.init(params)"
         raise value_error("no optimizer state in the checkpoint", at=at, got=got, expected=expected, fix=fix)
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
-    refuse_other_arrays(saved, state_records(template), "opt_state", "the checkpoint", fix)
+    base_record.refuse_other_arrays(saved, state_records(template), "opt_state", "the checkpoint", fix)

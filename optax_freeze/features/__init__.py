@@ -16,20 +16,9 @@ from optax_freeze._errors import counted, described, in_one_line, is_array, type
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import absolute
+from optax_freeze.features import _record
 from optax_freeze.features._arrays import append, as_feature, on_host, open_array
 from optax_freeze.features._batches import computation
-from optax_freeze.features._record import (
-    Record,
-    base_of,
-    begin,
-    damaged,
-    only_writer,
-    read_record,
-    refuse_other_batch,
-    refuse_other_features,
-    refuse_other_params,
-    save,
-)
 
 _CALLS = "features.write(directory, once, params, batches), features.read(directory)"
 
@@ -87,11 +76,11 @@ def write(
         raise type_error(
             "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
         )
-    with only_writer(where):
-        leaves = base_of(params, once)
-        record = read_record(where, or_none=True)
+    with _record.only_writer(where):
+        leaves = _record.base_of(params, once)
+        record = _record.read_record(where, or_none=True)
         if record:
-            refuse_other_params(record, leaves)
+            _record.refuse_other_params(record, leaves)
         features_of = computation(once, params, others, kwargs)
         shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
         with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
@@ -102,16 +91,16 @@ def write(
             def store(digest: str, features: Features) -> None:
                 append(stores, record, [on_host(array, "the features") for array in features])
                 record.batches.append(digest)
-                save(where, record)
+                _record.save(where, record)
                 speed = bar.tasks[task].speed or 0
                 bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
 
             for count, batch in enumerate(batches, 1):
                 digest, shapes, compute = features_of(batch, count)
-                record = record or begin(where, shapes, leaves)
-                refuse_other_features(record, shapes, count)
+                record = record or _record.begin(where, shapes, leaves)
+                _record.refuse_other_features(record, shapes, count)
                 if count <= done or record.complete:
-                    refuse_other_batch(record, digest, count)
+                    _record.refuse_other_batch(record, digest, count)
                     bar.advance(task)
                     continue
                 stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
@@ -129,7 +118,7 @@ def write(
                 fix="give the same batches each time: a list, or a new iterator",
             )
         if not record.complete:
-            save(where, dataclasses.replace(record, complete=True))
+            _record.save(where, dataclasses.replace(record, complete=True))
 
 
 def read(
@@ -153,10 +142,8 @@ def read(
       TypeError: if ``once`` is not from ``fz.precompute``.
 
     Example:
-      >>> import tempfile
       >>> from optax_freeze import features
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     features.read(directory)
+      >>> features.read("a/new/directory")
       Traceback (most recent call last):
           ...
       FileNotFoundError: there are no features
@@ -169,14 +156,14 @@ def read(
         raise value_error("`params` was given without `once`", at="once", got="None", expected=expected, fix=fix)
     if once is not None:
         _refuse_other_once(once)
-    record = read_record(where)
+    record = _record.read_record(where)
     if not record.complete:
         got = f"{counted(len(record.batches), 'batch', 'batches')}, {record.examples} examples"
         expected = "all batches: features.write was stopped"
         fix = "call features.write again; it continues where it stopped"
         raise value_error("the features are not complete", at=where, got=got, expected=expected, fix=fix)
     if once is not None and params is not None:
-        refuse_other_params(record, base_of(params, once))
+        _record.refuse_other_params(record, _record.base_of(params, once))
     found = FeatureSequence(where, record)
     found._opened()
     return found
@@ -203,7 +190,7 @@ class FeatureSequence(Sequence[Features]):
       (5, Features((array([0., 0.], dtype=float32),)), (3, 2))
     """
 
-    def __init__(self, directory: str, record: Record) -> None:
+    def __init__(self, directory: str, record: _record.Record) -> None:
         self._directory, self._record = directory, record
         self._leaves = tuple((leaf.path, leaf.struct) for leaf in record.leaves)
         self._stores: list[Any] | None = None
@@ -225,7 +212,7 @@ class FeatureSequence(Sequence[Features]):
             reads = [store[chosen].read() for store in self._opened()]
             arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._record.features, strict=True)]
         except ValueError as error:
-            raise damaged(self._directory, in_one_line(error)) from error
+            raise _record.damaged(self._directory, in_one_line(error)) from error
         return Features(arrays, self._record.cut, self._leaves)
 
     def _chosen(self, index: Any) -> Any:

@@ -14,31 +14,16 @@ import filelock
 import jax
 
 from optax_freeze._errors import counted, described, in_one_line, message, value_error
-from optax_freeze._precompute.precompute import Features, Precomputed
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import make_plan
+from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._verify.base_record import (
-    FORMAT,
-    Field,
-    LeafRecord,
-    leaf_records,
-    leaves_of_json,
-    refuse_newer,
-    refuse_other_arrays,
-    refuse_other_base,
-    refuse_other_selections,
-    struct_as_json,
-)
+from optax_freeze._verify import base_record
 
 _FILE = "features.json"
 
 
 @dataclasses.dataclass
 class Record:
-    """The record of stored features."""
-
-    leaves: list[LeafRecord]
+    leaves: list[base_record.LeafRecord]
     cut: str  # the digest of the program
     features: list[Any]  # the shape and dtype of each feature of one example
     batches: list[str] = dataclasses.field(default_factory=list)  # the digests of those that are stored
@@ -46,18 +31,16 @@ class Record:
     complete: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        leaves, features = [leaf.as_json() for leaf in self.leaves], list(map(struct_as_json, self.features))
-        return {**vars(self), "format": FORMAT, "leaves": leaves, "features": features}
+        leaves = [leaf.as_json() for leaf in self.leaves]
+        features = list(map(base_record.struct_as_json, self.features))
+        return {**vars(self), "format": base_record.FORMAT, "leaves": leaves, "features": features}
 
 
-def base_of(params: PyTree, once: Precomputed) -> list[LeafRecord]:
-    plan = make_plan(params, once.frozen)
-    fix = "give the full parameters here, and what `needed` returned to `after` alone"
-    _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
-    return leaf_records(params, plan)
+def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
+    return base_record.leaf_records(params, full_plan(params, once.frozen))
 
 
-def begin(where: str, shapes: Features, leaves: list[LeafRecord]) -> Record:
+def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord]) -> Record:
     os.makedirs(where, exist_ok=True)
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes])
     save(where, record)
@@ -120,10 +103,10 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
             stored = json.load(lines)
     except json.JSONDecodeError as error:
         raise damaged(file, f"{type(error).__name__}: {in_one_line(error)[:300]}") from error
-    record = Field(stored, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
-    refuse_newer(record, where, "the features were")
+    record = base_record.Field(stored, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
+    base_record.refuse_newer(record, where, "the features were")
     return Record(
-        leaves_of_json(record["leaves"]),
+        base_record.leaves_of_json(record["leaves"]),
         record["cut"].text(),
         [feature.struct() for feature in record["features"].items("arrays")],
         [batch.text() for batch in record["batches"].items("digests")],
@@ -137,15 +120,15 @@ def damaged(at: str, got: str, expected: str = "everything that features.write w
     return value_error("the features are damaged", at=at, got=got, expected=expected, fix=fix)
 
 
-def refuse_other_params(record: Record, now: list[LeafRecord]) -> None:
+def refuse_other_params(record: Record, now: list[base_record.LeafRecord]) -> None:
     where, saved = "the stored features", record.leaves
     fix = "give the parameters and the spec that the features were written with, or write into another directory"
-    refuse_other_arrays(saved, now, "params", where, fix)
+    base_record.refuse_other_arrays(saved, now, "params", where, fix)
     was, got = ([leaf.selection for leaf in each] for each in (saved, now))
-    refuse_other_selections(was, got, [leaf.path for leaf in saved], where, fix)
+    base_record.refuse_other_selections(was, got, [leaf.path for leaf in saved], where, fix)
     expected = "the frozen parameters that the features were computed with"
     fix = "load the same base, or write the features of this base into another directory"
-    refuse_other_base(saved, now, where, expected, fix)
+    base_record.refuse_other_base(saved, now, where, expected, fix)
 
 
 def refuse_other_features(record: Record, shapes: Features, number: int) -> None:

@@ -9,32 +9,16 @@ from jax import lax
 import optax_freeze as fz
 
 N = 6
-W = np.random.RandomState(0).randn(4, 4).astype(np.float32)
+W = jnp.asarray(np.random.RandomState(0).randn(4, 4), jnp.float32)
 KERNEL = np.random.RandomState(1).randn(3, 3, 2).astype(np.float32)
-
-
-def by_rows(h, _):
-    return jax.vmap(lambda row: row.at[0].set(1.0))(h)
-
-
-def looked_up(h, w):
-    return w[jnp.clip(h[..., 0].astype(jnp.int32), 0, 3)]
-
-
-def taken_per_example(h, _):
-    return jnp.take_along_axis(h, jnp.argsort(h, axis=-1)[..., :2], axis=-1)
+TABLE = jax.random.normal(jax.random.key(5), (N, 4))
+ORDER = np.array([3, 1, 5, 0, 2, 4])
+PARAMS, BATCH = {"trunk": W, "head": jnp.float32(2)}, jax.random.normal(jax.random.key(0), (N, 3, 4))
+NUMBERS = {"trunk": jnp.float32(2), "head": jnp.float32(3)}
 
 
 def over_layers(h, w):
     return lax.scan(lambda c, layer: (jnp.tanh(c * layer), c.sum(-1)), h, jnp.stack([w[0], w[1]]))
-
-
-def over_time(h, w):
-    return lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros((N, 4)), h.swapaxes(0, 1))[1]
-
-
-def until(h, w):
-    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + w[0])), (0, h))[1]
 
 
 def noisy(h, _):
@@ -42,23 +26,29 @@ def noisy(h, _):
     return h + jax.vmap(lambda key: jax.random.uniform(key, (3, 4)))(keys)
 
 
-@jax.custom_jvp
-def custom(h):
-    return jnp.sin(h)
+def argmax_pooled(h, _):
+    """The flat places of the maxima: a window over two operands, of which one belongs to all examples."""
+
+    def larger(a, b):
+        return jnp.where(a[0] >= b[0], a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
+
+    places = jnp.arange(N * 12, dtype=jnp.float32).reshape(N, 3, 4)
+    return lax.reduce_window((h, places), (-jnp.inf, -1.0), larger, (1, 1, 2), (1, 1, 2), "VALID")[1]
 
 
-custom.defjvp(lambda primals, tangents: (custom(*primals), tangents[0] * jnp.cos(primals[0])))
+def of_other_examples(h, _):
+    picked = jnp.broadcast_to(jnp.argmax(h[:, 0], 1)[None], (N, N))
+    return jnp.take_along_axis(h[:, 0], picked, axis=1)
+
 
 APART = {
     "elementwise": lambda h, w: jnp.tanh(h) * 2 + w[0],
     "transpose": lambda h, w: h.transpose(1, 2, 0),
-    "squeeze": lambda h, w: h[:, None].squeeze(1),
     "reshape that joins": lambda h, w: h.reshape(N * 3, 4) @ w,
     "reshape that joins and splits": lambda h, w: (h.reshape(N * 3, 4) @ w).reshape(N, 12),
     "reshape behind": lambda h, w: h.reshape(N, 12)[:, ::-1],
     "reduction": lambda h, w: h.sum(1) + h.max(1) + h.argmin(1),
     "softmax": lambda h, w: jax.nn.softmax(h, axis=-1),
-    "norm": lambda h, w: (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-6) * w[0],
     "cumulative": lambda h, w: jnp.cumsum(h, 1) + lax.cummax(h, 2),
     "sort": lambda h, w: jnp.sort(h, axis=1),
     "top_k": lambda h, w: lax.top_k(h, 2)[0],
@@ -68,7 +58,6 @@ APART = {
     "pad": lambda h, w: jnp.pad(h, ((0, 0), (1, 0), (0, 2))),
     "concatenate": lambda h, w: jnp.concatenate([jnp.broadcast_to(w[:1], (N, 1, 4)), h], axis=1),
     "tile": lambda h, w: jnp.tile(h, (1, 2, 1)) + jnp.tile(w[:1], (6, 1)),
-    "stack": lambda h, w: jnp.stack([h, jnp.broadcast_to(w[:3], h.shape)], 1),
     "unstack": lambda h, w: sum(jnp.unstack(h, axis=1)),
     "matmul": lambda h, w: h @ w,
     "matmul from the left": lambda h, w: jnp.einsum("ij,btj->ibt", w, h),
@@ -79,20 +68,21 @@ APART = {
     "positions of a batch": lambda h, w: h + w[jnp.broadcast_to(jnp.arange(3), (N, 3))],
     "convolution": lambda h, w: lax.conv_general_dilated(h, KERNEL, (1,), "SAME", None, None, ("NCH", "HIO", "HNC")),
     "window": lambda h, w: lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 1), (1, 1, 1), "VALID"),
-    "lookup": looked_up,
-    "lookup in each example": taken_per_example,
+    "lookup": lambda h, w: w[jnp.clip(h[..., 0].astype(jnp.int32), 0, 3)],
+    "lookup in each example": lambda h, w: jnp.take_along_axis(h, jnp.argsort(h, axis=-1)[..., :2], axis=-1),
     "lookup at the same place": lambda h, w: h[:, jnp.array([2, 0])],
     "dynamic slice": lambda h, w: lax.dynamic_slice_in_dim(h, jnp.int32(1), 2, axis=1),
     "dynamic update": lambda h, w: lax.dynamic_update_slice_in_dim(h, h[:, :1] * 2, 2, axis=1),
     "jit": lambda h, w: jax.jit(lambda h: jnp.tanh(h @ w))(h),
     "remat": lambda h, w: jax.checkpoint(lambda h: jnp.tanh(h @ w))(h),
-    "custom_jvp": lambda h, w: custom(h),
-    "vmap": lambda h, w: jax.vmap(lambda row: jnp.tanh(row @ w).sum(0))(h),
+    "custom_jvp": lambda h, w: jax.nn.relu(h),
     "scan over layers": lambda h, w: over_layers(h, w)[0],
     "what a scan stacks": lambda h, w: over_layers(h, w)[1],
-    "scan over time": over_time,
+    "scan over time": lambda h, w: lax.scan(lambda c, x: (c + x, c * 2), jnp.zeros((N, 4)), h.swapaxes(0, 1))[1],
     "fori_loop": lambda h, w: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ w) * i, h),
-    "while_loop": until,
+    "while_loop": lambda h, w: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + w[0])), (0, h))[
+        1
+    ],
     "cond": lambda h, w: lax.cond(w[0, 0] > 0, jnp.tanh, lambda h: h * 2, h),
     "barrier": lambda h, w: lax.optimization_barrier((h, w))[0],
     "fft": lambda h, w: jnp.abs(jnp.fft.fft(h, axis=-1)),
@@ -125,139 +115,6 @@ MIXED = {
     "window": lambda h, w: lax.reduce_window(h, 0.0, lax.add, (2, 1, 1), (1, 1, 1), "VALID"),
     "padded window": lambda h, w: lax.reduce_window(h, 0.0, lax.add, (3, 1, 1), (1, 1, 1), "SAME"),
     "update of an example": lambda h, w: h.at[0].set(1.0),
-}
-
-
-def a_loss(function):
-    """A loss whose trunk ends in the function, and in an operation that is never repeated, so that it is stored."""
-
-    def loss(params, x):
-        h = lax.bessel_i1e(function(x @ params["trunk"], params["trunk"]))
-        return jnp.sum(h * params["head"])
-
-    return loss
-
-
-def params_and_batch():
-    return {"trunk": jnp.asarray(W), "head": jnp.float32(2)}, jax.random.normal(jax.random.key(0), (N, 3, 4))
-
-
-ANY_SIZE = [
-    name
-    for name in APART
-    if name not in ("concatenate", "positions of a batch", "reshape behind", "scan over time")
-    and not name.startswith("reshape that joins")
-]
-
-
-@pytest.mark.parametrize("name", APART)
-def test_features_of_a_shuffled_batch_are_the_shuffled_features(name):
-    """And a part of the batch has a part of the features, if the function takes any number of examples."""
-    params, batch = params_and_batch()
-    loss = a_loss(APART[name])
-    once, order = fz.precompute(loss, "trunk", example_axis=0), np.array([3, 1, 5, 0, 2, 4])
-    before = jax.jit(once.before)
-    features, shuffled = before(params, batch), before(params, batch[order])
-    assert features
-    for feature, other in zip(features, shuffled, strict=True):
-        assert feature.shape[0] == N
-        np.testing.assert_allclose(feature[order], other, rtol=1e-6)
-    for some in (order, slice(0, 2)) if name in ANY_SIZE else (order,):
-        value = jax.jit(once.after)(params, jax.tree.map(lambda feature: feature[some], features), batch[some])  # noqa: B023
-        np.testing.assert_allclose(value, jax.jit(loss)(params, batch[some]), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_mixed_examples_are_refused_and_the_operation_named(name):
-    params, batch = params_and_batch()
-    once = fz.precompute(a_loss(MIXED[name]), "trunk", example_axis=0)
-    with pytest.raises(ValueError, match=r"examples are mixed(.|\n)*test_example_axis.py"):
-        once.needed(params, batch)
-    assert fz.precompute(a_loss(MIXED[name]), "trunk").needed(params, batch)["head"] is params["head"]
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_all_arrays_of_the_batch_have_one_number_of_examples(axis):
-    def loss(params, batch):
-        return jnp.sum(jnp.sort(batch["x"] * params["trunk"], 0) * params["head"]) * jnp.sum(batch["y"])
-
-    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": np.ones((4, 3)), "y": np.ones((5, 3))}
-    before = fz.precompute(loss, "trunk", example_axis=axis).before
-    if axis == 1:
-        assert [feature.shape for feature in before(params, batch)] == [(3, 4)]
-    else:
-        with pytest.raises(ValueError, match="no common axis of examples"):
-            before(params, batch)
-
-
-def scaled(params, batch):
-    scale = batch["scale"]
-    if jnp.issubdtype(jnp.result_type(scale), jax.dtypes.prng_key):
-        scale = jax.random.uniform(scale)
-    return jnp.sum(jnp.sort(batch["x"] * params["trunk"] * scale) * params["head"])
-
-
-SHARED = {
-    "JAX": jnp.float32(2),
-    "NumPy": np.float32(2),
-    "NumPy, float": np.float64(2),
-    "NumPy, array": np.array(2),
-    "key": jax.random.key(0),
-    "other axes": np.ones(3),
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_an_array_that_all_examples_share_does_not_recur(name):
-    """Its values would not be compared: features of one scale would be taken for those of another."""
-    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": jnp.ones((4, 3)), "scale": SHARED[name]}
-    with pytest.raises(ValueError, match=r"(?s)no common axis of examples.*batch/scale of shape \("):
-        fz.precompute(scaled, "trunk", example_axis=0).before(params, batch)
-
-
-def test_a_number_that_all_examples_share_is_part_of_the_program():
-    params, batch = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, {"x": jnp.ones((4, 3)), "scale": 2.0}
-    once = fz.precompute(scaled, "trunk", example_axis=0)
-    features = once.before(params, batch)
-    assert once.after(params, features, batch) == scaled(params, batch)
-    with pytest.raises(ValueError, match="another program"):
-        once.after(params, features, {**batch, "scale": 4.0})
-    with pytest.raises(ValueError, match=r"(?s)no common axis of examples.*jax.jit must not trace"):
-        jax.jit(once.before)(params, batch)
-
-
-def test_features_of_other_examples_are_refused():
-    """Pooled features of another resolution have the same shape."""
-
-    def loss(params, x):
-        return jnp.sum(jnp.sort(x * params["trunk"]).max((1, 2)) * params["head"])
-
-    params, once = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, fz.precompute(loss, "trunk", example_axis=0)
-    features = once.before(params, jnp.ones((4, 8, 8)))
-    assert once.after(params, features, jnp.ones((4, 8, 8))) == 24
-    with pytest.raises(ValueError, match="computed by another program"):
-        once.after(params, features, jnp.ones((4, 6, 6)))
-
-
-TABLE = jax.random.normal(jax.random.key(5), (N, 4))
-
-
-def argmax_pooled(h, _):
-    """The flat places of the maxima: a window over two operands, of which one belongs to all examples."""
-
-    def larger(a, b):
-        return jnp.where(a[0] >= b[0], a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
-
-    places = jnp.arange(N * 12, dtype=jnp.float32).reshape(N, 3, 4)
-    return lax.reduce_window((h, places), (-jnp.inf, -1.0), larger, (1, 1, 2), (1, 1, 2), "VALID")[1]
-
-
-def of_other_examples(h, _):
-    picked = jnp.broadcast_to(jnp.argmax(h[:, 0], 1)[None], (N, N))
-    return jnp.take_along_axis(h[:, 0], picked, axis=1)
-
-
-SUBTLY_MIXED = {
     "a lookup in a table with a row for each place": lambda h, w: (
         h[:, 0] + jnp.take_along_axis(TABLE, jnp.zeros((N, 1), int), 1)
     ),
@@ -273,12 +130,98 @@ SUBTLY_MIXED = {
 }
 
 
-@pytest.mark.parametrize("name", SUBTLY_MIXED)
-def test_what_looks_apart_and_is_not(name):
-    params, batch = params_and_batch()
-    once = fz.precompute(a_loss(SUBTLY_MIXED[name]), "trunk", example_axis=0)
-    with pytest.raises(ValueError, match="examples are mixed"):
-        once.needed(params, batch)
+def a_loss(function):
+    """A loss whose trunk ends in the function, and in an operation that is never repeated, so that it is stored."""
+
+    def loss(params, x):
+        h = lax.bessel_i1e(function(x @ params["trunk"], params["trunk"]))
+        return jnp.sum(h * params["head"])
+
+    return loss
+
+
+ANY_SIZE = [
+    name
+    for name in APART
+    if name not in ("concatenate", "positions of a batch", "reshape behind", "scan over time")
+    and not name.startswith("reshape that joins")
+]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_features_of_a_shuffled_batch_are_the_shuffled_features(name):
+    """And a part of the batch has a part of the features, if the function takes any number of examples."""
+    loss = a_loss(APART[name])
+    once = fz.precompute(loss, "trunk", example_axis=0)
+    before = jax.jit(once.before)
+    features, shuffled = before(PARAMS, BATCH), before(PARAMS, BATCH[ORDER])
+    assert features
+    for feature, other in zip(features, shuffled, strict=True):
+        assert feature.shape[0] == N
+        np.testing.assert_allclose(feature[ORDER], other, rtol=1e-6)
+    some = ORDER[:2] if name in ANY_SIZE else ORDER
+    value = jax.jit(once.after)(PARAMS, jax.tree.map(lambda feature: feature[some], features), BATCH[some])
+    np.testing.assert_allclose(value, jax.jit(loss)(PARAMS, BATCH[some]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_examples_are_refused_and_the_operation_named(name):
+    loss = a_loss(MIXED[name])
+    with pytest.raises(ValueError, match=r"examples are mixed(.|\n)*test_example_axis.py"):
+        fz.precompute(loss, "trunk", example_axis=0).needed(PARAMS, BATCH)
+    assert fz.precompute(loss, "trunk").needed(PARAMS, BATCH)["head"] is PARAMS["head"]
+
+
+def scaled(params, batch):
+    scale = batch["scale"]
+    if jnp.issubdtype(jnp.result_type(scale), jax.dtypes.prng_key):
+        scale = jax.random.uniform(scale)
+    scale = jnp.atleast_2d(scale).sum(0)
+    return jnp.sum(lax.bessel_i1e(batch["x"] * params["trunk"] * scale) * params["head"])
+
+
+@pytest.mark.parametrize(
+    ("axis", "scale"),
+    [
+        *((0, shared) for shared in (jnp.float32(2), np.float64(2), jax.random.key(0), np.ones(3))),
+        (0, np.ones((5, 3))),
+        (2, np.ones((4, 3))),
+    ],
+)
+def test_arrays_of_a_batch_without_a_common_axis(axis, scale):
+    """Shared arrays do not recur, since features of one scale would be taken for those of another."""
+    with pytest.raises(ValueError, match=r"(?s)no common axis of examples.*batch/scale of shape \("):
+        fz.precompute(scaled, "trunk", example_axis=axis).before(NUMBERS, {"x": jnp.ones((4, 3)), "scale": scale})
+
+
+def test_arrays_of_a_batch_with_a_common_axis():
+    batch = {"x": np.ones((4, 3)), "scale": np.ones((5, 3))}
+    [feature] = fz.precompute(scaled, "trunk", example_axis=1).before(NUMBERS, batch)
+    assert feature.shape == (3, 4)
+
+
+def test_a_number_that_all_examples_share_is_part_of_the_program():
+    batch = {"x": jnp.ones((4, 3)), "scale": 2.0}
+    once = fz.precompute(scaled, "trunk", example_axis=0)
+    features = once.before(NUMBERS, batch)
+    assert once.after(NUMBERS, features, batch) == scaled(NUMBERS, batch)
+    with pytest.raises(ValueError, match="another program"):
+        once.after(NUMBERS, features, {**batch, "scale": 4.0})
+    with pytest.raises(ValueError, match=r"(?s)no common axis of examples.*jax.jit must not trace"):
+        jax.jit(once.before)(NUMBERS, batch)
+
+
+def test_features_of_other_examples_are_refused():
+    """Pooled features of another resolution have the same shape."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.sort(x * params["trunk"]).max((1, 2)) * params["head"])
+
+    once = fz.precompute(loss, "trunk", example_axis=0)
+    features = once.before(NUMBERS, jnp.ones((4, 8, 8)))
+    assert once.after(NUMBERS, features, jnp.ones((4, 8, 8))) == 24
+    with pytest.raises(ValueError, match="computed by another program"):
+        once.after(NUMBERS, features, jnp.ones((4, 6, 6)))
 
 
 def test_what_mixes_examples_of_the_batch_alone_is_computed_in_each_step():
@@ -287,18 +230,16 @@ def test_what_mixes_examples_of_the_batch_alone_is_computed_in_each_step():
         h, head = jnp.sort(x @ params["trunk"]), params["head"]
         return jnp.sum(h * head) + jnp.sum(ranked * 2 * head) - jnp.sum((ranked + 1) * head)
 
-    (params, batch), once = params_and_batch(), fz.precompute(loss, "trunk", example_axis=0)
-    order = np.array([3, 1, 5, 0, 2, 4])
-    shuffled = jax.tree.map(lambda feature: feature[order], once.before(params, batch))
-    np.testing.assert_allclose(once.after(params, shuffled, batch[order]), loss(params, batch[order]), rtol=1e-6)
+    once = fz.precompute(loss, "trunk", example_axis=0)
+    shuffled = jax.tree.map(lambda feature: feature[ORDER], once.before(PARAMS, BATCH))
+    np.testing.assert_allclose(once.after(PARAMS, shuffled, BATCH[ORDER]), loss(PARAMS, BATCH[ORDER]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["elementwise", "attention", "norm", "flat"])
+@pytest.mark.parametrize("name", ["elementwise", "attention", "softmax", "flat"])
 def test_a_batch_of_one_belongs_to_the_others(name):
     function = APART.get(name, lambda h, w: (h.reshape(-1, 4) @ w).reshape(-1, 12)[:, 1:])
-    params, batch = params_and_batch()
     once = fz.precompute(a_loss(function), "trunk", example_axis=0)
-    one, several = once.before(params, batch[:1]), once.before(params, batch)
+    one, several = once.before(PARAMS, BATCH[:1]), once.before(PARAMS, BATCH)
     assert one.cut == several.cut
     np.testing.assert_allclose(one[0], several[0][:1], rtol=1e-5)
 
@@ -307,24 +248,22 @@ def test_a_shared_number_alone_gives_no_features():
     def loss(params, batch):
         return jnp.mean(batch["x"] @ params["head"]) * jnp.sum((batch["t"] * params["trunk"]) @ params["trunk"])
 
-    params = {"trunk": jnp.asarray(W), "head": jnp.ones((4, 2))}
+    params = {"trunk": W, "head": jnp.ones((4, 2))}
     with pytest.raises(ValueError, match="nothing to compute once"):
         fz.precompute(loss, "trunk", example_axis=0).before(params, {"x": jnp.ones((4, 4)), "t": 2.0})
 
 
-def weighted(h, labels, weights):
-    return jnp.mean(h[jnp.arange(len(h)), labels] * weights[labels])
-
-
-OF_A_TEACHER = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4), "out": {"kernel": jnp.ones((4, 4))}}
 BESIDE = {
-    "labels": lambda n: (lambda h, y: jnp.mean(h[jnp.arange(len(h)), y]), jnp.zeros(n, int)),
     "a key of two numbers": lambda n: (
         lambda h, y, key: jnp.mean(h * jax.random.normal(key, h.shape) * y[:, None]),
         jnp.ones(n),
         jax.random.PRNGKey(0),
     ),
-    "weights of classes": lambda n: (weighted, jnp.zeros(n, int), jnp.ones(4)),
+    "weights of classes": lambda n: (
+        lambda h, y, weights: jnp.mean(h[jnp.arange(len(h)), y] * weights[y]),
+        jnp.zeros(n, int),
+        jnp.ones(4),
+    ),
     "weights of classes, multiplied": lambda n: (
         lambda h, y, w: jnp.mean((h * w).sum(1) * y),
         jnp.ones(n),
@@ -336,11 +275,10 @@ BESIDE = {
     ),
     "a teacher": lambda n: (
         lambda h, teacher, y: jnp.mean((y @ teacher["kernel"] + teacher["bias"]) @ teacher["out"]["kernel"] * h),
-        OF_A_TEACHER,
+        {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4), "out": {"kernel": jnp.ones((4, 4))}},
         jnp.ones((n, 4)),
     ),
     "pairs": lambda n: (lambda h, pairs: jnp.mean((h @ h.T - pairs) ** 2), jnp.ones((n, n))),
-    "steps of time": lambda n: (lambda h, y: jnp.mean(h * y), jnp.ones((n, 4))),
 }
 
 
@@ -348,7 +286,6 @@ BESIDE = {
 @pytest.mark.parametrize("axis", [0, 1])
 def test_what_does_not_recur_may_have_the_size_of_the_batch(name, axis):
     """Features of six examples belong to any others, also where another argument has as many entries by chance."""
-    params = {"trunk": jnp.asarray(W), "head": jnp.float32(2)}
 
     def loss(params, x, *others):
         h = jnp.sort(jnp.swapaxes(x, 0, axis) @ params["trunk"]) * params["head"]
@@ -356,7 +293,7 @@ def test_what_does_not_recur_may_have_the_size_of_the_batch(name, axis):
 
     before = fz.precompute(loss, "trunk", example_axis=axis).before
     batches = {n: jnp.swapaxes(jnp.ones((n, 4)), 0, axis) for n in (N, 2, 4)}
-    assert len({jax.eval_shape(before, params, x, *BESIDE[name](n)[1:]).cut for n, x in batches.items()}) == 1
+    assert len({jax.eval_shape(before, PARAMS, x, *BESIDE[name](n)[1:]).cut for n, x in batches.items()}) == 1
 
 
 @pytest.mark.parametrize("trunk", [lambda h, n: h * n, lambda h, n: h**n], ids=["a factor", "a power"])
@@ -364,8 +301,8 @@ def test_features_with_the_number_of_examples_in_their_values_are_refused(trunk)
     def loss(params, x):
         return jnp.sum(jnp.sort(trunk(x * params["trunk"], x.shape[0])) * params["head"])
 
-    params, once = {"trunk": jnp.float32(2), "head": jnp.float32(3)}, fz.precompute(loss, "trunk", example_axis=0)
-    features = once.before(params, jnp.ones((4, 3)))
-    assert once.after(params, features, jnp.ones((4, 3))) == loss(params, jnp.ones((4, 3)))
+    once = fz.precompute(loss, "trunk", example_axis=0)
+    features = once.before(NUMBERS, jnp.ones((4, 3)))
+    assert once.after(NUMBERS, features, jnp.ones((4, 3))) == loss(NUMBERS, jnp.ones((4, 3)))
     with pytest.raises(ValueError, match="another program"):
-        once.after(params, jax.tree.map(lambda feature: feature[:2], features), jnp.ones((2, 3)))
+        once.after(NUMBERS, jax.tree.map(lambda feature: feature[:2], features), jnp.ones((2, 3)))
