@@ -284,33 +284,6 @@ class TestReadAsAWhole:
         assert sum(moved) == 1
 
 
-class TestQuantised:
-    """Stacks of 8 bits, cast in the body, with scales beside them."""
-
-    @staticmethod
-    def parts(on_host):
-        codes = jax.random.randint(jax.random.key(0), (LAYERS, WIDTH, WIDTH), -127, 127, jnp.int8)
-        scales = jnp.linspace(0.1, 1.0, LAYERS * WIDTH).reshape(LAYERS, 1, WIDTH)
-        codes = fz.offload(codes, True, min_bytes=0) if on_host else codes
-        return fz.partition({"codes": codes, "scales": scales, "head": jnp.ones(6)}, fz.only("head"))
-
-    @staticmethod
-    def in_body(p, x):
-        def body(x, w):
-            return jnp.tanh(x @ (w[0].astype(jnp.float32) * w[1]) + p["head"]), None
-
-        return jnp.sum(jax.lax.scan(body, x, (p["codes"], p["scales"]))[0])
-
-    @staticmethod
-    def before_the_scan(p, x):
-        weights = p["codes"].astype(jnp.float32) * p["scales"]
-        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + p["head"]), None), x, weights)[0])
-
-    @pytest.mark.parametrize("loss", [in_body, before_the_scan])
-    def test_the_gradient_of_the_device(self, loss):
-        check(lambda parts, x: gradient(loss, *parts, x), self.parts(True), self.parts(False), X)
-
-
 def test_derivatives_of_other_kinds():
     trainable, rest = parts(LORA, on_host=True)
     _, on_device = parts(LORA, on_host=False)
