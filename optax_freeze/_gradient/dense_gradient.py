@@ -46,11 +46,7 @@ class DenseGradient:
 
     def trace(self) -> bool:
         """Traces ``value_and_grad``; False if the function cannot be traced."""
-        from optax_freeze._program.traced_function import (  # loads jax.extend, which takes longer than this library
-            Traced,
-            as_array,
-            needs_value,
-        )
+        from optax_freeze._program.traced_function import Traced, as_array, needs_value  # loads jax.extend: slow
 
         arrays, structure = jax.tree.flatten((self.leaves, self.others))
         try:

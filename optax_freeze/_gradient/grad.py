@@ -254,9 +254,7 @@ def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        from optax_freeze._gradient.restricted_call import (
-            call_restricted,  # loads jax.extend, which takes longer than this library
-        )
+        from optax_freeze._gradient.restricted_call import call_restricted  # loads jax.extend: slow
 
         return call_restricted(lambda params: fun(params, *args, **kwargs), trainable, rest)
 

@@ -92,12 +92,7 @@ class GradientOfGroups:
     """
 
     def __init__(self, dense: DenseGradient, spec: GroupSpec) -> None:
-        from optax_freeze._program.tasks import (  # loads jax.extend, which takes longer than this library
-            ALWAYS,
-            Context,
-            Read,
-            new_labels,
-        )
+        from optax_freeze._program.tasks import ALWAYS, Context, Read, new_labels  # loads jax.extend: slow
 
         self._dense, self._spec = dense, spec
         self._owners = [*new_labels(len(spec.names)), ALWAYS]

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal_up_to_rounding
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from conftest import assert_equal_up_to_rounding, programs
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_freeze as fz
@@ -158,15 +157,6 @@ def parts(frozen, on_host):
 
 def gradient(loss, trainable, rest, *args):
     return jax.value_and_grad(fz.restrict(loss, rest))(trainable, *args)
-
-
-def programs(jaxpr):
-    """A jaxpr and all within it."""
-    yield jaxpr
-    for eqn in jaxpr.eqns:
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
-            if isinstance(param, Jaxpr | ClosedJaxpr):
-                yield from programs(getattr(param, "jaxpr", param))
 
 
 def whole_stacks(function, *args):

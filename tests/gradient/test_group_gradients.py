@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import bits, counting_flops
+from conftest import bits, counting_flops, programs
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
@@ -121,9 +121,7 @@ def test_rows_cost_what_their_static_spec_costs(loss, shape):
 
 
 def equations(jaxpr):
-    """The number of equations of a program and of the programs in it."""
-    inner = [jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")) for eqn in jaxpr.eqns]
-    return len(jaxpr.eqns) + sum(equations(each.jaxpr) for each in itertools.chain(*inner) if hasattr(each, "jaxpr"))
+    return sum(len(each.eqns) for each in programs(jaxpr))
 
 
 def test_28_groups_are_one_program_of_the_size_of_few():

@@ -80,7 +80,7 @@ class TestValueAndGradFromState:
         ],
         ids=["lbfgs", "backtracking", "zoom"],
     )
-    def test_the_line_search_of_the_trainable_part(self, params, loss, batch, frozen, solver, compiled):
+    def test_the_line_search_of_the_trainable_part(self, params, loss, batch, frozen, solver):
         def run(tx, params, loss, value_and_grad, state):
             for _ in range(3):
                 value, grads = value_and_grad(params, batch, state=state)
@@ -89,7 +89,7 @@ class TestValueAndGradFromState:
             return params
 
         tx = fz.freeze(solver, frozen)
-        ours = compiled(lambda p: run(tx, p, loss, fz.value_and_grad_from_state(loss, frozen), tx.init(p)))(params)
+        ours = jax.jit(lambda p: run(tx, p, loss, fz.value_and_grad_from_state(loss, frozen), tx.init(p)))(params)
 
         def alone(params):
             trainable, rest = fz.partition(params, frozen)
@@ -97,13 +97,13 @@ class TestValueAndGradFromState:
             value_and_grad = optax.value_and_grad_from_state(restricted)
             return run(solver, trainable, restricted, value_and_grad, solver.init(trainable))
 
-        theirs = compiled(alone)(params)
+        theirs = jax.jit(alone)(params)
         assert bits(ours["encoder"]) == bits(params["encoder"])
         assert loss(ours, batch) < loss(params, batch)
         chex.assert_trees_all_close(ours["head"], theirs["head"], rtol=1e-5)
 
 
-def test_a_stack_is_put_together_by_rows(compiled):
+def test_a_stack_is_put_together_by_rows():
     """No operation of the gradient makes an array as large as the stack."""
 
     def loss(params, x):
@@ -115,4 +115,4 @@ def test_a_stack_is_put_together_by_rows(compiled):
     made = {var.aval.shape for eqn in jax.make_jaxpr(gradient)(trainable, x).eqns for var in eqn.outvars}
     assert (8, 4, 4) not in made
     expected = jax.grad(loss)(params, x)["stack"][6:]
-    assert_equal_up_to_rounding(compiled(gradient)(trainable, x)["stack"].values, expected)
+    assert_equal_up_to_rounding(jax.jit(gradient)(trainable, x)["stack"].values, expected)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import programs
 from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -229,15 +230,15 @@ class TestSecondDerivatives:
         scaled = lambda w: jax.tree.map(lambda x: x * w if jnp.issubdtype(x.dtype, jnp.floating) else x, trainable)  # noqa: E731
         return lambda w: fun(scaled(w), rest)
 
-    def test_of_the_gradient(self, compiled):
+    def test_of_the_gradient(self):
         """Forward over reverse as of the dense gradient; JAX refuses reverse over a loop that ends early."""
         rows, whole = (functools.partial(f, of_scan(), self.FROZEN, init()) for f in (rows_of, dense))
         assert jax.tree.structure(rows(X)) == jax.tree.structure(whole(X))
         for derivative in (jax.jacfwd, lambda f: lambda x: (jax.jvp(f, (x,), (x,)), jax.linearize(f, x)[1](x))):
-            close(compiled(derivative(rows))(X), derivative(whole)(X), rtol=1e-4, atol=1e-5)
+            close(jax.jit(derivative(rows))(X), derivative(whole)(X), rtol=1e-4, atol=1e-5)
         of_combine = self.of_scale(lambda trainable, rest: of_scan()(fz.combine(trainable, rest), X))
         of_restrict = self.of_scale(lambda trainable, rest: fz.restrict(of_scan(), rest)(trainable, X))
-        close(compiled(jax.hessian(of_restrict))(jnp.ones(())), jax.hessian(of_combine)(jnp.ones(())), rtol=1e-4)
+        close(jax.jit(jax.hessian(of_restrict))(jnp.ones(())), jax.hessian(of_combine)(jnp.ones(())), rtol=1e-4)
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
             jax.jacrev(rows)(X)
 
@@ -373,15 +374,10 @@ def test_nn_scan():
 class TestCost:
     def test_no_array_of_the_gradient_has_every_row(self):
         """The gradient of a stack, and what sums it up, would have the shape of the stack."""
-
-        def made(jaxpr):
-            for eqn in jaxpr.eqns:
-                yield from (v.aval.shape for v in eqn.outvars)
-                for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
-                    yield from made(inner.jaxpr) if hasattr(inner, "jaxpr") else ()
-
         grads = lambda params, index: rows_of(of_scan(), {**ROWS_ALONE, "layers": ~fz.rows(index)}, params)  # noqa: E731
-        assert (LAYERS, WIDTH, WIDTH) not in {*made(jax.make_jaxpr(grads)(init(), jnp.array([1, 2])).jaxpr)}
+        jaxprs = programs(jax.make_jaxpr(grads)(init(), jnp.array([1, 2])).jaxpr)
+        made = {v.aval.shape for jaxpr in jaxprs for eqn in jaxpr.eqns for v in eqn.outvars}
+        assert (LAYERS, WIDTH, WIDTH) not in made
 
     def test_no_row_of_the_parameters_is_stored(self):
         """Neither as it is nor cast: the backward pass reads it again."""
