@@ -29,6 +29,7 @@ from jax.extend.core import Literal
 
 import optax_freeze as fz
 from optax_freeze._precompute.flops import flops
+from optax_freeze._program.dependence import programs_in
 from optax_freeze._program.trace import scan_counts
 
 SLOW = 3.0
@@ -136,6 +137,14 @@ def assert_equal_up_to_rounding(got, expected, dtype=None, roundings=16):
             np.testing.assert_allclose(a, b, rtol=0, atol=roundings * eps * largest, err_msg=row[0])
         else:
             assert row == expected_row
+
+
+def programs(jaxpr):
+    """A program and all programs within it."""
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for inner in programs_in(eqn):
+            yield from programs(inner.jaxpr)
 
 
 def counting_flops(program):

@@ -1,7 +1,7 @@
 """The gradient of what trains: the dense gradient is traced, and only the wanted rows of it are computed."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -14,18 +14,19 @@ from optax_freeze._spec.tree import Part, PyTree
 
 if TYPE_CHECKING:
     from optax_freeze._program.tasks import Schedule
-    from optax_freeze._program.traced_function import Traced
 
 
-class AtLeaves:
-    """``fun(params)`` as a function of the leaves that train under a plan, and of those on the host.
+class DenseGradient:
+    """The gradient of ``fun(params)`` with respect to the whole leaves of which something trains under a plan.
 
     Attributes:
       values: all leaves of the parameters, with their ``treedef``.
       trains: the numbers of the leaves that train.
       leaves: these leaves.
       others: the other leaves on the host.
-      value_and_grad: called with ``leaves`` and ``others``, returns the value and the dense gradients of ``leaves``.
+      value_and_grad: called with ``leaves`` and ``others``, returns the value and the gradients of ``leaves``.
+      traced: the program of ``value_and_grad``, after :meth:`trace`.
+      grads: the numbers of the gradients in it.
     """
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool) -> None:
@@ -43,12 +44,9 @@ class AtLeaves:
         self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in others]
         self.value_and_grad = jax.value_and_grad(dense, has_aux=has_aux, holomorphic=holomorphic)
 
-    def trace(self) -> "TracedGradient | None":
-        """The program of ``value_and_grad``; None if the function cannot be traced."""
-        from optax_freeze._program.traced_function import (  # loads jax.extend, which takes longer than this library
-            Traced,
-            needs_value,
-        )
+    def trace(self) -> bool:
+        """Traces ``value_and_grad``; False if the function cannot be traced."""
+        from optax_freeze._program.traced_function import Traced, as_array, needs_value  # loads jax.extend: slow
 
         arrays, structure = jax.tree.flatten((self.leaves, self.others))
         try:
@@ -56,21 +54,11 @@ class AtLeaves:
         except Exception as error:
             if not needs_value(error):
                 raise
-            return None
-        return TracedGradient(traced, arrays, len(traced.program.outputs) - len(self.leaves))
-
-
-class TracedGradient(NamedTuple):
-    """The program of a value and of the gradients of leaves, which are its last outputs."""
-
-    traced: "Traced"
-    arrays: Sequence[Any]
-    of_value: int  # the number of outputs of the value
-
-    @property
-    def grads(self) -> list[Any]:
-        """The numbers of the gradients."""
-        return self.traced.program.outputs[self.of_value :]
+            return False
+        self.traced, self.inputs = traced, dict(enumerate(map(as_array, arrays)))
+        self.of_value = len(traced.program.outputs) - len(self.leaves)
+        self.grads = traced.program.outputs[self.of_value :]
+        return True
 
     def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> "Schedule":
         """The tasks that compute the value and these regions of gradients."""
@@ -80,34 +68,26 @@ class TracedGradient(NamedTuple):
         value = [(number, EVERYTHING, ALWAYS) for number in self.traced.program.outputs[: self.of_value]]
         return schedule(self.traced.program, [*value, *wanted])
 
-    def inputs(self) -> Values:
-        """The arrays that the program reads."""
-        from optax_freeze._program.traced_function import as_array
-
-        return Values(dict(enumerate(map(as_array, self.arrays))))
-
 
 def value_and_grad_of_plan(
     fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool
 ) -> tuple[Any, PyTree]:
     """The value of ``fun(params)`` and its gradient with respect to what trains under a plan."""
-    at = AtLeaves(fun, plan, params, has_aux, holomorphic)
-    parts = [plan.selections[i] for i in at.trains]
-    traced = at.trace() if at.on_host or any(isinstance(selection, RowSelection) for selection in parts) else None
-    if traced is None:
-        value, grads = at.value_and_grad(*jax.tree.map(to_device, (at.leaves, at.others)))
-        grads = [taken(selection, grad) for selection, grad in zip(parts, grads, strict=True)]
-    else:
+    dense = DenseGradient(fun, plan, params, has_aux, holomorphic)
+    parts = [plan.selections[i] for i in dense.trains]
+    if (dense.on_host or any(isinstance(selection, RowSelection) for selection in parts)) and dense.trace():
         from optax_freeze._program.tasks import ALWAYS
 
-        regions = map(region_of_leaf, parts, at.leaves)
-        wanted = [(number, region, ALWAYS) for number, region in zip(traced.grads, regions, strict=True)]
-        value, grads = traced.traced.result(traced.schedule(wanted).run(traced.inputs()))
-        grads = map(as_part, parts, at.leaves, grads)
-    full: list[Any] = [_tree.HOLE] * len(at.values)
-    for i, grad in zip(at.trains, grads, strict=True):
+        wanted = [(x, region_of_leaf(*each), ALWAYS) for x, *each in zip(dense.grads, parts, dense.leaves, strict=True)]
+        value, grads = dense.traced.result(dense.schedule(wanted).run(Values(dense.inputs)))
+        grads = map(as_part, parts, dense.leaves, grads)
+    else:
+        value, grads = dense.value_and_grad(*jax.tree.map(to_device, (dense.leaves, dense.others)))
+        grads = map(taken, parts, grads)
+    full: list[Any] = [_tree.HOLE] * len(dense.values)
+    for i, grad in zip(dense.trains, grads, strict=True):
         full[i] = grad
-    return value, jax.tree.unflatten(at.treedef, plan.with_sources(full, at.values))
+    return value, jax.tree.unflatten(dense.treedef, plan.with_sources(full, dense.values))
 
 
 def taken(selection: Selection, grad: Any) -> Any:

@@ -14,17 +14,10 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._gradient.dense_gradient import (
-    AtLeaves,
-    TracedGradient,
-    as_part,
-    region_of_leaf,
-    value_and_grad_of_plan,
-)
-from optax_freeze._program.regions import Region, region_of
+from optax_freeze._gradient.dense_gradient import DenseGradient, as_part, region_of_leaf, value_and_grad_of_plan
+from optax_freeze._program.regions import Region, Values, region_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements, rows
-from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
@@ -57,10 +50,11 @@ class GroupSpec(Selector):
                 expected="a spec that is known when the program is traced",
                 fix="inside jit, pass it only to fz.value_and_grad and fz.grad; frozen groups are not updated",
             )
-        return self.spec_of_set(tuple(map(bool, self.frozen))).select(leaves)
+        return self.spec_of_set(self.frozen).select(leaves)
 
-    def spec_of_set(self, frozen: Sequence[bool]) -> ResolvedSpec:
+    def spec_of_set(self, frozen: Sequence[Any]) -> ResolvedSpec:
         """The spec of the parameters that are frozen if these groups are frozen."""
+        frozen = list(map(bool, frozen))
         choices = [
             _union(leaf, [s for s, is_frozen in zip(own, frozen, strict=False) if is_frozen])
             for leaf, own in zip(self.leaves, zip(*self.selections, strict=True), strict=True)
@@ -97,28 +91,23 @@ class GradientOfGroups:
         parameters. Without this order XLA copies parameters that are updated in place.
     """
 
-    def __init__(self, at: AtLeaves, traced: TracedGradient, spec: GroupSpec) -> None:
-        from optax_freeze._program.tasks import (  # loads jax.extend, which takes longer than this library
-            ALWAYS,
-            Context,
-            Read,
-            new_labels,
-        )
+    def __init__(self, dense: DenseGradient, spec: GroupSpec) -> None:
+        from optax_freeze._program.tasks import ALWAYS, Context, Read, new_labels  # loads jax.extend: slow
 
-        self._at, self._spec = at, spec
+        self._dense, self._spec = dense, spec
         self._owners = [*new_labels(len(spec.names)), ALWAYS]
-        leaves = list(zip(traced.grads, at.trains, at.leaves, strict=True))
+        leaves = list(zip(dense.grads, dense.trains, dense.leaves, strict=True))
         self._grads: list[list[tuple[Any, Region]]] = [
             [(x, region_of_leaf(own[i], leaf)) for x, i, leaf in leaves if own[i] is not FROZEN]
             for own in spec.selections
         ]
         wanted = [(*each, owner) for owner, own in zip(self._owners, self._grads, strict=True) for each in own]
-        self._schedule, self._values = traced.schedule(wanted), traced.inputs()
+        self._schedule, self._values = dense.schedule(wanted), Values(dense.inputs)
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
-        numbers = [{number for number, i in enumerate(at.trains) if own[i] is not FROZEN} for own in spec.selections]
+        numbers = [{number for number, i in enumerate(dense.trains) if own[i] is not FROZEN} for own in spec.selections]
         self._postponed = [
-            self._schedule.postponable(label, {*range(len(traced.arrays))} - own)
+            self._schedule.postponable(label, {*dense.inputs} - own)
             for label, own in zip(self._owners[:-1], numbers, strict=False)
         ]
         postponed = {i for each in self._postponed for i in each}
@@ -127,8 +116,8 @@ class GradientOfGroups:
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        outputs = [Read(*output).of(self._values) for output in self._schedule.outputs[: traced.of_value]]
-        self.value = traced.traced.result([*outputs, *traced.grads])[0]
+        outputs = [Read(*output).of(self._values) for output in self._schedule.outputs[: dense.of_value]]
+        self.value = dense.traced.result([*outputs, *dense.grads])[0]
 
     def of_group(self, n: int) -> list[Any]:
         """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
@@ -137,10 +126,10 @@ class GradientOfGroups:
         values = self._values
         if n < len(self._postponed):
             values = self._schedule.run_postponed(self._postponed[n], self._owners[n], values, self._context)
-        grads, found = [Read(*output).of(values) for output in self._grads[n]], [HOLE] * len(self._at.values)
-        owned = [i for i in self._at.trains if self._spec.selections[n][i] is not FROZEN]
+        grads, found = [Read(*output).of(values) for output in self._grads[n]], [HOLE] * len(self._dense.values)
+        owned = [i for i in self._dense.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
-            leaf, selection = self._at.values[i], self._spec.selections[n][i]
+            leaf, selection = self._dense.values[i], self._spec.selections[n][i]
             grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])
             found[i] = as_part(selection, leaf, grad)
         return found
@@ -149,14 +138,14 @@ class GradientOfGroups:
         """The gradient of all leaves, with zeros for frozen groups."""
         from optax_freeze._program.tasks import if_
 
-        found = [HOLE] * len(self._at.values)
+        found = [HOLE] * len(self._dense.values)
         for n, own in enumerate(self._spec.selections):
             run = functools.partial(self.of_group, n)
             grads = if_(self._trains[n], run) if n < len(self._trains) else run()
-            for i in self._at.trains:
+            for i in self._dense.trains:
                 if own[i] is not FROZEN:
-                    found[i] = _joined(found[i], grads[i], own[i], self._at.values[i])
-        return jax.tree.unflatten(self._at.treedef, found)
+                    found[i] = _joined(found[i], grads[i], own[i], self._dense.values[i])
+        return jax.tree.unflatten(self._dense.treedef, found)
 
 
 def _joined(others: Any, grad: Any, selection: Selection, value: Any) -> Any:
@@ -173,9 +162,8 @@ def gradient_of_groups(
 ) -> GradientOfGroups | None:
     """The gradient of ``fun(params)`` for each group; None if the function cannot be traced."""
     _refuse_constant_rows(spec, params)
-    at = AtLeaves(fun, make_plan(params, spec.spec_of_set(())), params, has_aux, holomorphic)
-    traced = at.trace()
-    return None if traced is None else GradientOfGroups(at, traced, spec)
+    dense = DenseGradient(fun, make_plan(params, spec.spec_of_set(())), params, has_aux, holomorphic)
+    return GradientOfGroups(dense, spec) if dense.trace() else None
 
 
 def value_and_grad_of_groups(
@@ -184,32 +172,20 @@ def value_and_grad_of_groups(
     """The value of ``fun(params)`` and the gradient of the groups that are trainable now, with zeros for the others."""
     if spec.is_known:
         _refuse_constant_rows(spec, params)
-        plan = make_plan(params, spec.spec_of_set(tuple(map(bool, spec.frozen))))
-        return _of_known(fun, plan, params, has_aux, holomorphic)
+        plan, (values, treedef) = make_plan(params, spec.spec_of_set(spec.frozen)), _tree.flatten(params)
+        if plan.all_frozen:
+            value, grads = fun(params), [HOLE] * len(values)
+        else:
+            value, tree = value_and_grad_of_plan(fun, plan, params, has_aux, holomorphic)
+            grads = _tree.flatten(tree)[0]
+        return value, jax.tree.unflatten(treedef, map(_full, plan.leaves, plan.selections, values, grads))
     found = gradient_of_groups(fun, spec, params, has_aux, holomorphic)
     if found is not None:
         return found.value, found.tree()
-    dense = make_plan(params, spec.spec_of_set(()))
-    value, grads = value_and_grad_of_plan(fun, dense, params, has_aux, holomorphic)
+    plan = make_plan(params, spec.spec_of_set(()))
+    value, grads = value_and_grad_of_plan(fun, plan, params, has_aux, holomorphic)
     values, treedef = _tree.flatten(grads)
     return value, jax.tree.unflatten(treedef, zeroed(values, spec.frozen, spec.selections))
-
-
-def _of_known(
-    fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool
-) -> tuple[Any, PyTree]:
-    """The value and the gradient of what trains under a plan, with zeros for the rest."""
-    values, treedef = _tree.flatten(params)
-    if plan.all_frozen:
-        value, grads = fun(params), [HOLE] * len(values)
-    else:
-        value, tree = value_and_grad_of_plan(fun, plan, params, has_aux, holomorphic)
-        grads = _tree.flatten(tree)[0]
-    full = [
-        _full(leaf, selection, x, g)
-        for leaf, selection, x, g in zip(plan.leaves, plan.selections, values, grads, strict=True)
-    ]
-    return value, jax.tree.unflatten(treedef, full)
 
 
 def _refuse_constant_rows(spec: GroupSpec, params: PyTree) -> None:

@@ -55,10 +55,9 @@ class _InRows(NamedTuple):
         """The types of the parts: JAX keeps a custom derivative longer than the trace of its arrays."""
         return jax.tree.map(lambda x: jax.eval_shape(to_device, x), self)
 
-    @property
-    def struct(self) -> Any:
-        """The type of the leaf, put together."""
-        return jax.eval_shape(self.put_together, self.array, self.rows, jax.tree.leaves(self.selection))
+    def whole(self) -> jax.Array:
+        """The leaf."""
+        return self.put_together(self.array, self.rows, jax.tree.leaves(self.selection))
 
     def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
         """The leaf, put together from these arrays."""
@@ -101,9 +100,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T
     except Exception as error:
         if not needs_value(error):
             raise
-        numbers = [jax.tree.leaves(x.selection) if isinstance(x, _InRows) else None for x in found]
-        each = zip(found, numbers, strict=True)
-        return of_leaves(*(to_device(x) if n is None else x.put_together(x.array, x.rows, n) for x, n in each))
+        return of_leaves(*(x.whole() if isinstance(x, _InRows) else to_device(x) for x in found))
     return call(found)
 
 
@@ -138,7 +135,7 @@ class _Call:
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
-        self.structs = [x.struct if isinstance(x, _InRows) else as_argument(x) for x in leaves]
+        self.structs = [jax.eval_shape(_InRows.whole, x) if isinstance(x, _InRows) else as_argument(x) for x in leaves]
         self.traced = Traced(fun, self.structs)
         on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, _InRows) else x)}
         self.program = self.traced.program._replace(on_host=range(len(leaves)))

@@ -98,7 +98,7 @@ def _where_rows(rows: Any, ndim: int, axis: int) -> Any:
 def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     """The params that name the sharding of the whole result, for a region of it."""
     shape = region.shape(eqn.avals_out[0].shape)
-    names = [name for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None]
+    names = [name for name in ("sharding", "out_sharding", "dst_sharding") if eqn.params.get(name) is not None]
     return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
 
 
@@ -129,19 +129,12 @@ def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation |
     return Computation(needed, apply)
 
 
-@rule("sharding_constraint")
-def sharding_constraint(eqn: Equation, region: Region) -> Any:
-    if not isinstance(eqn.params["sharding"], NamedSharding) or eqn.params.get("layout") is not None:
+@rule("sharding_constraint", "reshard", "mesh_cast")
+def sharded(eqn: Equation, region: Region) -> Any:
+    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    if not isinstance(sharding, NamedSharding) or eqn.params.get("layout") is not None:
         return None
     return [region], functools.partial(eqn.bind, **_laid_out(eqn, region))
-
-
-@rule("reshard", "mesh_cast")
-def sharded(eqn: Equation, region: Any) -> Any:
-    sharding, shape = eqn.params["dst_sharding"], region.shape(eqn.avals_out[0].shape)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return [region], functools.partial(eqn.bind, dst_sharding=fitting(sharding, len(shape), shape))
 
 
 @rule("all_gather", "all_gather_invariant", "reduce_scatter", "unreduced_reduce_scatter", cheap=False)
@@ -149,11 +142,10 @@ def shards(eqn: Equation, region: Region) -> Any:
     """Shards inside ``jax.shard_map`` are gathered or scattered along another axis than that of the rows."""
     gathers = "all_gather_dimension" in eqn.params
     along = eqn.params["all_gather_dimension" if gathers else "scatter_dimension"]
-    if eqn.params["tiled"]:
-        return ([region], eqn.bind) if region.axis != along else None
-    if gathers:  # adds the axis
-        return ([region.along(region.axis - (region.axis > along))], eqn.bind) if region.axis != along else None
-    return [region.along(region.axis + (region.axis >= along))], eqn.bind
+    if not eqn.params["tiled"] and not gathers:  # drops the axis
+        return [region.along(region.axis + (region.axis >= along))], eqn.bind
+    axis = region.axis - (not eqn.params["tiled"] and region.axis > along)  # or adds it
+    return ([region.along(axis)], eqn.bind) if region.axis != along else None
 
 
 @rule("broadcast_in_dim")
@@ -170,10 +162,7 @@ def transpose(eqn: Equation, region: Any) -> Any:
     return [region.along(eqn.params["permutation"][region.axis])], eqn.bind
 
 
-REDUCTIONS = [
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"),
-    *("argmax", "argmin"),
-]
+REDUCTIONS = [*(f"reduce_{kind}" for kind in ["and", "max", "min", "or", "prod", "sum", "xor"]), "argmax", "argmin"]
 
 
 @rule("squeeze")
@@ -248,10 +237,10 @@ def slice_(eqn: Equation, region: Any) -> Any:
     start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(start)
     axis, step = region.axis, strides[region.axis]
-    if isinstance(region, Rows):
-        rows: Region = Rows(axis, start[axis] + step * region.numbers)
-    elif step == 1:
+    if step == 1:
         rows = region.shifted(start[axis])
+    elif isinstance(region, Rows):
+        rows = Rows(axis, start[axis] + step * region.numbers)
     else:
         return None
     changed = {
@@ -320,12 +309,7 @@ def concatenate(eqn: Equation, region: Any) -> Any:
     if isinstance(region, Rows):
         each = [region.numbers[(region.numbers >= a) & (region.numbers < b)] - a for a, b in spans]
         regions = [Rows(axis, numbers) if numbers.size else None for numbers in each]
-
-        def joined(*parts: Any) -> Any:
-            parts = tuple(part for part in parts if part is not None)
-            return parts[0] if len(parts) == 1 else eqn.bind(*parts)
-
-        return regions, joined
+        return regions, lambda *parts: eqn.bind(*(part for part in parts if part is not None))
     shifted = [region.shifted(-a) if a < b else None for a, b in spans]
 
     def selected(*parts: Any) -> Any:
@@ -343,8 +327,8 @@ def split(eqn: Equation, place: int, region: Any) -> Any:
     start = sum(sizes[:place])
     piece = Rows(axis, np.arange(start, start + sizes[place]))
     if region.axis == axis:
-        return [Rows(axis, region.numbers + start) if isinstance(region, Rows) else region.shifted(start)], _same
-    return ([piece], _same) if region is EVERYTHING else ([region], piece.take)
+        return [region.shifted(start)], lambda x: x
+    return ([piece], lambda x: x) if region is EVERYTHING else ([region], piece.take)
 
 
 @rule("unstack", apart=True)
@@ -354,19 +338,17 @@ def unstack(eqn: Equation, place: int, region: Region) -> Any:
     return [region if region is EVERYTHING else region.along(region.axis + (region.axis >= axis))], row
 
 
-def _same(x: Any) -> Any:
-    return x
-
-
 @rule("iota")
 def iota(eqn: Equation, region: Any) -> Any:
     shape, dimension, dtype = (eqn.params[name] for name in ("shape", "dimension", "dtype"))
     new = region.shape(shape)
-    if dimension != region.axis:
-        return [None] * len(eqn.inputs), lambda *_: jax.lax.broadcasted_iota(dtype, new, dimension)
-    return [None] * len(eqn.inputs), lambda *_: jax.lax.broadcast_in_dim(
-        region.indices.astype(dtype), new, (dimension,)
-    )
+
+    def numbers(*_: Any) -> Any:
+        if dimension != region.axis:
+            return jax.lax.broadcasted_iota(dtype, new, dimension)
+        return jax.lax.broadcast_in_dim(region.indices.astype(dtype), new, (dimension,))
+
+    return [None] * len(eqn.inputs), numbers
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", cheap=False)
@@ -378,21 +360,11 @@ def cumulative(eqn: Equation, region: Any) -> Any:
         return None
     first, last = int(region.numbers[0]), int(region.numbers[-1])
     run = range(first, eqn.avals_in[0].shape[axis]) if reverse else range(last + 1)
-    needed = Rows(axis, np.asarray(run))
-    cut = region.within(needed)
-    assert cut is not None
-    return [needed], lambda x: cut.take(eqn.bind(x))
+    return [Rows(axis, run)], lambda x: region.shifted(-run[0]).take(eqn.bind(x))
 
 
-def _of_elements(eqn: Equation) -> range:
-    """Each element becomes several, or several become one, along a new last axis."""
-    return range(min(len(eqn.avals_in[0].shape), len(eqn.avals_out[0].shape)))
-
-
-def _of_sort(eqn: Equation) -> list[int]:
-    axes = list(range(len(eqn.avals_in[0].shape)))
-    axes.pop(eqn.params.get("dimension", eqn.params.get("axis", -1)))
-    return axes
+def _rank(eqn: Equation) -> int:
+    return len(eqn.avals_in[0].shape)
 
 
 def _of_windows(eqn: Equation) -> list[int]:
@@ -404,12 +376,16 @@ def _of_windows(eqn: Equation) -> list[int]:
 _MATRICES = "cholesky eigh lu qr householder_product svd triangular_solve tridiagonal_solve geqrf"
 _WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod"
 _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
-    **dict.fromkeys(_MATRICES.split(), lambda eqn: range(len(eqn.avals_in[0].shape) - 2)),
+    **dict.fromkeys(_MATRICES.split(), lambda eqn: range(_rank(eqn) - 2)),
     **dict.fromkeys(_WINDOWS.split(), _of_windows),
-    **dict.fromkeys(["bitcast_convert_type", "random_wrap", "random_unwrap", "random_split"], _of_elements),
-    **dict.fromkeys(["sort", "top_k"], _of_sort),
-    "fft": lambda eqn: range(len(eqn.avals_in[0].shape) - len(eqn.params["fft_lengths"])),
-    "random_bits": lambda eqn: range(len(eqn.avals_in[0].shape)),
+    **dict.fromkeys(  # each element becomes several, or several become one, along a new last axis
+        ["bitcast_convert_type", "random_wrap", "random_unwrap", "random_split"],
+        lambda eqn: range(min(_rank(eqn), len(eqn.avals_out[0].shape))),
+    ),
+    "sort": lambda eqn: {*range(_rank(eqn))} - {eqn.params["dimension"]},
+    "top_k": lambda eqn: {*range(_rank(eqn))} - {eqn.params.get("axis", -1) % _rank(eqn)},
+    "fft": lambda eqn: range(_rank(eqn) - len(eqn.params["fft_lengths"])),
+    "random_bits": lambda eqn: range(_rank(eqn)),
     "tile": lambda eqn: [axis for axis, times in enumerate(eqn.params["reps"]) if times == 1],
 }
 """The axes along which all results and operands have the same rows."""
@@ -430,44 +406,37 @@ def alike(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None
 @rule("stack")
 def stack(eqn: Equation, region: Any) -> Any:
     new = eqn.params["axis"]
-    if region.axis == new:
-        return None
-    return [region.along(region.axis - (region.axis > new))] * len(eqn.inputs), eqn.bind
+    given = [region.along(region.axis - (region.axis > new))] * len(eqn.inputs)
+    return None if region.axis == new else (given, eqn.bind)
+
+
+def _of_product(eqn: Equation, numbers: Any, region: Region, free: int) -> list[Region]:
+    """The regions of the operands for rows along the free axis of this number."""
+    summed, batch = numbers
+    ranks = enumerate(len(aval.shape) for aval in eqn.avals_in[:2])
+    axes = [(n, i) for n, rank in ranks for i in range(rank) if i not in (*summed[n], *batch[n])]
+    operand, axis = axes[free]
+    return [region.along(axis) if n == operand else EVERYTHING for n in range(2)]
 
 
 @rule("dot_general", cheap=False)
 def dot_general(eqn: Equation, region: Any) -> Any:
-    (of_left, of_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
-    left, right = (len(aval.shape) for aval in eqn.avals_in)
+    _, batch = numbers = eqn.params["dimension_numbers"]
     bind = functools.partial(eqn.bind, **_laid_out(eqn, region))
-    if region.axis < len(batch_left):
-        return [region.along(batch_left[region.axis]), region.along(batch_right[region.axis])], bind
-    free_left = [i for i in range(left) if i not in (*of_left, *batch_left)]
-    free_right = [i for i in range(right) if i not in (*of_right, *batch_right)]
-    axis = region.axis - len(batch_left)
-    if axis < len(free_left):
-        return [region.along(free_left[axis]), EVERYTHING], bind
-    return [EVERYTHING, region.along(free_right[axis - len(free_left)])], bind
+    if region.axis < len(batch[0]):
+        return [region.along(axes[region.axis]) for axes in batch], bind
+    return _of_product(eqn, numbers, region, region.axis - len(batch[0])), bind
 
 
 @rule("ragged_dot_general", cheap=False)
 def ragged_dot_general(eqn: Equation, region: Any) -> Any:
     """The gradient of experts: the experts between those that are wanted are computed as one."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (of_left, of_right), (batch, _) = numbers.dot_dimension_numbers
-    if batch or numbers.lhs_ragged_dimensions[0] not in of_left:
+    ragged = eqn.params["ragged_dot_dimension_numbers"]
+    summed, batch = numbers = ragged.dot_dimension_numbers
+    if batch[0] or ragged.lhs_ragged_dimensions[0] not in summed[0]:
         return None
     if region.axis > 0:
-        left, right = (
-            [axis for axis in range(len(aval.shape)) if axis not in summed]
-            for aval, summed in zip(eqn.avals_in, (of_left, of_right), strict=False)
-        )
-        free = [region.along(axis) if i == region.axis else EVERYTHING for i, axis in enumerate([*left, *right], 1)]
-        regions = [
-            next((r for r in each if r is not EVERYTHING), EVERYTHING)
-            for each in (free[: len(left)], free[len(left) :])
-        ]
-        return [*regions, EVERYTHING], eqn.bind
+        return [*_of_product(eqn, numbers, region, region.axis - 1), EVERYTHING], eqn.bind
     if not isinstance(region, Rows):
         return None
     edges = sorted({0, eqn.avals_out[0].shape[0], *region.numbers.tolist(), *(region.numbers + 1).tolist()})
@@ -486,28 +455,26 @@ def conv_general_dilated(eqn: Equation, region: Any) -> Any:
     numbers = eqn.params["dimension_numbers"]
     if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
         return None
-    batch, feature, *_ = numbers.out_spec
+    batch, _, *spatial = numbers.out_spec
+    if region.axis in spatial:
+        return None
     if region.axis == batch:
         return [region.along(numbers.lhs_spec[0]), EVERYTHING], eqn.bind
-    if region.axis == feature:
-        return [EVERYTHING, region.along(numbers.rhs_spec[0])], eqn.bind
-    return None
+    return [EVERYTHING, region.along(numbers.rhs_spec[0])], eqn.bind
 
 
 @rule("dynamic_slice")
 def dynamic_slice(eqn: Equation, region: Any) -> Any:
     sizes, shape, axis = eqn.params["slice_sizes"], eqn.avals_in[0].shape, region.axis
     starts = [EVERYTHING] * (len(eqn.inputs) - 1)
-    if sizes[axis] == shape[axis]:
-        rows = region
-    else:
+    start = 0
+    if sizes[axis] != shape[axis]:
         if isinstance(eqn.inputs[1 + axis], int):
             return None
         start = int(eqn.inputs[1 + axis].val)
         start = min(max(start, 0), shape[axis] - sizes[axis])
-        rows = Rows(axis, region.numbers + start) if isinstance(region, Rows) else region.shifted(start)
     changed = _at(sizes, axis, region.count)
-    return [rows, *starts], lambda x, *starts: eqn.bind(x, *starts, slice_sizes=changed)
+    return [region.shifted(start), *starts], lambda x, *starts: eqn.bind(x, *starts, slice_sizes=changed)
 
 
 @rule("dynamic_update_slice")
@@ -549,20 +516,10 @@ def gather(eqn: Equation, region: Any) -> Any:
     return [of_operand, region.along(batch)], eqn.bind
 
 
-@rule(
-    "scatter-add",
-    "scatter_add",
-    "scatter",
-    "scatter-mul",
-    "scatter_mul",
-    "scatter-min",
-    "scatter-max",
-    "scatter_min",
-    "scatter_max",
-    "scatter_sub",
-    "scatter-sub",
-    cheap=False,
-)
+_UPDATES = ("add", "mul", "min", "max", "sub")
+
+
+@rule("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in _UPDATES), cheap=False)
 def scatter(eqn: Equation, region: Any) -> Any:
     numbers = eqn.params["dimension_numbers"]
     operand, updates = eqn.avals_in[0].shape, eqn.avals_in[2].shape

@@ -48,21 +48,12 @@ class Region:
         """How much of a value this part is."""
         return 1.0
 
-
-class _Everything(Region):
     def __repr__(self) -> str:
-        return "EVERYTHING"
+        return "EVERYTHING" if self is EVERYTHING else "LAZY"
 
 
-EVERYTHING = _Everything()
-
-
-class _Lazy(Region):
-    def __repr__(self) -> str:
-        return "LAZY"
-
-
-LAZY = _Lazy()
+EVERYTHING = Region()
+LAZY = Region()
 """Of an array in host memory: the parts that turn out to be needed, each where it is read."""
 
 
@@ -189,6 +180,10 @@ class Rows(_SomeRows):
 
     def along(self, axis: int) -> "Rows":
         return Rows(axis, self.numbers)
+
+    def shifted(self, by: int) -> "Rows":
+        """The rows that have these numbers plus ``by``."""
+        return Rows(self.axis, self.numbers + by)
 
     def within(self, other: "Rows") -> "Rows | None":
         """The positions of these rows among ``other`` rows, if it has them all."""

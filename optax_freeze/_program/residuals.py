@@ -20,7 +20,6 @@ def program_of(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
     program = flatten(closed, enter_remat)
     if not enter_remat:
         return program
-    program = program.copy(consts=dict(program.consts))
     made_by: dict[int, tuple[Equation, int]] = {}
     for k, eqn in enumerate(program.eqns):
         if eqn.primitive.name == "cond" or (eqn.primitive.name == "scan" and eqn.params["length"]):

@@ -18,8 +18,8 @@ from jax.extend.source_info_util import current_name_stack, register_exclusion, 
 from optax_freeze._program.regions import varies
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-register_exclusion(os.path.join(_PACKAGE, ""))  # report the user's line as the source of an operation
+# The source of an operation is the user's line.
+register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 _REMAT = ("checkpoint", "remat", "remat2", "RematTraced")
@@ -160,19 +160,10 @@ class _Flatten(NamedTuple):
             else:
                 outs = tuple(program.add(var.aval) for var in eqn.outvars)
                 is_name = name == "CheckpointName"
-                program.eqns.append(
-                    Equation(
-                        primitives.name_p if is_name else eqn.primitive,
-                        params if is_name else eqn.params,
-                        inputs,
-                        outs,
-                        tuple(var.aval for var in eqn.invars),
-                        tuple(var.aval for var in eqn.outvars),
-                        eqn.ctx,
-                        eqn.effects,
-                        Source(line, here),
-                    )
-                )
+                operation = (primitives.name_p, params) if is_name else (eqn.primitive, eqn.params)
+                given, found = (tuple(var.aval for var in each) for each in (eqn.invars, eqn.outvars))
+                source = Source(line, here)
+                program.eqns.append(Equation(*operation, inputs, outs, given, found, eqn.ctx, eqn.effects, source))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

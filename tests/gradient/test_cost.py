@@ -97,23 +97,10 @@ CASES = [  # the loss, the leaf, and its trainable rows
 ]
 
 
-def cost(fun, *args):
-    compiled = jax.jit(fun).lower(*args).compile()
+def cost(compiled):
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     outputs = memory.output_size_in_bytes  # which hold temporaries, too, until they are written
     return np.array([cost["flops"], cost["bytes accessed"], memory.temp_size_in_bytes + outputs])
-
-
-def programs(i, body_trains):
-    """A loss and what is frozen, the gradient of the rows, and that of the whole leaf."""
-    loss, name, rows = CASES[i]
-    spec = {path: path != "layers" or not body_trains for path in PARAMS}
-    frozen, whole = {**spec, name: rows}, {**spec, name: False}
-
-    def grads(frozen):
-        return lambda params, x: fz.grad(loss, frozen)(params, x)
-
-    return loss, frozen, grads(frozen), grads(whole)
 
 
 FUSED_OTHERWISE = (3, False), (7, False), (7, True), (8, False)  # sums are fused otherwise; runs of columns are cut
@@ -122,21 +109,15 @@ FUSED_OTHERWISE = (3, False), (7, False), (7, True), (8, False)  # sums are fuse
 @pytest.mark.parametrize("body_trains", [False, True])
 @pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: f"{i}-{CASES[i][0].__name__}")
 def test_no_dearer_than_the_whole_leaf(i, body_trains):
-    loss, frozen, in_parts, whole = programs(i, body_trains)
-    ratios = cost(in_parts, PARAMS, X) / cost(whole, PARAMS, X)
+    loss, name, rows = CASES[i]
+    spec = {path: path != "layers" or not body_trains for path in PARAMS}
+    specs = [{**spec, name: rows}, {**spec, name: False}]
+    in_parts, whole = (jax.jit(fz.grad(loss, frozen)).lower(PARAMS, X).compile() for frozen in specs)
+    ratios = cost(in_parts) / cost(whole)
     assert (ratios <= (1.13 if (i, body_trains) in FUSED_OTHERWISE else 1.05)).all(), dict(
         zip(("FLOPs", "bytes", "memory"), ratios, strict=True)
     )
-    assert all(row.merged is None for row in fz.explain(loss, PARAMS, frozen, X).rows)
-
-
-@pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: f"{i}-{CASES[i][0].__name__}")
-def test_gradients(i):
-    loss, frozen, in_parts, _ = programs(i, True)
-    trainable, rest = fz.partition(PARAMS, frozen)
-    restricted = jax.jit(jax.grad(lambda trainable, x: fz.restrict(loss, rest)(trainable, x)))
-    expected, _ = fz.partition(jax.jit(jax.grad(loss))(PARAMS, X), frozen)
-    for ours in (jax.jit(in_parts)(PARAMS, X), restricted(trainable, X)):
-        assert jax.tree.structure(ours) == jax.tree.structure(expected)
-        for got, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-6 + 1e-5 * np.abs(wanted).max())
+    assert all(row.merged is None for row in fz.explain(loss, PARAMS, specs[0], X).rows)
+    found, expected = in_parts(PARAMS, X), fz.partition(whole(PARAMS, X), specs[0])[0]
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-6 + 1e-5 * np.abs(wanted).max())

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import assert_equal_up_to_rounding
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from conftest import assert_equal_up_to_rounding, programs
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_freeze as fz
@@ -160,15 +159,6 @@ def gradient(loss, trainable, rest, *args):
     return jax.value_and_grad(fz.restrict(loss, rest))(trainable, *args)
 
 
-def programs(jaxpr):
-    """A jaxpr and all within it."""
-    yield jaxpr
-    for eqn in jaxpr.eqns:
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
-            if isinstance(param, Jaxpr | ClosedJaxpr):
-                yield from programs(getattr(param, "jaxpr", param))
-
-
 def whole_stacks(function, *args):
     """The operations of a program that have a stack of matrices on the device."""
     traced = jax.make_jaxpr(function)(*args)
@@ -282,33 +272,6 @@ class TestReadAsAWhole:
         moved = [[eqn.primitive.name for eqn in inner.eqns].count("device_put") for inner in programs(jaxpr.jaxpr)]
         assert moved[0] == 1
         assert sum(moved) == 1
-
-
-class TestQuantised:
-    """Stacks of 8 bits, cast in the body, with scales beside them."""
-
-    @staticmethod
-    def parts(on_host):
-        codes = jax.random.randint(jax.random.key(0), (LAYERS, WIDTH, WIDTH), -127, 127, jnp.int8)
-        scales = jnp.linspace(0.1, 1.0, LAYERS * WIDTH).reshape(LAYERS, 1, WIDTH)
-        codes = fz.offload(codes, True, min_bytes=0) if on_host else codes
-        return fz.partition({"codes": codes, "scales": scales, "head": jnp.ones(6)}, fz.only("head"))
-
-    @staticmethod
-    def in_body(p, x):
-        def body(x, w):
-            return jnp.tanh(x @ (w[0].astype(jnp.float32) * w[1]) + p["head"]), None
-
-        return jnp.sum(jax.lax.scan(body, x, (p["codes"], p["scales"]))[0])
-
-    @staticmethod
-    def before_the_scan(p, x):
-        weights = p["codes"].astype(jnp.float32) * p["scales"]
-        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w + p["head"]), None), x, weights)[0])
-
-    @pytest.mark.parametrize("loss", [in_body, before_the_scan])
-    def test_the_gradient_of_the_device(self, loss):
-        check(lambda parts, x: gradient(loss, *parts, x), self.parts(True), self.parts(False), X)
 
 
 def test_derivatives_of_other_kinds():

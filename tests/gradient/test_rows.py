@@ -4,12 +4,11 @@ import contextlib
 import functools
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import bits
+from conftest import bits, programs
 from flax import linen as nn
 from flax import nnx
 from hypothesis import given, settings
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from operation_cases import TABLE
 
@@ -28,55 +28,12 @@ jit = functools.partial(jax.jit, compiler_options=QUICK)
 TOKENS = jnp.array([[0, 5, 3], [-1, 2, 5]])
 W, X = jax.random.normal(jax.random.key(0), (6, 4)), jax.random.normal(jax.random.key(1), (6, 4))
 STACKED = jax.random.normal(jax.random.key(2), (6, 4, 4)) / 2
+REPLICATED = P()
 
 
 def at(x):
     """Three numbers of rows that are values of the program: 2, 3 or 5."""
     return 3 + (x[:3, 0] > 0) * 2 - (x[:3, 0] < -1)
-
-
-@jax.custom_jvp
-def quantised(w):
-    return jnp.round(4 * w) / 4
-
-
-@quantised.defjvp
-def _(primals, tangents):
-    [w], [dw] = primals, tangents
-    return quantised(w), 3 * dw * (jnp.abs(w) < 1)
-
-
-@jax.custom_jvp
-def looked_up(w, tokens):
-    return jnp.tanh(w[tokens])
-
-
-@looked_up.defjvp
-def _(primals, tangents):
-    (w, tokens), (dw, _) = primals, tangents
-    return looked_up(w, tokens), 2 * dw[tokens]
-
-
-@jax.custom_jvp
-def normalised(w):
-    return w / jnp.sum(w)
-
-
-@normalised.defjvp
-def _(primals, tangents):
-    [w], [dw] = primals, tangents
-    return normalised(w), dw - jnp.mean(dw)
-
-
-@jax.custom_jvp
-def ratio(w, x):
-    return w / x
-
-
-@ratio.defjvp
-def _(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    return ratio(w, x), dw / x - dx * w / x**2
 
 
 @jax.custom_jvp
@@ -91,17 +48,6 @@ def _(primals, tangents):
     return arranged(w, x), jnp.concatenate([jnp.cumsum(written, 1), dx * 2])
 
 
-@jax.custom_jvp
-def projected(w, x):
-    return jnp.tanh(w) @ x.T
-
-
-@projected.defjvp
-def _(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    return projected(w, x), 3 * dw @ x.T + jnp.tanh(w) @ dx.T
-
-
 def with_backward(function, backward):
     """A function with a rule of its own for its cotangents."""
     function = jax.custom_vjp(function)
@@ -111,7 +57,6 @@ def with_backward(function, backward):
 
 doubled = with_backward(lambda w: w, lambda _, ct: (2 * ct,))
 sorted_backwards = with_backward(lambda w: w, lambda _, ct: (jnp.sort(ct, axis=0),))
-with_integers = with_backward(lambda w, tokens: (w, tokens), lambda _, cts: (2 * cts[0], None))
 product = with_backward(
     lambda w, x: 3 * x @ w.T, lambda args, ct: (6 * (args[1].T @ ct).T + jnp.zeros((1, 4)), 3 * ct @ args[0])
 )
@@ -131,55 +76,28 @@ def scattered(w, i, block, mode=None):
 
 OF_ROWS = {
     "lookup": lambda w, x: w[at(x)] * x[:3],
-    "lookup of a product": lambda w, x: (w * x)[TOKENS],
-    "lookup of rows and columns": lambda w, x: w[TOKENS, 1:3],
     "take, clip": lambda w, x: jnp.take(w, TOKENS * 3, axis=0, mode="clip"),
     "take, fill": lambda w, x: jnp.take(w, TOKENS * 3, axis=0, mode="fill", fill_value=7.0),
     "take by bytes": lambda w, x: jnp.take(w, at(x).astype(jnp.uint8), axis=0),
     "dynamic rows": lambda w, x: lax.dynamic_slice_in_dim(w, at(x)[0], 3) * x[:3],
     "dynamic columns": lambda w, x: lax.dynamic_slice_in_dim(w, at(x)[0] - 2, 2, axis=1),
-    "pieces": lambda w, x: [a * b for a, b in zip(jnp.split(w, 3), (1, 2, 3), strict=True)],
     "cast": lambda w, x: w.astype(jnp.bfloat16)[TOKENS].astype(jnp.float32),
-    "unary": lambda w, x: jnp.tanh(jnp.exp(-jnp.abs(w)))[TOKENS],
     "over": lambda w, x: w / x,
-    "under": lambda w, x: x / w,
-    "to the power": lambda w, x: jnp.abs(w) ** x,
-    "atan2": lambda w, x: jnp.arctan2(w, x),
-    "maximum": lambda w, x: jnp.maximum(w, x),
-    "log": lambda w, x: jnp.log(jnp.abs(w * x)),
-    "sqrt": lambda w, x: jnp.sqrt(jnp.abs(w)) * x,
     "where": lambda w, x: jnp.where(w > x, w, 0.1 * x),
     "clip": lambda w, x: jnp.clip(w, x[0, 0], x[0, 0] + 1),
-    "logaddexp": lambda w, x: jnp.logaddexp(w, x),
-    "xlogy": lambda w, x: jax.scipy.special.xlogy(jnp.abs(w), jnp.abs(x)),
     "silu": lambda w, x: jax.nn.silu(w) * x,
-    "silu alone": lambda w, x: jax.nn.silu(w),
     "norm of each row": lambda w, x: w / jnp.linalg.norm(w, axis=1, keepdims=True) * x,
-    "softmax of each row": lambda w, x: jax.nn.softmax(w, -1)[TOKENS],
-    "custom_jvp": lambda w, x: ratio(w, x),
-    "custom_jvp, broadcast": lambda w, x: ratio(w, x[:1]),
-    "custom_jvp, rearranged": lambda w, x: arranged(w, x) * 2,
-    "custom_jvp of elements": lambda w, x: quantised(w) @ x.T,
-    "custom_jvp of a lookup": lambda w, x: looked_up(w, at(x)),
-    "custom_jvp of a matmul": lambda w, x: projected(w, x),
-    "custom_jvp across rows": lambda w, x: normalised(w) * x,
+    "custom_jvp": lambda w, x: arranged(w, x) * 2,
     "custom_vjp": lambda w, x: doubled(w)[TOKENS],
-    "custom_vjp with integers": lambda w, x: with_integers(w, TOKENS)[0][TOKENS],
     "custom_vjp of a product": lambda w, x: product(w, x),
     "sum": lambda w, x: (w * x).sum(0),
-    "sum within rows": lambda w, x: (w * x).sum(1),
     "maximum over the rows": lambda w, x: jnp.max(w * 2.0, axis=0) * x,
     "tied head": lambda w, x: jax.nn.log_softmax(jnp.tanh(w[at(x)]) @ w.T),
     "contracted": lambda w, x: x.T @ w,
-    "batched": lambda w, x: jnp.einsum("rd,rd->r", w, x),
     "one-hot": lambda w, x: jax.nn.one_hot(TOKENS[0], 6) @ w * x[:3],
     "with itself": lambda w, x: jnp.tanh(w @ w.T),
-    "transpose": lambda w, x: w.T * x.T,
     "jit": lambda w, x: jax.jit(lambda w, x: jax.nn.gelu(w) @ x.T)(w, x),
     "remat": lambda w, x: jax.checkpoint(lambda w, x: jax.nn.softplus(w) @ x.T)(w, x),
-    "remat with a policy": lambda w, x: jax.checkpoint(
-        lambda w: jnp.tanh(x @ w.T), policy=jax.checkpoint_policies.dots_saveable
-    )(w),
     "vmap": lambda w, x: jax.vmap(lambda r: jax.nn.silu(w @ r))(x),
     "inner gradient": lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w.T)))(x),
     "scan": lambda w, x: lax.scan(lambda c, r: (jnp.sin(c * r[0] + r[1]), c.sum()), jnp.ones_like(x[0]), (w, x)),
@@ -192,21 +110,14 @@ OF_ROWS = {
     "a constant of a scan, sorted": lambda w, x: lax.map(lambda r: jnp.sort(w, axis=0) @ r, x),
     "fori_loop": lambda w, x: lax.fori_loop(0, 6, lambda i, c: jnp.tanh(c + w[i]), x[0]),
     "broadcast": lambda w, x: jnp.sin(jnp.ones((3, 6, 4)) * x.sum() + w) * w,
-    "a column": lambda w, x: w[:3, :1] * 2 + jnp.sin(jnp.arange(6.0) * x[0, 0]),
     "nearest row": lambda w, x: w[jnp.argmin(jnp.sum((x[:, None] - w) ** 2, -1), 0)],
-    "convolution": lambda w, x: lax.conv_general_dilated(
-        x[None], w[None], (1,), "SAME", dimension_numbers=("NWC", "WOI", "NWC")
-    ),
     "stop_gradient": lambda w, x: (w - lax.stop_gradient(w) * 2)[TOKENS],
     "optimization_barrier": lambda w, x: lax.optimization_barrier((w, x))[0][TOKENS],
-    "checkpoint_name": lambda w, x: checkpoint_name(w, "embed")[TOKENS],
     "joined": lambda w, x: jnp.concatenate([x[:2], w, jnp.ones((2, 4)), w])[TOKENS * 2 + 3] ** 2,
-    "joined, times": lambda w, x: jnp.concatenate([w, x[1:3]])[1:7] * x,
     "joined along two axes": lambda w, x: jnp.concatenate([w[1:5], w[1:5].T])[TOKENS],
     "side by side": lambda w, x: jnp.concatenate([w, x[:, 1:]], axis=1) ** 2,
     "stacked": lambda w, x: jnp.stack([w, x]).sum(0) ** 2,
     "padded": lambda w, x: jnp.cumprod(jnp.pad(w * x, ((1, 0), (1, 1)), constant_values=2.0), axis=1),
-    "padded between": lambda w, x: lax.pad(w, 0.0, ((-1, 0, 2), (1, -1, 1)))[:9],
     "a padding that trains": lambda w, x: jnp.pad(w, ((1, 1), (2, 0)), constant_values=x[0, 0]) ** 2,
     "rolled": lambda w, x: jnp.roll(w, 2, axis=0)[TOKENS],
     "rows set": lambda w, x: w.at[jnp.array([0, 5])].set(x[1:3]) * 2,
@@ -215,28 +126,21 @@ OF_ROWS = {
     "unknown rows set twice": lambda w, x: w.at[at(x)].set(x[:3])[TOKENS],
     "unknown rows added": lambda w, x: w.at[jnp.abs(TOKENS)].add(x.reshape(2, 3, 4))[TOKENS],
     "rows multiplied": lambda w, x: w.at[TOKENS[0] % 4].multiply(x[:3], unique_indices=True)[TOKENS],
-    "rows with a step set": lambda w, x: w.at[::2].set(1.0)[TOKENS],
     "a column set": lambda w, x: w.at[:, 1].set(x[:, 1]) ** 2,
-    "a column multiplied": lambda w, x: w.at[:, 1].multiply(x[:, 1]),
     "a block added": lambda w, x: w.at[1:3, 1].add(x[:2, 1]) ** 2,
     "an unknown block set": lambda w, x: scattered(w, TOKENS[0, :1], x[:3])[TOKENS],
     "an unknown block set, clip": lambda w, x: scattered(w, TOKENS[0, 1:2], x[:3], "clip")[TOKENS],
-    "updated": lambda w, x: lax.dynamic_update_slice(w, x[1:3, :2], (4, 1)) ** 2,
     "updated at an unknown row": lambda w, x: lax.dynamic_update_slice(w, x[1:3], (TOKENS[0, 1], 0)) ** 2,
     "updated at an unknown row in a byte": lambda w, x: lax.dynamic_update_slice(
         jnp.pad(w, ((0, 300), (0, 0))), x, (TOKENS[0, 1].astype(jnp.uint8), jnp.uint8(0))
     )[TOKENS],
     "flattened": lambda w, x: (w * x).reshape(-1)[1:] ** 2,
-    "flattened after others": lambda w, x: jnp.stack([w, w]).reshape(12, 4)[TOKENS],
     "cumsum": lambda w, x: jnp.cumsum(w, axis=0) * x,
-    "reverse cumsum": lambda w, x: lax.cumsum(w * x, reverse=True),
-    "cumprod": lambda w, x: jnp.cumprod(w, axis=0),
     "cumlogsumexp within rows": lambda w, x: lax.cumlogsumexp(w, 1) * x,
     "sort": lambda w, x: jnp.sort(w, axis=0) * x,
     "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda w, x: w[:3], lambda w, x: (w * x)[3:], w, x),
     "cond of what is split": lambda w, x: lax.cond(x[0, 0] > 0, lambda w: w, lambda w: w[::-1] / x, w)[TOKENS],
     "cond of a product": lambda w, x: lax.cond(x[0, 0] > 0, lambda w: w @ x.T, lambda w: x @ w.T, w),
-    "cond of a sort": lambda w, x: lax.cond(x[0, 0] > 0, lambda w: jnp.sort(w, 0), lambda w: w, w),
     "switch": lambda w, x: lax.switch(TOKENS[0, 2] - 2, [lambda w: x @ w.T, lambda w: w @ x.T, lambda w: w @ w.T], w),
     "cond in a scan": lambda w, x: lax.map(lambda i: lax.cond(i > 1, lambda: w[i], lambda: w[0] * 2), TOKENS[0]),
     "mapped cond": lambda w, x: jax.vmap(lambda i: lax.cond(i > 1, lambda: w[i], lambda: w[0] * 2))(TOKENS[0]),
@@ -247,13 +151,10 @@ OF_STACK = {
     "scan": scanned,
     "scan of what is left": lambda w, x: scanned(w, jnp.broadcast_to(w[0, 0], (3, 4))),
     "reverse scan": functools.partial(scanned, reverse=True),
-    "unrolled scan": functools.partial(scanned, unroll=2),
     "unrolled reverse scan": functools.partial(scanned, unroll=4, reverse=True),
     "scan of remat": functools.partial(scanned, body=jax.checkpoint(layer)),
-    "scan of jit": functools.partial(scanned, body=jax.jit(layer)),
     "scan of silu": functools.partial(scanned, body=lambda c, w: (jax.nn.silu(c @ jax.nn.relu(w)), None), reverse=True),
     "scan in remat of jit": jax.checkpoint(functools.partial(scanned, body=jax.jit(layer))),
-    "scan in jit": jax.jit(scanned),
     "scan of a cast": lambda w, x: scanned(w.astype(jnp.bfloat16).astype(jnp.float32), x),
     "scan of a part": lambda w, x: scanned(w[1:5], x),
     "map": lambda w, x: lax.map(lambda w: x @ w, w),
@@ -261,10 +162,6 @@ OF_STACK = {
     "layers in fori_loop": lambda w, x: lax.fori_loop(0, 6, lambda i, c: jax.nn.silu(c @ w[i]), x),
     "layers of einsum": lambda w, x: jnp.einsum("xd,lde->lxe", x, w),
     "vmap over layers": lambda w, x: jax.vmap(lambda w: jnp.tanh(x @ w))(w),
-}
-COMPUTES_EVERYTHING = {
-    "custom_vjp": (lambda w, x: sorted_backwards(w)[TOKENS], "sort"),
-    "reshaped across rows": (lambda w, x: w.reshape(8, 3), "reshape"),
 }
 ROWS = [slice(0, 5), [0, 2, 5], slice(1, 3), [3], slice(None, None, 2)]
 
@@ -358,8 +255,8 @@ def test_each_operation(i):
 
 
 def test_what_computes_everything():
-    for fun, name in COMPUTES_EVERYTHING.values():
-        check(of_rows({"": fun}), everything={"w": name})
+    check(of_rows({"custom_vjp": lambda w, x: sorted_backwards(w)[TOKENS]}), everything={"w": "sort"})
+    check(of_rows({"reshape": lambda w, x: w.reshape(8, 3)}), everything={"w": "reshape"})
 
 
 def test_rows_along_two_axes_of_a_square():
@@ -371,35 +268,10 @@ def test_rows_along_two_axes_of_a_square():
     check(of_rows(funs, slice(0, 2), W[:4]))
 
 
-def test_a_donated_argument_of_an_inner_jit():
-    """The inner function would lose its donation."""
-
-    def loss(p):
-        return jnp.sum(jax.jit(lambda w: jnp.tanh(w) * 2, donate_argnums=0)(p["w"] * 1.0) ** 2)
-
-    params, frozen = {"w": W}, {"w": fz.rows(slice(0, 4))}
-    [row] = fz.explain(loss, params, frozen).rows
-    assert row.merged.name in ("jit", "pjit")
-    trainable, rest = fz.partition(params, frozen)
-    assert "donated_invars=(True" in str(jax.make_jaxpr(fz.restrict(loss, rest))(trainable))
-    chex.assert_trees_all_close(
-        fz.grad(loss, frozen)(params), fz.partition(jax.grad(loss)(params), frozen)[0], rtol=1e-5
-    )
-
-
 def test_eagerly():
     """Outside of ``jit``, where the numbers of rows are concrete."""
     names = ("dynamic rows", "lookup", "take, fill")
     check(of_rows({name: OF_ROWS[name] for name in names}, [0, 2, 5]), run=lambda fn: fn)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_other_rows(rows):
-    names = ("tied head", "dynamic rows", "contracted", "a constant of a scan")
-    check(
-        of_rows({name: OF_ROWS[name] for name in names}, rows)
-        | of_rows({"stack": OF_STACK["scan in remat of jit"]}, rows, STACKED)
-    )
 
 
 def nested(w, x):
@@ -436,56 +308,31 @@ def test_leaves_with_different_boundaries():
     check({"": (loss, params, frozen)}, rtol=1e-4, atol=1e-4)
 
 
-def shapes_in(jaxpr):
-    """Shapes of all values that a program computes."""
-    for eqn in jaxpr.eqns:
-        yield from (v.aval.shape for v in eqn.outvars)
-        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(param, "jaxpr") or hasattr(param, "eqns"):
-                yield from shapes_in(getattr(param, "jaxpr", param))
-
-
 def shapes_of(fun, *args):
-    return set(shapes_in(jax.make_jaxpr(fun)(*args).jaxpr))
+    """Shapes of all values that a program computes."""
+    jaxprs = programs(jax.make_jaxpr(fun)(*args).jaxpr)
+    return {v.aval.shape for jaxpr in jaxprs for eqn in jaxpr.eqns for v in eqn.outvars}
 
 
 class TestCost:
-    def test_a_lookup_computes_nothing_of_the_size_of_the_table(self):
+    def test_a_lookup_and_a_tied_head_compute_nothing_of_the_size_of_the_table(self):
         params, frozen = {"w": jnp.ones((100, 4))}, {"w": fz.rows(slice(0, 98))}
-
-        def loss(p):
-            return jnp.sum(jnp.tanh(p["w"][TOKENS] @ p["w"][3:7].T))
-
-        assert (100, 4) not in shapes_of(fz.grad(loss, frozen), params)
-        assert (100, 4) in shapes_of(jax.grad(loss), params)
-
-    def test_the_gradient_of_a_tied_head_has_the_rows_that_train(self):
-        trainable, rest = fz.partition({"w": jnp.ones((100, 4))}, {"w": fz.rows(slice(0, 98))})
-
-        def loss(p):
-            return jnp.sum(jnp.tanh(p["w"][TOKENS]) @ p["w"].T)
-
-        program = jax.make_jaxpr(jax.grad(fz.restrict(loss, rest)))(trainable)
-        shapes = [v.aval.shape for eqn in program.eqns for v in eqn.outvars if eqn.primitive.name == "dot_general"]
-        assert (2, 4) in shapes
-        assert (100, 4) not in shapes
+        lookup = lambda p: jnp.sum(jnp.tanh(p["w"][TOKENS] @ p["w"][3:7].T))  # noqa: E731
+        tied = lambda p: jnp.sum(jnp.tanh(p["w"][TOKENS]) @ p["w"].T)  # noqa: E731
+        for loss in (lookup, tied):
+            assert (100, 4) not in shapes_of(fz.grad(loss, frozen), params)
+            assert (100, 4) in shapes_of(jax.grad(loss), params)
 
     def test_the_first_layers_have_no_backward(self):
-        w, x = jnp.ones((8, 32, 32)) / 32, jnp.ones((64, 32))
-
-        def flops(fun, *args):
-            return jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
+        params, x = {"w": jnp.ones((8, 32, 32)) / 32}, jnp.ones((64, 32))
+        flops = lambda fun: jax.jit(fun).lower(params, x).compile().cost_analysis()["flops"]  # noqa: E731
 
         def loss(params, x):
             return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"], unroll=8)[0])
 
-        def in_a_loop(params, x):
-            return jnp.sum(functools.reduce(lambda x, i: jnp.tanh(x @ params["w"][i]), range(8), x))
-
         matmul = 2 * 64 * 32 * 32
-        for fun in (loss, in_a_loop):
-            assert flops(fz.grad(fun, {"w": fz.rows(slice(0, 7))}), {"w": w}, x) == pytest.approx(9 * matmul, rel=0.05)
-            assert flops(jax.grad(fun), {"w": w}, x) > 20 * matmul
+        assert flops(fz.grad(loss, {"w": fz.rows(slice(0, 7))})) == pytest.approx(9 * matmul, rel=0.05)
+        assert flops(jax.grad(loss)) > 20 * matmul
 
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
     def test_frozen_layers_are_not_copied(self, wrap):
@@ -501,39 +348,25 @@ class TestCost:
         assert not {(6, 4, 4), (5, 4, 4), (4, 4, 4)} & shapes_of(fz.grad(loss, frozen), params)
 
 
-class TestOfSeveral:
-    """Operations that combine leaves, or their rows with other arrays."""
+SEVERAL = {"w": W, "v": W[::-1] + 1, "x": X[:3], "frozen": X[3:5]}
+FROZEN = {"w": fz.rows(slice(0, 4)), "v": fz.rows([0, 2, 5]), "x": False, "frozen": True}
+JOINED = {
+    "all": lambda w, v, x, frozen: jnp.concatenate([w, x, v, frozen])[TOKENS * 2 + 3] ** 2,
+    "reversed": lambda w, v, x, frozen: jnp.concatenate([w, w[::-1], v, v[::-1]], 1)[TOKENS] ** 2,
+    "stacked": lambda w, v, x, frozen: jnp.stack([v, w], 1)[TOKENS] ** 2,
+    "written into a frozen row": lambda w, v, x, frozen: w.at[0].set(x[1])[TOKENS] ** 2 * v.sum(),
+    "branches": lambda w, v, x, frozen: lax.cond(x[0, 0] > 0, lambda: w @ frozen.T, lambda: v @ frozen.T),
+    "rows or not": lambda w, v, x, frozen: v * lax.cond(x[0, 0] < 9, lambda: w, lambda: x[:1] * jnp.ones((6, 1))),
+    "many": lambda w, v, x, frozen: lax.switch(jnp.argmax(x[0]), [lambda: w, lambda: v * 2, lambda: w + v] * 2),
+}
 
-    PARAMS = {"w": W, "v": W[::-1] + 1, "x": X[:3], "frozen": X[3:5]}  # noqa: RUF012
-    FROZEN = {"w": fz.rows(slice(0, 4)), "v": fz.rows([0, 2, 5]), "x": False, "frozen": True}  # noqa: RUF012
-    JOINED = {  # noqa: RUF012
-        "all": lambda w, v, x, frozen: jnp.concatenate([w, x, v, frozen])[TOKENS * 2 + 3] ** 2,
-        "side by side": lambda w, v, x, frozen: jnp.concatenate([v, w, jnp.cos(v)], 1)[TOKENS] ** 2,
-        "reversed": lambda w, v, x, frozen: jnp.concatenate([w, w[::-1], v, v[::-1]], 1)[TOKENS] ** 2,
-        "stacked": lambda w, v, x, frozen: jnp.stack([v, w], 1)[TOKENS] ** 2,
-        "written into a frozen row": lambda w, v, x, frozen: w.at[0].set(x[1])[TOKENS] ** 2 * v.sum(),
-        "branches": lambda w, v, x, frozen: lax.cond(x[0, 0] > 0, lambda: w @ frozen.T, lambda: v @ frozen.T),
-        "rows or not": lambda w, v, x, frozen: v * lax.cond(x[0, 0] < 9, lambda: w, lambda: x[:1] * jnp.ones((6, 1))),
-        "many branches": lambda w, v, x, frozen: lax.switch(
-            jnp.argmax(x[0]), [lambda w, v: w, lambda w, v: v * 2, lambda w, v: w + v] * 2, w, v
-        ),
-    }
 
-    def test_joined(self):
-        check({name: (fun, self.PARAMS, self.FROZEN) for name, fun in self.JOINED.items()})
-
-    def test_a_frozen_leaf_stays_frozen_in_a_join(self):
-        def loss(p):
-            return jnp.sum(jnp.concatenate([p["frozen"], p["w"]])[TOKENS] * p["v"].sum())
-
-        # two trainable rows, and those of the frozen leaf
-        assert (4, 4) not in shapes_of(fz.grad(loss, self.FROZEN), self.PARAMS)
-
-    def test_platform_dependent(self):
-        def fun(w, v, x, frozen):
-            return v * lax.platform_dependent(w, cpu=lambda w: w * 2, default=lambda w: w)
-
-        check({"": (fun, self.PARAMS, self.FROZEN)}, everything={"v": "cond", "w": "cond"})
+def test_several_leaves():
+    check({name: (fun, SEVERAL, FROZEN) for name, fun in JOINED.items()})
+    loss = lambda p: jnp.sum(jnp.concatenate([p["frozen"], p["w"]])[TOKENS] * p["v"].sum())  # noqa: E731
+    assert (4, 4) not in shapes_of(fz.grad(loss, FROZEN), SEVERAL)  # two trainable rows, and the frozen leaf
+    platform = lambda w, v, x, frozen: v * lax.platform_dependent(w, cpu=lambda w: w * 2, default=lambda w: w)  # noqa: E731
+    check({"": (platform, SEVERAL, FROZEN)}, everything={"v": "cond", "w": "cond"})
 
 
 def test_what_jax_differentiates_forward_only():
@@ -548,40 +381,21 @@ def test_what_jax_differentiates_forward_only():
         fz.grad(loss, frozen)(params)
     trainable, rest = fz.partition(params, frozen)
     np.testing.assert_allclose(fz.restrict(loss, rest)(trainable), loss(params), rtol=1e-5)
-    forward = lambda t: jax.jvp(fz.restrict(lambda p: jnp.sum(p["w"] ** 2), rest), (t,), (t,))  # noqa: E731
     with pytest.raises(TypeError, match=r"differentiate lambda t: fun\(fz.combine\(t, rest\)\)"):
-        forward(trainable)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jit(forward)(trainable)
+        jax.jvp(fz.restrict(lambda p: jnp.sum(p["w"] ** 2), rest), (trainable,), (trainable,))
 
 
-class TestNotFinite:
+@pytest.mark.parametrize("i", range(6))
+def test_what_is_not_finite(i):
     """Gradients are NaN and infinite where the dense ones are: zero is selected, and never multiplied."""
-
-    VALUES = (jnp.inf, -jnp.inf, jnp.nan, 0.0, 1e38)
-
-    def params(self, trains, frozen):
-        """Parameters that have a value in a row that trains, or in one that is frozen, of one leaf or of both."""
-        for value in self.VALUES:
-            for row in (trains, frozen):
-                special = [array.at[row, 1].set(value) for array in (W, X)]
-                yield from (
-                    {"w": w, "x": x} for w in (W, special[0]) for x in (X, special[1]) if w is not W or x is not X
-                )
-
-    @pytest.mark.parametrize("i", range(6))
-    def test_as_dense(self, i):
-        rows, trains, frozen = [([0, 1, 3, 4], 5, 1), (slice(0, 5), 5, 2), ([2], 3, 2)][i % 3]
-        cases = of_rows(some(OF_ROWS, i, 6), rows)
-        all_ways = jit(ways(cases)[1])
-        for params in self.params(trains, frozen):
-            same(all_ways(dict.fromkeys(cases, params)), rtol=1e-4)
-
-    def test_mapped(self):
-        names = ("over", "custom_jvp", "contracted", "clip", "joined", "rows set", "a block added", "cond of a product")
-        many = jax.tree.map(lambda *arrays: jnp.stack(arrays), *self.params(5, 0))
-        cases = of_rows({name: OF_ROWS[name] for name in names}, [1, 2])
-        same(jit(jax.vmap(ways(cases)[1]))(dict.fromkeys(cases, many)), rtol=1e-4)
+    rows, trains, frozen = [([0, 1, 3, 4], 5, 1), (slice(0, 5), 5, 2), ([2], 3, 2)][i % 3]
+    cases = of_rows(some(OF_ROWS, i, 6), rows)
+    all_ways = jit(ways(cases)[1])
+    for value in (jnp.inf, -jnp.inf, jnp.nan, 0.0, 1e38):
+        for row in (trains, frozen):
+            w, x = (array.at[row, 1].set(value) for array in (W, X))
+            for params in ({"w": w, "x": X}, {"w": W, "x": x}, {"w": w, "x": x}):
+                same(all_ways(dict.fromkeys(cases, params)), rtol=1e-4)
 
 
 class TestTransformations:
@@ -618,7 +432,7 @@ class TestTransformations:
         chex.assert_trees_all_close(*both(X[:2]), rtol=1e-4, atol=1e-6)
 
     def test_second_derivatives_of_operations(self):
-        names = ("over", "custom_jvp", "custom_jvp of a lookup", "contracted", "stacked", "rows set", "cumsum", "cond")
+        names = ("over", "custom_jvp", "lookup", "contracted", "stacked", "rows set", "cumsum", "cond")
         frozen = {"w": fz.rows(slice(0, 5)), "x": False}
 
         def norm(grad):
@@ -646,14 +460,13 @@ class TestTransformations:
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
     def test_explicit_axes(self):
-        mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-        spec = jax.sharding.PartitionSpec
+        mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Explicit,) * 2)
         with jax.set_mesh(mesh):
-            w = jax.device_put(jax.random.normal(jax.random.key(0), (6, 8)), jax.NamedSharding(mesh, spec(None, "tp")))
+            w = jax.device_put(jax.random.normal(jax.random.key(0), (6, 8)), jax.NamedSharding(mesh, P(None, "tp")))
 
             def loss(p):
-                looked_up = p["w"].at[TOKENS].get(out_sharding=spec(None, None, "tp"))
-                head = jnp.einsum("xd,rd->xr", jnp.ones((3, 8)), jnp.tanh(p["w"]), out_sharding=spec())
+                looked_up = p["w"].at[TOKENS].get(out_sharding=P(None, None, "tp"))
+                head = jnp.einsum("xd,rd->xr", jnp.ones((3, 8)), jnp.tanh(p["w"]), out_sharding=P())
                 return jnp.sum(looked_up**2) + jnp.sum(head)
 
             frozen = {"w": fz.rows(slice(0, 4))}
@@ -664,9 +477,7 @@ class TestTransformations:
     def test_another_mesh_inside_of_the_loss(self):
         """Rules are applied under the mesh of the operation."""
         mesh = functools.partial(jax.make_mesh, (4, 2), ("data", "tp"))
-        auto, explicit = (
-            mesh(axis_types=(kind,) * 2) for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
-        )
+        auto, explicit = (mesh(axis_types=(kind,) * 2) for kind in (AxisType.Auto, AxisType.Explicit))
         params, frozen = {"w": jax.random.normal(jax.random.key(0), (6, 8))}, {"w": fz.rows([0, 1, 4])}
 
         def operations(w):
@@ -682,18 +493,6 @@ class TestTransformations:
             with contextlib.nullcontext() if outer is None else jax.set_mesh(outer):
                 check({"": (lambda w, fun=fun: fun(w), params, frozen)}, run=jax.jit)
 
-    def test_sharded_parameters(self):
-        mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-        on = jax.sharding.NamedSharding(mesh, P(None, "fsdp", "tp"))
-
-        def loss(w):
-            w = lax.with_sharding_constraint(w, on)
-            return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), jnp.ones((4, 8)), w)[0])
-
-        w = jax.device_put(jax.random.normal(jax.random.key(0), (6, 8, 8)), on)
-        check({"": (loss, {"w": w}, {"w": fz.rows(slice(0, 5))})}, run=jax.jit)
-
     def test_a_checkpoint_policy_is_kept(self):
         params, frozen = {"w": jnp.ones((6, 4, 4))}, {"w": fz.rows(slice(0, 4))}
 
@@ -708,51 +507,6 @@ class TestTransformations:
 
         policies = jax.checkpoint_policies
         assert saved(policies.save_only_these_names("product")) < saved(policies.nothing_saveable)
-
-    def test_effects_and_randomness_are_kept(self):
-        params, frozen = {"w": jnp.ones((6, 4, 4))}, {"w": fz.rows(slice(0, 4))}
-        seen = []
-
-        def loss(params, key):
-            def body(x, of_layer):
-                w, key = of_layer
-                jax.debug.callback(lambda s: seen.append(float(s)), w.sum(), ordered=True)
-                keep = jax.random.bernoulli(key, 0.5, x.shape)
-                return jnp.where(keep, jnp.tanh(x @ w), 0), None
-
-            return jnp.sum(lax.scan(body, X, (params["w"], jax.random.split(key, 6)))[0])
-
-        key = jax.random.key(3)
-        ours = jax.jit(fz.grad(loss, frozen))(params, key)
-        jax.effects_barrier()
-        assert seen == [16.0] * 6
-        chex.assert_trees_all_close(ours, fz.partition(jax.jit(jax.grad(loss))(params, key), frozen)[0], rtol=1e-5)
-
-    def test_name_scopes_are_kept(self):
-        def loss(params):
-            with jax.named_scope("embedding"):
-                x = params["w"][TOKENS]
-            with jax.named_scope("tower"):
-                return jax.jit(lambda x, w: jnp.sum(jnp.tanh(x @ w.T)))(x, params["w"])
-
-        params, frozen = {"w": jnp.ones((6, 4))}, {"w": fz.rows(slice(0, 4))}
-        program = jax.jit(fz.restrict(loss, fz.partition(params, frozen)[1]))
-        text = program.lower(fz.partition(params, frozen)[0]).as_text(debug_info=True)
-        assert "embedding/gather" in text
-        assert "tower/jit(<lambda>)" in text or "tower/<lambda>" in text
-
-    def test_a_jitted_loss_is_compiled_once(self):
-        traces = []
-
-        @jax.jit
-        def loss(params, x):
-            traces.append(1)
-            return jnp.sum(jnp.tanh(x @ params["w"].T))
-
-        params, frozen = {"w": jnp.ones((6, 4))}, {"w": fz.rows(slice(0, 4))}
-        for _ in range(3):
-            fz.grad(loss, frozen)(params, X)
-        assert len(traces) == 1
 
 
 ON_MESH = {
@@ -771,7 +525,7 @@ STACK_ON_MESH = {
     ),
     **OF_STACK,
 }
-SOME_ON_MESH = ("tied head", "custom_jvp of a matmul", "silu alone", "a constant of a scan of remat", "scan")
+SOME_ON_MESH = ("tied head", "custom_jvp", "silu", "a constant of a scan of remat", "scan")
 
 
 def on_mesh(params, x, names=(*ON_MESH, *STACK_ON_MESH)):
@@ -789,9 +543,6 @@ def traced(fun):
     return lambda *args: jax.tree.map(lambda x: np.zeros(x.shape), jax.eval_shape(fun, *args))
 
 
-REPLICATED = P()
-
-
 class TestShardMap:
     """Inside of ``jax.shard_map`` each value varies over axes of the mesh, or does not, and JAX checks which."""
 
@@ -799,7 +550,7 @@ class TestShardMap:
 
     @pytest.fixture
     def mesh(self):
-        return jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        return jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
 
     def check(self, local, mesh, of_params=REPLICATED, out_specs=REPLICATED, run=jit, **more):
         """``local(trainable, rest, x, restrict)`` of each shard, beside that of the combined parameters."""
@@ -822,7 +573,7 @@ class TestShardMap:
 
         self.check(local, mesh)
 
-    @pytest.mark.parametrize("varies", ["nothing", "everything", "what trains", "the rest"])
+    @pytest.mark.parametrize("varies", ["everything", "what trains", "the rest"])
     def test_what_varies(self, mesh, varies):
         """JAX sums the gradient of what does not vary over the mesh; ``out_specs`` has it checked."""
         trains, rests = varies in ("everything", "what trains"), varies in ("everything", "the rest")
@@ -841,12 +592,6 @@ class TestShardMap:
         if trains != rests:
             loss = some_on_mesh
             self.check(local, mesh)
-
-    def test_vmap(self, mesh):
-        def local(trainable, rest, x, restrict):
-            return jax.vmap(jax.grad(restrict(some_on_mesh, rest)), (None, 0))(trainable, jnp.stack([x, 2 * x]))
-
-        self.check(local, mesh)
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="JAX could not transpose the transpose of concatenate")
     def test_second_derivatives(self, mesh):
@@ -908,29 +653,6 @@ needs_refs = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX had no 
 FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
 
-def a_ref_made_in_the_loss():
-    def loss(p):
-        ref = jax.new_ref(jnp.zeros(2))
-        for i in range(3):
-            ref[...] = ref[...] * 2 + p["w"][i]
-        ref[0] = p["w"][2, 1] * ref[1]
-        return ref[...].sum() * p["b"]
-
-    return loss, lambda: None
-
-
-def a_ref_closed_over():
-    ref = jax.new_ref(jnp.zeros(2))
-
-    def loss(p):
-        ref[...] += 1
-        y = (p["w"][2] * ref[...]).sum() * p["b"]
-        ref[0] = lax.stop_gradient(p["w"][2, 1])
-        return y + ref[0] * p["w"].sum()
-
-    return loss, lambda: ref[...].tolist()
-
-
 def a_ref_in_a_scan():
     ref = jax.new_ref(jnp.zeros(()))
 
@@ -941,19 +663,6 @@ def a_ref_in_a_scan():
 
         rows = lax.scan(lambda carry, w: (carry * w.sum(), ref[...]), p["b"], p["w"])
         return lax.scan(body, p["b"], jnp.ones((2, 2)))[0] + rows[0]
-
-    return loss, lambda: float(ref[...])
-
-
-def a_ref_in_a_branch():
-    ref = jax.new_ref(jnp.zeros(()))
-
-    def loss(p):
-        def taken(w):
-            ref[...] += lax.stop_gradient(w[0].sum())
-            return w @ jnp.ones(2) * ref[...]
-
-        return lax.cond(jnp.ones(()).sum() > 0, taken, lambda w: w @ jnp.zeros(2), p["w"]).sum() * p["b"]
 
     return loss, lambda: float(ref[...])
 
@@ -972,16 +681,6 @@ def callbacks_in_order():
     return loss, lambda: list(seen)
 
 
-def a_pure_callback():
-    seen = []
-
-    def loss(p):
-        y = jax.pure_callback(lambda x: (seen.append(float(x)), np.float32(x))[1], FLOAT, jnp.float32(3))
-        return p["w"].sum() * y * p["b"]
-
-    return loss, lambda: list(seen)
-
-
 def only_what_is_taken():
     seen = []
 
@@ -996,29 +695,6 @@ def only_what_is_taken():
         return (w * lax.scan(lambda y, _: (call("step", y), None), jnp.ones(()).sum(), length=3)[0]).sum() * p["b"]
 
     return loss, lambda: list(seen)
-
-
-def the_steps_of_a_while_loop():
-    seen = []
-
-    def loss(p):
-        def step(state):
-            jax.debug.callback(lambda i: seen.append(int(i)), state[0])
-            return state[0] + 1, 2 * state[1]
-
-        return p["w"].sum() * lax.while_loop(lambda s: s[0] < 2, step, (0, 1.0))[1] * p["b"]
-
-    return loss, lambda: sorted(seen)
-
-
-def an_error_in_the_branch_not_taken():
-    def loss(p):
-        failing = lambda x: eqx.error_if(x, x[0] == x[0], "not taken")  # noqa: E731
-        x = lax.cond(jnp.ones(()).sum() > 0, lambda x: 2 * x, failing, p["w"][2])
-        x = lax.switch(jnp.argmin(jnp.ones(3)), [lambda x: x, failing, failing], x)
-        return eqx.error_if(x, x.sum() < 0, "negative").sum() * p["b"]
-
-    return loss, lambda: None
 
 
 def in_functions():
@@ -1045,14 +721,10 @@ def in_functions():
     return loss, lambda: list(seen)
 
 
-REFS = [a_ref_made_in_the_loss, a_ref_closed_over, a_ref_in_a_scan, a_ref_in_a_branch]
 EFFECTS = [
-    *(pytest.param(make, marks=needs_refs) for make in REFS),
+    pytest.param(a_ref_in_a_scan, marks=needs_refs),
     callbacks_in_order,
-    a_pure_callback,
     only_what_is_taken,
-    the_steps_of_a_while_loop,
-    an_error_in_the_branch_not_taken,
     in_functions,
 ]
 
@@ -1108,8 +780,7 @@ class TestEffects:
         fz.explain(loss, self.PARAMS, self.FROZEN, untouched)
         assert untouched[...].tolist() == [0, 0]
 
-    @pytest.mark.parametrize("value", ["a frozen row", "a leaf", "a constant", "a text"])
-    def test_where_python_needs_a_value(self, value):
+    def test_where_python_needs_a_value(self):
         """It needs a call of the function itself, which is then the only one that runs anything."""
 
         def make():
@@ -1117,11 +788,7 @@ class TestEffects:
 
             def loss(p):
                 io_callback(lambda: seen.append("before"), None, ordered=True)
-                x, one = p["w"][2], jnp.ones(()).sum()
-                if value == "a text":
-                    assert f"{one:.1f}" == "1.0"
-                elif {"a frozen row": p["w"][0, 0], "a leaf": p["b"], "a constant": one}[value] > 0:
-                    x = 3 * x
+                x = 3 * p["w"][2] if p["w"][0, 0] > 0 else p["w"][2]
                 io_callback(lambda: seen.append("after"), None, ordered=True)
                 return x.sum() * p["b"]
 
@@ -1154,26 +821,13 @@ class TestLikeJaxGrad:
 
         x = jnp.float32(1)
         (value, aux), grads = fz.value_and_grad(loss, self.FROZEN, has_aux=True)(self.PARAMS, x, "yes", power=3)
-        (expected_value, expected_aux), expected = jax.value_and_grad(loss, has_aux=True)(
-            self.PARAMS, x, "yes", power=3
-        )
-        assert len(calls) == 2 + computed
-        assert value == expected_value
-        assert {k: v for k, v in aux.items() if k not in "xy"} == {
-            k: v for k, v in expected_aux.items() if k not in "xy"
-        }
-        assert aux["x"] is x
-        assert aux["y"] == value
+        assert len(calls) == 1 + computed
+        expected, _ = jax.grad(loss, has_aux=True)(self.PARAMS, x, "yes", power=3)
+        assert aux.pop("x") is x
+        assert aux == {"text": "1.0", "scale": 3.0, "none": None, "fn": jnp.tanh, "y": value}
         chex.assert_trees_all_close(grads, fz.partition(expected, self.FROZEN)[0])
         [row] = fz.explain(loss, self.PARAMS, self.FROZEN, x, "yes").rows
         assert (row.merged is not None) == computed
-
-    def test_branches_on_parameters_inside_of_jit(self):
-        def loss(params):
-            return jnp.sum(params["w"][TOKENS] ** 2) if params["w"][0, 0] > 0 else 0.0
-
-        with pytest.raises(jax.errors.TracerBoolConversionError):
-            jax.jit(fz.grad(loss, self.FROZEN))(self.PARAMS)
 
     def test_aux_of_the_leaf_itself(self):
         def loss(p):
@@ -1241,29 +895,8 @@ class TestFlax:
         assert rows
         assert all(row.merged is None and (row.by_rows or row.everything) for row in rows), "\n".join(map(str, rows))
 
-    def test_linen_embed(self):
-        class Model(nn.Module):
-            @nn.compact
-            def __call__(self, tokens):
-                embed = nn.Embed(6, 4)
-                return embed.attend(nn.tanh(embed(tokens)))
-
-        params = Model().init(jax.random.key(0), TOKENS % 6)
-        frozen = fz.rules({"**": fz.rows(slice(0, 4))})
-        self.check(lambda params: jnp.mean(Model().apply(params, TOKENS % 6) ** 2), params, frozen)
-
-    def test_nnx_embed(self):
-        model = nnx.Embed(6, 4, rngs=nnx.Rngs(0))
-        graph, params = nnx.split(model)
-
-        def loss(params):
-            embed = nnx.merge(graph, params)
-            return jnp.mean(embed.attend(jnp.tanh(embed(TOKENS % 6))) ** 2)
-
-        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
-
     @pytest.mark.parametrize("axis", [0, 1])
-    def test_linen_scan(self, axis):
+    def test_linen(self, axis):
         class Layer(nn.Module):
             @nn.compact
             def __call__(self, x, _):
@@ -1271,26 +904,15 @@ class TestFlax:
 
         class Model(nn.Module):
             @nn.compact
-            def __call__(self, x):
+            def __call__(self, tokens):
+                embed = nn.Embed(6, 4, name="embed")
                 layer = nn.remat(Layer, prevent_cse=False)
                 scan = nn.scan(layer, variable_axes={"params": axis}, split_rngs={"params": True}, length=6)
-                return nn.Dense(2, name="head")(scan(name="layers")(x, None)[0])
+                return embed.attend(scan(name="layers")(embed(tokens), None)[0])
 
-        model = Model()
-        params = model.init(jax.random.key(0), X)["params"]
-        frozen = {"layers": fz.rows(slice(0, 4), axis), "head": False}
-        self.check(lambda params: jnp.sum(model.apply({"params": params}, X) ** 2), params, frozen)
-
-    def test_linen_remat_scan(self):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.tanh(nn.Dense(4)(x)) + x
-
-        model = nn.remat_scan(Layer, lengths=(2, 3))()
-        params = model.init(jax.random.key(0), X)
-        for rows in (fz.rows(slice(0, 1)), fz.rows(slice(0, 2), 1)):
-            self.check(lambda params: jnp.sum(model.apply(params, X) ** 2), params, fz.rules({"**": rows}))
+        params = Model().init(jax.random.key(0), TOKENS % 6)["params"]
+        frozen = {"layers": fz.rows(slice(0, 4), axis), "embed": fz.rows(slice(0, 4))}
+        self.check(lambda params: jnp.sum(Model().apply({"params": params}, TOKENS % 6) ** 2), params, frozen)
 
     @pytest.mark.parametrize(("remat", "check"), [(False, True), (True, False)])
     def test_linen_scan_of_what_is_not_stacked(self, remat, check):
@@ -1303,22 +925,19 @@ class TestFlax:
                 return nn.tanh(nn.Dense(4)(x)) + embed(tokens) + embed.attend(x).sum(), None
 
         class Model(nn.Module):
-            check: bool = True
-
             @nn.compact
             def __call__(self, x):
                 layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
-                scan = nn.scan(
-                    layer,
-                    variable_broadcast="params",
-                    split_rngs={"params": False},
-                    check_constancy_invariants=self.check,
-                )
+                options = {
+                    "split_rngs": {"params": False},
+                    "check_constancy_invariants": check or self.is_initializing(),
+                }
+                scan = nn.scan(layer, variable_broadcast="params", **options)
                 return scan(name="layer")(x, jnp.arange(6).reshape(2, 3))[0]
 
         params = Model().init(jax.random.key(0), X[:3])
         frozen = fz.rules({"**/embedding": fz.rows([0, 1, 4]), "**/kernel": fz.rows([1])}, default=True)
-        self.check(lambda params: jnp.sum(Model(check).apply(params, X[:3]) ** 2), params, frozen)
+        self.check(lambda params: jnp.sum(Model().apply(params, X[:3]) ** 2), params, frozen)
 
     @pytest.mark.parametrize("remat", [lambda fun: fun, nnx.remat])
     def test_nnx_scan_of_what_is_not_stacked(self, remat):
@@ -1334,43 +953,18 @@ class TestFlax:
 
         self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
 
-    @pytest.mark.parametrize("kind", ["cond", "switch"])
-    def test_branches(self, kind):
-        """State passes through the branches, and is returned by them."""
-        graph, params = nnx.split(nnx.Embed(6, 4, rngs=nnx.Rngs(0)))
-
-        def loss(params):
-            embed, functions = nnx.merge(graph, params), [lambda e, x: e(x), lambda e, x: e(x) * 2, lambda e, x: e(x)]
-            if kind == "cond":
-                x = nnx.cond(params["embedding"][0, 0] > 0, *functions[:2], embed, TOKENS % 6)
-            else:
-                x = nnx.switch(TOKENS[0, 0], functions, embed, TOKENS % 6)
-            return jnp.mean(embed.attend(x) ** 2)
-
-        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
-
 
 LAYOUTS = {
     "join": lambda w: jnp.concatenate([w * 2, w])[2 : 2 + len(w)],
     "beside": lambda w: jnp.concatenate([w[:, :2], jnp.ones((len(w), 1)), w], 1)[:, 1 : 1 + w.shape[1]],
     "pad": lambda w: jnp.pad(w, ((1, 2), (2, 1)), constant_values=0.5)[2:-1, 1:-2],
-    "roll": lambda w: jnp.roll(w, 1, 1),
     "flatten": lambda w: (w.reshape(-1) * 2).reshape(w.shape),
     "set": lambda w: w.at[1].set(0.5).at[:, 0].add(1.0),
     "update": lambda w: lax.dynamic_update_slice(w, jnp.ones((2, 2)), (0, 1)),
     "cumsum": lambda w: jnp.cumsum(w, axis=1),
     "cond": lambda w: lax.cond(jnp.ones(()).sum() > 0, jnp.sin, lambda w: w, w),
     "transpose": lambda w: w.T,
-    "cast": lambda w: w.astype(jnp.float16).astype(jnp.float32),
-    "tanh": jnp.tanh,
-    "times": lambda w: w * 1.5 + 0.25,
-    "dense": lambda w: w * jnp.cos(jnp.arange(w.size, dtype=w.dtype)).reshape(w.shape),
     "flip": lambda w: w[::-1],
-    "copy": jnp.copy,
-    "axes": lambda w: w[:, None][:, 0],
-    "remat": jax.checkpoint(lambda w: jnp.sin(w) * 2),
-    "jit": jax.jit(lambda w: jnp.abs(w) + 1),
-    "relu": jax.nn.relu,
 }
 READS = {
     "row": lambda w, i: w[i[0]],

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import programs
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,13 +42,10 @@ def of_scan(**options):
     return lambda params, x: jnp.mean((forward(params, x, **options) @ params["head"]) ** 2)
 
 
-def with_remat(policy=None, prevent_cse=True):
-    def loss(params, x):
-        step = jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
-        x, _ = jax.lax.scan(lambda x, p: (step(x, p, params["scale"]), None), x @ params["embed"], params["layers"])
-        return jnp.mean((x @ params["head"]) ** 2)
-
-    return loss
+def with_remat(params, x):
+    step = jax.checkpoint(layer)
+    x, _ = jax.lax.scan(lambda x, p: (step(x, p, params["scale"]), None), x @ params["embed"], params["layers"])
+    return jnp.mean((x @ params["head"]) ** 2)
 
 
 def with_outputs(params, x):
@@ -92,11 +89,6 @@ def with_cond(params, x):
     return jax.lax.cond(x.sum() > 0, of_scan(), of_scan(reverse=True), params, x)
 
 
-def with_while(params, x):
-    x = jax.lax.fori_loop(0, 2, lambda _, x: x + forward(jax.lax.stop_gradient(params), x), x)
-    return of_scan()(params, x)
-
-
 def with_gradient_of_inputs(params, x):
     return jnp.sum(jax.grad(of_scan(), argnums=1)(params, x) ** 2)
 
@@ -105,23 +97,17 @@ LOSSES = {
     "forward": of_scan(),
     "reverse": of_scan(reverse=True),
     "unroll": of_scan(unroll=4),
-    "unrolled": of_scan(unroll=True),
-    "jit": jax.jit(of_scan()),
     "remat of all": jax.checkpoint(of_scan()),
-    "remat": with_remat(),
-    "remat without barriers": with_remat(prevent_cse=False),
-    "remat that saves products": with_remat(jax.checkpoint_policies.dots_saveable),
+    "remat": with_remat,
     "outputs": with_outputs,
     "other carries": with_other_carries,
     "data": with_data,
     "microbatches": with_microbatches,
     "cond": with_cond,
-    "while": with_while,
     "vmap over examples": lambda params, x: jnp.mean(jax.vmap(of_scan(), (None, 0))(params, x[:, None])),
 }
 
 ROWS_ALONE = {"embed": True, "scale": True, "head": True}
-HEAD_TOO = {"embed": True, "scale": True, "head": False}
 ALL_STEPS_READ_TOO = {"embed": True, "scale": False, "head": False}
 EVERYTHING_ELSE = {"embed": False, "scale": False, "head": False}
 
@@ -157,13 +143,8 @@ def check(loss, frozen, params=None, run=jax.jit, rtol=1e-5, atol=1e-6):
         assert row.merged is None
 
 
-@pytest.mark.parametrize(
-    ("loss", "others"),
-    [
-        *((loss, others) for loss in LOSSES for others in (ROWS_ALONE, EVERYTHING_ELSE)),
-        *(("forward", others) for others in (HEAD_TOO, ALL_STEPS_READ_TOO)),
-    ],
-)
+@pytest.mark.parametrize("others", [ROWS_ALONE, EVERYTHING_ELSE], ids=["rows alone", "everything else"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_is_that_of_the_rows(loss, others):
     params, traces, of = init(), [], LOSSES[loss]
 
@@ -205,12 +186,8 @@ CASES = {
     "other rows of a leaf": (of_scan(), {"kernel": trains(5, 2), "bias": trains(3)}),
     "static rows of a leaf": (of_scan(), {"kernel": trains(1, 3), "bias": ~fz.rows([0, 4])}),
     "all rows of a leaf": (of_scan(), {"kernel": trains(2, 3), "bias": False}),
-    "no row of a leaf": (of_scan(), {"kernel": trains(2), "bias": True}),
-    "lookup": (of_kernels(lambda w, x: w[jnp.array([1, 2, 1])]), {"bias": True, "kernel": trains(3, 1)}),
     "matmul": (of_kernels(lambda w, x: w @ x.T), {"bias": True, "kernel": trains(3, 1)}),
-    "einsum": (of_kernels(lambda w, x: jnp.einsum("lij,bj->bli", w, x)), {"bias": True, "kernel": trains(3, 1)}),
     "loop": (of_kernels(in_a_loop), {"bias": True, "kernel": trains(3, 1)}),
-    "loop, other axis": (of_kernels(in_a_loop), {"bias": True, "kernel": trains(3, 1, axis=1)}),
     "gradient of the inputs": (with_gradient_of_inputs, trains(1, 2)),  # as a gradient penalty
 }
 
@@ -234,17 +211,6 @@ def test_restrict_reads_the_rows_that_it_is_given(run):
     close(values(got), dense(of_scan(), frozen, whole))
 
 
-def test_layers_stacked_along_another_axis():
-    """As in MaxText: the scan is over the array with its axes in another order."""
-
-    def loss(params, x):
-        return of_scan()({**params, "layers": jax.tree.map(lambda p: jnp.moveaxis(p, 1, 0), params["layers"])}, x)
-
-    params = init()
-    params["layers"] = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), params["layers"])
-    check(loss, {**ROWS_ALONE, "layers": trains(5, 2, axis=1)}, params)
-
-
 def test_examples_may_have_rows_of_their_own():
     indices, xs = jnp.array([[0, 1], [4, 2]]), jnp.stack([X, X + 1])
     for loss in (of_scan(), of_kernels(lambda w, x: w @ x.T)):
@@ -264,23 +230,17 @@ class TestSecondDerivatives:
         scaled = lambda w: jax.tree.map(lambda x: x * w if jnp.issubdtype(x.dtype, jnp.floating) else x, trainable)  # noqa: E731
         return lambda w: fun(scaled(w), rest)
 
-    def test_of_the_gradient(self, compiled):
+    def test_of_the_gradient(self):
         """Forward over reverse as of the dense gradient; JAX refuses reverse over a loop that ends early."""
         rows, whole = (functools.partial(f, of_scan(), self.FROZEN, init()) for f in (rows_of, dense))
         assert jax.tree.structure(rows(X)) == jax.tree.structure(whole(X))
         for derivative in (jax.jacfwd, lambda f: lambda x: (jax.jvp(f, (x,), (x,)), jax.linearize(f, x)[1](x))):
-            close(compiled(derivative(rows))(X), derivative(whole)(X), rtol=1e-4, atol=1e-5)
+            close(jax.jit(derivative(rows))(X), derivative(whole)(X), rtol=1e-4, atol=1e-5)
         of_combine = self.of_scale(lambda trainable, rest: of_scan()(fz.combine(trainable, rest), X))
         of_restrict = self.of_scale(lambda trainable, rest: fz.restrict(of_scan(), rest)(trainable, X))
-        close(compiled(jax.hessian(of_restrict))(jnp.ones(())), jax.hessian(of_combine)(jnp.ones(())), rtol=1e-4)
+        close(jax.jit(jax.hessian(of_restrict))(jnp.ones(())), jax.hessian(of_combine)(jnp.ones(())), rtol=1e-4)
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
             jax.jacrev(rows)(X)
-
-    def test_the_hessian_of_combine(self):
-        of_combine = self.of_scale(lambda trainable, rest: of_scan()(fz.combine(trainable, rest), X))
-        slope, step = jax.grad(of_combine), 1e-2
-        expected = (slope(1 + step) - slope(1 - step)) / (2 * step)
-        close(jax.hessian(of_combine)(jnp.ones(())), expected, rtol=1e-2)
 
     def test_the_gradient_of_frozen_rows(self):
         """With respect to the rest, of which the rows that train are no part."""
@@ -289,16 +249,6 @@ class TestSecondDerivatives:
         got = of_rest(lambda t, rest: fz.restrict(of_scan(), rest)(t, X))
         dense = of_rest(lambda t, rest: of_scan()(fz.combine(t, rest), X))
         close(got["layers"]["kernel"].array, dense["layers"]["kernel"].array)
-
-    def test_other_operations_have_them(self):
-        params = init()
-        loss = lambda params: jnp.sum(params["layers"]["kernel"] ** 4)  # noqa: E731
-        trainable, rest = fz.partition(params, {**ROWS_ALONE, "layers": {"bias": True, "kernel": trains(2)}})
-        hessian = jax.hessian(
-            lambda v: fz.restrict(loss, rest)({**trainable, "layers": {**trainable["layers"], "kernel": v}})
-        )
-        found = jax.tree.leaves(hessian(trainable["layers"]["kernel"]))[0]
-        close(jnp.einsum("aijaij->aij", found), 12 * params["layers"]["kernel"][2:3] ** 2)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
@@ -331,9 +281,8 @@ def test_on_a_mesh(explicit):
         return rows_of(loss, {**ALL_STEPS_READ_TOO, "layers": ~fz.rows(index)}, params, x)
 
     with jax.set_mesh(mesh):
-        for index in ([5, 2], [0, 1]):
-            got = jax.device_get(grads(placed, jnp.array(index), x))
-            close(got, dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(*index)}, params))
+        got = jax.device_get(grads(placed, jnp.array([5, 2]), x))
+    close(got, dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(5, 2)}, params))
 
 
 def test_inside_of_shard_map():
@@ -344,9 +293,8 @@ def test_inside_of_shard_map():
         return rows_of(mean, {**ALL_STEPS_READ_TOO, "layers": ~fz.rows(index)}, params, x)
 
     sharded = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P()))
-    for index in ([5, 2], [0, 1]):
-        expected = dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(*index)}, init())
-        close(sharded(init(), jnp.array(index), X), expected)
+    expected = dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(5, 2)}, init())
+    close(sharded(init(), jnp.array([5, 2]), X), expected)
 
 
 def pcast(tree):
@@ -412,70 +360,37 @@ def test_nn_scan():
             return jnp.tanh(nn.Dense(WIDTH)(x)), None
 
     class Model(nn.Module):
-        remat: bool = False
-
         @nn.compact
         def __call__(self, x):
-            layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+            layer = nn.remat(Layer, prevent_cse=False)
             stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
             return nn.Dense(1)(stack(name="layers")(x, None)[0])
 
-    for remat in (False, True):
-        model = Model(remat)
-        params = model.init(jax.random.key(0), X)["params"]
-        loss = lambda params, x, model=model: jnp.mean(model.apply({"params": params}, x) ** 2)  # noqa: E731
-        check(loss, {"layers": trains(4, 1), "Dense_0": False}, params)
-
-
-def test_nnx_scan():
-    @nnx.split_rngs(splits=LAYERS)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs):
-        return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    graph, params = nnx.split(make(nnx.Rngs(0)))
-
-    def loss(params, x):
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        @nnx.remat
-        def forward(layer, x):
-            return jnp.tanh(layer(x))
-
-        return jnp.sum(forward(nnx.merge(graph, params), x) ** 2)
-
-    check(loss, fz.rules({"**": trains(4, 1)}), params)
+    params = Model().init(jax.random.key(0), X)["params"]
+    loss = lambda params, x: jnp.mean(Model().apply({"params": params}, x) ** 2)  # noqa: E731
+    check(loss, {"layers": trains(4, 1), "Dense_0": False}, params)
 
 
 class TestCost:
     def test_no_array_of_the_gradient_has_every_row(self):
         """The gradient of a stack, and what sums it up, would have the shape of the stack."""
-
-        def made(jaxpr):
-            for eqn in jaxpr.eqns:
-                yield from (v.aval.shape for v in eqn.outvars)
-                for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
-                    yield from made(inner.jaxpr) if hasattr(inner, "jaxpr") else ()
-
         grads = lambda params, index: rows_of(of_scan(), {**ROWS_ALONE, "layers": ~fz.rows(index)}, params)  # noqa: E731
-        assert (LAYERS, WIDTH, WIDTH) not in {*made(jax.make_jaxpr(grads)(init(), jnp.array([1, 2])).jaxpr)}
+        jaxprs = programs(jax.make_jaxpr(grads)(init(), jnp.array([1, 2])).jaxpr)
+        made = {v.aval.shape for jaxpr in jaxprs for eqn in jaxpr.eqns for v in eqn.outvars}
+        assert (LAYERS, WIDTH, WIDTH) not in made
 
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    def test_no_row_of_the_parameters_is_stored(self, dtype):
+    def test_no_row_of_the_parameters_is_stored(self):
         """Neither as it is nor cast: the backward pass reads it again."""
-        stack, x = jnp.ones((16, 64, 64), dtype), jnp.ones((2, 64))
+        params, x = {"layers": jnp.ones((16, 64, 64), jnp.bfloat16)}, jnp.ones((2, 64))
 
         def loss(params, x):
             step = lambda x, p: (jnp.tanh(x @ p.astype(jnp.float32)), None)  # noqa: E731
             return jnp.mean(jax.lax.scan(step, x, params["layers"])[0])
 
-        def grads(params, index, x):
-            return fz.grad(loss, {"layers": ~fz.rows(index)})(params, x)
-
-        params = {"layers": stack}
+        grads = lambda params, index, x: fz.grad(loss, {"layers": ~fz.rows(index)})(params, x)  # noqa: E731
         temporary = lambda f, *args: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
         forward = temporary(loss, params, x)  # with a cast stack, on a CPU
-        both = temporary(grads, params, jnp.array([3]), x)
-        assert both - forward < 0.5 * 4 * stack.size
+        assert temporary(grads, params, jnp.array([3]), x) - forward < 0.5 * 4 * params["layers"].size
 
     @pytest.mark.parametrize("reverse", [False, True])
     def test_steps_without_anything_that_trains_are_skipped(self, reverse):
@@ -500,13 +415,10 @@ class TestCost:
 
             return jnp.mean(jax.lax.scan(step, x @ params["embed"], params["layers"], reverse=reverse)[0])
 
-        @jax.jit
-        def grads(params, index, x):
-            return fz.grad(loss, {**ROWS_ALONE, "layers": ~fz.rows(index)})(params, x)
-
+        grads = jax.jit(lambda p, index: rows_of(loss, {**ROWS_ALONE, "layers": ~fz.rows(index)}, p))
         for index in ([4, 5], [3, 1], [0, 1], [0, 5]):
             counts.update(kernel=0, x=0)
-            jax.block_until_ready(grads(init(), jnp.array(index), X))
+            jax.block_until_ready(grads(init(), jnp.array(index)))
             last = max(index) + 1 if reverse else LAYERS - min(index)
             assert counts["kernel"] == 2
             assert last - 1 <= counts["x"] <= last

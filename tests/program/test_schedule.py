@@ -67,24 +67,6 @@ class TestLabels:
             skipped = {a: not holds[0], b: not holds[1]}.get(label, False)
             np.testing.assert_allclose(out, expected * (not skipped), rtol=1e-6)
 
-    def test_a_chain_has_a_condition_for_each_set(self):
-        """A model of n layers has about 2n of them, not 2^n."""
-
-        def fun(*layers):
-            x = W
-            for w in layers:
-                x = jnp.tanh(x @ w)
-            return jnp.sum(x)
-
-        layers = [W[:4] / (i + 1) for i in range(5)]
-        labels = new_labels(len(layers))
-        holds = {label: jnp.array(i in (1, 3)) for i, label in enumerate(labels)}
-        gradient = jax.grad(fun, argnums=range(5))
-        outs, conditions, _ = self.run(gradient, layers, labels, holds)
-        assert conditions < 2 * len(layers)
-        for i, (out, expected) in enumerate(zip(outs, gradient(*layers), strict=True)):
-            np.testing.assert_allclose(out, expected * (i in (1, 3)), rtol=2e-5, atol=1e-6)
-
     @pytest.mark.parametrize("holds", [(True, False), (False, True), (True, True)])
     @pytest.mark.parametrize("region", ["known", "dynamic", "inner"])
     def test_regions_of_a_loop_under_conditions(self, region, holds):
@@ -107,23 +89,6 @@ class TestLabels:
         for out, expected, each, is_wanted in zip(outs, fun(W), regions, holds, strict=True):
             if is_wanted:
                 np.testing.assert_allclose(out, each.take(expected), rtol=1e-6)
-
-    def test_what_has_side_effects_runs_always_and_in_order(self):
-        seen = []
-
-        def note(x, i):
-            jax.debug.callback(lambda _: seen.append(i), x, ordered=True)
-            return x
-
-        def fun(w):
-            x = note(jnp.sum(w), 1)
-            y = note(x * 2, 2)
-            return note(y + 1, 3) * 2
-
-        [a] = new_labels(1)
-        self.run(fun, [W], [a], {a: jnp.array(False)})
-        jax.effects_barrier()
-        assert seen == [1, 2, 3]
 
 
 class Counted(Values):
