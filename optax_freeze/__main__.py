@@ -103,9 +103,8 @@ def _as_json(found: fz.Summary) -> dict[str, Any]:
     rows = [row._asdict() | {"dtype": None if row.dtype is None else str(row.dtype)} for row in found.rows]
     if found.row_state_bytes:
         rows = [row | {"state_bytes": size} for row, size in zip(rows, found.row_state_bytes, strict=True)]
-    totals = ("elements", "trainable_elements", "frozen_elements", "bytes", "trainable_bytes", "frozen_bytes")
-    others = ("state_bytes", "full_state_bytes", "extent")
-    return {"rows": rows} | {name: getattr(found, name) for name in (*totals, *others)}
+    totals = [f"{kind}{of}" for of in ("elements", "bytes") for kind in ("", "trainable_", "frozen_")]
+    return {"rows": rows} | {n: getattr(found, n) for n in (*totals, "state_bytes", "full_state_bytes", "extent")}
 
 
 def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:

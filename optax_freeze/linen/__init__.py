@@ -120,9 +120,10 @@ class Frozen(nn.Module):
         if name.startswith("__") or "module" not in vars(self):
             raise AttributeError(name)
         module = self._innermost
-        if module.scope is None:
-            return getattr(module, name)
         kind = inspect.getattr_static(type(module), name, None)
+        is_plain = isinstance(kind, (staticmethod, classmethod)) or _is_plain_field(module, name)
+        if module.scope is None or is_plain:
+            return getattr(module, name)
         if isinstance(kind, types.FunctionType):
 
             @functools.wraps(kind)
@@ -130,8 +131,6 @@ class Frozen(nn.Module):
                 return frozen._run(lambda module, *args, **kwargs: getattr(module, name)(*args, **kwargs), args, kwargs)
 
             return types.MethodType(method, self)
-        if isinstance(kind, (staticmethod, classmethod)) or _is_plain_field(module, name):
-            return getattr(module, name)
         return _Member(self, ()).member(name)
 
     @property
@@ -179,15 +178,10 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
 
     Example:
       >>> from optax_freeze.linen import freeze_variables
-      >>> model = nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(1)])
-      >>> x = jax.numpy.ones((2, 4))
-      >>> params = model.init(jax.random.key(0), x)["params"]
-      >>> def loss(params):
-      ...   with freeze_variables("layers_0"):
-      ...     return model.apply({"params": params}, x).sum()
-      >>> grads = jax.grad(loss)(params)
-      >>> [float(jax.numpy.abs(grads[layer]["bias"]).sum()) for layer in ("layers_0", "layers_2")]
-      [0.0, 2.0]
+      >>> with freeze_variables("kernel", collection="constants"):
+      ...   variables = nn.Dense(3).init(jax.random.key(0), jax.numpy.ones((2, 4)))
+      >>> jax.tree.map(jax.numpy.shape, variables)
+      {'constants': {'kernel': (4, 3)}, 'params': {'bias': (3,)}}
     """
     _check_collection(collection, ())
     freezer = VariableFreezer(frozen, collection)

@@ -423,14 +423,11 @@ def test_a_spec_that_freezes_some_is_not():
 
 class TestOnHost:
     spec: ClassVar = {"layers": fz.rows([0, 1, 2]), "embed": True, "head": False}
-
-    @staticmethod
-    def model():
-        return {"layers": jnp.ones((4, 6, 2)), "embed": jnp.ones((3, 2, 2)), "head": jnp.ones(3)}
+    model: ClassVar = {"layers": jnp.ones((4, 6, 2)), "embed": jnp.ones((3, 2, 2)), "head": jnp.ones(3)}
 
     @pytest.mark.parametrize("shapes", [False, True])
     def test_rows_and_totals_say_what_lies_there(self, shapes):
-        params = jax.eval_shape(self.model) if shapes else self.model()
+        params = jax.eval_shape(lambda: self.model) if shapes else self.model
         before = fz.summary(params, self.spec, optax.adam(0.1))
         assert (before.host_bytes, before.device_bytes) == (0, before.bytes)
         assert "host" not in str(before)
@@ -444,7 +441,7 @@ class TestOnHost:
             assert "in the device's memory 12 B, in the host's 240 B" in text
 
     def test_a_sum_and_bars_say_how_much(self, ax):
-        params = fz.offload(self.model(), self.spec, min_bytes=0)
+        params = fz.offload(self.model, self.spec, min_bytes=0)
         summary = fz.summary(params, self.spec, depth=0)
         assert [(row.host_bytes, row.leaves) for row in summary.rows] == [(240, 3)]
         assert "240 B on the host" in str(summary)
