@@ -1,9 +1,4 @@
-"""Finds leaks in an optimizer, where it does not freeze what it should: :func:`audit` runs it.
-
-A freeze can leak in many places of a chain, each of which looks right when read: a mask, a label, the order of two
-transformations. So the whole chain runs with made-up gradients, and the audit says how it updates frozen elements, and
-how these affect the others.
-"""
+"""Finds leaks, where an optimizer does not freeze what it should: :func:`audit` runs it with made-up gradients."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,4 @@
-"""``summary``: counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves.
-
-As in ``flax.linen.tabulate`` and CLU's parameter overview, rows are computed first and rendered separately. The
-optimizer state is measured by ``jax.eval_shape`` of the optimizer's own ``init``.
-"""
+"""Counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves: :func:`summary`."""
 
 import dataclasses
 import functools

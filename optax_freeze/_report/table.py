@@ -1,7 +1,4 @@
-"""Rows about leaves, and how they are shown: similar rows fold into lines, and lines become text, a rich table or HTML.
-
-Siblings whose names differ in one number and whose contents are the same share a line.
-"""
+"""Rows about leaves. Those that differ in a number of their path fold into lines of text, a rich table or HTML."""
 
 import collections
 import html

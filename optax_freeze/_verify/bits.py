@@ -1,8 +1,7 @@
 """Compares and hashes the frozen bits of one leaf, on the devices of its arrays.
 
-Every dtype is converted to 32-bit words, so comparing and hashing never use floats. In XLA's comparison -0.0 equals 0.0
-and a NaN does not equal itself, and float sums depend on the order. All arithmetic here is ``uint32`` modulo 2**32,
-which gives the same result on every device and in any order.
+Every dtype is converted to 32-bit words: as floats, -0.0 equals 0.0 and a NaN does not equal itself. All arithmetic is
+``uint32`` modulo 2**32, which gives the same result on every device and in any order.
 """
 
 import functools
