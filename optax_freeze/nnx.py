@@ -336,10 +336,11 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     for variable, leaf, selection in zip(variables, leaves, plan.selections, strict=True):
         param = _Param(variable, list(names[id(variable)]), selection is FROZEN, leaf.inexact)
         if selection.in_part or params.setdefault(id(variable), param).frozen is not param.frozen:
-            what, expected = "an NNX variable cannot be frozen in part", "True or False for the whole parameter"
+            what, at = "an NNX variable cannot be frozen in part", leaf.path
+            expected = "True (frozen) or False for the whole parameter"
             got = "an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it"
             fix = "freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)"
-            raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return list(params.values())
 
 
