@@ -73,14 +73,12 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         raise value_error("a frozen leaf is missing", at=missing[0], got=got, expected=expected, fix=fix)
     pairs = [(old, news[path][0], selection) for path, (old, selection) in olds.items()]
     differences = jax.device_get([_difference(*pair) for pair in pairs])
-    moved = [each for each in zip(olds, pairs, differences, strict=True) if any(each[2])]
+    moved = [(path, pair, by) for path, pair, by in zip(olds, pairs, differences, strict=True) if any(by)]
     if moved:
         told = [f"{path or '(the root)'}: {_tell(*pair, by, far=i < 100)}" for i, (path, pair, by) in enumerate(moved)]
         what = f"{len(moved)} of {len(olds)} frozen leaves changed"
-        got, expected = (
-            "bits that differ between `before` and `after`",
-            "the same bits in all frozen leaves and elements",
-        )
+        got = "bits that differ between `before` and `after`"
+        expected = "the same bits in all frozen leaves and elements"
         fix = "put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) finds the cause"
         raise AssertionError(message(what, at=told, got=got, expected=expected, fix=fix))
 
