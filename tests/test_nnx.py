@@ -168,6 +168,8 @@ def test_a_parameter_with_its_own_access_keeps_it_when_frozen(rngs, x, way):
     assert bits(fnnx.freeze(linear, True)(x)) == output
     if way == "methods":
         kernel = linear.kernel[...]
+        linear.kernel[...] = kernel + 1
+        assert bits(linear.kernel[...]) == bits(kernel + 1)
         linear.kernel[...] = kernel
     assert bits(linear(x)) == output
     assert type(fnnx.thaw(linear).kernel) is kind
