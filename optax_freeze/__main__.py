@@ -103,9 +103,8 @@ def _as_json(found: fz.Summary) -> dict[str, Any]:
     rows = [row._asdict() | {"dtype": None if row.dtype is None else str(row.dtype)} for row in found.rows]
     if found.row_state_bytes:
         rows = [row | {"state_bytes": size} for row, size in zip(rows, found.row_state_bytes, strict=True)]
-    totals = ("elements", "trainable_elements", "frozen_elements", "bytes", "trainable_bytes", "frozen_bytes")
-    others = ("state_bytes", "full_state_bytes", "extent")
-    return {"rows": rows} | {name: getattr(found, name) for name in (*totals, *others)}
+    totals = [f"{kind}{of}" for of in ("elements", "bytes") for kind in ("", "trainable_", "frozen_")]
+    return {"rows": rows} | {n: getattr(found, n) for n in (*totals, "state_bytes", "full_state_bytes", "extent")}
 
 
 def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
@@ -116,16 +115,16 @@ def _read(checkpoint: epath.Path, params: str) -> tuple[dict[str, Any], Any]:
         if _is_recorded(step):
             return _recorded(step)
     shapes = stored_shapes(step)
-    if params:
-        prefix = f"{params.strip('/')}/"
-        below = {path.removeprefix(prefix): leaf for path, leaf in shapes.items() if path.startswith(prefix)}
-        if not below:
-            tops = ", ".join(dict.fromkeys(path.split("/")[0] for path in shapes))
-            at, got = str(checkpoint), f"--params {params}"
-            expected, fix = f"a path that begins with one of {tops}", "leave --params out to see every path"
-            raise value_error("there is no such path in the checkpoint", at=at, got=got, expected=expected, fix=fix)
-        shapes = below
-    return shapes, False
+    if not params:
+        return shapes, False
+    prefix = f"{params.strip('/')}/"
+    below = {path.removeprefix(prefix): leaf for path, leaf in shapes.items() if path.startswith(prefix)}
+    if not below:
+        tops = ", ".join(dict.fromkeys(path.split("/")[0] for path in shapes))
+        at, got = str(checkpoint), f"--params {params}"
+        expected, fix = f"a path that begins with one of {tops}", "leave --params out to see every path"
+        raise value_error("there is no such path in the checkpoint", at=at, got=got, expected=expected, fix=fix)
+    return below, False
 
 
 def _is_recorded(step: epath.Path) -> bool:
@@ -142,43 +141,36 @@ def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
         with reading(str(step), "masks"), ocp.StandardCheckpointer() as checkpointer:
             masks |= checkpointer.restore(step / "masks")
     known = spec_of(leaves, [masks.get(str(i), _tree.HOLE) for i in range(len(leaves))])
-    return {leaf.path: _shape(leaf.struct) for leaf in leaves}, known
-
-
-def _shape(struct: Any) -> Any:
-    """The shape of an array; a number in the place of another leaf."""
-    return 0 if struct is None or is_key(struct) else struct
+    # A number stands for a key, and for a leaf that is not an array.
+    return {leaf.path: 0 if leaf.struct is None or is_key(leaf.struct) else leaf.struct for leaf in leaves}, known
 
 
 def _optimizer(name: str) -> optax.GradientTransformation:
-    contrib = {n: getattr(optax.contrib, n) for n in dir(optax.contrib) if not n.startswith("_")}
-    factory = contrib.get(name.removeprefix("contrib.")) or vars(optax).get(name)
+    def wrong(got: str, fix: str) -> ValueError:
+        what, expected = "not the name of an optimizer", "a function of Optax that creates one from a learning rate"
+        return value_error(what, at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
+
+    short, contrib = name.removeprefix("contrib."), vars(optax.contrib)
+    factory = contrib.get(short) or vars(optax).get(name)
     if not callable(factory):
-        nearest = _nearest(name.removeprefix("contrib."), {**contrib, **vars(optax)})
+        nearest = _nearest(short.lower(), {**contrib, **vars(optax)})
         fix = f"nearest names: {', '.join(nearest)}" if nearest else "for an optimizer of your own call fz.summary"
-        raise _no_optimizer(name, "no such function", fix)
+        raise wrong("no such function", fix)
     try:
         tx = factory(1e-3)
     except Exception as error:
         got = f"{type(error).__name__}: {in_one_line(error)}"
-        raise _no_optimizer(name, got, "create the optimizer yourself and call fz.summary") from error
+        raise wrong(got, "create the optimizer yourself and call fz.summary") from error
     if not isinstance(tx, optax.GradientTransformation):
-        raise _no_optimizer(name, described(tx), "give the name of an optimizer, for example adamw")
+        raise wrong(described(tx), "give the name of an optimizer, for example adamw")
     return tx
 
 
 def _nearest(name: str, functions: Mapping[str, Any]) -> list[str]:
     """The names of optimizers most like this one; of similar ones those that begin alike."""
-    names = [
-        n for n, f in functions.items() if inspect.isfunction(f) and "learning_rate" in inspect.signature(f).parameters
-    ]
-    close = difflib.get_close_matches(name.lower(), [n for n in names if not n.startswith(("_", "scale_by_"))], 8)
-    return sorted(close, key=lambda other: not other.startswith(name.lower()[:2]))[:3]
-
-
-def _no_optimizer(name: str, got: str, fix: str) -> ValueError:
-    expected = "a function of optax or optax.contrib that creates an optimizer from a learning rate"
-    return value_error("not the name of an optimizer", at=f"--optimizer {name}", got=got, expected=expected, fix=fix)
+    public = {n: f for n, f in functions.items() if inspect.isfunction(f) and not n.startswith(("_", "scale_by_"))}
+    names = [n for n, f in public.items() if "learning_rate" in inspect.signature(f).parameters]
+    return sorted(difflib.get_close_matches(name, names, 8), key=lambda other: not other.startswith(name[:2]))[:3]
 
 
 def run() -> int:

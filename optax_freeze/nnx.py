@@ -2,8 +2,7 @@
 
 ``nnx.grad`` and ``nnx.Optimizer(wrt=nnx.Param)`` select variables by type, so a frozen parameter is a
 :class:`FrozenParam`, which is not an ``nnx.Param``. :func:`freeze` and :func:`thaw` change the type in place;
-:class:`Frozen` wraps a module and holds its batch statistics too; :func:`trainable` leaves the types alone and returns
-the trainable parameters as an NNX filter.
+:class:`Frozen` also holds batch statistics; :func:`trainable` leaves the types alone and returns an NNX filter.
 
 A variable has one type: one that several modules share is frozen in all of them. A spec may use any of its paths.
 """
@@ -263,8 +262,8 @@ def _stored_statistics(wrapper: Frozen) -> Iterator[None]:
     norms = [(n, type(n)) for n in modules if hasattr(n, "use_running_average")]
     before = [(n, n.copy(), jax.tree.leaves(n)) for n in nodes if isinstance(n, nnx.BatchStat)]
     for norm, cls in norms:
-        is_pytree = not jax.tree_util.all_leaves([norm])
-        object.__setattr__(norm, "__class__", _with_stored_statistics(cls, is_pytree))
+        stored = _with_stored_statistics(cls, pytree=not jax.tree_util.all_leaves([norm]))
+        object.__setattr__(norm, "__class__", stored)
     try:
         yield
     finally:
@@ -280,7 +279,7 @@ class _Stored:
 
 
 @functools.cache
-def _with_stored_statistics(cls: type[nnx.Module], is_pytree: bool) -> type[nnx.Module]:
+def _with_stored_statistics(cls: type[nnx.Module], pytree: bool) -> type[nnx.Module]:
     """A subclass that uses the stored statistics, whatever its attribute or an argument of its call says."""
     signature = inspect.signature(cls.__call__)
 
@@ -296,17 +295,15 @@ def _with_stored_statistics(cls: type[nnx.Module], is_pytree: bool) -> type[nnx.
 
     stored = property(lambda self: True, set_attribute)
     body = {"__call__": call, "use_running_average": stored, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return types.new_class(
-        cls.__name__, (cls, _Stored), {"pytree": is_pytree}, lambda namespace: namespace.update(body)
-    )
+    return types.new_class(cls.__name__, (cls, _Stored), {"pytree": pytree}, lambda namespace: namespace.update(body))
 
 
 class _Param(NamedTuple):
-    """A parameter of a module, frozen or not, and whether a spec freezes it."""
+    """A parameter of a module."""
 
     variable: nnx.Variable
     paths: list[str]
-    frozen: bool
+    frozen: bool  # by the spec
     inexact: bool
 
 
@@ -320,7 +317,6 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
             path = "/".join(map(str, keys))
             by_path[path] = variable
             names[id(variable)][path] = keys
-
     tree = nnx.to_pure_dict(nnx.state(module, (nnx.Param, FrozenParam)))
     leaves, variables = _tree.leaves(tree), []
     for i, leaf in enumerate(leaves):
@@ -336,18 +332,15 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     plan = make_plan(tree, spec, leaves=leaves)
     if name != "thaw" and plan.extent(tree) == "nothing":  # a module may be frozen as a whole
         warn_of_extent(plan, tree, frozen, stacklevel=3)
-
     params: dict[int, _Param] = {}
     for variable, leaf, selection in zip(variables, leaves, plan.selections, strict=True):
         param = _Param(variable, list(names[id(variable)]), selection is FROZEN, leaf.inexact)
         if selection.in_part or params.setdefault(id(variable), param).frozen is not param.frozen:
-            raise value_error(
-                "an NNX variable cannot be frozen in part",
-                at=leaf.path,
-                got="an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it",
-                expected="True (frozen) or False for the whole parameter",
-                fix="freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)",
-            )
+            what, at = "an NNX variable cannot be frozen in part", leaf.path
+            expected = "True (frozen) or False for the whole parameter"
+            got = "an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it"
+            fix = "freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)"
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return list(params.values())
 
 
@@ -367,8 +360,7 @@ def _walk(
 
 def _replace_variables(module: nnx.Pytree, new: Mapping[int, nnx.Variable]) -> None:
     """Replaces the variables with these ids, wherever they occur in a module."""
-    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
-    for node in nodes:
+    for node in [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]:
         for name, value in list(vars(node).items()):
             if any(id(leaf) in new for leaf in jax.tree.leaves(value, is_leaf=_is_node)):
                 replaced = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), value, is_leaf=_is_node)
@@ -384,13 +376,11 @@ def _refuse_linen_params(module: nnx.Pytree, params: Sequence[_Param]) -> None:
     bridges = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.bridge.ToNNX)] if paths else []
     for variable in (variable for bridge in bridges for _, variable in _walk(bridge)):
         if id(variable) in paths:
-            raise value_error(
-                "a parameter of a Linen module cannot become a FrozenParam",
-                at=paths[id(variable)],
-                got="an nnx.bridge.ToNNX, which passes only nnx.Params to Linen as `params`",
-                expected="an NNX module, or parameters that remain nnx.Params",
-                fix="nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(model, frozen)",
-            )
+            what, at = "a parameter of a Linen module cannot become a FrozenParam", paths[id(variable)]
+            got = "an nnx.bridge.ToNNX, which passes only nnx.Params to Linen as `params`"
+            expected = "an NNX module, or parameters that remain nnx.Params"
+            fix = "nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(model, frozen)"
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
 
 
 def _is_node(value: Any) -> bool:

@@ -1,13 +1,8 @@
-"""Finds leaks in an optimizer, where it does not freeze what it should: :func:`audit` runs it.
-
-A freeze can leak in many places of a chain, each of which looks right when read: a mask, a label, the order of two
-transformations. So the whole chain runs with made-up gradients, and the audit says how it updates frozen elements, and
-how these affect the others.
-"""
+"""Finds leaks, where an optimizer does not freeze what it should: :func:`audit` runs it with made-up gradients."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +13,6 @@ from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
 from optax_freeze._errors import counted, is_number, message, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Part, PyTree
@@ -128,7 +122,11 @@ def audit(
     steps = whole_number("steps", steps, least=1, fix="steps=3")
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
-    _refuse_parts(values, plan)
+    for value, leaf in zip(values, plan.leaves, strict=True):
+        if isinstance(value, Part):
+            got, fix = "a Part, from fz.partition", "pass the parameters from before fz.partition"
+            what = "fz.audit needs the full parameters"
+            raise value_error(what, at=leaf.path, got=got, expected="the full leaf", fix=fix)
     plan.refuse_all_frozen("there is nothing to audit", frozen)
     start = [
         jnp.asarray(value, leaf.dtype) if leaf.inexact and is_number(value) else made_up(value)
@@ -150,14 +148,6 @@ def _note(simulation: Simulation, runs: Mapping[str, Run], leaks: Sequence[Leak]
     if not any(zero.shows("live", i) for i in numbers) and all(leak.kind != "untrained" for leak in leaks):
         return "trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"
     return ""
-
-
-def _refuse_parts(values: Sequence[Any], plan: Plan) -> None:
-    for value, leaf in zip(values, plan.leaves, strict=True):
-        if isinstance(value, Part):
-            got, expected = "a Part, from fz.partition", "the full leaf"
-            fix = "pass the parameters from before fz.partition"
-            raise value_error("fz.audit needs the full parameters", at=leaf.path, got=got, expected=expected, fix=fix)
 
 
 def _text(rows: list[Leak]) -> str:

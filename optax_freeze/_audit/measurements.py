@@ -1,7 +1,4 @@
-"""What one update does to one leaf, in a few numbers.
-
-They are computed on the device, so that a run need not keep its updates. Leaves of one shape share a program.
-"""
+"""What one update does to one leaf, in a few numbers, which are computed on the device."""
 
 from typing import Any, NamedTuple
 

@@ -7,6 +7,7 @@ from optax_freeze._errors import message, printable
 from optax_freeze._report.table import Row, prefix, share, size, unit
 
 _MOST_BARS = 12
+_PARTS = ("trainable", "frozen", "in the host's memory", "optimizer state")
 _COLORS = ("#E69F00", "#0072B2", "#56B4E9", "#999999")
 """From the palette of Okabe and Ito, which the color-blind can tell apart."""
 
@@ -23,15 +24,12 @@ def draw(rows: Sequence[Row], state: Sequence[int], state_bytes: int | None, dep
     ax = _new_axes("Summary.plot") if ax is None else ax
     bars = _bars(rows, state or [0] * len(rows), depth)
     one, name_of_unit = unit(max(map(sum, bars.values())))
-    names = ("trainable", "frozen", "in the host's memory", "optimizer state")
     totals = _sum(*bars.values())._replace(state=state_bytes)
-    left = [0.0] * len(bars)
-    for i, (part, total) in enumerate(zip(names, totals, strict=True)):
-        if total is None or (part == names[2] and not total):
+    for i, (part, total) in enumerate(zip(_PARTS, totals, strict=True)):
+        if total is None or (i == 2 and not total):
             continue
-        widths = [bar[i] / one for bar in bars.values()]
+        widths, left = [bar[i] / one for bar in bars.values()], [sum(bar[:i]) / one for bar in bars.values()]
         ax.barh(range(len(bars)), widths, left=left, color=_COLORS[i], label=f"{part}: {size(total)}")
-        left = [start + width for start, width in zip(left, widths, strict=True)]
     ax.set_yticks(range(len(bars)), [printable(name or "(the root)").replace("$", r"\$") for name in bars])
     ax.set_ylim(1.35 * len(bars) - 0.5, -0.5)  # the first bar at the top, and space for the legend below the last
     ax.set_xlabel(name_of_unit)
@@ -55,18 +53,13 @@ def _bars(rows: Sequence[Row], state: Sequence[int], depth: int) -> dict[str, _B
     bars: dict[str, _Bar] = {}
     for row, held in zip(rows, state, strict=True):
         name = prefix(row.path, depth)
-        bars[name] = _sum(bars.get(name, _Bar()), _bar(row, held))
-    ordered = sorted(bars, key=lambda name: sum(bars[name]), reverse=True)
-    small = ordered[_MOST_BARS:]
+        frozen = max(row.frozen_bytes - row.host_bytes, 0)  # what lies on the host is taken from them first
+        bar = _Bar(row.bytes - row.host_bytes - frozen, frozen, row.host_bytes, held)
+        bars[name] = _sum(bars.get(name, _Bar()), bar)
+    small = sorted(bars, key=lambda name: sum(bars[name]), reverse=True)[_MOST_BARS:]
     if small:
         bars[f"{len(small)} smaller"] = _sum(*map(bars.pop, small))
     return bars
-
-
-def _bar(row: Row, state: int) -> _Bar:
-    """The bytes of a row; what lies on the host is taken from the frozen bytes first."""
-    frozen = max(row.frozen_bytes - row.host_bytes, 0)
-    return _Bar(row.bytes - row.host_bytes - frozen, frozen, row.host_bytes, state)
 
 
 def _sum(*bars: _Bar) -> _Bar:

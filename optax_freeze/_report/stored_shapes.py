@@ -71,25 +71,21 @@ def _of_orbax(item: epath.Path) -> Any:
         fix = "give another step, or write it again"
         raise _wrong(item, "shapes that Orbax cannot read: a damaged checkpoint", fix) from error
     leaves, treedef = _tree.flatten(tree)
-    return jax.tree.unflatten(treedef, map(_leaf_of_orbax, leaves))
-
-
-def _leaf_of_orbax(metadata: Any) -> Any:
-    if isinstance(metadata, ocp.metadata.value.ScalarMetadata):
-        return np.zeros((), metadata.dtype).item()
-    if hasattr(metadata, "shape"):
-        return jax.ShapeDtypeStruct(metadata.shape, metadata.dtype)
-    return metadata
+    for i, metadata in enumerate(leaves):
+        if isinstance(metadata, ocp.metadata.value.ScalarMetadata):
+            leaves[i] = np.zeros((), metadata.dtype).item()
+        elif hasattr(metadata, "shape"):
+            leaves[i] = jax.ShapeDtypeStruct(metadata.shape, metadata.dtype)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _of_file(file: epath.Path) -> Any:
     read = _reader(file)
     if read is None:
-        got = f"a {file.suffix} file" if file.suffix else "a file"
         fix = "convert it, or call fz.summary on shapes: jax.eval_shape of a function that returns the parameters"
         if (file.parent / "_METADATA").exists():
             fix = f"give the directory that Orbax wrote: {file.parent}"
-        raise _wrong(file, got, fix)
+        raise _wrong(file, f"a {file.suffix} file" if file.suffix else "a file", fix)
     try:
         found = read(pathlib.Path(file))
     except (ImportError, OSError):

@@ -1,8 +1,4 @@
-"""``summary``: counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves.
-
-As in ``flax.linen.tabulate`` and CLU's parameter overview, rows are computed first and rendered separately. The
-optimizer state is measured by ``jax.eval_shape`` of the optimizer's own ``init``.
-"""
+"""Counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves: :func:`summary`."""
 
 import dataclasses
 import functools
@@ -227,26 +223,20 @@ def summary(
 def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
     if leaf.shape is None:
         return Row(leaf.path, None, None, 0, 0, 0, 0)
-    shape = leaf.shape if leaf.index is None else _shape_of_part(leaf.shape, leaf.index)
+    shape = leaf.shape
+    if leaf.index is not None:
+        shape = leaf.index.shape_of_part(shape) if isinstance(leaf.index, RowSelection) else (leaf.index,)
     elements = math.prod(shape)
     frozen = elements if selection is FROZEN else 0
     if selection.in_part and leaf.index is None:
         if isinstance(selection, DenseMask) and selection.count is None and not is_concrete(selection.array):
-            raise value_error(
-                "the frozen elements of a dense mask cannot be counted",
-                at=leaf.path,
-                got=f"a mask without values: {type(selection.array).__name__}",
-                expected="an array with values",
-                fix="call fz.summary outside of jit, or build the mask outside of jit",
-            )
+            what, got = "the frozen elements of a dense mask cannot be counted", type(selection.array).__name__
+            expected, fix = "an array with values", "call fz.summary outside of jit, or build the mask outside of jit"
+            raise value_error(what, at=leaf.path, got=f"a mask without values: {got}", expected=expected, fix=fix)
         frozen = elements - selection.elements(shape)
     nbytes, of_frozen = (-(-_bits(leaf.dtype) * count // 8) for count in (elements, frozen))
     on_host = nbytes if is_on_host(value.array if isinstance(value, Rest) else value) else 0
     return Row(leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host)
-
-
-def _shape_of_part(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
-    return index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
 
 
 @functools.cache
@@ -264,27 +254,24 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _state(tx.init, params, [leaf.inexact for leaf in plan.leaves])
     if states_in(full, (FreezeState, FreezeWhenState)):
-        raise value_error(
-            "the optimizer already freezes parameters",
-            at="the third argument of fz.summary",
-            got="fz.freeze or fz.freeze_when, alone or within another transformation",
-            expected="the optimizer that you would use without freezing",
-            fix="unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)",
-        )
+        at = "the third argument of fz.summary"
+        got = "fz.freeze or fz.freeze_when, alone or within another transformation"
+        expected = "the optimizer that you would use without freezing"
+        fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
+        raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
     return full, _state(freeze(tx, plan.as_spec, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
     """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by holes."""
-    values, treedef = _tree.flatten(jax.tree.map(_struct, params))
+
+    def struct(value: Any) -> Any:  # optimizers take a Python number for an array
+        is_number = isinstance(value, (int, float, complex))
+        return jax.eval_shape(jnp.asarray, value) if is_number else _tree.struct_of(value)
+
+    values, treedef = _tree.flatten(jax.tree.map(struct, params))
     kept = [value if here else _tree.HOLE for value, here in zip(values, keep, strict=True)]
     return eval_init(init, jax.tree.unflatten(treedef, kept))
-
-
-def _struct(value: Any) -> Any:
-    """The shape and dtype of an array or of a Python number, which optimizers take for an array."""
-    is_number = isinstance(value, (int, float, complex))
-    return jax.eval_shape(jnp.asarray, value) if is_number else _tree.struct_of(value)
 
 
 def _nbytes(shapes: PyTree) -> int:

@@ -1,7 +1,4 @@
-"""Rows about leaves, and how they are shown: similar rows fold into lines, and lines become text, a rich table or HTML.
-
-Siblings whose names differ in one number and whose contents are the same share a line.
-"""
+"""Rows about leaves. Those that differ in a number of their path fold into lines of text, a rich table or HTML."""
 
 import collections
 import html
@@ -88,7 +85,7 @@ def _lines(node: dict[str | None, Any]) -> list[Line]:
     return lines
 
 
-_NUMBER = re.compile(r"(?<![0-9])[0-9]{1,18}(?![0-9])")
+_NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
 
 
 def _alike(contents: dict[str, Any]) -> list[list[str]]:
@@ -108,18 +105,14 @@ def _alike(contents: dict[str, Any]) -> list[list[str]]:
 
 def _natural(name: str) -> list[Any]:
     """A key by which ``layer_2`` is before ``layer_10``."""
-    return [(int(piece), piece) if i % 2 else piece for i, piece in enumerate(_pieces(name))]
-
-
-def _pieces(name: str) -> list[str]:
-    return re.split(f"({_NUMBER.pattern})", name)
+    return [(int(piece), piece) if i % 2 else piece for i, piece in enumerate(_NUMBER.split(name))]
 
 
 def _label(names: Sequence[str]) -> str:
     """``layer_0 … layer_31`` for these names; ``layers.{0 … 31}.kernel`` where something follows the number."""
     if len(names) == 1:
         return names[0]
-    pieces = [_pieces(name) for name in names]
+    pieces = list(map(_NUMBER.split, names))
     spot = next(i for i, (a, b) in enumerate(zip(pieces[0], pieces[1], strict=True)) if a != b)
     head, tail = "".join(pieces[0][:spot]), "".join(pieces[0][spot + 1 :])
     runs: list[list[str]] = []
@@ -144,26 +137,21 @@ def _cells(line: Line) -> tuple[str, ...]:
     shape: Any = row.shape
     if shape is None:
         shape = "no array" if row.dtype is None and row.leaves == 1 else counted(row.leaves, "leaf", "leaves")
+    elements, frozen = times * row.elements, times * row.frozen_elements
+    nbytes, on_host = times * row.bytes, times * row.host_bytes
+    status = "frozen" if frozen == elements else "trains"
+    if 0 < frozen < elements:
+        status = f"{elements - frozen:,} train ({share(elements - frozen, elements)})"
+    if on_host:
+        status += ", on the host" if on_host == nbytes else f", {size(on_host)} on the host"
     return (
         "/".join(path) or "(the root)",
         f"{times} × {shape}" if times > 1 else str(shape),
         "" if row.dtype is None else str(row.dtype),
-        f"{times * row.elements:,}",
-        size(times * row.bytes),
-        _status(times * row.elements, times * row.frozen_elements) + _place(times * row.bytes, times * row.host_bytes),
+        f"{elements:,}",
+        size(nbytes),
+        status if elements else "",
     )
-
-
-def _place(nbytes: int, on_host: int) -> str:
-    if not on_host:
-        return ""
-    return ", on the host" if on_host == nbytes else f", {size(on_host)} on the host"
-
-
-def _status(elements: int, frozen: int) -> str:
-    if frozen == elements:
-        return "frozen" if elements else ""
-    return f"{elements - frozen:,} train ({share(elements - frozen, elements)})" if frozen else "trains"
 
 
 def share(part: int, total: int) -> str:
@@ -217,9 +205,7 @@ def as_html(table: Table) -> str:
     """An HTML table for notebooks, escaped."""
     head = "".join(f"<th>{name}</th>" for name in HEADER)
     styles = [f'<td style="text-align: {side}">' for side in HEADER.values()]
-    rows = [
-        [style + html.escape(cell) + "</td>" for style, cell in zip(styles, line, strict=True)] for line in table.cells
-    ]
+    rows = [map("{}{}</td>".format, styles, map(html.escape, line)) for line in table.cells]
     body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     totals = "<br>".join(map(html.escape, table.totals))
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"

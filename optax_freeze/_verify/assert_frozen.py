@@ -73,19 +73,14 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         raise value_error("a frozen leaf is missing", at=missing[0], got=got, expected=expected, fix=fix)
     pairs = [(old, news[path][0], selection) for path, (old, selection) in olds.items()]
     differences = jax.device_get([_difference(*pair) for pair in pairs])
-    found = zip(olds, pairs, differences, strict=True)
-    moved = [(path or "(the root)", pair, difference) for path, pair, difference in found if any(difference)]
+    moved = [(path, pair, by) for path, pair, by in zip(olds, pairs, differences, strict=True) if any(by)]
     if moved:
-        told = [f"{path}: {_tell(*pair, difference, far=i < 100)}" for i, (path, pair, difference) in enumerate(moved)]
-        raise AssertionError(
-            message(
-                f"{len(moved)} of {len(olds)} frozen leaves changed",
-                at=told,
-                got="bits that differ between `before` and `after`",
-                expected="the same bits in all frozen leaves and elements",
-                fix="put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) finds the cause",
-            )
-        )
+        told = [f"{path or '(the root)'}: {_tell(*pair, by, far=i < 100)}" for i, (path, pair, by) in enumerate(moved)]
+        what = f"{len(moved)} of {len(olds)} frozen leaves changed"
+        got = "bits that differ between `before` and `after`"
+        expected = "the same bits in all frozen leaves and elements"
+        fix = "put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) finds the cause"
+        raise AssertionError(message(what, at=told, got=got, expected=expected, fix=fix))
 
 
 def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
@@ -95,14 +90,12 @@ def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
         nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, variable))
         return {id(node): node for node in nodes if isinstance(node, variable)}
 
-    if variable and not variables(before).keys().isdisjoint(variables(after)):
-        raise value_error(
-            "`before` and `after` contain the same NNX variables, so nothing can differ",
-            at="fz.assert_frozen",
-            got="the same module, or an nnx.state of it, whose variables change in place",
-            expected="values from before and after the training",
-            fix="copy the values before training: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))",
-        )
+    if variable and variables(before).keys() & variables(after).keys():
+        what = "`before` and `after` contain the same NNX variables, so nothing can differ"
+        got = "the same module, or an nnx.state of it, whose variables change in place"
+        expected = "values from before and after the training"
+        fix = "copy the values before training: before = nnx.to_pure_dict(nnx.state(model, nnx.Param))"
+        raise value_error(what, at="fz.assert_frozen", got=got, expected=expected, fix=fix)
 
 
 def _difference(old: Any, new: Any, selection: Selection) -> Any:
@@ -111,9 +104,9 @@ def _difference(old: Any, new: Any, selection: Selection) -> Any:
         return ""
     if not is_array(old) and not is_array(new):
         return "" if _is_same(old, new) else f"another object: {old!r:.60} became {new!r:.60}"
-    kinds = [f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in (old, new)]
-    if kinds[0] != kinds[1]:
-        return " became ".join(kinds)
+    was, now = (f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__ for x in (old, new))
+    if was != now:
+        return f"{was} became {now}"
     a, b, selection = _bits.placed(old, new, selection)
     return _bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b))))
 
@@ -133,15 +126,12 @@ def _tell(old: Any, new: Any, selection: Selection, difference: Any, *, far: boo
         return difference
     low, high = map(int, difference)
     told = f"{low + (high << 32):,} of {old.size:,} elements"
-    return f"{told}{_how_far(old, new, selection)}" if far and jnp.issubdtype(old.dtype, np.number) else told
-
-
-def _how_far(old: Any, new: Any, selection: Selection) -> str:
+    if not far or not jnp.issubdtype(old.dtype, np.number):
+        return told
     a, b, selection = _bits.placed(old, new, selection)
     if isinstance(a, tuple):  # 64-bit numbers without 64-bit mode
         with np.errstate(all="ignore"):
-            far, nan = _bits.distance(np, old, new, np.asarray(_bits.differ(a, b, selection)))
+            largest, nan = _bits.distance(np, old, new, np.asarray(_bits.differ(a, b, selection)))
     else:
-        far, nan = jax.device_get(_bits.farthest(a, b, selection, axis=_bits.block_axis(a, b)))
-    told = f", by up to {far:.3g}" * bool(far) + ", to or from NaN" * bool(nan)
-    return told or ", in bits alone"
+        largest, nan = jax.device_get(_bits.farthest(a, b, selection, axis=_bits.block_axis(a, b)))
+    return told + (f", by up to {largest:.3g}" * bool(largest) + ", to or from NaN" * bool(nan) or ", in bits alone")

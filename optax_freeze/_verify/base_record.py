@@ -167,8 +167,7 @@ def _is_fingerprint(value: Any) -> bool:
 
 
 def refuse_newer(record: Field, where: str, what: str) -> None:
-    number = record["format"].number(1)
-    if number > FORMAT:
+    if (number := record["format"].number(1)) > FORMAT:
         got, expected = f"format {number}", f"format {FORMAT} or older"
         fix = "install the newest release: pip install --upgrade optax-freeze"
         raise value_error(f"{what} written by a newer optax_freeze", at=where, got=got, expected=expected, fix=fix)
@@ -195,13 +194,8 @@ def refuse_other_selections(
 ) -> None:
     for path, was, now in zip(paths, saved, got, strict=True):
         if was != now or not all(map(jnp.array_equal, jax.tree.leaves(was), jax.tree.leaves(now))):
-            raise value_error(
-                f"the spec differs from the spec of {where}",
-                at=path,
-                got=f"a leaf that {now}",
-                expected=f"a leaf that {was}",
-                fix=fix,
-            )
+            what = f"the spec differs from the spec of {where}"
+            raise value_error(what, at=path, got=f"a leaf that {now}", expected=f"a leaf that {was}", fix=fix)
 
 
 def refuse_other_base(
@@ -209,11 +203,7 @@ def refuse_other_base(
 ) -> None:
     differ = [now.path for was, now in zip(saved, got, strict=True) if was.fingerprint != now.fingerprint]
     if differ:
-        count = sum(record.fingerprint is not None for record in saved)
-        raise value_error(
-            f"the base differs from the base of {where}",
-            at=", ".join(path or "(the root)" for path in differ[:3]),
-            got=f"{len(differ)} of {counted(count, 'frozen leaf', 'frozen leaves')} with a different fingerprint",
-            expected=expected,
-            fix=fix,
-        )
+        leaves = counted(sum(record.fingerprint is not None for record in saved), "frozen leaf", "frozen leaves")
+        what, at = f"the base differs from the base of {where}", ", ".join(path or "(the root)" for path in differ[:3])
+        told = f"{len(differ)} of {leaves} with a different fingerprint"
+        raise value_error(what, at=at, got=told, expected=expected, fix=fix)

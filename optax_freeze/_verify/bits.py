@@ -1,8 +1,7 @@
 """Compares and hashes the frozen bits of one leaf, on the devices of its arrays.
 
-Every dtype is converted to 32-bit words, so comparing and hashing never use floats. In XLA's comparison -0.0 equals 0.0
-and a NaN does not equal itself, and float sums depend on the order. All arithmetic here is ``uint32`` modulo 2**32,
-which gives the same result on every device and in any order.
+Every dtype is converted to 32-bit words: as floats, -0.0 equals 0.0 and a NaN does not equal itself. All arithmetic is
+``uint32`` modulo 2**32, which gives the same result on every device and in any order.
 """
 
 import functools
@@ -34,9 +33,8 @@ def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[j
     """
 
     def per_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
-        words = _words(value)
+        words, lanes = _words(value), []
         iotas = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
-        lanes = []
         for lane in range(LANES):
             at = key[lane]
             for axis, (iota, first) in enumerate(zip(iotas, start, strict=True)):
@@ -52,8 +50,7 @@ def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[j
 def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
     """Counts the frozen elements that differ, as a 64-bit number in two words, the lower one first."""
 
-    def per_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
-        del start
+    def per_block(selection: Selection, _: Any, old: Any, new: Any) -> tuple[jax.Array, ...]:
         ones = differ(old, new, selection).astype(np.uint32)
         return _sum((ones, jnp.zeros_like(ones)), _carry)
 
@@ -64,14 +61,10 @@ def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.
 def farthest(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, jax.Array]:
     """Computes :func:`distance` over the frozen elements that differ."""
 
-    def per_block(selection: Selection, start: Sequence[Any], old: Any, new: Any) -> tuple[jax.Array, ...]:
-        del start
+    def per_block(selection: Selection, _: Any, old: Any, new: Any) -> tuple[jax.Array, ...]:
         return distance(jnp, old, new, differ(old, new, selection))
 
-    def both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
-        return jnp.maximum(a[0], b[0]), a[1] | b[1]
-
-    return _by_blocks(per_block, both, axis, selection, old, new)
+    return _by_blocks(per_block, lambda a, b: (jnp.maximum(a[0], b[0]), a[1] | b[1]), axis, selection, old, new)
 
 
 @jax.jit
@@ -107,10 +100,10 @@ def _by_blocks(per_block: Callable[..., Any], add: Callable[..., Any], axis: int
     most = max(1, _BLOCK_BYTES * rows // on_host.nbytes)
     each = next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
 
-    def cut(array: Any, i: Any) -> Any:
-        def move(start: Any, array: Any) -> Any:
-            return to_device(lax.dynamic_slice_in_dim(array, start, each, axis))
+    def move(start: Any, array: Any) -> Any:
+        return to_device(lax.dynamic_slice_in_dim(array, start, each, axis))
 
+    def cut(array: Any, i: Any) -> Any:
         return move_bits(move, i * each, array) if array.shape[axis] == rows else to_device(array)
 
     def block(i: Any) -> Any:
@@ -129,8 +122,7 @@ def block_axis(*arrays: Any) -> int:
     """The first axis along which no array is sharded, or 0. Arrays on the host are read in blocks along it."""
     shardings = [x.sharding for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
     shape = np.shape(arrays[0])
-    whole = [axis for axis, n in enumerate(shape) if all(s.shard_shape(shape)[axis] == n for s in shardings)]
-    return next(iter(whole), 0)
+    return next((i for i, n in enumerate(shape) if all(s.shard_shape(shape)[i] == n for s in shardings)), 0)
 
 
 def hashed(*what: Any) -> np.ndarray:
@@ -151,31 +143,26 @@ def placed(*nodes: Any) -> tuple[Any, ...]:
     shape = np.shape(arrays[0])
     placed = [array for array in arrays if isinstance(array, jax.Array)]
     if not placed:
-        return jax.tree.map(lambda array: _words_on_host(array) if _is_too_wide(array) else array, nodes)
+        return jax.tree.map(_on_host, nodes)
     shardings = [array.sharding for array in placed if array.shape == shape] or [placed[0].sharding]
     sharding = min(shardings, key=lambda sharding: math.prod(sharding.shard_shape(shape)))
     there, sharding = any(map(is_on_host, placed)), on_device(sharding)
 
     def onto(array: Any) -> Any:
         layout = sharding if array.shape == shape else replicated(sharding)
-        from_host = is_on_host(array) or (there and not isinstance(array, jax.Array))
-        return _onto(layout.with_memory_kind(HOST) if from_host else layout, array)
+        if is_on_host(array) or (there and not isinstance(array, jax.Array)):
+            layout = layout.with_memory_kind(HOST)
+        if not isinstance(array, jax.Array):
+            return jax.make_array_from_callback(array.shape, layout, lambda index: array[index])
+        return array if array.sharding.is_equivalent_to(layout, array.ndim) else jax.device_put(array, layout)
 
     return jax.tree.map(onto, nodes)
 
 
-def _onto(sharding: jax.sharding.Sharding, array: Any) -> Any:
-    if not isinstance(array, jax.Array):
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-    is_there = array.sharding.is_equivalent_to(sharding, array.ndim)
-    return array if is_there else jax.device_put(array, sharding)
-
-
-def _is_too_wide(array: Any) -> bool:
-    return is_array(array) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
-
-
-def _words_on_host(array: Any) -> tuple[np.ndarray, ...]:
+def _on_host(array: Any) -> Any:
+    """The words of each element, if JAX would truncate it."""
+    if not is_array(array) or jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype:
+        return array
     words = np.ascontiguousarray(array).reshape(-1).view(np.uint32).reshape(*array.shape, -1)
     return tuple(words[..., i] for i in range(words.shape[-1]))
 

@@ -1,7 +1,4 @@
-"""Computes a small digest of all frozen parameters.
-
-It replaces a comparison of two trees if one of them was donated, is on another machine or is in a checkpoint.
-"""
+"""A digest of all frozen parameters, to compare with a tree that was donated or is elsewhere: :func:`fingerprint`."""
 
 import functools
 from typing import Any

@@ -33,23 +33,16 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
 
 def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
     if isinstance(value, Part):
-        raise value_error(
-            f"{name}: the trainable part of a leaf instead of the full leaf",
-            at=path,
-            got=f"a Part of a leaf of shape {value.shape}",
-            expected="the full leaf",
-            fix="pass the full parameters, fz.combine(trainable, rest), or `rest` alone",
-        )
+        what, got = "the trainable part of a leaf instead of the full leaf", f"a Part of a leaf of shape {value.shape}"
+        fix = "pass the full parameters, fz.combine(trainable, rest), or `rest` alone"
+        raise value_error(f"{name}: {what}", at=path, got=got, expected="the full leaf", fix=fix)
     if isinstance(value, jax.ShapeDtypeStruct) or (isinstance(value, Tracer) and not traced):
-        raise type_error(
-            f"{name}: an array without values",
-            at=path,
-            got=f"a {type(value).__name__} of shape {value.shape}",
-            expected="an array with values",
-            fix="call it outside jit; inside, return fz.fingerprint(params, frozen) and compare that outside"
-            if isinstance(value, Tracer)
-            else "initialize the parameters: model.init, not jax.eval_shape of it",
-        )
+        got = f"a {type(value).__name__} of shape {value.shape}"
+        fix = "initialize the parameters: model.init, not jax.eval_shape of it"
+        if isinstance(value, Tracer):
+            fix = "call it outside jit; inside, return fz.fingerprint(params, frozen) and compare that outside"
+        what, expected = f"{name}: an array without values", "an array with values"
+        raise type_error(what, at=path, got=got, expected=expected, fix=fix)
     if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
         got, expected = "an array that was donated to a jitted function", "an array that still has its values"
         fix = "before training, keep a copy, jax.tree.map(jnp.copy, params), or only fz.fingerprint(params, frozen)"

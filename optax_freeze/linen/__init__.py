@@ -77,9 +77,8 @@ class Frozen(nn.Module):
         _check_collection(self.collection, self.stats_collections)
         is_new = not isinstance(self.parent, (nn.Module, Scope, type(None)))
         if is_new and self.name is not None:
-            got = described(self.name)
+            got, fix = described(self.name), f"Frozen({type(self.module).__name__}(..., name={self.name!r}))"
             expected = "the name on the wrapped module, since Frozen is not part of parameter paths"
-            fix = f"Frozen({type(self.module).__name__}(..., name={self.name!r}))"
             raise value_error("Frozen does not take a name", at="name", got=got, expected=expected, fix=fix)
         super().__post_init__()
         if self.module.scope is not None:
@@ -122,9 +121,10 @@ class Frozen(nn.Module):
         if name.startswith("__") or "module" not in vars(self):
             raise AttributeError(name)
         module = self._innermost
-        if module.scope is None:
-            return getattr(module, name)
         kind = inspect.getattr_static(type(module), name, None)
+        is_plain = isinstance(kind, (staticmethod, classmethod)) or _is_plain_field(module, name)
+        if module.scope is None or is_plain:
+            return getattr(module, name)
         if isinstance(kind, types.FunctionType):
 
             @functools.wraps(kind)
@@ -132,8 +132,6 @@ class Frozen(nn.Module):
                 return frozen._run(lambda module, *args, **kwargs: getattr(module, name)(*args, **kwargs), args, kwargs)
 
             return types.MethodType(method, self)
-        if isinstance(kind, (staticmethod, classmethod)) or _is_plain_field(module, name):
-            return getattr(module, name)
         return _Member(self, ()).member(name)
 
     @property
@@ -181,15 +179,10 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
 
     Example:
       >>> from optax_freeze.linen import freeze_variables
-      >>> model = nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(1)])
-      >>> x = jax.numpy.ones((2, 4))
-      >>> params = model.init(jax.random.key(0), x)["params"]
-      >>> def loss(params):
-      ...   with freeze_variables("layers_0"):
-      ...     return model.apply({"params": params}, x).sum()
-      >>> grads = jax.grad(loss)(params)
-      >>> [float(jax.numpy.abs(grads[layer]["bias"]).sum()) for layer in ("layers_0", "layers_2")]
-      [0.0, 2.0]
+      >>> with freeze_variables("kernel", collection="constants"):
+      ...   variables = nn.Dense(3).init(jax.random.key(0), jax.numpy.ones((2, 4)))
+      >>> jax.tree.map(jax.numpy.shape, variables)
+      {'constants': {'kernel': (4, 3)}, 'params': {'bias': (3,)}}
     """
     _check_collection(collection, ())
     freezer = VariableFreezer(frozen, collection)
@@ -202,10 +195,8 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
             return next_fun(*args, **kwargs)
         _refuse_jitted(module)
         if context.method_name == "setup":
-            output = next_fun(*args, **kwargs)
-            if collection:
-                _refuse_params_of_setup(module)
-            return output
+            next_fun(*args, **kwargs)  # returns nothing
+            return _refuse_params_of_setup(module) if collection else None
         inside = applied = True
         try:
             fun, is_call = wrap_method_once(context.orig_method.func), context.method_name == "__call__"
@@ -216,13 +207,10 @@ def freeze_variables(frozen: Spec, collection: str | None = None) -> Iterator[No
     with nn.intercept_methods(interceptor):
         yield
     if not applied:
-        raise value_error(
-            "no module was applied inside freeze_variables, so nothing is frozen",
-            at="freeze_variables",
-            got="a context without a call of a Linen module; an already compiled function does not call one",
-            expected="at least one call of a module",
-            fix="open the context inside the function that is jitted or differentiated",
-        )
+        what = "no module was applied inside freeze_variables, so nothing is frozen"
+        got = "a context without a call of a Linen module; an already compiled function does not call one"
+        fix = "open the context inside the function that is jitted or differentiated"
+        raise value_error(what, at="freeze_variables", got=got, expected="at least one call of a module", fix=fix)
 
 
 def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
@@ -251,7 +239,6 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
     _check_module(model, "frozen_mask")
     call = ModelCall(model, args, kwargs)
     variables = call.variables()
-
     declared = Recording()
     trains = call.reached(variables, declared)
     trains_whole = trains  # in a use of which no element is frozen
@@ -263,18 +250,13 @@ def frozen_mask(model: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
         used = set()
 
     def answer(path: tuple[str, ...], value: Any) -> Any:
-        if path in trains_whole:
-            return False
-        if path in trains:
+        if path in trains and path not in trains_whole:
             return declared.element_mask(path, getattr(value, "shape", None))
-        return path in used or declared.is_frozen(path)
+        frozen = path not in trains and (path in used or declared.is_frozen(path))
+        return jax.tree.map(lambda _: frozen, value)
 
-    mask = {}
-    for path, leaf in flatten_dict(variables.get("params", {})).items():
-        value = nn.meta.unbox(leaf)
-        frozen = answer(path, value)
-        mask[path] = jax.tree.map(lambda _, frozen=frozen: frozen, value) if isinstance(frozen, bool) else frozen
-    return unflatten_dict(mask)
+    params = nn.meta.unbox(flatten_dict(variables.get("params", {})))
+    return unflatten_dict({path: answer(path, value) for path, value in params.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,13 +331,10 @@ def _check_collection(collection: Any, stats_collections: Any) -> None:
         raise value_error("collections are given by their names", at=at, got=got, expected=expected, fix=fix)
     is_usable = isinstance(collection, str) and collection not in ("", "params", *stats_collections)
     if (collection is not None and not is_usable) or "params" in stats_collections:
-        raise value_error(
-            "this collection cannot be used",
-            at="stats_collections" if collection is None else "collection",
-            got=repr(stats_collections if collection is None else collection),
-            expected="a name that is neither 'params' nor a collection of statistics",
-            fix='collection="frozen"; for constants within params, collection=None',
-        )
+        at, got = ("stats_collections", stats_collections) if collection is None else ("collection", collection)
+        expected = "a name that is neither 'params' nor a collection of statistics"
+        fix = 'collection="frozen"; for constants within params, collection=None'
+        raise value_error("this collection cannot be used", at=at, got=repr(got), expected=expected, fix=fix)
 
 
 def _is_plain_field(module: nn.Module, name: str) -> bool:
@@ -368,13 +347,10 @@ def _refuse_jitted(module: nn.Module) -> None:
     """Refuses a module whose calls ``nn.jit`` compiles, and reuses outside of the context."""
     assert isinstance(module.scope, Scope)
     if any("jit(" in name for name in module.scope.debug_path[-1:]):
-        raise value_error(
-            "freeze_variables cannot freeze a module that is itself transformed by nn.jit",
-            at=type(module).__name__,
-            got="a program that nn.jit caches and also runs outside the context",
-            expected="a module that is not transformed by nn.jit; it may contain transformed modules",
-            fix="nn.Sequential([module]), or Frozen(module)",
-        )
+        what = "freeze_variables cannot freeze a module that is itself transformed by nn.jit"
+        at, got = type(module).__name__, "a program that nn.jit caches and also runs outside the context"
+        expected = "a module that is not transformed by nn.jit; it may contain transformed modules"
+        raise value_error(what, at=at, got=got, expected=expected, fix="nn.Sequential([module]), or Frozen(module)")
 
 
 def _refuse_params_of_setup(module: nn.Module) -> None:
@@ -382,10 +358,8 @@ def _refuse_params_of_setup(module: nn.Module) -> None:
     params = module.variables.get("params", {})
     own = [name for name, value in params.items() if not isinstance(value, Mapping)]
     if module.is_initializing() and own:
-        raise value_error(
-            "a parameter is made in `setup` of the outermost module, where it cannot be moved to a collection",
-            at=own[0],
-            got=f"self.param({own[0]!r}, ...) in {type(module).__name__}.setup",
-            expected="parameters made in a compact method or in submodules",
-            fix="wrap the module by Frozen(module, collection=...)",
-        )
+        what = "a parameter is made in `setup` of the outermost module, where it cannot be moved to a collection"
+        got = f"self.param({own[0]!r}, ...) in {type(module).__name__}.setup"
+        expected = "parameters made in a compact method or in submodules"
+        fix = "wrap the module by Frozen(module, collection=...)"
+        raise value_error(what, at=own[0], got=got, expected=expected, fix=fix)

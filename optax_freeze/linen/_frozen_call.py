@@ -46,13 +46,10 @@ class VariableFreezer:
     def call(self, fun: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, *, is_call: bool = False) -> Any:
         """``fun(module, *args, **kwargs)`` with frozen variables; ``is_call``: by which ``init`` makes all of them."""
         if module.scope is None:
-            raise value_error(
-                "a frozen module is used before it belongs to a model",
-                at=type(module).__name__,
-                got="a module without variables",
-                expected="a module within a model under init or apply",
-                fix="model.apply(variables, x), or build the module inside setup or a compact method",
-            )
+            what, at = "a frozen module is used before it belongs to a model", type(module).__name__
+            got, expected = "a module without variables", "a module within a model under init or apply"
+            fix = "model.apply(variables, x), or build the module inside setup or a compact method"
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
         initializing = module.is_initializing()
         scopes = [_ScopeVariables(scope, module.scope.path, self) for scope in _lifted_scopes(module)]
         known = {path: leaf for scope in scopes for path, leaf in scope.params.items()}
@@ -61,11 +58,9 @@ class VariableFreezer:
             fix = "pass the variables as init made them; lifts must name the collection in `variable_axes`"
             self._refuse_misplaced(self.collection, scopes, answers, fix)
         constants = _stop_gradient(known, _recorded(scopes, answers))
-
         mapped = self._mapped(lambda module: fun(module, *args, **kwargs), scopes, constants)
         with nn.intercept_methods(_use_stored_statistics) if self.stats else contextlib.nullcontext():
             output = mapped(module)
-
         created = {path: leaf for scope in scopes for path, leaf in scope.created("params").items()}
         is_complete = is_call and (created or not known)
         if is_complete or (self.collection and (created or initializing)):
@@ -108,15 +103,11 @@ class VariableFreezer:
             as_selector(self.frozen, "frozen").select([])  # raises for a pattern, which matches nothing
         tree = resolve(nn.meta.unbox(unflatten_dict(params)), self.frozen) if params else {}
         answers = {path: _one_answer(answer) for path, answer in flatten_dict(tree).items()}
-        parts = [path for path, answer in answers.items() if not isinstance(answer, bool)]
-        if self.collection and parts:
-            raise value_error(
-                "part of a parameter cannot be moved to a collection",
-                at="/".join(parts[0]),
-                got=repr(answers[parts[0]]),
-                expected="True or False, for whole parameters",
-                fix="use collection=None",
-            )
+        part = next((path for path, answer in answers.items() if not isinstance(answer, bool)), None)
+        if self.collection and part:
+            what, at = "part of a parameter cannot be moved to a collection", "/".join(part)
+            expected, fix = "True or False, for whole parameters", "use collection=None"
+            raise value_error(what, at=at, got=repr(answers[part]), expected=expected, fix=fix)
         return answers
 
     def _refuse_misplaced(self, collection: str, scopes: "Sequence[_ScopeVariables]", answers: Flat, fix: str) -> None:
@@ -129,13 +120,10 @@ class VariableFreezer:
             missing_in, paths = collection, [path for path in answers if answers[path]] if answers else [()]
         if paths:
             here = scopes[-1].scope
-            raise value_error(
-                f"a parameter is not in the collection {missing_in!r}",
-                at="/".join((*here.path, *paths[0])),
-                got=f"variables in {sorted(here.root.variables())}",
-                expected=f"frozen parameters in {collection!r}, the others in 'params', at the same paths",
-                fix=fix,
-            )
+            what, at = f"a parameter is not in the collection {missing_in!r}", "/".join((*here.path, *paths[0]))
+            got = f"variables in {sorted(here.root.variables())}"
+            expected = f"frozen parameters in {collection!r}, the others in 'params', at the same paths"
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
 
     def _refuse_unusable(
         self, collection: str, scopes: "Sequence[_ScopeVariables]", created: Flat, answers: Flat, is_call: bool
@@ -182,11 +170,7 @@ class _ScopeVariables:
         if OVERWRITTEN in collections:
             collections[OVERWRITTEN] = jax.tree.map(_own_gradient, collections[OVERWRITTEN])
         collections["params"] = {path: constants[path] for path in self.params}
-        return {
-            col: unflatten_dict({self.path_in_scope(path): leaf for path, leaf in flat.items()})
-            for col, flat in collections.items()
-            if flat
-        }
+        return {col: self._tree(flat) for col, flat in collections.items() if flat}
 
     def keep(self, written: Mapping[str, Any]) -> dict[str, Any]:
         self.after = {col: self._flat(tree) for col, tree in written.items()}
@@ -210,8 +194,11 @@ class _ScopeVariables:
 
     def _put(self, col: str, path: Path, leaf: Any) -> None:
         if self.scope.is_mutable_collection(col):
-            ((name, value),) = unflatten_dict({self.path_in_scope(path): leaf}).items()
+            ((name, value),) = self._tree({path: leaf}).items()
             self.scope.put_variable(col, name, value)
+
+    def _tree(self, flat: Flat) -> dict[str, Any]:
+        return unflatten_dict({self.path_in_scope(path): leaf for path, leaf in flat.items()})
 
     def _flat(self, tree: Any) -> Flat:
         return {(*self.prefix, *path): leaf for path, leaf in flatten_dict(unfreeze(tree)).items()}
@@ -271,8 +258,7 @@ _own_gradient.defvjp(lambda value: (value, value), lambda value, _: (value,))
 
 def _use_stored_statistics(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     """A method interceptor. A field and an argument may not both be given, so the argument gives way."""
-    name = "use_running_average"
-    scope = context.module.scope
+    name, scope = "use_running_average", context.module.scope
     if scope is None or not scope.has_flag("stored_statistics"):
         return next_fun(*args, **kwargs)
     is_field = name in type(context.module).__dataclass_fields__

@@ -57,13 +57,10 @@ class Recording:
         (first, inner), *others = [use for use in self.answers[path] if use[0] is not True]
         differ = [other for other, _ in others if not _same_mask(first, other)]
         if inner != shape or differ:
-            raise value_error(
-                "one element mask does not fit all uses of a parameter",
-                at="/".join(path),
-                got=f"{first!r} for a shape of {inner}" if inner != shape else f"{first!r} and {differ[0]!r}",
-                expected=f"one mask for all uses, of the parameter's shape {shape}",
-                fix="give the optimizer the mask itself: fz.freeze(tx, fz.rules({path: mask}))",
-            )
+            what, expected = "one element mask does not fit all uses of a parameter", f"one for its shape {shape}"
+            got = f"{first!r} for a shape of {inner}" if inner != shape else f"{first!r} and {differ[0]!r}"
+            fix = "give the optimizer the mask itself: fz.freeze(tx, fz.rules({path: mask}))"
+            raise value_error(what, at="/".join(path), got=got, expected=expected, fix=fix)
         return first
 
 
@@ -97,9 +94,8 @@ class ModelCall:
 
         def gradient(params: Any, others: Any, arrays: Any, cotangent: Any) -> Any:
             def outputs(moving: Any) -> list[Any]:
-                output = self._call(
-                    functools.partial(run, {"params": unflatten_dict({**params, **moving}), **others}), arrays
-                )
+                variables = {"params": unflatten_dict({**params, **moving}), **others}
+                output = self._call(functools.partial(run, variables), arrays)
                 return [leaf for leaf in jax.tree.leaves(output) if _is_inexact(leaf)]
 
             values, pullback = jax.vjp(outputs, {path: params[path] for path in inexact})

@@ -60,9 +60,6 @@ OPTIMIZERS = {
 }
 
 
-# Rows and totals.
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_what_trains_is_what_an_update_moves(params, spec):
     tx = optax.adamw(1e-3)
@@ -134,8 +131,6 @@ def test_a_dense_mask_is_counted_where_it_has_values():
 
 def test_tied_leaves():
     tied = dict.fromkeys("ab", jnp.ones((2, 2)))
-    with pytest.raises(ValueError, match="the same array is frozen at one path"):
-        fz.summary(tied, "a", optax.adam(0.1))
     assert fz.summary(tied, "a", optax.adam(0.1), tied="ignore").frozen_elements == 4
 
 
@@ -144,9 +139,6 @@ def test_a_tree_without_leaves_has_no_rows():
     assert summary.rows == ()
     assert summary.state_bytes == summary.full_state_bytes == 4
     assert "trainable 0 of 0 elements" in str(summary)
-
-
-# The optimizer's state.
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -176,15 +168,10 @@ def test_narrow_numbers_share_bytes():
 def test_an_optimizer_that_freezes_already_is_refused(params):
     """A bare ``fz.freeze`` is in ``wrong_calls.md``."""
     inner = optax.adam(1e-3)
-    for tx in (
-        optax.MultiSteps(fz.freeze(inner, "encoder"), 2),
-        optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)})),
-    ):
+    chain = optax.chain(fz.freeze_when(inner, {"encoder": fz.unfreeze_at(3)}))
+    for tx in (optax.MultiSteps(fz.freeze(inner, "encoder"), 2), chain):
         with pytest.raises(ValueError, match="already freezes parameters"):
             fz.summary(params, "encoder", tx)
-
-
-# Depth.
 
 
 LAYERS = ["encoder/layer_0", "encoder/layer_1", "head/bias", "head/kernel"]
@@ -204,15 +191,9 @@ def test_depth_sums_up_what_is_below(params, depth, paths):
         assert summary.rows[2:] == whole.rows[4:]
 
 
-def test_leaves_of_other_dtypes_in_one_row(params):
+def test_leaves_of_other_dtypes_in_one_row():
     [row] = fz.summary({"a": {"b": jnp.ones(2), "c": jnp.ones(2, jnp.bfloat16)}}, True, depth=1).rows
     assert row == ("a", None, None, 4, 4, 12, 12, 2, 0)
-    for depth in (-1, True):
-        with pytest.raises((ValueError, TypeError), match="`depth` must be a non-negative int"):
-            fz.summary(params, True, depth=depth)
-
-
-# Folding.
 
 
 def block(names=("attention", "mlp"), size=4):
@@ -265,23 +246,16 @@ def test_layers_fold_only_if_they_hold_the_same():
     renamed = layers | {"layer_2": block(("attention", "moe"))}
     assert "layer_2/moe/kernel" in paths(fz.summary(renamed, True))
     partly = fz.rules({"layer_[01]/mlp": fz.rows([0]), "layer_2/mlp": fz.rows([1, 2])})
-    assert paths(fz.summary(layers, partly))[1::2] == [
-        "layer_0 … layer_1/mlp/kernel",
-        "layer_2/mlp/kernel",
-        "layer_3 … layer_5/mlp/kernel",
-    ]
+    names = ["layer_0 … layer_1", "layer_2", "layer_3 … layer_5"]
+    assert paths(fz.summary(layers, partly))[1::2] == [f"{name}/mlp/kernel" for name in names]
 
 
 def test_experts_fold_within_layers():
     layers = {f"{i}": {"experts": {f"{j}": block() for j in range(8)}, "norm": shape(4)} for i in range(12)}
     cells, _ = shown(fz.summary({"layers": layers}, "**/experts/[0-3]"))
-    assert [line[:2] for line in cells] == [
-        ["layers/0 … 11/experts/0 … 3/attention/kernel", "48 × (4, 4)"],
-        ["layers/0 … 11/experts/0 … 3/mlp/kernel", "48 × (4, 4)"],
-        ["layers/0 … 11/experts/4 … 7/attention/kernel", "48 × (4, 4)"],
-        ["layers/0 … 11/experts/4 … 7/mlp/kernel", "48 × (4, 4)"],
-        ["layers/0 … 11/norm", "12 × (4,)"],
-    ]
+    experts = [f"experts/{some}/{name}/kernel" for some in ("0 … 3", "4 … 7") for name in ("attention", "mlp")]
+    expected = [[f"layers/0 … 11/{path}", "48 × (4, 4)"] for path in experts]
+    assert [line[:2] for line in cells] == [*expected, ["layers/0 … 11/norm", "12 × (4,)"]]
 
 
 trees = st.recursive(
@@ -308,9 +282,6 @@ def test_the_lines_of_any_tree_add_up_to_its_rows(tree, data):
         assert sum(line.times * getattr(line.row, name) for line in lines) == getattr(summary, name)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     assert summary.frozen_elements == np.dot(sizes, bools)
-
-
-# Text, the terminal, notebooks.
 
 
 def test_text_is_plain_and_knows_no_terminal(params, monkeypatch):
@@ -351,12 +322,8 @@ def test_shares_are_nothing_or_everything_only_if_exactly_so():
 def test_leaves_say_what_they_are():
     params = {"hole": optax.MaskedNode(), "empty": shape(0, 3), "part": shape(100, 10), "whole": shape(2)}
     cells, totals = shown(fz.summary(params, fz.rules({"part": fz.rows(slice(0, 99))})))
-    assert [(line[1], line[-1]) for line in cells] == [
-        ("(0, 3)", "0 B"),
-        ("no array", "0 B"),
-        ("(100, 10)", "10 train (1 %)"),
-        ("(2,)", "trains"),
-    ]
+    said = [("(0, 3)", "0 B"), ("no array", "0 B"), ("(100, 10)", "10 train (1 %)"), ("(2,)", "trains")]
+    assert [(line[1], line[-1]) for line in cells] == said
     assert totals == [
         "trainable 12 of 1,002 elements (1.198 %), 48 B of 3.9 KiB",
         "frozen 990 of 1,002 elements (98.8 %), 3.9 KiB of 3.9 KiB",
@@ -372,9 +339,6 @@ def test_text_and_html_need_neither_rich_nor_matplotlib(params, monkeypatch):
     assert summary._repr_html_()
     with pytest.raises(ImportError, match="pip install matplotlib"):
         summary.plot()
-
-
-# The picture.
 
 
 @pytest.fixture
@@ -417,18 +381,14 @@ def test_bars_are_the_bytes_of_modules(params, ax, name):
     ax.figure.canvas.draw()
 
 
-def test_without_an_optimizer_there_are_no_bars_for_its_state(params, ax):
-    bars, legend = drawn(fz.summary(params, "encoder").plot(ax))
-    assert bars == {"encoder": (0, 144), "head": (40, 0)}
-    assert legend == ["trainable: 40 B", "frozen: 144 B"]
-
-
 def test_a_depth_of_a_picture_names_smaller_modules(params, ax):
-    bars, _ = drawn(fz.summary(params, "encoder", optax.adam(1e-3)).plot(ax, depth=2))
+    bars, legend = drawn(fz.summary(params, "encoder").plot(ax, depth=2))
     assert list(bars) == LAYERS
-    assert bars["head/kernel"] == (32, 0, 64)
-    with pytest.raises(ValueError, match="`depth` must be a non-negative int"):
-        fz.summary(params, "encoder").plot(ax, depth=-1)
+    assert bars["head/kernel"] == (32, 0)
+    assert legend == ["trainable: 40 B", "frozen: 144 B"]
+    for use in (fz.summary(params, "encoder").plot, lambda depth: fz.summary(params, "encoder", depth=depth)):
+        with pytest.raises(ValueError, match="`depth` must be a non-negative int"):
+            use(depth=-1)
 
 
 def test_small_modules_share_a_bar(ax):
@@ -470,14 +430,11 @@ def test_a_spec_that_freezes_some_is_not():
 
 class TestOnHost:
     spec: ClassVar = {"layers": fz.rows([0, 1, 2]), "embed": True, "head": False}
-
-    @staticmethod
-    def model():
-        return {"layers": jnp.ones((4, 6, 2)), "embed": jnp.ones((3, 2, 2)), "head": jnp.ones(3)}
+    model: ClassVar = {"layers": jnp.ones((4, 6, 2)), "embed": jnp.ones((3, 2, 2)), "head": jnp.ones(3)}
 
     @pytest.mark.parametrize("shapes", [False, True])
     def test_rows_and_totals_say_what_lies_there(self, shapes):
-        params = jax.eval_shape(self.model) if shapes else self.model()
+        params = jax.eval_shape(lambda: self.model) if shapes else self.model
         before = fz.summary(params, self.spec, optax.adam(0.1))
         assert (before.host_bytes, before.device_bytes) == (0, before.bytes)
         assert "host" not in str(before)
@@ -491,7 +448,7 @@ class TestOnHost:
             assert "in the device's memory 12 B, in the host's 240 B" in text
 
     def test_a_sum_and_bars_say_how_much(self, ax):
-        params = fz.offload(self.model(), self.spec, min_bytes=0)
+        params = fz.offload(self.model, self.spec, min_bytes=0)
         summary = fz.summary(params, self.spec, depth=0)
         assert [(row.host_bytes, row.leaves) for row in summary.rows] == [(240, 3)]
         assert "240 B on the host" in str(summary)

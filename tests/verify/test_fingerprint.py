@@ -17,7 +17,6 @@ import optax_freeze as fz
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._verify import bits as _bits
 
-HOLE = optax.MaskedNode()
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 DTYPES = [
     *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"),
@@ -111,28 +110,11 @@ class TestFingerprint:
         assert (digest.shape, digest.dtype) == ((4,), jnp.uint32)
         assert [f"{word:08x}" for word in digest.tolist()] == GOLDEN  # checkpoints hold such digests
 
-    def test_what_trains_does_not_count(self, params, frozen):
-        digest = jax.jit(lambda p: fz.fingerprint(p, frozen))
-        trained = {**params, "head": jax.tree.map(lambda p: p * jnp.nan, params["head"])}
-        assert same(digest(trained), digest(params))
-        moved = {**params, "encoder": jax.tree.map(lambda p: p + 1, params["encoder"])}
-        assert not same(digest(moved), digest(params))
-        assert jax.eval_shape(digest, params).shape == (4,)
-
     def test_places_paths_dtypes_and_shapes_count(self):
         w = np.arange(6, dtype=np.float32).reshape(2, 3)
         zeros = np.zeros(4, np.float32)
         others = [{"a": w + 1, "b": w}, {"a": w, "c": w + 1}]
-        forms = [
-            w,
-            w[::-1],
-            w[:, ::-1],
-            w.reshape(3, 2),
-            w.reshape(6),
-            w[:, :, None],
-            w.view(np.int32),
-            w.view(np.uint32),
-        ]
+        forms = [w, w[::-1], w[:, ::-1], w.reshape(3, 2), w.ravel(), w[:, :, None], w.view("int32"), w.view("uint32")]
         more = [zeros, zeros[:3], zeros.view(np.uint32), zeros.view(jnp.bfloat16)]
         trees = others + [{"a": a, "b": w + 1} for a in forms] + [{"a": w, "b": w + 1, "z": z} for z in more]
         digests = [tuple(fz.fingerprint(tree, True).tolist()) for tree in trees]
@@ -149,9 +131,9 @@ class TestFingerprint:
         assert len({row.tobytes() for row in digests}) == unique
 
     def test_containers_do_not_count(self):
-        state = nnx.State({"a": nnx.Param(jnp.ones(2))})
-        assert same(fz.fingerprint(state, True), fz.fingerprint({"a": np.ones(2, np.float32)}, True))
-        assert same(fz.fingerprint([jnp.ones(2), 1.0], True), fz.fingerprint({"0": jnp.ones(2), "1": 1.0}, True))
+        state = nnx.State({"0": nnx.Param(jnp.ones(2)), "1": nnx.Param(1.0)})
+        for tree in (state, [np.ones(2, np.float32), 1.0]):
+            assert same(fz.fingerprint(tree, True), fz.fingerprint({"0": jnp.ones(2), "1": 1.0}, True))
 
     def test_one_set_of_elements_however_it_is_said(self):
         w = {"w": leaf_of("float32")}
@@ -170,9 +152,9 @@ class TestFingerprint:
         assert not same(jitted(w, ~MASK), fz.fingerprint(w, {"w": MASK}))
 
     def test_nothing_frozen(self, params):
-        assert jax.jit(lambda p: fz.fingerprint(p, False))(params).tolist() == [0, 0, 0, 0]
-        assert fz.fingerprint({}, True).tolist() == [0, 0, 0, 0]
-        assert fz.fingerprint({"empty": jnp.zeros((0, 3)), "hole": HOLE}, True).tolist() == [0, 0, 0, 0]
+        nothing = {"empty": jnp.zeros((0, 3)), "hole": optax.MaskedNode()}
+        assert not jax.jit(lambda p: fz.fingerprint(p, False))(params).any()
+        assert not (fz.fingerprint({}, True) | fz.fingerprint(nothing, True)).any()
 
     @pytest.mark.parametrize("frozen", ["encoder", {"encoder": fz.rows(slice(1, 3)), "head": True}])
     def test_rest_has_the_fingerprint_of_the_whole(self, frozen):
@@ -200,11 +182,8 @@ class TestFingerprint:
         frozen = {"w": fz.rows(slice(3, 9)), "b": np.arange(24) % 3 == 0}
         expected, in_part = fz.fingerprint(params, True), fz.fingerprint(params, frozen)
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
-        for w, b in [(("y", "x"), (("x", "y"),)), ((None, "x", "y"), ())]:
-            placed = {
-                "w": jax.device_put(params["w"], NamedSharding(mesh, P(*w))),
-                "b": jax.device_put(params["b"], NamedSharding(mesh, P(*b))),
-            }
+        for w, b in [(P("y", "x"), P(("x", "y"))), (P(None, "x", "y"), P())]:
+            placed = jax.device_put(params, {"w": NamedSharding(mesh, w), "b": NamedSharding(mesh, b)})
             assert same(fz.fingerprint(placed, frozen), in_part)
             assert same(jax.jit(lambda p: fz.fingerprint(p, True))(placed), expected)
 
@@ -219,13 +198,13 @@ class TestFingerprint:
             placed = {"a": jax.device_put(params["a"], devices[1]), "b": jax.device_put(params["b"], place)}
             assert same(fz.fingerprint(placed, frozen), expected)
 
-    @pytest.mark.parametrize("mask", ["rows", "elements"])
-    def test_only_digests_are_communicated(self, mask):
+    def test_only_digests_and_counts_are_communicated(self):
         sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
         w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
-        masks = {"rows": fz.rows(slice(3, 50)), "elements": fz.elements(np.zeros((64, 32), bool))}
-        sizes = communicated(jax.jit(lambda w: fz.fingerprint(w, masks[mask])).lower(w).compile())
-        assert 0 < max(sizes) <= 8  # one word from each device
+        masks = fz.rows(slice(3, 50)), fz.elements(np.zeros((64, 32), bool))
+        programs = [jax.jit(lambda w, mask=mask: fz.fingerprint(w, mask)).lower(w) for mask in masks]
+        for program in (*programs, _bits.count.lower(w, w, FROZEN)):
+            assert 0 < max(communicated(program.compile())) <= 8  # one word from each device
 
     @pytest.mark.parametrize(
         ("dtype", "mask"), [("float32", "rows"), ("bfloat16", "all"), ("float8_e4m3fn", "rows"), ("complex64", "all")]
@@ -332,16 +311,6 @@ class TestAssertFrozen:
             with pytest.raises(AssertionError, match=told):
                 fz.assert_frozen(old, new, False)
 
-    def test_equinox_modules(self):
-        model = eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0))
-        moved = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w + 1)
-        fz.assert_frozen(model, moved, "layers/1")
-        with pytest.raises(AssertionError, match="layers/0/weight: 6 of 6 elements"):
-            fz.assert_frozen(model, moved, "layers/0")
-        other = eqx.tree_at(lambda m: m.activation, model, jax.nn.gelu)
-        with pytest.raises(AssertionError, match="activation: another object"):
-            fz.assert_frozen(model, other, False)
-
     def test_nnx_modules_change_in_place(self):
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         before, values = nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -360,22 +329,14 @@ class TestAssertFrozen:
         moved = w.at[3, 5].add(1.0)
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
         turned = Mesh(mesh.devices[::-1], ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-        places = [
-            NamedSharding(mesh, P("x", "y")),
-            NamedSharding(mesh, P()),
-            NamedSharding(turned, P("y")),
-            NamedSharding(mesh, P("x"), memory_kind="pinned_host"),
-            jax.devices()[3],
-            None,
-        ]
+        places = [NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P()), NamedSharding(turned, P("y"))]
+        places += [NamedSharding(mesh, P("x"), memory_kind="pinned_host"), jax.devices()[3], None]
         mask = np.zeros((16, 8), bool)
         mask[3, 5] = True
         pairs = [pair for n in (1, 2, 3) for pair in zip(places, places[n:] + places[:n], strict=True)]
         for a, b in pairs:  # each pair of places once
-            old, new, copy = (
-                np.asarray(x) if place is None else jax.device_put(x, place)
-                for x, place in ((w, a), (moved, b), (w, b))
-            )
+            at = ((w, a), (moved, b), (w, b))
+            old, new, copy = (np.asarray(x) if place is None else jax.device_put(x, place) for x, place in at)
             fz.assert_frozen({"w": old}, {"w": copy}, True)
             fz.assert_frozen({"w": old}, {"w": new}, {"w": ~mask})
             with pytest.raises(AssertionError, match="w: 1 of 128 elements, by up to 1"):
@@ -392,11 +353,6 @@ class TestAssertFrozen:
         for other in (np.ones((8, 2)), jnp.ones((8, 2)), jax.device_put(sharded, NamedSharding(mesh, P()))):
             for arrays in ((sharded, other), (other, sharded)):
                 assert all(array.sharding == sharded.sharding for array in _bits.placed(*arrays))
-
-    def test_nothing_is_gathered(self):
-        sharding = NamedSharding(jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("x", "y"))
-        w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
-        assert 0 < max(communicated(_bits.count.lower(w, w, FROZEN).compile())) <= 8
 
     def test_a_rest_is_compared_with_the_whole(self):
         params = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(2), "head": jnp.ones(1)}
