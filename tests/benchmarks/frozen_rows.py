@@ -17,10 +17,9 @@
 
 Compiled for one TPU v5e chip if nothing else is said.
 
-Run with ``python tests/benchmarks/frozen_rows.py`` (``--models 8B 70B 405B``: sizes of the decoder; takes minutes).
+Run with ``python tests/benchmarks/frozen_rows.py``.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -60,11 +59,11 @@ WAYS = {"whole stack differentiated": whole_stack, "scan split by hand": split_b
 scale.WAYS |= WAYS
 
 
-def decoders(sizes: list[str]) -> None:
+def decoders() -> None:
     results, ways = scale.Results(None, to_the_end=False, script=__file__), (*WAYS, "fz.restrict")
     table = measure.table("Last block, norm and head trainable: GiB per TPU v5e chip, of 15.75", *ways)
-    for size in sizes:
-        for chips in CHIPS[size]:
+    for size, numbers in CHIPS.items():
+        for chips in numbers:
             cells = (results(scale.Cell(size, "v5e", chips, "last block and head", way)) for way in ways)
             table.add_row(f"{size} on {chips} chips", *map(scale.text, cells))
     measure.show(table)
@@ -339,11 +338,8 @@ def executables() -> None:
 def main() -> None:
     if scale.compiled_a_cell():
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=list(CHIPS), default=["8B"], help="sizes of the decoder")
-    sizes = parser.parse_args().models
     if measure.tpu_sharding() is not None:
-        decoders(sizes)
+        decoders()
     new_rows()
     other_rows()
     stacks()
