@@ -40,7 +40,7 @@ import optax
 import scale
 import transformer
 from classifiers import ByHand, Classifier
-from decoder import ADAMW, Decoder, adamw_state, on_device
+from decoder import ADAMW, Decoder, adamw_state, on_device, sharded_like
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -124,15 +124,6 @@ def tokens_on(mesh: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def placed(needed: Any, params: Any) -> Any:
-    """The shapes of ``needed``, sharded like their leaves, in device memory."""
-
-    def place(param: Any, left: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), left)
-
-    return jax.tree.map(place, on_device(params), needed)
-
-
 def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
     last = jax.tree.map(lambda a: a.update(shape=(1, *a.shape[1:])), params["blocks"])
     trainable = {"blocks": last, "norm": params["norm"], "head": params["head"]}
@@ -147,7 +138,7 @@ def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
 def scanned_precomputed(loss: Loss, params: Any, which: Any) -> scale.Step:
     frozen, mesh = scale.spec(which), params["norm"].sharding.mesh
     once = fz.precompute(loss, frozen)
-    needed = placed(once.needed(params, tokens_on(mesh)), params)
+    needed = sharded_like(on_device(params), once.needed(params, tokens_on(mesh)))
     before = jax.eval_shape(once.before, params, tokens_on(mesh))
     stream = residual_stream(params)
     features = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stream.sharding), before)
