@@ -15,7 +15,7 @@ and optimizer state.
    several alternating runs. The first epoch, which computes the features, is not included. In brackets: how many times
    faster than without ``fz.precompute``; after it, the ratio to the model cut by hand. A step that trains a head takes
    less time than ``jax.jit`` needs to flatten and rebuild trees with a ``MaskedNode`` for each of 60 to 200 frozen
-   leaves (0.5 to 1.5 ms): the last column passes ``jax.tree.leaves`` of parameters and state instead. The ViT
+   leaves (0.2 to 0.4 ms): the last column passes ``jax.tree.leaves`` of parameters and state instead. The ViT
    normalizes all tokens and classifies the first; cut by hand, only the first is stored and normalized. Values and
    gradients of ``once.after`` are compared bit by bit with those of the loss, both jitted.
 4. Tracing: ``jax.make_jaxpr`` of value and gradient of ``once.after``, and of ``jax.value_and_grad`` of the loss; then
