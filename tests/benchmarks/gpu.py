@@ -98,7 +98,6 @@ def decoder_cases(size: Size) -> dict[str, Case]:
 
     def whole(tx: Any) -> Case:
         """The full gradient; the optimizer freezes."""
-
         return Case(measure.stepping(jax.value_and_grad(loss), tx), starting(two_stacks, tx.init))
 
     def by_hand(params: Callable[..., Any], cut: Callable[[Any], Any], paste: Callable[[Any, Any], Any]) -> Case:
@@ -143,12 +142,8 @@ def decoder_cases(size: Size) -> dict[str, Case]:
     }
 
 
-ROWS = (
-    frozen_rows.BY_HAND,
-    "masks computed from an iota",
-    "rows sliced from the dense gradient",
-    frozen_rows.OURS,
-)
+MASKS, SLICED = "masks computed from an iota", "rows sliced from the dense gradient"
+ROWS = (frozen_rows.BY_HAND, MASKS, SLICED, frozen_rows.OURS)
 
 
 def row_cases(size: Size, loss: Callable[..., jax.Array]) -> dict[str, Case]:
