@@ -78,12 +78,10 @@ def pytest_terminal_summary(terminalreporter):
         seconds[report.nodeid] += report.duration
     slow = [(name, took) for name, took in seconds.most_common() if took >= SLOW]
     share = f"{sum(took for _, took in slow):.0f} of {seconds.total():.0f} seconds of work"
-    lines = [
-        "# How long tests take",
-        f"Written by the last `make test`: the {len(slow)} tests that took {SLOW:g} seconds or more, {share}.",
-        "\n".join(["| seconds | test |", "|---:|---|", *(f"| {took:.0f} | `{name}` |" for name, took in slow)]),
-    ]
-    pathlib.Path(page).write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    head = f"Written by the last `make test`: the {len(slow)} tests that took {SLOW:g} seconds or more, {share}."
+    table = ["| seconds | test |", "|---:|---|", *(f"| {took:.0f} | `{name}` |" for name, took in slow)]
+    text = "\n".join(["# How long tests take", "", head, "", *table, ""])
+    pathlib.Path(page).write_text(text, encoding="utf-8")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -108,16 +106,14 @@ def as_users_compile(request):
 
 def bits(tree):
     """Path, dtype, shape and bytes of every array, to check that nothing changed."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     rows = []
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if hasattr(leaf, "dtype"):
-            array = np.asarray(leaf)
-            rows.append((jax.tree_util.keystr(path), str(array.dtype), array.shape, array.tobytes()))
-        else:
-            rows.append((jax.tree_util.keystr(path), leaf))
+            leaf = np.asarray(leaf)
+        array = (str(leaf.dtype), leaf.shape, leaf.tobytes()) if isinstance(leaf, np.ndarray) else (leaf,)
+        rows.append((jax.tree_util.keystr(path), *array))
     return rows
 
 
@@ -204,13 +200,8 @@ def compiled(request):
 def params():
     """A small model: an encoder of two layers and a head."""
     key = iter(jax.random.split(jax.random.key(0), 5))
-    return {
-        "encoder": {
-            "layer_0": {"kernel": jax.random.normal(next(key), (3, 4)), "bias": jnp.zeros(4)},
-            "layer_1": {"kernel": jax.random.normal(next(key), (4, 4)), "bias": jnp.zeros(4)},
-        },
-        "head": {"kernel": jax.random.normal(next(key), (4, 2)), "bias": jnp.zeros(2)},
-    }
+    layer = lambda *shape: {"kernel": jax.random.normal(next(key), shape), "bias": jnp.zeros(shape[1])}  # noqa: E731
+    return {"encoder": {"layer_0": layer(3, 4), "layer_1": layer(4, 4)}, "head": layer(4, 2)}
 
 
 @pytest.fixture
@@ -228,10 +219,6 @@ def loss():
 @pytest.fixture
 def batch():
     return jax.random.normal(jax.random.key(7), (5, 3))
-
-
-def _payload_nan():
-    return jax.lax.bitcast_convert_type(jnp.array([0x7FC12345, 0xFFC00001], jnp.uint32), jnp.float32)
 
 
 @pytest.fixture
@@ -264,8 +251,9 @@ def awkward():
 @pytest.fixture
 def odd_bits():
     """Bit patterns that adding zero does not preserve: denormals and NaN payloads."""
-    denormal = jax.lax.bitcast_convert_type(jnp.array([1, 0x80000001], jnp.uint32), jnp.float32)
-    return {"frozen": {"nan_payload": _payload_nan(), "denormal": denormal}, "trains": jnp.ones(2)}
+    odd = {"nan_payload": [0x7FC12345, 0xFFC00001], "denormal": [1, 0x80000001]}
+    floats = {name: jnp.array(np.array(bits, np.uint32).view(np.float32)) for name, bits in odd.items()}
+    return {"frozen": floats, "trains": jnp.ones(2)}
 
 
 @pytest.fixture

@@ -16,51 +16,39 @@ SCRIPTS = pathlib.Path(write_page.HERE)
 WITH_A_MAIN = {path.stem for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()} - {"write_page"}
 
 
-@pytest.fixture(scope="module")
-def page():
-    return write_page.PAGE.read_text()
+def test_every_benchmark_has_its_section_which_says_what_its_docstring_says():
+    page = write_page.PAGE.read_text()
+    results = write_page.parse(page)
+    shown = WITH_A_MAIN - {"gpu", "quantized"}  # which need a GPU, or the packages for one
+    assert set(write_page.SECTIONS) == set(results) == shown
+    assert write_page.render(results) == page, "python tests/benchmarks/write_page.py --only"
+    for section in results.values():
+        assert all(f"{package} " in section for package in write_page.PACKAGES)
+        assert "\n| --- |" in section
 
 
-class TestThePage:
-    def test_every_benchmark_has_its_section(self, page):
-        shown = WITH_A_MAIN - {"gpu", "quantized"}  # which need a GPU, or the packages for one
-        assert {section.script for section in write_page.SECTIONS} == shown
-        assert set(write_page.parse(page)) == shown
-
-    def test_it_says_what_the_docstrings_say(self, page):
-        assert write_page.render(write_page.parse(page)) == page, "python tests/benchmarks/write_page.py --only"
-
-    @pytest.mark.parametrize("section", write_page.SECTIONS, ids=lambda section: section.script)
-    def test_a_section_has_versions_and_figures(self, page, section):
-        assert (write_page.PAGE.parent / section.discussed).exists()
-        results = write_page.parse(page)[section.script]
-        assert all(f"{package} " in results for package in write_page.PACKAGES)
-        assert "\n| --- |" in results
-
-
-class TestATable:
-    def test_times_are_in_italics_and_what_markdown_reads_is_escaped(self):
-        table = measure.table("a title", "exact", timed=["measured"], label="what")
-        table.add_row("[bold]a group")
-        table.add_row('"layer/**" | a[:-1]', "1.00", "2.00")
-        assert measure.markdown(table).splitlines() == [
-            "**a title**",
-            "",
-            "| what | exact | *measured* |",
-            "| --- | ---: | ---: |",
-            "| **a group** |  |  |",
-            r'| "layer/\*\*" \| a[:-1] | 1.00 | *2.00* |',
-        ]
-
-    def test_it_is_shown_on_the_page_if_there_is_one(self, monkeypatch, tmp_path, capsys):
-        measure.show("Nothing to see.")
-        monkeypatch.setenv(measure.PAGE, str(tmp_path / "page.md"))
-        measure.show("No GPU was at hand.")
-        measure.show(measure.table("a title", "exact"))
-        assert (tmp_path / "page.md").read_text() == (
-            "No GPU was at hand.\n\n**a title**\n\n|  | exact |\n| --- | ---: |\n\n"
-        )
-        assert "Nothing to see." in capsys.readouterr().out
+def test_a_table_is_shown_on_the_page_with_times_in_italics_and_what_markdown_reads_escaped(
+    monkeypatch, tmp_path, capsys
+):
+    measure.show("Nothing to see.")
+    monkeypatch.setenv(measure.PAGE, str(tmp_path / "page.md"))
+    measure.show("No GPU was at hand.")
+    table = measure.table("a title", "exact", timed=["measured"], label="what")
+    table.add_row("[bold]a group")
+    table.add_row('"layer/**" | a[:-1]', "1.00", "2.00")
+    measure.show(table)
+    assert (tmp_path / "page.md").read_text().splitlines() == [
+        "No GPU was at hand.",
+        "",
+        "**a title**",
+        "",
+        "| what | exact | *measured* |",
+        "| --- | ---: | ---: |",
+        "| **a group** |  |  |",
+        r'| "layer/\*\*" \| a[:-1] | 1.00 | *2.00* |',
+        "",
+    ]
+    assert "Nothing to see." in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -69,73 +57,70 @@ def scale(monkeypatch):
     return importlib.import_module("scale")
 
 
-class TestScale:
-    def test_buffers_of_the_chip_and_of_the_host_are_counted_apart(self, scale):
-        memory = scale.from_buffers(
-            f"""
+def test_a_step_fits_if_its_buffers_fit_the_chip_and_the_host(scale):
+    memory = scale.from_buffers(
+        f"""
 allocation 0: size {2**31}, page 0, parameter 0, shape |bf16[1]| at ShapeIndex {{}}, maybe-live-out:
 allocation 1: size {2**32}, color 5, page 0, parameter 1, shape |bf16[1]| at ShapeIndex {{}}:
 allocation 2: size {2**30}, page 0, preallocated-temp:
 allocation 3: size {2**27}, color 1, page 0, preallocated-temp:
 """,
-            "v5e",
-        )
-        assert memory == scale.Memory(2.0, 1.0, 2.0, 2.0, 15.75, 4.0, 48.0)
-        assert scale.text(memory) == "2.0 + 1.0 = 3.0, host 4.0"
-        assert memory.fits
-
-    def test_a_step_fits_if_it_fits_both_memories(self, scale):
-        memory = scale.Memory(14.0, 1.0, 0.0, 0.0, 15.75, 48.0, 48.0)
-        assert memory.fits
-        assert not dataclasses.replace(memory, argument=15.0).fits
-        assert not dataclasses.replace(memory, host=48.1).fits
-
-    @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="nothing to compile for TPU with")
-    def test_a_small_decoder_reads_its_frozen_layers_from_the_host(self, scale, monkeypatch):
-        monkeypatch.setitem(scale.SHAPES, "small", (1024, 4, 2048, 8))
-        monkeypatch.setitem(scale.TENSOR_PARALLEL, "small", 2)
-        cells = (scale.Cell("small", "v5e", 2, "last block and head", way) for way in ("fz.offload", "fz.restrict"))
-        (program, there), (_, here) = map(scale.lower, cells)
-        of_layers = 4 * (4 * 1024**2 + 3 * 1024 * 2048) * 2 / 2 / 2**30
-        assert here.host == 0
-        assert there.host == pytest.approx(here.argument - there.argument) == of_layers
-        assert "pinned_host" in program.as_text()
+        "v5e",
+    )
+    assert memory == scale.Memory(2.0, 1.0, 2.0, 2.0, 15.75, 4.0, 48.0)
+    assert scale.text(memory) == "2.0 + 1.0 = 3.0, host 4.0"
+    assert memory.fits
+    assert not dataclasses.replace(memory, argument=15.0).fits
+    assert dataclasses.replace(memory, host=48.0).fits
+    assert not dataclasses.replace(memory, host=48.1).fits
 
 
-class TestAGPU:
-    def test_it_is_busy_while_any_of_its_streams_is(self):
-        def events(*spans):
-            return " ".join(f"events {{ metadata_id: 1 offset_ps: {a}000 duration_ps: {b - a}000 }}" for a, b in spans)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="nothing to compile for TPU with")
+def test_a_small_decoder_reads_its_frozen_layers_from_the_host(scale, monkeypatch):
+    monkeypatch.setitem(scale.SHAPES, "small", (1024, 4, 2048, 8))
+    monkeypatch.setitem(scale.TENSOR_PARALLEL, "small", 2)
+    cells = (scale.Cell("small", "v5e", 2, "last block and head", way) for way in ("fz.offload", "fz.restrict"))
+    (program, there), (_, here) = map(scale.lower, cells)
+    of_layers = 4 * (4 * 1024**2 + 3 * 1024 * 2048) * 2 / 2 / 2**30
+    assert here.host == 0
+    assert there.host == pytest.approx(here.argument - there.argument) == of_layers
+    assert "pinned_host" in program.as_text()
 
-        profile = jax.profiler.ProfileData.from_serialized_xspace(
-            jax.profiler.ProfileData.text_proto_to_serialized_xspace(f"""
-            planes {{
-              name: "/device:GPU:0"
-              event_metadata {{ key: 1 value {{ id: 1 name: "kernel" }} }}
-              lines {{ name: "Stream #7(Compute)" timestamp_ns: 100 {events((0, 10), (20, 30), (100, 150))} }}
-              lines {{ name: "Stream #9(MemcpyD2D)" timestamp_ns: 100 {events((5, 15), (110, 120))} }}
-              lines {{ name: "XLA Modules" timestamp_ns: 100 {events((0, 400))} }}
-            }}
-            planes {{
-              name: "/host:CPU"
-              event_metadata {{ key: 1 value {{ id: 1 name: "call" }} }}
-              lines {{ name: "Stream" timestamp_ns: 100 {events((0, 900))} }}
-            }}
-            """)
-        )
-        assert measure.busy_seconds(profile) == pytest.approx((15 + 10 + 50) / 1e9)
 
-    @pytest.mark.parametrize("arguments", [["--tiny"], []])
-    def test_the_script_runs(self, arguments):
-        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        if jax.__version_info__ < (0, 12):
-            flags += " --xla_cpu_use_fusion_emitters=false"
-        run = subprocess.run(
-            [sys.executable, "-W", "error", SCRIPTS / "gpu.py", *arguments],
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        shown = "fz.grad, the model unchanged" if arguments else "No GPU was at hand."
-        assert shown in run.stdout
+def test_a_gpu_is_busy_while_any_of_its_streams_is():
+    def events(*spans):
+        return " ".join(f"events {{ metadata_id: 1 offset_ps: {a}000 duration_ps: {b - a}000 }}" for a, b in spans)
+
+    profile = jax.profiler.ProfileData.from_serialized_xspace(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(f"""
+        planes {{
+          name: "/device:GPU:0"
+          event_metadata {{ key: 1 value {{ id: 1 name: "kernel" }} }}
+          lines {{ name: "Stream #7(Compute)" timestamp_ns: 100 {events((0, 10), (20, 30), (100, 150))} }}
+          lines {{ name: "Stream #9(MemcpyD2D)" timestamp_ns: 100 {events((5, 15), (110, 120))} }}
+          lines {{ name: "XLA Modules" timestamp_ns: 100 {events((0, 400))} }}
+        }}
+        planes {{
+          name: "/host:CPU"
+          event_metadata {{ key: 1 value {{ id: 1 name: "call" }} }}
+          lines {{ name: "Stream" timestamp_ns: 100 {events((0, 900))} }}
+        }}
+        """)
+    )
+    assert measure.busy_seconds(profile) == pytest.approx((15 + 10 + 50) / 1e9)
+
+
+@pytest.mark.parametrize("arguments", [["--tiny"], []])
+def test_the_gpu_benchmark_runs(arguments):
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    if jax.__version_info__ < (0, 12):
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    run = subprocess.run(
+        [sys.executable, "-W", "error", SCRIPTS / "gpu.py", *arguments],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shown = "fz.grad, the model unchanged" if arguments else "No GPU was at hand."
+    assert shown in run.stdout

@@ -27,12 +27,10 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_there_are_at_most_thirty_pages():
+def test_there_are_at_most_thirty_pages_of_which_three_are_notebooks():
     assert len(PAGES) - 1 <= 30  # without the README
-
-
-def test_three_pages_are_notebooks():
     assert {str(page) for page in PAGES if "{code-cell}" in page.read_text()} == {"docs/development.md", *NOTEBOOKS}
+    assert sum("executed by the tests" in page.read_text() for page in PAGES) == 1  # that the examples are, once
 
 
 @pytest.mark.parametrize("page", NOTEBOOKS)
@@ -47,31 +45,16 @@ def test_a_notebook_shows_and_runs_its_example(page):
     assert all(re.search(rf"^(def )?{function}\b", script, re.MULTILINE) for function in used)
 
 
-def test_that_the_examples_are_executed_is_said_once():
-    assert sum("executed by the tests" in page.read_text() for page in PAGES) == 1
-
-
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_link_and_every_file_that_a_page_names_exists(page):
+def test_every_link_file_and_name_of_ours_in_the_text_exists(page):
     text = CODE.sub("", page.read_text())
     for link in LINK.findall(text):
         path, _, anchor = link.partition("#")
         if "://" in link:
             continue
         target = page.parent / path if path else page
-        assert target.exists(), f"{page}: {link}"
-        assert not anchor or anchor in anchors(target), f"{page}: {link}"
-    for path in MENTION.findall(text):
-        assert pathlib.Path(path).exists(), f"{page}: {path}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_links_have_a_text_wherever_the_page_is_read(page):
-    text = CODE.sub("", page.read_text())
-    assert not EMPTY.findall(text) + ROLE.findall(text), f"{page}: only Sphinx fills these in"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_name_of_ours_in_the_text_exists(page):
-    for room, name in NAME.findall(CODE.sub("", page.read_text())):
-        assert hasattr(ROOMS[room], name), f"{page}: {room}.{name}"
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    assert [path for path in MENTION.findall(text) if not pathlib.Path(path).exists()] == []
+    assert [(room, name) for room, name in NAME.findall(text) if not hasattr(ROOMS[room], name)] == []
+    assert EMPTY.findall(text) + ROLE.findall(text) == []  # only Sphinx fills these in

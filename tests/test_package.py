@@ -65,33 +65,19 @@ def test_what_is_imported_is_declared():
     } - {"jaxlib"}  # which JAX imports
 
 
-def test_the_map_is_re_exports_and_nothing_else():
-    body = ast.parse(MAP).body
-    assert isinstance(body[0], ast.Expr)
-    assert all(isinstance(node, ast.ImportFrom) for node in body[1:])
-
-
 def module_of(path):
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
-def is_listed(module):
-    """Whether a module is a file of one of the folders on the page."""
-    return module.split(".")[0] in SECTIONS and module.count(".") == 1
 
 
 def test_the_architecture_lists_the_folders_and_files_that_exist():
     files = [module_of(path) for path in PACKAGE.glob("_*/*.py") if path.stem != "__init__"]
     assert sorted(FILES) == sorted(files)
     assert sorted(SECTIONS) == sorted(path.name for path in PACKAGE.glob("_*/") if path.name != "__pycache__")
-    assert {path.stem for path in PACKAGE.glob("*.py")} == {
-        "__init__",
-        "__main__",
-        "_errors",
-        "_version",
-        "nnx",
-        "typing",
-    }
+    others = {path.stem for path in PACKAGE.glob("*.py")}
+    assert others == {"__init__", "__main__", "_errors", "_version", "nnx", "typing"}
+    docstring, *exports = ast.parse(MAP).body
+    assert isinstance(docstring, ast.Expr)
+    assert all(isinstance(node, ast.ImportFrom) for node in exports)
     public = [name for name in SECTIONS if name != "_program"]
     assert public == list(dict.fromkeys(re.findall(r"^from optax_freeze\.(\w+)\.", MAP, re.MULTILINE)))
 
@@ -104,7 +90,7 @@ def test_a_file_imports_only_files_above_it(path):
     whole = re.findall(r"^ *(?:import optax_freeze|from optax_freeze import).*", text, re.MULTILINE)
     allowed = {"__main__": ["import optax_freeze as fz"], "__init__": ["from optax_freeze import typing as typing"]}
     assert whole == allowed.get(module, [])
-    listed = {name for name in imported if is_listed(name)}
+    listed = {name for name in imported if name.split(".")[0] in SECTIONS and name.count(".") == 1}
     assert listed <= set(FILES[: FILES.index(module)] if module in FILES else FILES)
     if module in FILES:
         assert not {name.split(".")[0] for name in imported} & set(OUTER)
@@ -112,43 +98,35 @@ def test_a_file_imports_only_files_above_it(path):
 
 def test_the_architecture_has_a_reason_for_each_long_file():
     reasons = PAGE.partition("## How long a file is")[2]
-    long = {
-        str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300
-    }
-    assert set(re.findall(r"`([\w/]+\.py)`", reasons)) == long
+    long = (path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300)
+    assert set(re.findall(r"`([\w/]+\.py)`", reasons)) == {str(path.relative_to(PACKAGE)) for path in long}
 
 
 def api_page(folder):
     return pathlib.Path("docs/api", f"{API[folder]}.md").read_text()
 
 
-def test_each_folder_has_its_page_of_the_api():
-    assert set(API) == {*SECTIONS, *OUTER, "typing"} - {"_program"}
-    assert {path.stem for path in pathlib.Path("docs/api").glob("*.md")} == {*API.values(), "index"}
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_index_of_the_api_lists_every_public_name(name):
-    if not inspect.isclass(getattr(fz, name)) or name == "Part":
-        assert f"`fz.{name}`" in pathlib.Path("docs/api/index.md").read_text()
-
-
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name):
     function = getattr(fz, name)
+    if not inspect.isclass(function) or name == "Part":
+        assert f"`fz.{name}`" in pathlib.Path("docs/api/index.md").read_text()
     page = api_page(function.__module__.split(".")[1])
     assert re.search(rf"optax_freeze\.{name}$", page, re.MULTILINE)
     doc = inspect.getdoc(function)
     assert doc is not None
-    sections = ("Attributes:",) if inspect.isclass(function) else ("Args:", "Returns:")
-    for section in () if name == "FreezeWarning" else sections:
-        assert section in doc
     assert "Example:\n  >>> " in doc
-    parameters = () if name == "FreezeWarning" else inspect.signature(function).parameters
-    assert all(re.search(rf"^  \*{{0,2}}{parameter}: ", doc, re.MULTILINE) for parameter in parameters)
+    if name != "FreezeWarning":
+        assert all(
+            section in doc for section in (["Attributes:"] if inspect.isclass(function) else ["Args:", "Returns:"])
+        )
+        parameters = inspect.signature(function).parameters
+        assert all(re.search(rf"^  \*{{0,2}}{parameter}: ", doc, re.MULTILINE) for parameter in parameters)
 
 
-def test_every_type_is_documented():
+def test_every_folder_and_every_type_is_documented():
+    assert set(API) == {*SECTIONS, *OUTER, "typing"} - {"_program"}
+    assert {path.stem for path in pathlib.Path("docs/api").glob("*.md")} == {*API.values(), "index"}
     types = [name for name in vars(fz.typing) if not name.startswith("_")]
     assert types == ["ElementMask", "Spec", "Selector", "PyTree"]
     page = api_page("typing")
@@ -174,21 +152,17 @@ def test_the_wheel_and_the_sdist_are_complete(tmp_path):
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info" not in name}
-    files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".typed")]
-    assert held == {f"optax_freeze/{path.relative_to(PACKAGE)}" for path in files}
-    assert "optax_freeze/py.typed" in held
+    assert held == {f"optax_freeze/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} | {
+        "optax_freeze/py.typed"
+    }
     with tarfile.open(sdist) as archive:
-        names = archive.getnames()
-    for path in ("LICENSE", "tests/conftest.py", "examples/finetune_digits.py", "docs/index.md"):
-        assert any(name.endswith(f"/{path}") for name in names)
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {"LICENSE", "tests/conftest.py", "examples/finetune_digits.py", "docs/index.md"} <= names
 
 
-def test_the_code_of_a_user_runs(capsys):
+def test_the_code_of_a_user_runs_and_the_version_is_that_of_the_package(capsys):
     user_code.main()
     assert "Params" in capsys.readouterr().out
-
-
-def test_the_version_is_that_of_the_package():
     assert fz.__version__ == importlib.metadata.version("optax-freeze")
 
 
@@ -210,14 +184,12 @@ def test_workflows_and_hooks_call_commands_that_exist():
     assert all(pathlib.Path(path).exists() for path in tests.split())
     assert workflow["jobs"]["hijax"]["env"] == {"JAX_REMAT3": 1, "JAX_CUSTOM_VJP3": 1}
     assert {entry["target"] for entry in wheel} == {"test-oldest", "test-newest"}
-    [flags] = [
-        entry["flags"] for entry in workflow["jobs"]["test"]["strategy"]["matrix"]["include"] if "flags" in entry
-    ]
+    entries = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    [flags] = [entry["flags"] for entry in entries if "flags" in entry]
     assert f"XLA_FLAGS={flags} make test" in PAGE
     assert "\ntest: " in makefile
     assert "\ntest-oldest test-newest: " in makefile
-    for template in pathlib.Path(".github/ISSUE_TEMPLATE").glob("*.yml"):
-        assert yaml.safe_load(template.read_text())
+    assert all(yaml.safe_load(path.read_text()) for path in pathlib.Path(".github/ISSUE_TEMPLATE").glob("*.yml"))
     [repository] = yaml.safe_load(pathlib.Path(".pre-commit-config.yaml").read_text())["repos"]
     for hook in repository["hooks"]:
         assert hook["entry"].removesuffix(" --fix").replace(".venv/bin", "$(BIN)") in makefile

@@ -30,13 +30,10 @@ def names():
     return namespace
 
 
-def test_it_prints_the_summary(names, capsys):
+def test_it_prints_the_summary_and_its_table_is_found(names, capsys):
     print(names["fz"].summary(names["params"], names["frozen"], optax.adamw(1e-2)))
     assert "encoder/kernel" in capsys.readouterr().out
     assert float(names["value"]) == 1.0
-
-
-def test_the_table_is_found():
     assert len(WRITTEN) >= 15
 
 

@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """ViT-tiny, which classifies the mean of its tokens."""
+    """ViT-tiny, which normalizes all tokens and classifies the first."""
 
     @nn.compact
     def __call__(self, images: jax.Array, until: str = "") -> jax.Array:
@@ -75,8 +75,8 @@ class ViT(nn.Module):
                 return x
             x = Block(name=f"block_{i:02d}")(x)
         if until == "norm":
-            return x
-        x = nn.LayerNorm(name="norm")(x).mean(1)
+            return x[:, 0]
+        x = nn.LayerNorm(name="norm")(x)[:, 0]
         return x if until == "head" else nn.Dense(CLASSES, name="head")(x)
 
 
@@ -92,10 +92,10 @@ def vit() -> Classifier:
         return nn.Dense(CLASSES).apply({"params": p["head"]}, x)  # type: ignore[return-value]
 
     def norm_and_head(p: Any, x: jax.Array) -> jax.Array:
-        return head(p, nn.LayerNorm().apply({"params": p["norm"]}, x).mean(1))  # type: ignore[union-attr]
+        return head(p, nn.LayerNorm().apply({"params": p["norm"]}, x))  # type: ignore[arg-type]
 
     def block_and_head(p: Any, x: jax.Array) -> jax.Array:
-        return norm_and_head(p, Block().apply({"params": p[last]}, x))  # type: ignore[arg-type]
+        return norm_and_head(p, Block().apply({"params": p[last]}, x)[:, 0])  # type: ignore[index]
 
     return Classifier(
         "ViT-tiny, Flax Linen",
@@ -109,72 +109,24 @@ def vit() -> Classifier:
     )
 
 
-def vit_of_transformers() -> Classifier:
-    """A ViT of the same size, from the transformers package (Flax)."""
-    from transformers import FlaxViTForImageClassification, ViTConfig  # type: ignore[import-not-found]
-    from transformers.models.vit.modeling_flax_vit import FlaxViTLayer, FlaxViTModule  # type: ignore[import-not-found]
-
-    config = ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH,
-        image_size=SIDE,
-        patch_size=PATCH,
-        num_labels=CLASSES,
-    )
-    model = FlaxViTForImageClassification(config, seed=0)
-    trunk = FlaxViTModule(config, add_pooling_layer=False)
-    norm = nn.LayerNorm(epsilon=config.layer_norm_eps)
-    last = str(BLOCKS - 1)
-
-    def logits(params: Any, images: jax.Array) -> jax.Array:
-        return model.module.apply({"params": params}, images).logits
-
-    def hidden(params: Any, images: jax.Array) -> Any:
-        return trunk.apply({"params": params["vit"]}, images, output_hidden_states=True)
-
-    def head(p: Any, x: jax.Array) -> jax.Array:
-        return nn.Dense(CLASSES).apply({"params": p["classifier"]}, x)  # type: ignore[return-value]
-
-    def norm_and_head(p: Any, x: jax.Array) -> jax.Array:
-        return head(p, norm.apply({"params": p["layernorm"]}, x))  # type: ignore[arg-type]
-
-    def block_and_head(p: Any, x: jax.Array) -> jax.Array:
-        [x] = FlaxViTLayer(config).apply({"params": p[last]}, x)
-        return norm_and_head(p, x[:, 0])
-
-    layer, layernorm, classifier = ("vit", "encoder", "layer", last), ("vit", "layernorm"), ("classifier",)
-    return Classifier(
-        "ViT-tiny, transformers",
-        model.params,
-        logits,
-        {
-            "head": ByHand((classifier,), lambda p, x: hidden(p, x).last_hidden_state[:, 0], head),
-            "norm, head": ByHand(
-                (layernorm, classifier), lambda p, x: hidden(p, x).hidden_states[-1][:, 0], norm_and_head
-            ),
-            "last block, norm, head": ByHand(
-                (layer, layernorm, classifier), lambda p, x: hidden(p, x).hidden_states[-2], block_and_head
-            ),
-        },
-    )
-
-
-def resnet_of_haiku() -> Classifier:
+def resnet() -> Classifier:
     """Haiku's ResNet-18, with stored batch statistics."""
     import haiku as hk
 
     name, last = "res_net18/~/logits", "res_net18/~/block_group_3/~/block_1/~/"
 
-    def transformed(call: Callable[[Any, jax.Array], jax.Array]) -> Any:
-        return hk.without_apply_rng(
-            hk.transform_with_state(
-                lambda x: call(
-                    hk.nets.ResNet18(CLASSES, logits_config={"w_init": hk.initializers.RandomNormal(0.05)}), x
-                )
-            )
-        )
+    def transformed(call: Callable[..., jax.Array]) -> Any:
+        def of_net(x: jax.Array) -> jax.Array:
+            return call(hk.nets.ResNet18(CLASSES, logits_config={"w_init": hk.initializers.RandomNormal(0.05)}), x)
+
+        return hk.without_apply_rng(hk.transform_with_state(of_net))
+
+    images = jnp.zeros((1, SIDE, SIDE, 3))
+    init = transformed(lambda net, x: net(x, is_training=True)).init
+    params, stats = jax.jit(init)(jax.random.key(0), images)
+
+    def applied(call: Callable[..., jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
+        return lambda params, x: transformed(call).apply(params, stats, x)[0]
 
     def before_last_block(net: Any, images: jax.Array) -> jax.Array:
         x = jax.nn.relu(net.initial_batchnorm(net.initial_conv(images), False, False))
@@ -186,25 +138,21 @@ def resnet_of_haiku() -> Classifier:
     def last_block(net: Any, x: jax.Array) -> jax.Array:
         return net.block_groups[-1].blocks[1](x, False, False).mean((1, 2))
 
-    whole = transformed(lambda net, x: net(x, is_training=False))
-    params, stats = jax.jit(transformed(lambda net, x: net(x, is_training=True)).init)(
-        jax.random.key(0), jnp.zeros((1, SIDE, SIDE, 3))
-    )
-
-    def applied(net: Any) -> Callable[[Any, jax.Array], jax.Array]:
-        return lambda params, x: net.apply(params, stats, x)[0]
-
-    into_block = applied(transformed(before_last_block))
-    into_head = applied(transformed(lambda net, x: last_block(net, before_last_block(net, x))))
-    head = applied(transformed(lambda net, x: net.logits(x)))
-    block_and_head = applied(transformed(lambda net, x: net.logits(last_block(net, x))))
     of_block = tuple((path,) for path in params if path.startswith(last))
     return Classifier(
         "ResNet-18, Haiku",
         params,
-        applied(whole),
+        applied(lambda net, x: net(x, is_training=False)),
         {
-            "head": ByHand(((name,),), into_head, head),
-            "last block, head": ByHand((*of_block, (name,)), into_block, block_and_head),
+            "head": ByHand(
+                ((name,),),
+                applied(lambda net, x: last_block(net, before_last_block(net, x))),
+                applied(lambda net, x: net.logits(x)),
+            ),
+            "last block, head": ByHand(
+                (*of_block, (name,)),
+                applied(before_last_block),
+                applied(lambda net, x: net.logits(last_block(net, x))),
+            ),
         },
     )

@@ -122,17 +122,19 @@ def on_device(params: Any) -> Any:
     return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), params)
 
 
-def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
-    """The shapes of ``fz.partition``, sharded like their leaves, with trainable parts in device memory."""
+def sharded_like(params: Any, tree: Any) -> Any:
+    """The shapes of a tree that has any subtree in place of each leaf of ``params``, sharded like this leaf."""
 
-    def place(node: Any, param: jax.ShapeDtypeStruct) -> Any:
+    def place(param: jax.ShapeDtypeStruct, node: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), node)
 
-    def stands_for_a_leaf(node: Any) -> bool:
-        return isinstance(node, (optax.MaskedNode, fz.Part, jax.ShapeDtypeStruct)) or hasattr(node, "selection")
+    return jax.tree.map(place, params, tree)
 
-    parts = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
-    return jax.tree.map(place, parts, (on_device(params), params), is_leaf=stands_for_a_leaf)
+
+def partition(params: Any, frozen: Any) -> tuple[Any, Any]:
+    """The shapes of ``fz.partition``, sharded like their leaves, with trainable parts in device memory."""
+    trainable, rest = jax.eval_shape(lambda params: fz.partition(params, frozen), params)
+    return sharded_like(on_device(params), trainable), sharded_like(params, rest)
 
 
 def adamw_state(trainable: Any, mesh: Mesh) -> Any:

@@ -9,7 +9,7 @@
 GB: arguments, temporaries and outputs of the compiled step, with donated buffers counted once. Busy ms: the time in
 which at least one stream of the device runs something, from a profiler's trace of several steps. Wall ms: the time from
 enqueuing several steps until the last is done. Both are per step, and medians of several such runs. In brackets is the
-ratio to the first row, or for new rows to the step by hand.
+ratio to the first row.
 
 Run with ``python tests/benchmarks/gpu.py`` where JAX has a GPU (``--tiny``: a small model on any device).
 """
@@ -19,7 +19,7 @@ import functools
 import pathlib
 import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 class Case(NamedTuple):
-    """``step(params, state, *others)``, which returns new ``params, state``; ``start(key)`` returns its arguments."""
+    """``step(params, state, *others)`` returns new ``params, state`` first; ``start(key)`` returns its arguments."""
 
     step: Callable[..., Any]
     start: Callable[[jax.Array], tuple[Any, ...]]
@@ -98,13 +98,7 @@ def decoder_cases(size: Size) -> dict[str, Case]:
 
     def whole(tx: Any) -> Case:
         """The full gradient; the optimizer freezes."""
-
-        def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-            grads = jax.grad(loss)(params, tokens)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        return Case(step, starting(two_stacks, tx.init))
+        return Case(measure.stepping(jax.value_and_grad(loss), tx), starting(two_stacks, tx.init))
 
     def by_hand(params: Callable[..., Any], cut: Callable[[Any], Any], paste: Callable[[Any, Any], Any]) -> Case:
         """The gradient of the norm, the head and the second result of ``cut``, the last block."""
@@ -127,12 +121,7 @@ def decoder_cases(size: Size) -> dict[str, Case]:
 
     def with_fz(params: Callable[..., Any], frozen: Any) -> Case:
         tx = fz.freeze(BOTH, frozen, full_updates=False)
-
-        def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-            grads = fz.grad(loss, frozen)(params, tokens)
-            updates, state = tx.update(grads, state, params)
-            return fz.apply_updates(params, updates), state
-
+        step = measure.stepping(fz.value_and_grad(loss, frozen), tx, fz.apply_updates)
         return Case(step, starting(params, tx.init))
 
     def paste_rows(blocks: Any, last: Any) -> Any:
@@ -153,6 +142,10 @@ def decoder_cases(size: Size) -> dict[str, Case]:
     }
 
 
+MASKS, SLICED = "masks computed from an iota", "rows sliced from the dense gradient"
+ROWS = (frozen_rows.BY_HAND, MASKS, SLICED, frozen_rows.OURS)
+
+
 def row_cases(size: Size, loss: Callable[..., jax.Array]) -> dict[str, Case]:
     """Steps that train the last rows of an embedding."""
 
@@ -163,7 +156,7 @@ def row_cases(size: Size, loss: Callable[..., jax.Array]) -> dict[str, Case]:
         return embed, init(embed, out), out, tokens
 
     steps = frozen_rows.row_steps(loss, size.vocabulary)
-    return {name: Case(each.step, functools.partial(start, init=each.init)) for name, each in steps.items()}
+    return {name: Case(steps[name].step, functools.partial(start, init=steps[name].init)) for name in ROWS}
 
 
 class Measured(NamedTuple):
@@ -184,20 +177,20 @@ def measured(case: Case, size: Size) -> Measured | None:
         used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
         first, second, *rest = args
         del args
-        first, second = jax.block_until_ready(step(first, second, *rest))
-        busy, wall = [], []
-        for _ in range(size.rounds):
-            start = time.perf_counter()
-            for _ in range(size.steps):
-                first, second = step(first, second, *rest)
+
+        def run(steps: int) -> None:
+            nonlocal first, second
+            for _ in range(steps):
+                first, second, *_ = step(first, second, *rest)
             jax.block_until_ready((first, second))
-            wall.append((time.perf_counter() - start) / size.steps)
+
+        run(1)
+        wall = [timeit.timeit(lambda: run(size.steps), number=1) / size.steps for _ in range(size.rounds)]
+        busy = []
         for _ in range(size.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 with jax.profiler.trace(folder):
-                    for _ in range(size.steps):
-                        first, second = step(first, second, *rest)
-                    jax.block_until_ready((first, second))
+                    run(size.steps)
                 (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
                 profile = jax.profiler.ProfileData.from_file(str(trace))
             busy.append(measure.busy_seconds(profile) / size.steps)
@@ -208,10 +201,10 @@ def measured(case: Case, size: Size) -> Measured | None:
     return Measured(used - memory.alias_size_in_bytes, statistics.median(busy), statistics.median(wall))
 
 
-def show(title: str, cases: dict[str, Case], size: Size, first: int = 0) -> None:
-    """Shows the table of all cases, with ratios to the case number ``first``."""
+def show(title: str, cases: dict[str, Case], size: Size) -> None:
+    """Shows the table of all cases, with ratios to the first."""
     found = {name: measured(case, size) for name, case in cases.items()}
-    peer = list(found.values())[first]
+    peer = next(iter(found.values()))
     table = measure.table(title, "GB", timed=("busy ms", "wall ms"))
     for name, figures in found.items():
         if figures is None:
@@ -242,7 +235,7 @@ def main() -> None:
     show(f"{device}: last block, norm and head of {elements / 1e9:.2f} billion parameters trainable", cases, size)
     for name, loss in (("a lookup", frozen_rows.lookup), ("a tied head", frozen_rows.tied)):
         title = f"{device}: {frozen_rows.NEW} new rows of {size.vocabulary:,} x {size.width:,} trainable, {name}"
-        show(title, row_cases(size, loss), size, first=2)
+        show(title, row_cases(size, loss), size)
 
 
 if __name__ == "__main__":

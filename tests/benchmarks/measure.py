@@ -9,7 +9,9 @@ import importlib.util
 import os
 import pathlib
 import re
+import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +43,7 @@ class Figures(NamedTuple):
     argument: int
 
 
+@functools.cache
 def tpu_sharding(topology: str = "v5e:2x2") -> jax.sharding.Sharding | None:
     """One TPU chip to compile for, or None if ``libtpu`` is not installed."""
     if importlib.util.find_spec("libtpu") is None:
@@ -54,9 +57,9 @@ def on(sharding: jax.sharding.Sharding | None, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def figures(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (0, 1)) -> Figures:
-    """The compiler's figures of ``fn``; the body of a loop is counted once."""
-    compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
+def figures(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (0, 1), tpu: bool = True) -> Figures:
+    """The compiler's figures of ``fn`` for one TPU chip, if ``libtpu`` is installed; a loop's body is counted once."""
+    compiled = jax.jit(fn, donate_argnums=donate).lower(*on(tpu_sharding() if tpu else None, args)).compile()
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     assert cost, "the compiler gives no cost analysis"
     assert memory, "the compiler gives no memory analysis"
@@ -95,25 +98,22 @@ def clock() -> float:
     return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
 
 
-def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each run returns, its seconds, in alternating rounds."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            found[name].append(run())
-    return found
-
-
 def least_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The minimum seconds of each call, in alternating runs."""
+    """The minimum seconds of each call, in alternating runs, without garbage collection."""
+    run = lambda call: timeit.timeit(lambda: jax.block_until_ready(call()), timer=clock, number=1)  # noqa: E731
+    found = [{name: run(call) for name, call in calls.items()} for _ in range(rounds)]
+    return {name: min(times[name] for times in found) for name in calls}
 
-    def seconds(call: Callable[[], Any]) -> float:
-        start = clock()
-        jax.block_until_ready(call())
-        return clock() - start
 
-    found = in_turn({name: functools.partial(seconds, call) for name, call in calls.items()}, rounds)
-    return {name: min(times) for name, times in found.items()}
+def tracing_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
+    """The median CPU seconds of each call with empty caches, in alternating runs, without garbage collection."""
+
+    def run(call: Callable[[], Any]) -> float:
+        jax.clear_caches()
+        return timeit.timeit(call, timer=time.process_time, number=1)
+
+    _, *found = [{name: run(call) for name, call in calls.items()} for _ in range(1 + rounds)]
+    return {name: statistics.median(times[name] for times in found) for name in calls}
 
 
 def busy_seconds(profile: Any) -> float:

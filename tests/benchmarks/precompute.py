@@ -15,27 +15,19 @@ and optimizer state.
    several alternating runs. The first epoch, which computes the features, is not included. In brackets: how many times
    faster than without ``fz.precompute``; after it, the ratio to the model cut by hand. A step that trains a head takes
    less time than ``jax.jit`` needs to flatten and rebuild trees with a ``MaskedNode`` for each of 60 to 200 frozen
-   leaves (0.5 to 1.5 ms): the last column passes ``jax.tree.leaves`` of parameters and state instead. The transformers
-   model normalizes all tokens and classifies the first; cut by hand, only the first is stored and normalized. Values
-   and gradients of ``once.after`` are compared bit by bit with those of the loss, both jitted.
+   leaves (0.2 to 0.4 ms): the last column passes ``jax.tree.leaves`` of parameters and state instead. The ViT
+   normalizes all tokens and classifies the first; cut by hand, only the first is stored and normalized. Values and
+   gradients of ``once.after`` are compared bit by bit with those of the loss, both jitted.
 4. Tracing: ``jax.make_jaxpr`` of value and gradient of ``once.after``, and of ``jax.value_and_grad`` of the loss; then
-   the division of a function of 10,000 operations. CPU seconds, the minimum of several alternating runs.
+   the division of a function of 10,000 operations. CPU seconds, medians of alternating runs.
 
-Run with ``python tests/benchmarks/precompute.py`` (``--only NAME ...``: some of the tables; ``--sizes 8B``: sizes of
-the scanned decoder). The transformers model runs in the environment of ``make gallery``, if it exists.
+Run with ``python tests/benchmarks/precompute.py`` (``--only NAME ...``: some of the tables).
 """
 
 import argparse
 import dataclasses
 import functools
-import gc
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import measure  # first: it sets up the TPU compiler
@@ -48,7 +40,7 @@ import optax
 import scale
 import transformer
 from classifiers import ByHand, Classifier
-from decoder import ADAMW, Decoder, adamw_state, on_device
+from decoder import ADAMW, Decoder, adamw_state, on_device, sharded_like
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -105,28 +97,19 @@ def decoder() -> None:
             None,
         ),
     }
-    chip = measure.tpu_sharding()
     columns = ("GFLOP", "MB arguments", "MB temporary", "MB accessed", "MB features")
     table = measure.table(
         "A decoder of 8 layers, last block and head trainable (ratio to the model cut by hand)", *columns
     )
     best: list[float] | None = None
     for name, (step, args, stored) in steps.items():
-        row = measure.figures(step, *measure.on(chip, args))
+        row = measure.figures(step, *args)
         found = [row.flops / 1e9, row.argument / 1e6, row.temporary / 1e6, row.accessed / 1e6]
         found.append(measure.nbytes(stored) / 1e6)
         best = best or found
         cells = [measure.with_ratio(mine, its, ".2f") for mine, its in zip(found, best, strict=True)]
         table.add_row(name, *(cells if stored else [*cells[:-1], ""]))
     measure.show(table)
-
-
-class Cell(scale.Cell):
-    """A step of the scanned decoder."""
-
-    @property
-    def build(self) -> Callable[..., scale.Step]:
-        return WAYS[self.way]
 
 
 def residual_stream(params: Any) -> jax.ShapeDtypeStruct:
@@ -141,19 +124,8 @@ def tokens_on(mesh: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def placed(needed: Any, params: Any) -> Any:
-    """The shapes of ``needed``, sharded like their leaves, in device memory."""
-
-    def place(param: Any, left: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param.sharding), left)
-
-    return jax.tree.map(place, on_device(params), needed)
-
-
 def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
-    last = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype, sharding=a.sharding), params["blocks"]
-    )
+    last = jax.tree.map(lambda a: a.update(shape=(1, *a.shape[1:])), params["blocks"])
     trainable = {"blocks": last, "norm": params["norm"], "head": params["head"]}
 
     def of_features(trainable: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -166,7 +138,7 @@ def scanned_by_hand(loss: Loss, params: Any, which: Any) -> scale.Step:
 def scanned_precomputed(loss: Loss, params: Any, which: Any) -> scale.Step:
     frozen, mesh = scale.spec(which), params["norm"].sharding.mesh
     once = fz.precompute(loss, frozen)
-    needed = placed(once.needed(params, tokens_on(mesh)), params)
+    needed = sharded_like(on_device(params), once.needed(params, tokens_on(mesh)))
     before = jax.eval_shape(once.before, params, tokens_on(mesh))
     stream = residual_stream(params)
     features = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=stream.sharding), before)
@@ -197,19 +169,20 @@ WAYS = {
     f"{BEFORE}, fz.offload": offloaded(scanned_before),
     f"{OURS}, fz.offload": offloaded(scanned_precomputed),
 }
+scale.WAYS |= WAYS
 STEPS = (PLAIN, BY_HAND, OURS)
 KIND = "last block and head"
 MESHES = {"8B": (1, 2, 4), "70B": (2, 4, 8, 16)}
 
 
-def traced_flops(cell: Cell) -> int:
+def traced_flops(cell: scale.Cell) -> int:
     """FLOPs of a step on all chips together."""
     mesh = cell.decoder.mesh()
     given, step = cell.build(cell.decoder.loss(mesh), cell.decoder.params(mesh), scale.trains(KIND, cell.decoder))
     return flops(jax.make_jaxpr(step)(*given, tokens_on(mesh)).eqns)
 
 
-def scanned(sizes: list[str]) -> None:
+def scanned() -> None:
     """The decoder of Llama 3's shape."""
     results = scale.Results(None, to_the_end=False, script=__file__)
     memory = measure.table(
@@ -223,11 +196,11 @@ def scanned(sizes: list[str]) -> None:
         f"{BY_HAND} / {OURS}",
         "GB features of 1,000 sequences",
     )
-    for size in sizes:
-        for chips in MESHES[size]:
-            cells = (results(Cell(size, "v5e", chips, KIND, way)) for way in WAYS)
+    for size, meshes in MESHES.items():
+        for chips in meshes:
+            cells = (results(scale.Cell(size, "v5e", chips, KIND, way)) for way in WAYS)
             memory.add_row(f"{size}, {chips}", *map(scale.text, cells))
-        first = Cell(size, "v5e", MESHES[size][-1], KIND, OURS)
+        first = scale.Cell(size, "v5e", meshes[-1], KIND, OURS)
         mesh = first.decoder.mesh()
         sequences = mesh.shape["fsdp"]
         counts = {way: traced_flops(dataclasses.replace(first, way=way)) / sequences for way in STEPS}
@@ -255,16 +228,15 @@ class Epochs:
     def __init__(self, step: Step, params: Any, state: Any, batches: list[tuple[Any, ...]]) -> None:
         self.step = jax.jit(step, donate_argnums=(0, 1))
         self.carried, self.batches, self.times = jax.tree.map(jnp.array, (params, state)), batches, 1
-        self.seconds()
-        self.times = max(1, round(LEAST / self.seconds()))
+        self()
+        self.times = max(1, round(LEAST / measure.least_in_turn({"": self}, 1)[""]))
 
-    def seconds(self) -> float:
-        start, value = measure.clock(), None
+    def __call__(self) -> None:
+        value = None
         for _ in range(self.times):
             for batch in self.batches:
                 *self.carried, value = self.step(*self.carried, *batch)
             jax.block_until_ready((self.carried, value))
-        return (measure.clock() - start) / self.times
 
 
 def batches_of(seed: int) -> list[tuple[jax.Array, jax.Array]]:
@@ -311,16 +283,13 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
     with_features = list(zip(stored, batches, strict=True))
     ours = stepping(fz.value_and_grad(once.after, frozen), tx)
     step = stepping(fz.value_and_grad(loss, frozen), tx)
-    least = least_in_turn(
-        {
-            PLAIN: Epochs(step, params, tx.init(params), [(batch,) for batch in batches]).seconds,
-            BY_HAND: Epochs(
-                stepping(jax.value_and_grad(hand_loss), TX), trainable, TX.init(trainable), by_hand
-            ).seconds,
-            OURS: Epochs(ours, needed, tx.init(needed), with_features).seconds,
-            FLAT: Epochs(*on_leaves(ours, needed, tx.init(needed)), with_features).seconds,
-        }
-    )
+    runs = {
+        PLAIN: Epochs(step, params, tx.init(params), [(batch,) for batch in batches]),
+        BY_HAND: Epochs(stepping(jax.value_and_grad(hand_loss), TX), trainable, TX.init(trainable), by_hand),
+        OURS: Epochs(ours, needed, tx.init(needed), with_features),
+        FLAT: Epochs(*on_leaves(ours, needed, tx.init(needed)), with_features),
+    }
+    least = {name: seconds / runs[name].times for name, seconds in measure.least_in_turn(runs, ROUNDS).items()}
     plain, hand_s = least[PLAIN], least[BY_HAND]
     return [
         *(f"{measure.nbytes(each) / BATCH / 1e3:.1f}" for each in (by_hand[0][0], stored[0])),
@@ -331,61 +300,19 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
     ]
 
 
-def least_in_turn(measured: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """The minimum of several alternating measurements of each function."""
-
-    def without_garbage(seconds: Callable[[], float]) -> float:
-        gc.collect()
-        return seconds()
-
-    runs = {name: functools.partial(without_garbage, seconds) for name, seconds in measured.items()}
-    return {name: min(times) for name, times in measure.in_turn(runs, ROUNDS).items()}
-
-
-MODELS = {
-    "vit": classifiers.vit,
-    "resnet": classifiers.resnet_of_haiku,
-    "transformers": classifiers.vit_of_transformers,
-}
-PACKAGES = {"vit": "flax", "resnet": "haiku", "transformers": "transformers"}
-
-
-def epochs(names: list[str]) -> None:
+def epochs() -> None:
     """Epochs of the image classifiers."""
-    here = [name for name in names if importlib.util.find_spec(PACKAGES[name])]
-    if here:
-        columns = (f"kB features per image, {BY_HAND}", f"kB features per image, {OURS}", "leaves with the same bits")
-        title = f"An epoch after the first, seconds (times faster than {PLAIN}), ratio to the model cut by hand"
-        timed = [f"{way}, s" for way in (PLAIN, BY_HAND, OURS, FLAT)]
-        table = measure.table(title, *columns, timed=timed, label="trainable")
-        for name in here:
-            model = MODELS[name]()
-            table.add_row(f"[bold]{model.name}")
-            for trains, hand in model.by_hand.items():
-                table.add_row(trains, *compared(model, hand))
-                print(f"{model.name}: {trains}", flush=True)
-        measure.show(table)
-    for name in sorted({*names} - {*here}):
-        in_gallery(name)
-
-
-GALLERY = Path(os.environ.get("GALLERY_PYTHON", Path(sys.prefix, "gallery", "bin", "python")))
-"""The Python interpreter of ``make gallery``, which has more packages."""
-
-VERSIONS = """
-import importlib.metadata, sys
-print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "transformers")))
-"""
-
-
-def in_gallery(name: str) -> None:
-    """Runs the table of a model with the interpreter of ``make gallery``, which also appends it to the page."""
-    if not GALLERY.exists() or Path(sys.executable) == GALLERY:
-        measure.show(f"The model of `{PACKAGES[name]}` was not run: the package is not installed.")
-        return
-    subprocess.run([GALLERY, __file__, "--only", name], check=True)
-    versions = subprocess.check_output([GALLERY, "-c", VERSIONS], text=True).strip()
-    measure.show(f"This table was measured in the environment of `make gallery`: {versions}.")
+    columns = (f"kB features per image, {BY_HAND}", f"kB features per image, {OURS}", "leaves with the same bits")
+    title = f"An epoch after the first, seconds (times faster than {PLAIN}), ratio to the model cut by hand"
+    table = measure.table(
+        title, *columns, timed=[f"{way}, s" for way in (PLAIN, BY_HAND, OURS, FLAT)], label="trainable"
+    )
+    for model in (classifiers.vit(), classifiers.resnet()):
+        table.add_row(f"[bold]{model.name}")
+        for trains, hand in model.by_hand.items():
+            table.add_row(trains, *compared(model, hand))
+            print(f"{model.name}: {trains}", flush=True)
+    measure.show(table)
 
 
 OPERATIONS = 10_000
@@ -393,15 +320,6 @@ OPERATIONS = 10_000
 
 def tracing() -> None:
     """Times of tracing, and of dividing a long program."""
-
-    def seconds(trace: Callable[[], Any]) -> Callable[[], float]:
-        def timed() -> float:
-            jax.clear_caches()
-            start = measure.clock()
-            trace()
-            return measure.clock() - start
-
-        return timed
 
     model = classifiers.vit()
     hand = model.by_hand["last block, norm, head"]
@@ -424,13 +342,13 @@ def tracing() -> None:
         once = fz.precompute(fun, frozen)
         needed, features = jax.eval_shape(once.needed, params, batch), jax.eval_shape(once.before, params, batch)
         after = fz.value_and_grad(once.after, frozen)
-        least = least_in_turn(
+        median = measure.tracing_in_turn(
             {
-                "loss": seconds(lambda fun=fun, p=params, b=batch: jax.make_jaxpr(jax.value_and_grad(fun))(p, b)),
-                "after": seconds(lambda f=after, p=needed, x=features, b=batch: jax.make_jaxpr(f)(p, x, b)),
+                "loss": lambda fun=fun, p=params, b=batch: jax.make_jaxpr(jax.value_and_grad(fun))(p, b),
+                "after": lambda f=after, p=needed, x=features, b=batch: jax.make_jaxpr(f)(p, x, b),
             }
         )
-        row = [f"{least['loss']:.2f}", f"{least['after']:.2f}", f"{least['after'] / least['loss']:.2f}"]
+        row = [f"{median['loss']:.2f}", f"{median['after']:.2f}", f"{median['after'] / median['loss']:.2f}"]
         table.add_row(name, *row)
     measure.show(table)
 
@@ -443,36 +361,26 @@ def tracing() -> None:
     once = fz.precompute(long, "w")
     params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32), "head": jax.ShapeDtypeStruct((8,), jnp.float32)}
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    least = least_in_turn(
-        {"trace": seconds(lambda: jax.make_jaxpr(long)(params, x)), "needed": seconds(lambda: once.needed(params, x))}
+    median = measure.tracing_in_turn(
+        {"trace": lambda: jax.make_jaxpr(long)(params, x), "needed": lambda: once.needed(params, x)}
     )
     table = measure.table(f"Dividing a function of {OPERATIONS:,} operations", timed=("seconds",))
-    table.add_row("jax.make_jaxpr of the function", f"{least['trace']:.2f}")
-    table.add_row("once.needed, which traces and divides", f"{least['needed']:.2f}")
-    table.add_row("the division alone (difference)", f"{least['needed'] - least['trace']:.2f}")
+    table.add_row("jax.make_jaxpr of the function", f"{median['trace']:.2f}")
+    table.add_row("once.needed, which traces and divides", f"{median['needed']:.2f}")
+    table.add_row("the division alone (difference)", f"{median['needed'] - median['trace']:.2f}")
     measure.show(table)
 
 
-PARTS = ("decoder", "scanned", *MODELS, "tracing")
+PARTS = {"decoder": decoder, "scanned": scanned, "epochs": epochs, "tracing": tracing}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="which tables")
-    parser.add_argument("--sizes", nargs="*", choices=list(MESHES), default=list(MESHES), help="of the scanned decoder")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.cell:
-        print(json.dumps(dataclasses.asdict(scale.compile_here(Cell(*json.loads(args.cell))))))
+    if scale.compiled_a_cell():
         return
-    if "decoder" in args.only:
-        decoder()
-    if "scanned" in args.only:
-        scanned(args.sizes)
-    if chosen := [name for name in MODELS if name in args.only]:
-        epochs(chosen)
-    if "tracing" in args.only:
-        tracing()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS), help="which tables")
+    for part in parser.parse_args().only:
+        PARTS[part]()
 
 
 if __name__ == "__main__":

@@ -347,6 +347,14 @@ def compile_apart(cell: Cell, to_the_end: bool, script: str = __file__) -> Memor
         return Memory(**json.loads(process.stdout.read()))
 
 
+def compiled_a_cell() -> bool:
+    """Whether this process was started for one cell, whose figures it has now printed."""
+    if sys.argv[1:2] != ["--cell"]:
+        return False
+    print(json.dumps(dataclasses.asdict(compile_here(Cell(*json.loads(sys.argv[2]))))))
+    return True
+
+
 class Results:
     """Figures of cells, saved in a file if ``path`` is given."""
 
@@ -450,6 +458,8 @@ def tables(sizes: Iterable[str], chips: Iterable[str], results: Results) -> list
 
 
 def main() -> None:
+    if compiled_a_cell():
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every size on every kind of chip")
     parser.add_argument("--sizes", nargs="*", choices=list(SHAPES), help="sizes of the decoder, on every mesh")
@@ -459,11 +469,7 @@ def main() -> None:
         "--json", type=Path, help="a file in which figures are saved, and from which known ones are read"
     )
     parser.add_argument("--to-the-end", action="store_true", help="also compile machine code: minutes per cell")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.cell:
-        print(json.dumps(dataclasses.asdict(compile_here(Cell(*json.loads(args.cell))))))
-        return
     results = Results(args.json, args.to_the_end)
     if args.one:
         built = [longest("8B", args.one, results)]

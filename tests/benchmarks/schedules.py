@@ -16,13 +16,11 @@
 6. Static phases of that decoder, unfrozen from the head on: FLOPs of each phase, compared with the phase written by
    hand.
 
-Run with ``python tests/benchmarks/schedules.py`` (``--no-times`` leaves the times out).
+Run with ``python tests/benchmarks/schedules.py``.
 """
 
-import argparse
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -86,106 +84,28 @@ def where(tx: Any, frozen: Any, grad: Any, state: Any, param: Any) -> Any:
     return jax.tree.map(lambda old, new: jnp.where(frozen, old, new), (jnp.zeros_like(grad), state), new)
 
 
-def ratio(a: float, b: float) -> str:
-    return "" if math.isnan(a) else f"({a / b:.2f})"
+class Repeated:
+    """A step with donated arguments ``carried``, which it returns first, to be repeated; ``like`` has its program."""
 
-
-class Updating:
-    """An update with donated state, to be repeated; ``moves`` applies it to parameters that are donated, too."""
-
-    def __init__(
-        self, init: Any, update: Any, params: Any, frozen: Callable[[Any], Any] = lambda s: s, moves: bool = False
-    ) -> None:
-        def step(state: Any, params: Any, grads: Any) -> Any:
-            updates, state = update(grads, state, params)
-            return state, optax.apply_updates(params, updates) if moves else updates
-
-        self.moves, self.grads = moves, params
-        self.params, state = jax.tree.map(jnp.copy, (params, init(params)))
-        self.state = frozen(state)
-        donated = (0, 1) if moves else (0,)
-        self.compiled = jax.jit(step, donate_argnums=donated).lower(self.state, params, params).compile()
-
-    def __call__(self) -> None:
-        self.state, new = jax.block_until_ready(self.compiled(self.state, self.params, self.grads))
-        self.params = new if self.moves else self.params
-
-    @property
-    def flops(self) -> float:
-        cost = self.compiled.cost_analysis()
-        return cost["flops"] if cost else 0.0
-
-    @property
-    def temporary(self) -> int:
-        memory: Any = self.compiled.memory_analysis()
-        return memory.temp_size_in_bytes
-
-
-def frozen_groups(times: bool, optimizer: str, inner: Any, side: int) -> None:
-    """An update with some groups frozen."""
-    params = {name: jax.random.normal(jax.random.key(i), (side, side)) for i, name in enumerate(NAMES)}
-    tx = fz.freeze_when(inner, dict.fromkeys(NAMES, False))
-    ways = {
-        "fz.freeze_when": (tx.init, tx.update),
-        "by hand, lax.cond": by_hand(inner, cond),
-        "by hand, jnp.where": by_hand(inner, where),
-    }
-
-    def freeze(way: str, k: int) -> Callable[[Any], Any]:
-        switches = {name: jnp.asarray(i < k) for i, name in enumerate(NAMES)}
-        if way == "fz.freeze_when":
-            return lambda state: fz.set_frozen(state, {name: i < k for i, name in enumerate(NAMES)})
-        return lambda state: (state[0], switches)
-
-    counts = (0, 2, 4, 6, 8)
-    runs: dict[str, Any] = {"plain optimizer": Updating(inner.init, inner.update, params)}
-    runs["plain optimizer, applied"] = Updating(inner.init, inner.update, params, moves=True)
-    for way, (init, update) in ways.items():
-        runs[f"{way}, applied"] = Updating(init, update, params, freeze(way, 0), moves=True)
-        for k in counts:
-            runs[f"{way} {k}"] = Updating(init, update, params, freeze(way, k))
-    seconds = measure.least_in_turn(runs, ROUNDS) if times else dict.fromkeys(runs, float("nan"))
-    plain = runs["plain optimizer"]
-
-    table = measure.table(
-        f"An update of {optimizer}, {GROUPS} groups of {side} x {side}, k of them frozen",
-        *("k = 0: FLOPs / plain", "k = 0: MB temporary"),
-        timed=(
-            "k = 0: time / plain",
-            "k = 0: time with apply_updates / plain",
-            *(f"k = {k}: time / k = 0" for k in counts[1:]),
-        ),
-    )
-    table.add_row("plain optimizer", "(1.00)", f"{plain.temporary / 1e6:.2f}", "(1.00)", "(1.00)")
-    for way in ways:
-        none = runs[f"{way} 0"]
-        table.add_row(
-            way,
-            f"({none.flops / plain.flops:.2f})",
-            f"{none.temporary / 1e6:.2f}",
-            ratio(seconds[f"{way} 0"], seconds["plain optimizer"]),
-            ratio(seconds[f"{way}, applied"], seconds["plain optimizer, applied"]),
-            *(ratio(seconds[f"{way} {k}"], seconds[f"{way} 0"]) for k in counts[1:]),
-        )
-    measure.show(table)
-
-
-class Stepping:
-    """A step with donated parameters and state, to be repeated; ``like`` is one with the same program."""
-
-    def __init__(self, step: Callable[..., Any], params: Any, state: Any, batch: Any, like: Any = None) -> None:
-        self.params, self.state, self.batch = *jax.tree.map(jnp.copy, (params, state)), batch
+    def __init__(self, step: Callable[..., Any], *carried: Any, others: Any = (), like: Any = None) -> None:
+        self.carried, self.others = jax.tree.map(jnp.copy, carried), others
         if like is not None:
             self.compiled, self.sizes = like.compiled, like.sizes
             return
-        traced = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, batch)
+        traced = jax.jit(step, donate_argnums=tuple(range(len(carried)))).trace(*carried, *others)
         start = time.process_time()
         self.compiled = traced.lower().compile()
         seconds = time.process_time() - start
         self.sizes = equations(traced.jaxpr.jaxpr), len(self.compiled.as_text() or ""), seconds
 
     def __call__(self) -> None:
-        self.params, self.state = jax.block_until_ready(self.compiled(self.params, self.state, self.batch))
+        result = jax.block_until_ready(self.compiled(*self.carried, *self.others))
+        self.carried = result[: len(self.carried)]
+
+    @property
+    def flops(self) -> float:
+        cost: Any = self.compiled.cost_analysis()
+        return cost["flops"]
 
     @property
     def temporary(self) -> str:
@@ -199,31 +119,84 @@ def equations(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(equations(each.jaxpr) for each in itertools.chain(*inner) if hasattr(each, "jaxpr"))
 
 
-def apply_after(tx: Any, apply: Any = optax.apply_updates) -> Callable[..., Any]:
+def apply_after(update: Callable[..., Any], apply: Any = optax.apply_updates) -> Callable[..., Any]:
     """``fz.update_params`` as two calls."""
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
+    def update_params(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = update(grads, state, params)
         return apply(params, updates), state
 
-    return update
+    return update_params
 
 
-def in_place(times: bool, side: int) -> None:
+def normal(names: list[str], side: int) -> Any:
+    return {name: jax.random.normal(jax.random.key(i), (side, side)) for i, name in enumerate(names)}
+
+
+def frozen_groups(optimizer: str, inner: Any, side: int) -> None:
+    """An update with some groups frozen."""
+    params, counts = normal(NAMES, side), (0, 2, 4, 6, 8)
+    tx = fz.freeze_when(inner, dict.fromkeys(NAMES, False))
+    ways = {
+        "fz.freeze_when": (tx.init, tx.update),
+        "by hand, lax.cond": by_hand(inner, cond),
+        "by hand, jnp.where": by_hand(inner, where),
+    }
+
+    def start(way: str, init: Callable[..., Any], k: int) -> Any:
+        switches = {name: i < k for i, name in enumerate(NAMES)}
+        if way == "fz.freeze_when":
+            return fz.set_frozen(init(params), switches)
+        return init(params)[0], jax.tree.map(jnp.asarray, switches)
+
+    def updating(update: Callable[..., Any], state: Any) -> Repeated:
+        return Repeated(lambda s, p, g: update(g, s, p)[::-1], state, others=(params, params))
+
+    def applied(update: Callable[..., Any], state: Any) -> Repeated:
+        return Repeated(lambda p, s, g: apply_after(update)(g, s, p), params, state, others=(params,))
+
+    plain = updating(inner.update, inner.init(params))
+    runs = {"plain": plain, "plain, applied": applied(inner.update, inner.init(params))}
+    for way, (init, update) in ways.items():
+        runs[f"{way}, applied"] = applied(update, start(way, init, 0))
+        runs |= {f"{way} {k}": updating(update, start(way, init, k)) for k in counts}
+    seconds = measure.least_in_turn(runs, ROUNDS)
+    table = measure.table(
+        f"An update of {optimizer}, {GROUPS} groups of {side} x {side}, k of them frozen",
+        *("k = 0: FLOPs / plain", "k = 0: MB temporary"),
+        timed=(
+            "k = 0: time / plain",
+            "k = 0: time with apply_updates / plain",
+            *(f"k = {k}: time / k = 0" for k in counts[1:]),
+        ),
+    )
+    table.add_row("plain optimizer", "(1.00)", plain.temporary, "(1.00)", "(1.00)")
+    for way in ways:
+        none = runs[f"{way} 0"]
+        times = [seconds[f"{way} 0"] / seconds["plain"], seconds[f"{way}, applied"] / seconds["plain, applied"]]
+        times += [seconds[f"{way} {k}"] / seconds[f"{way} 0"] for k in counts[1:]]
+        table.add_row(way, f"({none.flops / plain.flops:.2f})", none.temporary, *(f"({each:.2f})" for each in times))
+    measure.show(table)
+
+
+def in_place(side: int) -> None:
     """An update that is applied to the parameters, with some groups frozen."""
-    params = {name: jax.random.normal(jax.random.key(i), (side, side)) for i, name in enumerate(NAMES)}
+    params, counts = normal(NAMES, side), (0, 4, 8)
     tx = fz.freeze_when(ADAMW, dict.fromkeys(NAMES, False))
     ways = {
-        "tx.update, optax.apply_updates": apply_after(tx),
+        "tx.update, optax.apply_updates": apply_after(tx.update),
         "fz.update_params": functools.partial(fz.update_params, tx),
     }
-    runs = {"plain": Stepping(lambda p, s, g: apply_after(ADAMW)(g, s, p), params, ADAMW.init(params), params)}
-    counts = (0, 4, 8)
+
+    def repeated(update: Callable[..., Any], state: Any) -> Repeated:
+        return Repeated(lambda p, s, g: update(g, s, p), params, state, others=(params,))
+
+    runs = {"plain": repeated(apply_after(ADAMW.update), ADAMW.init(params))}
     for way, update in ways.items():
         for k in counts:
             state = fz.set_frozen(tx.init(params), {name: i < k for i, name in enumerate(NAMES)})
-            runs[f"{way} {k}"] = Stepping(lambda p, s, g, update=update: update(g, s, p), params, state, params)
-    seconds = measure.least_in_turn(runs, ROUNDS) if times else dict.fromkeys(runs, float("nan"))
+            runs[f"{way} {k}"] = repeated(update, state)
+    seconds = measure.least_in_turn(runs, ROUNDS)
     table = measure.table(
         f"Updating parameters with AdamW, {GROUPS} groups of {side} x {side}, k of them frozen",
         "MB temporary",
@@ -231,15 +204,15 @@ def in_place(times: bool, side: int) -> None:
     )
     table.add_row("plain optimizer", runs["plain"].temporary, "(1.00)")
     for way in ways:
-        ratios = (ratio(seconds[f"{way} {k}"], seconds["plain"]) for k in counts)
+        ratios = (f"({seconds[f'{way} {k}'] / seconds['plain']:.2f})" for k in counts)
         table.add_row(f"fz.freeze_when, {way}", runs[f"{way} 0"].temporary, *ratios)
     measure.show(table)
 
 
-def whole_steps(times: bool, layers: int, side: int, batch: int, sets: dict[str, list[int]]) -> None:
+def whole_steps(layers: int, side: int, batch: int, sets: dict[str, list[int]]) -> None:
     """A training step with some layers frozen, compared with a static phase."""
     names = [f"layer_{i:02d}" for i in range(layers)]
-    params = {name: jax.random.normal(jax.random.key(i), (side, side)) / side**0.5 for i, name in enumerate(names)}
+    params = jax.tree.map(lambda x: x / side**0.5, normal(names, side))
     x = jax.random.normal(jax.random.key(layers), (batch, side))
 
     def loss(params: Any, x: Any) -> Any:
@@ -252,48 +225,47 @@ def whole_steps(times: bool, layers: int, side: int, batch: int, sets: dict[str,
 
     tx = fz.freeze_when(ADAMW, dict.fromkeys(names, False))
     ways = {
-        "tx.update, optax.apply_updates": functools.partial(stepping, apply_after(tx)),
+        "tx.update, optax.apply_updates": functools.partial(stepping, apply_after(tx.update)),
         "fz.update_params": functools.partial(stepping, functools.partial(fz.update_params, tx)),
         "fz.train_step": lambda p, s, x: fz.train_step(loss, tx)(p, s, x)[:2],
     }
-    runs = {}
+    first, *_, last = sets
+    runs: dict[str, Repeated] = {}
     for label, frozen in sets.items():
         spec = {name: i in frozen for i, name in enumerate(names)}
         phase = fz.freeze(ADAMW, spec, full_updates=False)
-        static = functools.partial(stepping, apply_after(phase, fz.apply_updates))
-        runs[f"phase {label}"] = Stepping(static, params, phase.init(params), x)
+        static = functools.partial(stepping, apply_after(phase.update, fz.apply_updates))
+        runs[f"phase {label}"] = Repeated(static, params, phase.init(params), others=(x,))
         for way, step in ways.items():
-            first = runs.get(f"{way} {next(iter(sets))}")
-            runs[f"{way} {label}"] = Stepping(step, params, fz.set_frozen(tx.init(params), spec), x, first)
-    plain = lambda p, s, x: apply_after(ADAMW)(jax.grad(loss)(p, x), s, p)  # noqa: E731
-    everything = Stepping(plain, params, ADAMW.init(params), x)
-    seconds = measure.least_in_turn(runs, ROUNDS) if times else dict.fromkeys(runs, float("nan"))
+            state, like = fz.set_frozen(tx.init(params), spec), runs.get(f"{way} {first}")
+            runs[f"{way} {label}"] = Repeated(step, params, state, others=(x,), like=like)
+    plain = lambda p, s, x: apply_after(ADAMW.update)(jax.grad(loss)(p, x), s, p)  # noqa: E731
+    everything = Repeated(plain, params, ADAMW.init(params), others=(x,))
+    seconds = measure.least_in_turn(runs, ROUNDS)
     table = measure.table(
         f"A training step of {layers} layers of {side} x {side} on {batch} examples, some of them frozen",
         *("MB temporary", "program: equations", "compiled bytes"),
         timed=["time to compile", *(f"{label}: time / static phase" for label in sets)],
     )
-    last = [*sets][-1]
-    table.add_row("plain optimizer", everything.temporary, "(1.00)", "(1.00)", "(1.00)")
-    table.add_row(
-        f"static phase, fz.freeze, {last}", runs[f"phase {last}"].temporary, "", "", "", *["(1.00)"] * len(sets)
-    )
+    table.add_row("plain optimizer", everything.temporary, *["(1.00)"] * 3)
+    static_times = ["(1.00)"] * len(sets)
+    table.add_row(f"static phase, fz.freeze, {last}", runs[f"phase {last}"].temporary, "", "", "", *static_times)
     for way in ways:
-        run = runs[f"{way} {next(iter(sets))}"]
-        sizes = (ratio(a, b) for a, b in zip(run.sizes, everything.sizes, strict=True))
-        ratios = (ratio(seconds[f"{way} {label}"], seconds[f"phase {label}"]) for label in sets)
-        table.add_row(f"fz.freeze_when, {way}", run.temporary, *sizes, *ratios)
+        run = runs[f"{way} {first}"]
+        ratios = [a / b for a, b in zip(run.sizes, everything.sizes, strict=True)]
+        ratios += [seconds[f"{way} {label}"] / seconds[f"phase {label}"] for label in sets]
+        table.add_row(f"fz.freeze_when, {way}", run.temporary, *(f"({each:.2f})" for each in ratios))
     measure.show(table)
 
 
-def decoder(chip: Any) -> None:
+def decoder() -> None:
     """A training step of the decoder, and static phases of it."""
     params = jax.eval_shape(transformer.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
     patterns = ["head", *(f"blocks/{i:02d}" for i in reversed(range(transformer.LAYERS))), "embed"]
 
     def figures(tx: Any, step: Any, params: Any, *rest: Any) -> measure.Figures:
-        return measure.figures(step, *measure.on(chip, (params, jax.eval_shape(tx.init, params), tokens, *rest)))
+        return measure.figures(step, params, jax.eval_shape(tx.init, params), tokens, *rest)
 
     everything = jax.value_and_grad(transformer.loss)
     exact = ("GFLOP", "MB accessed", "MB temporary")
@@ -332,20 +304,17 @@ def decoder(chip: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-times", action="store_true", help="leave out the times on this device")
-    times = not parser.parse_args().no_times
     toggles()
-    frozen_groups(times, "AdamW", ADAMW, 1024)
-    frozen_groups(times, "Muon", optax.contrib.muon(1e-3), 256)
-    in_place(times, 1024)
+    frozen_groups("AdamW", ADAMW, 1024)
+    frozen_groups("Muon", optax.contrib.muon(1e-3), 256)
+    in_place(1024)
     for batch in (64, 512):
-        whole_steps(times, GROUPS, 1024, batch, {f"k = {k}": [*range(k)] for k in (0, 2, 4, 6)})
+        whole_steps(GROUPS, 1024, batch, {f"k = {k}": [*range(k)] for k in (0, 2, 4, 6)})
     mixed = np.flatnonzero(np.random.default_rng(0).integers(2, size=28)).tolist()
     sets = {"none": [], "every second": [*range(0, 28, 2)], f"{len(mixed)} mixed": mixed, "the first 20": [*range(20)]}
     sets |= {"all but the fourth": [*range(3), *range(4, 28)], "all but the last": [*range(27)]}
-    whole_steps(times, 28, 512, 256, sets)
-    decoder(measure.tpu_sharding())
+    whole_steps(28, 512, 256, sets)
+    decoder()
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@
 2. Llama 8B on four TPU v5e chips with the optimizer of ``scale.py``, any two layers, the norm and the head trainable:
    GiB on one chip, from the compiler, without a TPU.
 
-Run with ``python tests/benchmarks/turns.py`` (``--no-times`` leaves the first table out, ``--no-memory`` the second).
+Run with ``python tests/benchmarks/turns.py``.
 """
 
-import argparse
-import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,36 +20,11 @@ import jax  # isort: skip
 import jax.numpy as jnp
 import numpy as np
 import scale
+import transformer
 
 import optax_freeze as fz
 
-LAYERS, TRAIN, WIDTH, LENGTH, BATCH, ROUNDS = 16, 2, 256, 64, 8, 20
-
-
-def init(key: jax.Array) -> Any:
-    keys = iter(jax.random.split(key, 6))
-
-    def normal(*shape: int) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * 0.02
-
-    layers = {
-        "qkv": normal(LAYERS, WIDTH, 3 * WIDTH),
-        "out": normal(LAYERS, WIDTH, WIDTH),
-        "up": normal(LAYERS, WIDTH, 4 * WIDTH),
-        "down": normal(LAYERS, 4 * WIDTH, WIDTH),
-        "scale": jnp.ones((LAYERS, 2, WIDTH)),
-    }
-    return {"layers": layers, "head": normal(WIDTH, 128)}
-
-
-def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
-
-
-def layer(x: jax.Array, p: Any) -> jax.Array:
-    q, k, v = jnp.split((normalise(x, p["scale"][0]) @ p["qkv"]).reshape(*x.shape[:2], 4, -1), 3, -1)
-    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ p["out"]
-    return x + jax.nn.gelu(normalise(x, p["scale"][1]) @ p["up"]) @ p["down"]
+LAYERS, TRAIN, WIDTH, ROUNDS = 16, 2, 256, 20
 
 
 def loss_of(stack: Callable[..., jax.Array], params: Any, x: jax.Array) -> jax.Array:
@@ -61,7 +33,7 @@ def loss_of(stack: Callable[..., jax.Array], params: Any, x: jax.Array) -> jax.A
 
 
 def scanned(layers: Any, x: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda x, p: (layer(x, p), None), x, layers)[0]
+    return jax.lax.scan(lambda x, p: (transformer.block(x, p), None), x, layers)[0]
 
 
 def by_hand(params: Any, index: jax.Array, x: jax.Array) -> Any:
@@ -74,7 +46,7 @@ def by_hand(params: Any, index: jax.Array, x: jax.Array) -> Any:
     def forward(x: jax.Array, i: Any) -> Any:
         nonlocal transpose, again
         p = row(i)
-        y, back = jax.vjp(layer, x, p)
+        y, back = jax.vjp(transformer.block, x, p)
         leaves, transpose = jax.tree.flatten(back)
         known = list(map(id, jax.tree.leaves(p)))
         again = [known.index(id(leaf)) if id(leaf) in known else None for leaf in leaves]
@@ -107,7 +79,9 @@ def by_hand(params: Any, index: jax.Array, x: jax.Array) -> Any:
 
 
 def times() -> None:
-    params, x = init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
+    params = transformer.init(jax.random.key(0), LAYERS, WIDTH, vocabulary=128)
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"].values())
+    params, x = {"layers": layers, "head": params["head"]}, jax.random.normal(jax.random.key(1), (8, 64, WIDTH))
     loss = functools.partial(loss_of, scanned)
 
     def by_turns(params: Any, index: jax.Array, x: jax.Array) -> Any:
@@ -162,17 +136,8 @@ def memory() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-times", action="store_true")
-    parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.cell:
-        print(json.dumps(dataclasses.asdict(scale.compile_here(scale.Cell(*json.loads(args.cell))))))
-        return
-    if not args.no_times:
+    if not scale.compiled_a_cell():
         times()
-    if not args.no_memory:
         memory()
 
 

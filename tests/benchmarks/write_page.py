@@ -18,45 +18,35 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "benchmarks.md"
 PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "flax")
 
 
-class Section(NamedTuple):
-    """A section of the page: a script, its title, and the page that discusses it."""
+SECTIONS = {
+    "transformer": "Training the last block and head of a decoder",
+    "frozen_rows": "Frozen rows and elements",
+    "scale": "Scale",
+    "precompute": "Frozen layers computed once",
+    "schedules": "Freezing that changes during training",
+    "turns": "Different layers in turn",
+    "flax_modules": "Frozen Flax modules",
+    "overhead": "Overhead in Python",
+    "fingerprint": "Fingerprints",
+}
+"""The title of the section of each script."""
 
-    script: str
-    title: str
-    discussed: str
-
-
-SECTIONS = (
-    Section("transformer", "Training the last block and head of a decoder", "performance.md"),
-    Section("frozen_rows", "Frozen rows", "performance.md"),
-    Section("rows_cost", "Rows of other leaves", "performance.md"),
-    Section("scale", "Scale", "performance.md"),
-    Section("precompute", "Frozen layers computed once", "performance.md"),
-    Section("element_masks", "Single elements", "performance.md"),
-    Section("schedules", "Freezing that changes during training", "performance.md"),
-    Section("turns", "Different layers in turn", "rows_and_elements.md"),
-    Section("flax_linen", "Frozen modules of Flax Linen", "performance.md"),
-    Section("flax_nnx", "Frozen modules of Flax NNX", "performance.md"),
-    Section("tracing", "Tracing", "performance.md"),
-    Section("import_time", "Import", "performance.md"),
-    Section("summary", "Summaries", "performance.md"),
-    Section("fingerprint", "Fingerprints", "checks.md"),
-)
+DISCUSSED = {"turns": "rows_and_elements.md", "fingerprint": "checks.md"}
+"""The page that discusses a script, if it is not ``performance.md``."""
 
 
 def main() -> None:
     """Writes the page after each benchmark, so that an interrupted run keeps its finished results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", metavar="NAME", default=[section.script for section in SECTIONS])
+    parser.add_argument("--only", nargs="*", metavar="NAME", default=list(SECTIONS))
     chosen = parser.parse_args().only
-    if unknown := set(chosen) - {section.script for section in SECTIONS}:
+    if unknown := set(chosen) - set(SECTIONS):
         parser.error(f"no section for {', '.join(sorted(unknown))}")
     results = parse(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
     PAGE.write_text(render(results), encoding="utf-8")
@@ -85,7 +75,7 @@ def run(name: str) -> str:
 
 def render(results: Mapping[str, str]) -> str:
     """The page, with a section for each script that has results."""
-    sections = (_section(each, results[each.script]) for each in SECTIONS if each.script in results)
+    sections = (_section(script, results[script]) for script in SECTIONS if script in results)
     return "\n\n".join([_HEAD, *sections]) + "\n"
 
 
@@ -95,9 +85,10 @@ def parse(page: str) -> dict[str, str]:
     return dict(re.findall(section, page, re.DOTALL | re.MULTILINE))
 
 
-def _section(section: Section, results: str) -> str:
-    where = f"`tests/benchmarks/{section.script}.py`, discussed in [{section.discussed}]({section.discussed})."
-    return f"## {section.title}\n\n{describe(section.script)}\n\n{where}\n{results}"
+def _section(script: str, results: str) -> str:
+    page = DISCUSSED.get(script, "performance.md")
+    where = f"`tests/benchmarks/{script}.py`, discussed in [{page}]({page})."
+    return f"## {SECTIONS[script]}\n\n{describe(script)}\n\n{where}\n{results}"
 
 
 def describe(name: str) -> str:

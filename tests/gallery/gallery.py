@@ -53,6 +53,27 @@ class Case(NamedTuple):
         return ", ".join(name for name in self.packages if importlib.util.find_spec(name) is None)
 
 
+CASES: list[Case] = []
+
+
+def case(name: str, packages: str, kind: str, frozen: str) -> Callable[[Callable[[], Model]], Callable[[], Model]]:
+    """Makes a function that returns a model a line of the table."""
+
+    def add(make: Callable[[], Model]) -> Callable[[], Model]:
+        CASES.append(Case(name, tuple(packages.split()), kind, frozen, make))
+        return make
+
+    return add
+
+
+def of_equinox(model: Any, loss: Callable[[Any, Any], Any], batch: Any, spec: Any) -> Model:
+    """A model whose parameters are its floating-point arrays."""
+    import equinox as eqx
+
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    return Model(params, lambda params, batch: loss(eqx.combine(params, static), batch), batch, spec)
+
+
 class Cost(NamedTuple):
     """Of one program, as XLA counts it for the CPU."""
 
@@ -147,16 +168,15 @@ def check(model: Model) -> Checked:
     assert np.isfinite(value)
     fz.assert_frozen(params, new, spec)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    trains = fz.combine(fz.partition(jax.tree.map(jnp.ones_like, params), spec)[0], fz.partition(zeros, spec)[1])
     wrong, unmoved, error = 0, [], 0.0
     _, grads = jax.jit(value_and_grad)(params, batch)
     dense = fz.combine(grads, fz.partition(zeros, spec)[1])
     wanted = jax.jit(jax.grad(loss))(params, batch)
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(wanted))
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    rows = zip(leaves, *map(jax.tree.leaves, (new, trains, dense, wanted)), strict=True)
+    rows = zip(leaves, *map(jax.tree.leaves, (new, trained(params, spec), dense, wanted)), strict=True)
     for (path, old), moved, mask, grad, reference in rows:
-        mask, old, moved, grad, reference = map(np.asarray, (mask != 0, old, moved, grad, reference))
+        old, moved, grad, reference = map(np.asarray, (old, moved, grad, reference))
         wrong += int(old[~mask].tobytes() != moved[~mask].tobytes())
         if mask.any():
             if not (old[mask] != moved[mask]).any():
@@ -166,11 +186,22 @@ def check(model: Model) -> Checked:
     return Checked(step._cache_size(), wrong, error, tuple(unmoved))
 
 
+def trained(params: Any, spec: Any) -> Any:
+    """For each element, whether it trains."""
+    ones, zeros = (jax.tree.map(like, params) for like in (jnp.ones_like, jnp.zeros_like))
+    elements = fz.combine(fz.partition(ones, spec)[0], fz.partition(zeros, spec)[1])
+    return jax.tree.map(lambda leaf: np.asarray(leaf != 0), elements)
+
+
 def measure(model: Model) -> Figures:
     """The gradient of the leaves trained whole, ours, and by hand, and the operations that merge rows."""
     params, loss, batch, spec = model
-    whole = jax.tree.map(lambda answer: answer is True, fz.resolve(params, spec), is_leaf=is_answer)
-    ways = {"combined": functools.partial(combined, loss, spec), "joined": functools.partial(joined, loss, spec)}
+    trains = trained(params, spec)
+    whole = jax.tree.map(lambda mask: not mask.any(), trains)
+    ways = {
+        "combined": functools.partial(combined, loss, spec),
+        "joined": functools.partial(joined, loss, spec, trains),
+    }
     return Figures(
         cost(fz.value_and_grad(loss, whole), params, batch),
         cost(fz.value_and_grad(loss, spec), params, batch),
@@ -179,79 +210,45 @@ def measure(model: Model) -> Figures:
     )
 
 
-def is_answer(node: Any) -> bool:
-    return isinstance(node, (bool, type(fz.rows(0)), type(fz.elements(np.ones(1, bool)))))
-
-
 def combined(loss: Callable[..., Any], spec: Any, params: Any, batch: Any) -> Any:
     """By hand, without a change of the model: the trainable rows are written into the leaf, as by ``.at[rows].set``."""
     trainable, rest = fz.partition(params, spec)
     return jax.value_and_grad(lambda trainable: loss(fz.combine(trainable, rest), batch))(trainable)
 
 
-def joined(loss: Callable[..., Any], spec: Any, params: Any, batch: Any) -> Any:
+def joined(loss: Callable[..., Any], spec: Any, trains: Any, params: Any, batch: Any) -> Any:
     """By hand, without a change of the model: the stretches of rows are concatenated."""
-    trainable, rest = fz.partition(params, spec)
 
-    def leaf(part: Any, full: Any, answer: Any) -> Any:
-        if not isinstance(part, fz.Part) or isinstance(answer, type(fz.elements(np.ones(1, bool)))):
+    def leaf(part: Any, full: Any, mask: np.ndarray) -> Any:
+        if isinstance(part, optax.MaskedNode):
             return full
-        axis = answer.axis % full.ndim
-        numbers = np.arange(full.shape[axis])
-        frozen = np.zeros(len(numbers), bool)
-        frozen[answer.index if isinstance(answer.index, slice) else [*np.atleast_1d(answer.index)]] = True
-        frozen ^= answer.inverted
-        edges = [0, *np.flatnonzero(np.diff(frozen)) + 1, len(numbers)]
-        pieces, used = [], 0
-        for start, stop in itertools.pairwise(edges):
-            if frozen[start]:
-                pieces.append(jax.lax.slice_in_dim(jax.lax.stop_gradient(full), start, stop, axis=axis))
-            else:
-                pieces.append(jax.lax.slice_in_dim(part.values, used, used + stop - start, axis=axis))
-                used += stop - start
+        if not isinstance(part, fz.Part):
+            return part
+        [axis] = np.flatnonzero(np.array(part.values.shape) != full.shape)
+        rows = mask.any(tuple(i for i in range(mask.ndim) if i != axis))
+        pieces = []
+        for start, stop in itertools.pairwise([0, *np.flatnonzero(np.diff(rows)) + 1, len(rows)]):
+            source, at = (part.values, rows[:start].sum()) if rows[start] else (jax.lax.stop_gradient(full), start)
+            pieces.append(jax.lax.slice_in_dim(source, at, at + stop - start, axis=axis))
         return jnp.concatenate(pieces, axis)
 
-    answers = fz.resolve(params, spec)
-
     def value(trainable: Any) -> Any:
-        full = fz.combine(trainable, rest)
         is_part = lambda node: isinstance(node, (fz.Part, optax.MaskedNode))  # noqa: E731
-        parts = jax.tree.leaves(trainable, is_leaf=is_part)
-        leaves = [
-            leaf(part, old, answer) if isinstance(part, fz.Part) else new
-            for part, new, old, answer in zip(
-                parts,
-                jax.tree.leaves(full),
-                jax.tree.leaves(params),
-                jax.tree.leaves(answers, is_leaf=is_answer),
-                strict=True,
-            )
-        ]
-        return loss(jax.tree.unflatten(jax.tree.structure(params), leaves), batch)
+        return loss(jax.tree.map(leaf, trainable, params, trains, is_leaf=is_part), batch)
 
-    return jax.value_and_grad(value)(trainable)
+    return jax.value_and_grad(value)(fz.partition(params, spec)[0])
 
 
 def cost(fn: Callable[..., Any], *args: Any) -> Cost:
     """FLOPs and bytes with every scan unrolled, since XLA counts the body of a loop once; temporaries as it is."""
     jaxpr = jax.make_jaxpr(fn)(*args)
     compiled = jax.jit(fn).lower(*args).compile()
-    memory = compiled.memory_analysis()
-    counted = compiled
-    if any(_scans(jaxpr.jaxpr)):
+    memory, counted = compiled.memory_analysis(), compiled
+    if "scan[" in str(jaxpr):
         counted = jax.jit(core.jaxpr_as_fun(_unrolled(jaxpr))).lower(*jax.tree.leaves(args)).compile()
     figures = counted.cost_analysis()
     temporary = memory.temp_size_in_bytes
     return Cost(figures["flops"], figures["bytes accessed"], temporary + memory.output_size_in_bytes, temporary)
-
-
-def _scans(jaxpr: core.Jaxpr) -> Iterator[bool]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            yield True
-        for inner in jax.tree.leaves([*eqn.params.values()], is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _scans(getattr(inner, "jaxpr", inner))
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -263,12 +260,7 @@ def _unrolled(jaxpr: Any) -> Any:
         return jaxpr.replace(jaxpr=_unrolled(jaxpr.jaxpr))
     eqns = []
     for eqn in jaxpr.eqns:
-        params = {
-            name: jax.tree.map(lambda v: _unrolled(v) if _is_jaxpr(v) else v, value, is_leaf=_is_jaxpr)
-            if any(map(_is_jaxpr, jax.tree.leaves(value, is_leaf=_is_jaxpr)))
-            else value
-            for name, value in eqn.params.items()
-        }
+        params = jax.tree.map(lambda v: _unrolled(v) if _is_jaxpr(v) else v, eqn.params, is_leaf=_is_jaxpr)
         if eqn.primitive.name == "scan":
             params["unroll"] = max(params["length"], 1)
         eqns.append(eqn.replace(params=params))

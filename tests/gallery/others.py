@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_freeze as fz
-from gallery.gallery import Case, Model
+from gallery.gallery import Model, case, of_equinox
 
 NUMBERS = np.random.default_rng(0)
 
 
+@case("Neural ODE", "diffrax", "differential equation", "rows of a layer, half of the output biases, the first layer")
 def diffrax_ode():
     """The neural differential equation of Diffrax's examples."""
     import diffrax
@@ -21,29 +22,23 @@ def diffrax_ode():
         def __call__(self, t, y, args):
             return self.mlp(y)
 
-    field = Field(eqx.nn.MLP(16, 16, 64, 2, activation=jax.nn.softplus, key=jax.random.key(0)))
-    params, static = eqx.partition(field, eqx.is_inexact_array)
-
-    def loss(params, start):
+    def loss(field, start):
         def solve(y):
-            return diffrax.diffeqsolve(
-                diffrax.ODETerm(eqx.combine(params, static)),
-                diffrax.Tsit5(),
-                0.0,
-                1.0,
-                0.1,
-                y,
-                stepsize_controller=diffrax.PIDController(1e-3, 1e-6),
-                max_steps=64,
-            ).ys[-1]
+            term, stepsize = diffrax.ODETerm(field), diffrax.PIDController(1e-3, 1e-6)
+            solved = diffrax.diffeqsolve(
+                term, diffrax.Tsit5(), 0.0, 1.0, 0.1, y, stepsize_controller=stepsize, max_steps=64
+            )
+            return solved.ys[-1]
 
         return jnp.mean(jax.vmap(solve)(start) ** 2)
 
+    field = Field(eqx.nn.MLP(16, 16, 64, 2, activation=jax.nn.softplus, key=jax.random.key(0)))
     rows = {"mlp/layers/1/weight": fz.rows(slice(0, 48)), "mlp/layers/2/bias": fz.rows(slice(0, 8))}
-    start = NUMBERS.normal(size=(8, 16)).astype(np.float32)
-    return Model(params, loss, start, fz.rules({**rows, "mlp/layers/0": True, "**": False}))
+    spec = fz.rules({**rows, "mlp/layers/0": True, "**": False})
+    return of_equinox(field, loss, NUMBERS.normal(size=(8, 16)).astype(np.float32), spec)
 
 
+@case("Graph convolution", "jraph haiku", "graph network", "embeddings of old nodes, old outputs")
 def graph_network():
     """A graph convolution of jraph with embeddings of its nodes, in Haiku."""
     import haiku as hk
@@ -54,15 +49,9 @@ def graph_network():
 
     def forward():
         embeddings = hk.get_parameter("embeddings", (nodes, 64), init=hk.initializers.RandomNormal())
-        graph = jraph.GraphsTuple(
-            nodes=embeddings,
-            edges=None,
-            senders=jnp.asarray(senders),
-            receivers=jnp.asarray(receivers),
-            globals=None,
-            n_node=jnp.array([nodes]),
-            n_edge=jnp.array([edges]),
-        )
+        ends = {"senders": jnp.asarray(senders), "receivers": jnp.asarray(receivers)}
+        sizes = {"n_node": jnp.array([nodes]), "n_edge": jnp.array([edges])}
+        graph = jraph.GraphsTuple(nodes=embeddings, edges=None, globals=None, **ends, **sizes)
         for i in range(2):
             layer = hk.Linear(64, name=f"layer_{i}")
             graph = jraph.GraphConvolution(layer, add_self_edges=True)(graph)
@@ -84,6 +73,7 @@ def graph_network():
     return Model(params, loss, targets, fz.rules({**rows, "**": False}))
 
 
+@case("PPO", "brax", "policy and value", "old observations, old actions, a layer of the value")
 def brax_ppo():
     """The policy and the value network of Brax's PPO: new observations and new actions."""
     from brax.training.agents.ppo import networks
@@ -111,24 +101,21 @@ def brax_ppo():
     return Model(params, loss, batch, fz.rules({**rows, "value/**/hidden_0": True, "**": False}))
 
 
+@case("Autoregressive flow", "flowjax", "scanned flow", "3 of 4 layers")
 def flow():
     """A masked autoregressive flow of FlowJAX: its layers are stacked and scanned, its weights masked."""
-    import equinox as eqx
     import flowjax.distributions
     import flowjax.flows
 
     model = flowjax.flows.masked_autoregressive_flow(
         jax.random.key(0), base_dist=flowjax.distributions.Normal(jnp.zeros(8)), flow_layers=4, nn_width=64
     )
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, x):
-        return -eqx.combine(params, static).log_prob(x).mean()
-
     spec = fz.rules({"base_dist": True, "bijection": fz.rows(slice(0, 3))})
-    return Model(params, loss, NUMBERS.normal(size=(64, 8)).astype(np.float32), spec)
+    batch = NUMBERS.normal(size=(64, 8)).astype(np.float32)
+    return of_equinox(model, lambda model, x: -model.log_prob(x).mean(), batch, spec)
 
 
+@case("LSTM", "haiku", "recurrent", "old tokens, their columns of the head, 3 of 4 gates")
 def haiku_lstm():
     """An LSTM of Haiku, unrolled by scan: one of its gates trains."""
     import haiku as hk
@@ -156,21 +143,20 @@ def haiku_lstm():
     return Model(params, loss, tokens, fz.rules(spec))
 
 
+@case("Equinox attention", "equinox", "attention", "3 of 4 heads")
 def equinox_attention():
     """The attention of Equinox: the heads of each projection are its rows."""
     import equinox as eqx
 
-    model = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, x):
-        attend = eqx.combine(params, static)
+    def loss(attend, x):
         return jnp.mean((jax.vmap(lambda x: attend(x, x, x))(x) - x) ** 2)
 
+    model = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
     spec = fz.rules({"output_proj": fz.rows(slice(0, 48), axis=1), "*": fz.rows(slice(0, 48))})
-    return Model(params, loss, NUMBERS.normal(size=(4, 16, 64)).astype(np.float32), spec)
+    return of_equinox(model, loss, NUMBERS.normal(size=(4, 16, 64)).astype(np.float32), spec)
 
 
+@case("Flax attention", "flax", "attention", "3 of 4 heads, the output biases")
 def flax_attention():
     """The attention of Flax Linen: the heads of each projection are an axis of their own."""
     from flax import linen as nn
@@ -190,22 +176,3 @@ def flax_attention():
         "*/bias": fz.rows(heads),
     }
     return Model(params, loss, x, fz.rules(spec))
-
-
-CASES = [
-    Case(
-        "Neural ODE",
-        ("diffrax",),
-        "differential equation",
-        "rows of a layer, half of the output biases, the first layer",
-        diffrax_ode,
-    ),
-    Case(
-        "Graph convolution", ("jraph", "haiku"), "graph network", "embeddings of old nodes, old outputs", graph_network
-    ),
-    Case("PPO", ("brax",), "policy and value", "old observations, old actions, a layer of the value", brax_ppo),
-    Case("Autoregressive flow", ("flowjax",), "scanned flow", "3 of 4 layers", flow),
-    Case("Equinox attention", ("equinox",), "attention", "3 of 4 heads", equinox_attention),
-    Case("Flax attention", ("flax",), "attention", "3 of 4 heads, the output biases", flax_attention),
-    Case("LSTM", ("haiku",), "recurrent", "old tokens, their columns of the head, 3 of 4 gates", haiku_lstm),
-]

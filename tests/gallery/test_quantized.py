@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import bits
 
 import optax_freeze as fz
 from optax_freeze import checkpoint
@@ -16,10 +17,6 @@ qwix = pytest.importorskip(
     "qwix", reason="Qwix, which quantizes, is not installed (make gallery)", exc_type=ImportError
 )
 PAGE = pathlib.Path(__file__).parents[2] / "docs/offload.md"
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 @pytest.fixture(params=["nf4", "int4", "int8"])
@@ -52,12 +49,9 @@ def test_a_quantized_base_is_summarized_offloaded_precomputed_and_saved(names, t
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), restricted, expected)
     checkpoint.save(tmp_path, params, frozen, step=0)
     assert bits(checkpoint.restore(tmp_path, params)[0]) == bits(params)
-    other = {
-        **params,
-        "layers": {**params["layers"], "kernel": jax.tree.map(jnp.zeros_like, params["layers"]["kernel"])},
-    }
+    kernel = jax.tree.map(jnp.zeros_like, params["layers"]["kernel"])
     with pytest.raises(ValueError, match="the base differs"):
-        checkpoint.restore(tmp_path, other)
+        checkpoint.restore(tmp_path, {**params, "layers": {**params["layers"], "kernel": kernel}})
 
     def first_layer(params, x):
         first = jax.tree.map(lambda leaf: leaf[0], params["layers"]["kernel"])

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import optax_freeze as fz
-from gallery.gallery import Case, Model
+from gallery.gallery import Model, case, of_equinox
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)
 LABELS = np.array([3, 19])
@@ -19,6 +19,7 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+@case("big_vision-like ViT", "gemma", "scanned ViT", "3 of 4 layers, 48 of 64 positions, old classes, patches")
 def scanned_vit():
     """The ViT block of big_vision, as Gemma has it, scanned and rematerialized as in big_vision."""
     from flax import linen as nn
@@ -54,6 +55,7 @@ def scanned_vit():
     return Model(params, loss, BATCH, fz.rules({**rows, "embedding": True, "**": False}))
 
 
+@case("ViT", "transformers flax", "ViT", "half of the positions, old classes, a block")
 def vit():
     from transformers import FlaxViTForImageClassification, ViTConfig
 
@@ -85,6 +87,7 @@ def of_keras(model, spec):
     return Model(params, loss, BATCH, spec)
 
 
+@case("MobileNet", "keras", "convolutional", "channels of a late convolution, old classes, the first")
 def keras_mobilenet():
     import keras
 
@@ -100,6 +103,7 @@ def keras_mobilenet():
     return of_keras(model, fz.rules({**rows, "conv1/kernel": True, "**": False}))
 
 
+@case("DenseNet", "keras", "convolutional", "channels in and out of the last block, old classes, the first block")
 def keras_densenet():
     """Blocks concatenate what was before them: a kernel has rows for each of the inputs."""
     import keras
@@ -116,6 +120,7 @@ def keras_densenet():
     return of_keras(model, fz.rules({**rows, "conv1_conv": True, "conv[23]_*": True, "**": False}))
 
 
+@case("ResNet-18", "flaxmodels", "convolutional", "channels of the last convolution, old classes, six blocks")
 def flax_resnet():
     import flaxmodels
 
@@ -134,6 +139,7 @@ def flax_resnet():
     return Model(variables["params"], loss, BATCH, fz.rules({**rows, **frozen, "Conv_0": True, "**": False}))
 
 
+@case("ResNet V2", "haiku", "convolutional", "channels of a late convolution, old classes, the first")
 def haiku_resnet():
     import haiku as hk
 
@@ -158,56 +164,17 @@ def haiku_resnet():
     return Model(params, loss, BATCH, fz.rules({**rows, "**/initial_conv": True, "**": False}))
 
 
+@case("ConvNeXt", "equimo", "convolutional", "old classes, the first stage")
 def convnext():
-    import equinox as eqx
     from equimo.vision.models import convnext
 
     sizes = {"depths": [1, 1, 1, 1], "dims": [16, 32, 64, 64], "num_classes": CLASSES, "layer_scale_init_value": 0.1}
     model = convnext.ConvNeXt(3, **sizes, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    def loss(params, batch):
-        images, labels = jnp.moveaxis(batch[0], -1, 1), batch[1]
-        model = eqx.combine(params, static)
+    def loss(model, batch):
+        images = jnp.moveaxis(batch[0], -1, 1)
         logits = jax.vmap(lambda x: model(x, key=jax.random.key(0), inference=True))(images)
-        return cross_entropy(logits, labels)
+        return cross_entropy(logits, batch[1])
 
     rows = {"head/weight": fz.rows(OLD_CLASSES), "head/bias": fz.rows(OLD_CLASSES)}
-    return Model(params, loss, BATCH, fz.rules({**rows, "blocks/0": True, "**": False}))
-
-
-CASES = [
-    Case(
-        "big_vision-like ViT",
-        ("gemma",),
-        "scanned ViT",
-        "3 of 4 layers, 48 of 64 positions, old classes, patches",
-        scanned_vit,
-    ),
-    Case("ViT", ("transformers", "flax"), "ViT", "half of the positions, old classes, a block", vit),
-    Case(
-        "MobileNet",
-        ("keras",),
-        "convolutional",
-        "channels of a late convolution, old classes, the first",
-        keras_mobilenet,
-    ),
-    Case(
-        "DenseNet",
-        ("keras",),
-        "convolutional",
-        "channels in and out of the last block, old classes, the first block",
-        keras_densenet,
-    ),
-    Case(
-        "ResNet-18",
-        ("flaxmodels",),
-        "convolutional",
-        "channels of the last convolution, old classes, six blocks",
-        flax_resnet,
-    ),
-    Case(
-        "ResNet V2", ("haiku",), "convolutional", "channels of a late convolution, old classes, the first", haiku_resnet
-    ),
-    Case("ConvNeXt", ("equimo",), "convolutional", "old classes, the first stage", convnext),
-]
+    return of_equinox(model, loss, BATCH, fz.rules({**rows, "blocks/0": True, "**": False}))

@@ -1,6 +1,4 @@
-"""Prints the gallery's table and writes the last section of ``docs/compatibility.md``.
-
-The figures are those that the tests left in a folder.
+"""Writes the last section of ``docs/compatibility.md`` with the figures that the tests left in a folder.
 
 Run with ``make gallery``.
 """
@@ -15,38 +13,19 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from gallery import cases, gallery  # noqa: E402
 
 PAGE = HERE.parent.parent / "docs" / "compatibility.md"
-COLUMNS = (
-    "model",
-    "frozen",
-    "compilations",
-    "wrong bits",
-    "gradient",
-    "FLOPs",
-    "bytes",
-    "memory",
-    "temporaries",
-    "everything by",
-)
+COLUMNS = ("model", "frozen", "compilations", "wrong bits", "gradient")
+COLUMNS += ("FLOPs", "bytes", "memory", "temporaries", "everything by")
 
 
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     rows = [row(case, json.loads((folder / f"{case.name}.json").read_text())) for case in cases.CASES]
-    table = Table(title="Gallery: FLOPs, bytes, memory and temporaries to the whole leaf's, and to those by hand")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if 2 <= i < 9 else "left")
-    for each in rows:
-        table.add_row(*each)
-    Console(width=200).print(table, highlight=False)
     optimizers, _, _ = PAGE.read_text(encoding="utf-8").partition("\n" + _HEAD.partition("\n")[0])
     PAGE.write_text(f"{optimizers}\n{section(rows)}", encoding="utf-8")
 
@@ -61,13 +40,8 @@ def row(case: gallery.Case, result: dict[str, Any]) -> list[str]:
     costs = [ratios(name) for name in gallery.Cost._fields]
     error = checked["gradient_error"]
     exact = [str(checked["compilations"]), str(checked["wrong_bits"]), f"{error:.0e}" if error else "0"]
-    merged = sorted({each.rpartition(": ")[2].split(" at ")[0] for each in map(_operation, result["merged"])})
+    merged = sorted({each.split(": ", 1)[1].rpartition(": ")[2].split(" at ")[0] for each in result["merged"]})
     return [f"{case.name} ({case.kind})", case.frozen, *exact, *costs, ", ".join(merged)]
-
-
-def _operation(merged: str) -> str:
-    """The operation of ``path: operation at file:line``."""
-    return merged.split(": ", 1)[1]
 
 
 def section(rows: list[list[str]]) -> str:
