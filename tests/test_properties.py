@@ -60,14 +60,10 @@ trees = st.dictionaries(
 )
 
 
-def paths(params):
-    return _tree.paths(params)
-
-
 @st.composite
 def patterns(draw, params):
     """A glob that matches a leaf: its path or a beginning of it, some segments replaced."""
-    segments = draw(st.sampled_from(paths(params))).split("/")
+    segments = draw(st.sampled_from(_tree.paths(params))).split("/")
     segments = segments[: draw(st.integers(1, len(segments)))]
     pattern = "/".join(
         draw(st.sampled_from([segment, "*", segment[:1] + "*", "?" * len(segment)])) for segment in segments
@@ -86,7 +82,7 @@ def selectors(params):
     simple = st.one_of(
         globs.map(lambda found: fz.path(*found)),
         globs.map(lambda found: fz.only(*found)),
-        st.sampled_from(paths(params)).map(lambda path: fz.regex(path[: len(path) // 2] + ".*")),
+        st.sampled_from(_tree.paths(params)).map(lambda path: fz.regex(path[: len(path) // 2] + ".*")),
         st.sampled_from(functions).map(fz.where),
     )
 
@@ -129,7 +125,7 @@ def prefixes(draw, params):
 @st.composite
 def ruled(draw, params):
     """Rules with element masks: leaves by their whole paths, then some selectors."""
-    leaves = dict(zip(paths(params), jax.tree.leaves(params), strict=True))
+    leaves = dict(zip(_tree.paths(params), jax.tree.leaves(params), strict=True))
     named = draw(st.lists(st.sampled_from(list(leaves)), unique=True, min_size=1, max_size=3))
     rules = {fz.regex(path): draw(choices(leaves[path])) for path in named}
     if len(named) < len(leaves) and draw(st.booleans()):
@@ -144,7 +140,7 @@ def cases(draw, specs=None):
     if draw(st.booleans()):
         params = jax.tree.map(jnp.asarray, params)
     host = jax.tree.map(np.asarray, params)
-    assume(paths(host))
+    assume(_tree.paths(host))
     masked = st.one_of(ruled(host), ruled(host).map(operator.invert))
     forms = st.one_of(
         prefixes(host),
@@ -165,7 +161,7 @@ def frozen_elements(params, frozen):
     answers = jax.tree.leaves(fz.resolve(params, frozen), is_leaf=lambda node: isinstance(node, MASKS))
     return {
         path: where(answer, np.shape(leaf))
-        for path, answer, leaf in zip(paths(params), answers, jax.tree.leaves(params), strict=True)
+        for path, answer, leaf in zip(_tree.paths(params), answers, jax.tree.leaves(params), strict=True)
     }
 
 
