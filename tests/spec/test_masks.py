@@ -498,10 +498,10 @@ class TestPrograms:
         "mask_of",
         [
             lambda n: jnp.ones((n, 64), bool),
-            *(lambda n, index=index: fz.rows(index) for index in (slice(0, 100), [3, 5])),
+            *(lambda n, index=index: fz.rows(index) for index in (slice(0, 100), [3, 5], slice(0, None, 3))),
             *(lambda n, index=index: ~fz.rows(index) for index in (slice(100, 400), slice(0, None, 3))),
         ],
-        ids=["dense", "run", "list", "others of a run", "others of a stride"],
+        ids=["dense", "run", "list", "stride", "others of a run", "others of a stride"],
     )
     @pytest.mark.parametrize("full_updates", [True, False])
     def test_the_program_does_not_grow_with_the_rows(self, mask_of, full_updates):
