@@ -1,16 +1,11 @@
-"""Which memory is an array in: device memory, or host memory, from which programs read it over the link?
-
-JAX says so in the type of an array, and of a tracer (``float32<host>[8,2]``), and in the sharding of a
-``jax.ShapeDtypeStruct``.
-"""
+"""Which memory is an array in: device memory, or host memory, from which programs read it over the link?"""
 
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-HOST = "pinned_host"
-"""JAX's name for host memory that a device can read directly."""
+HOST = "pinned_host"  # JAX's name for host memory that a device can read directly
 
 
 def is_on_host(leaf: Any) -> bool:
