@@ -534,6 +534,7 @@ _BY_FILE = {
     ],
     ("_state/set_frozen.py", "tests/optimizer/test_freeze_when.py"): [
         ("{each for each, _, _ in groups if each == name} or ", "", "-k set_by_path_or_together"),
+        ("in groups if each in own):", "in groups[:1] if each in own):", "-k set_by_path_or_together"),
     ],
     ("_state/train_step.py", "tests/state/test_train_step.py"): [
         ("and in_place:", "and True:", "-k other_transformations"),

@@ -213,6 +213,9 @@ class TestEach:
             fz.set_frozen(state, {fz.each("**/kernel"): True})
         with pytest.raises(KeyError, match="no group of this name"):
             fz.set_frozen(state, {fz.each("**"): True})
+        of_two = [tx.init(params), fz.freeze_when(optax.sgd(0.1), {"head/bias": fz.unfreeze_at(2)}).init(params)]
+        with pytest.raises(ValueError, match="frozen by a schedule\n  at: head/bias"):
+            fz.set_frozen(of_two, {"head/bias": True})
 
     def test_the_state_of_other_leaves_or_groups(self, params):
         def make(key, value=True):
