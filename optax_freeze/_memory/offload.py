@@ -29,10 +29,11 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
     """Moves frozen stacks of weights to host memory, from where programs read them layer by layer.
 
     A leaf is moved if it has three or more axes and at least ``min_bytes`` bytes, and is frozen completely or by static
-    rows. It keeps its sharding, with the memory kind ``pinned_host``. So is a matrix that is named in ``tables``, from
-    which lookups read rows. All other leaves are returned unchanged, as the same objects: trainable parameters, leaves
-    with dense masks or dynamic rows, vectors and other matrices, PRNG keys, and objects. A leaf that is on the host already stays there while it is frozen, and returns to the device if it is
-    trainable under this spec. An array at several paths is moved only if it can be moved at each of them.
+    rows; a matrix also if it is named in ``tables``. It keeps its sharding, with the memory kind ``pinned_host``. All
+    other leaves are returned unchanged, as the same objects: trainable parameters, leaves with dense masks or dynamic
+    rows, vectors and other matrices, PRNG keys, and objects. A leaf that is on the host already stays there while it is
+    frozen, and returns to the device if it is trainable under this spec. An array at several paths is moved only if it
+    can be moved at each of them.
 
     No test has run on a GPU or a TPU yet: compare the gradients on yours with those from device memory first. A
     released XLA for GPU read stacks on the host in the wrong order in reversed scans (openxla/xla#46231).
@@ -48,8 +49,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
         and nothing is allocated.
       frozen: the spec of the frozen parameters, in any form. Omit it for an optimizer state.
       tables: a spec of the matrices in which the loss only looks up rows, such as embeddings. One is moved if it is
-        frozen, has a multiple of 8 rows and of 128 columns (on each device), and if its rows are not divided among
-        devices.
+        frozen, has a multiple of 8 rows and of 128 columns, and is not divided among devices along its rows.
       min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
     Returns:
