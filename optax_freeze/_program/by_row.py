@@ -60,11 +60,11 @@ def _looked_up(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
     table, indices = operands[0], jnp.asarray(operands[1])
     place, size = eqn.params["dimension_numbers"].start_index_map.index(0), table.shape[0]
     row, count = indices[..., place], _count(indices)
-    outside = (row < 0) | (row >= size)
     rows, found = jnp.unique(jnp.clip(row, 0, size - 1).astype(jnp.int32), return_inverse=True, size=count)
-    if eqn.params["mode"] != GatherScatterMode.CLIP:
-        found = jnp.where(outside, count, found.reshape(row.shape))
-    indices = indices.astype(jnp.int32).at[..., place].set(found.reshape(row.shape))
+    found = found.reshape(row.shape)
+    if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+        found = jnp.where((row < 0) | (row >= size), count, found)
+    indices = indices.astype(jnp.int32).at[..., place].set(found)
     unsorted = {"indices_are_sorted": False, "unique_indices": False}
     return eqn.bind(table.read(DynamicRows(0, rows)), indices, **unsorted)
 
