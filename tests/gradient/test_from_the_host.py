@@ -413,8 +413,7 @@ class TestExperts:
             name for shape in shapes for lead in ((), (1,), (2,)) for name in on_the_device(step, lead + shape, *args)
         ]
 
-    @pytest.mark.parametrize("loop", [True, False], ids=["scan", "one layer"])
-    @pytest.mark.parametrize("at_once", [512, 2])
+    @pytest.mark.parametrize(("loop", "at_once"), [(True, 512), (False, 2)], ids=["scan", "one layer"])
     def test_the_gradient_of_the_device(self, loop, at_once, monkeypatch):
         monkeypatch.setattr(by_row, "_MOST_TOKENS", at_once)
         step = fz.value_and_grad(functools.partial(self.loss, loop=loop), self.FROZEN)

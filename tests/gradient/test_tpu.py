@@ -222,7 +222,8 @@ class TestOffTheChip:
     @staticmethod
     def memory(loss, frozen, shapes, *args, **options):
         """The compiler's figures of a gradient with its frozen leaves on the host."""
-        shapes, args = fz.offload(on(tpu_sharding(), shapes), frozen, **options), on(tpu_sharding(), args)
+        chip = tpu_sharding()
+        shapes, args = fz.offload(on(chip, shapes), frozen, **options), on(chip, args)
 
         def on_host(x, shape):
             return jax.device_put(x, jax.memory.Space.Host) if shape.sharding.memory_kind == "pinned_host" else x
