@@ -6,7 +6,6 @@ alone you call ``jax.device_put`` with a memory kind for each leaf. Here the spe
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,16 +49,17 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
         compiler moves the arrays (since JAX 0.10). A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array,
         and nothing is allocated.
       frozen: the spec of the frozen parameters, in any form. Omit it for an optimizer state.
-      tables: a spec of the matrices in which the loss only looks up rows, such as embeddings. One is moved if it is
-        frozen, has a multiple of 8 rows and of 128 columns, and is not divided among devices along its rows.
+      tables: a spec of the matrices in which the loss only looks up rows, such as embeddings. They are moved like
+        stacks. Each needs a multiple of 8 rows and of 128 columns, and its rows may not be divided among devices.
       min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
     Returns:
       The tree with the moved leaves. Drop the old tree to free device memory.
 
     Raises:
-      ValueError: if the spec does not fit; if ``min_bytes`` is negative; if the devices have no pinned host memory; if
-        the array types of this JAX release do not include the memory space.
+      ValueError: if the spec does not fit; if rows of a table cannot be read from the host; if ``min_bytes`` is
+        negative; if the devices have no pinned host memory; if the array types of this JAX release do not include the
+        memory space.
       TypeError: if ``min_bytes`` is not an int, or ``frozen`` is missing.
 
     Example:
@@ -74,7 +74,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
     min_bytes = whole_number("min_bytes", min_bytes, fix=fix)
-    if frozen is None and states_in(tree, FreezeWhenState):
+    if frozen is None and tables is None and states_in(tree, FreezeWhenState):
         return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(
@@ -101,19 +101,30 @@ def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int, is_ta
     selection = value.selection if isinstance(value, Rest) else selection
     if leaf.shape is None or leaf.index is not None or not may_stay_on_host(selection):
         return False
-    if len(leaf.shape) < 3 and not (is_table and _is_table(value, leaf.shape)):
+    if len(leaf.shape) < 2 or (len(leaf.shape) == 2 and not is_table):
         return False
     if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         return False
     is_number = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype != jax.dtypes.float0
-    return is_number and math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize >= min_bytes
+    if not is_number or math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize < min_bytes:
+        return False
+    if len(leaf.shape) == 2:
+        _refuse_unreadable_rows(value, leaf.path, leaf.shape)
+    return True
 
 
-def _is_table(value: Any, shape: Sequence[int]) -> bool:
-    """Whether each device can read rows of a matrix in host memory."""
+def _refuse_unreadable_rows(value: Any, path: str, shape: tuple[int, ...]) -> None:
+    """Raises a ``ValueError`` if devices cannot read rows of this matrix in host memory."""
     sharding = getattr(value.array if isinstance(value, Rest) else value, "sharding", None)
-    of_device = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
-    return is_in_blocks(of_device) and of_device[0] == shape[0]
+    of_device = shape if sharding is None else sharding.shard_shape(shape)
+    if not (is_in_blocks(of_device) and of_device[0] == shape[0]):
+        raise value_error(
+            "rows of this table cannot be read from the host",
+            at=path,
+            got=f"shape {shape}" + f", of which each device has {of_device}" * (of_device != shape),
+            expected="all rows on each device, a multiple of 8, and a multiple of 128 columns",
+            fix="leave it out of tables=, so that it stays on the device, or add rows that are never looked up",
+        )
 
 
 def _to_host(value: Any) -> Any:
