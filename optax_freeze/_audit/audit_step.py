@@ -28,7 +28,7 @@ def audit_step(
     :func:`optax_freeze.audit` sees an optimizer; leaks are also in the step around it: weight decay after a
     ``stop_gradient``, a router's bias that is set outside of the optimizer, an average that rounds, statistics. The
     step runs a few times from copies of the state: as it is, with another batch, with other frozen values, and with
-    ones in the state of frozen elements. No frozen bit may change. Then the program of the step is traced. It shows
+    another state of frozen elements. No frozen bit may change. Then the program of the step is traced. It shows
     which gradients of frozen parameters are computed, what they cost, and what reads them.
 
     Args:
@@ -96,4 +96,8 @@ def _program(step: Step, runs: Runs) -> "tuple[StepProgram | None, list[str]]":
         shapes = ", ".join(map(str, sorted(program.ambiguous)))
         found = counted(len(program.ambiguous), "shape", "shapes")
         notes.append(f"gradients of {found} may belong to several parameters, and are not judged: {shapes}")
+    if seen := [g for g in program.gradients if g.for_results]:
+        leaves = counted(len(seen), "frozen leaf", "frozen leaves")
+        flops = f"{sum(g.flops or 0 for g in seen):,} of {program.flops:,} FLOPs"
+        notes.append(f"gradients of {leaves} are computed only for results beside the state ({flops})")
     return program, notes

@@ -13,7 +13,7 @@ import numpy as np
 from optax_freeze._audit import diagnosis
 from optax_freeze._audit.diagnosis import Cause, Kind, Leak, is_of_frozen
 from optax_freeze._audit.step_runs import State, Step, other_batch, other_values
-from optax_freeze._errors import is_array
+from optax_freeze._errors import counted, is_array
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import Part
 from optax_freeze._verify import bits as _bits
@@ -85,14 +85,14 @@ class Runs:
         self.averages = self._averages()
         self.given = step.run(steps)
         ones = {
-            k: jnp.ones_like(step.start[k])
+            k: jnp.asarray(step.start[k]) + 1
             for k in self.held
             if k not in self.averages and jnp.issubdtype(step.start[k].dtype, jnp.inexact)
         }
         self.others: dict[str, list[State]] = {
             "another batch": step.run(steps, batch=other_batch(step.batch)),
             "other frozen values": step.run(steps, other_values(step)),
-            "ones in the state of frozen elements": step.run(steps, ones) if ones else self.given,
+            "another state of frozen elements": step.run(steps, ones) if ones else self.given,
         }
 
     @property
@@ -172,8 +172,7 @@ def leaks_of(runs: Runs, program: "StepProgram | None") -> Iterator[Leak]:
     yield from _moved_state(runs)
     if program is not None:
         yield from _changed(step, program.gradients)
-        for gradient in program.gradients:
-            yield _computed(step, program, gradient)
+        yield from (_computed(step, program, g) for g in program.gradients if not g.for_results)
     yield from _held(runs)
     for i in program.untrained() if program else []:
         got = "no gradient reaches it or its state, although gradients of the step depend on it"
@@ -184,7 +183,7 @@ def _moved_leaf(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[L
     step = runs.step
     path, position, selection = step.plan.leaves[i].path, step.params[i], step.plan.selections[i]
     moves = runs.moves(position, selection)
-    warm = "ones in the state of frozen elements"
+    warm = "another state of frozen elements"
     reacts = runs.others[warm] is not runs.given and runs.differ(warm, position, selection)
 
     def leak(cause: Cause, names: Sequence[str] = ("", *runs.others)) -> Leak:
@@ -195,12 +194,14 @@ def _moved_leaf(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[L
         if program is not None and i in program.trained:
             yield leak(OTHER_SPEC if path in step.trains_in_state else TRAINS)
             return
-        if runs.differ("another batch", position, selection):
-            is_set = program is not None and program.has_backward and not program.reads_gradients(i)
-            yield leak(SET if is_set else OTHER_SPEC if path in step.trains_in_state else BATCH)
-            return
         decays = runs.decays(position, selection)
-        if decays or not reacts:
+        differs = runs.differ("another batch", position, selection)
+        is_set = program is not None and program.has_backward and not program.reads_gradients(i)
+        if is_set and not decays and program.reads_batch(i):
+            yield leak(SET)
+        elif differs:
+            yield leak(OTHER_SPEC if path in step.trains_in_state else BATCH)
+        elif decays or not reacts:
             yield leak(DECAY if decays else AFTER)
     if reacts:
         yield leak(diagnosis.STATE_AFTER, (warm,))
@@ -238,7 +239,7 @@ def _changed(step: Step, gradients: "Sequence[Gradient]") -> Iterator[Leak]:
             found.setdefault((j, FINITE_CHECK), []).append(path)
     for (j, cause), paths in found.items():
         numbers = "of NaN" if cause is FINITE_CHECK else "of 1e15"
-        more = f" or of one of {len(paths) - 1} others" * (len(paths) > 1)
+        more = f" or of {counted(len(paths) - 1, 'other frozen leaf', 'other frozen leaves')}" * (len(paths) > 1)
         got = f"another update with a gradient {numbers} of {paths[0]}{more}"
         yield _leak("changed", cause, step.plan.leaves[j].path, got, step.elements(j, frozen=False))
 
@@ -250,13 +251,15 @@ def _computed(step: Step, program: "StepProgram", g: "Gradient") -> Leak:
         "a norm or a finite check": bool(others),
         "its state": g.leaf in g.huge.state | g.nan.state,
         "its update": g.leaf in g.huge.frozen | g.nan.frozen,
-        "another result of the step": g.huge.other or g.nan.other,
+        "other state": g.huge.other or g.nan.other,
+        "a result": g.huge.results or g.nan.results,
     }
-    read_by = [name for name, reads in readers.items() if reads] or ["the rest of the optimizer"]
-    got = f"{g.flops:,} of {program.flops:,} FLOPs of a step are for this gradient; read by {', '.join(read_by)}"
+    read_by = [name for name, reads in readers.items() if reads]
+    cost = "computed in a loop" if g.flops is None else f"{g.flops:,} of {program.flops:,} FLOPs of a step"
+    got = f"{cost}; read by {', '.join(read_by)}"
     cause = Cause(f"a gradient that is read by {read_by[0]}", _NO_GRADIENT)
     elements = step.elements(g.leaf, frozen=True)
-    return _leak("gradient", cause, step.plan.leaves[g.leaf].path, got, elements, flops=g.flops)
+    return _leak("gradient", cause, step.plan.leaves[g.leaf].path, got, elements, flops=g.flops or 0)
 
 
 def _held(runs: Runs) -> Iterator[Leak]:

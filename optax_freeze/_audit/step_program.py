@@ -32,7 +32,8 @@ class Answer(NamedTuple):
       frozen: the parameters whose frozen elements differ.
       trainable: those whose trainable elements differ.
       state: those whose state differs.
-      other: whether anything else differs.
+      other: whether other state differs.
+      results: whether a result of the step beside its state differs.
       nan: whether a trainable element is NaN.
     """
 
@@ -40,6 +41,7 @@ class Answer(NamedTuple):
     trainable: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
     other: bool = False
+    results: bool = False
     nan: bool = False
 
     def __or__(self, other: "Answer") -> "Answer":  # type: ignore[override]
@@ -53,7 +55,7 @@ class Answer(NamedTuple):
     @property
     def is_read(self) -> bool:
         """Whether anything differs."""
-        return bool(self.leaves) or self.other
+        return bool(self.leaves) or self.other or self.results
 
 
 class Gradient(NamedTuple):
@@ -62,7 +64,12 @@ class Gradient(NamedTuple):
     leaf: int
     huge: Answer
     nan: Answer
-    flops: int  # of the operations that nothing else needs, except for gradients that were listed before
+    flops: int | None  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
+
+    @property
+    def for_results(self) -> bool:
+        """Whether only results beside the state read it."""
+        return not any(answer.leaves or answer.other for answer in (self.huge, self.nan))
 
 
 class StepProgram:
@@ -97,7 +104,7 @@ class StepProgram:
         self._live = _live(self._program.eqns, self._program.outputs)
         self.flops = flops_of_program(self._live)
         self._ends = self._ends_of_backward()
-        self.has_backward = any(map(_is_backward, self._live)) or bool(self._ends)
+        self.has_backward = any(_is_backward(eqn) or _contains_backward(eqn) for eqn in self._program.eqns)
         self.ambiguous: set[tuple[int, ...]] = set()
         self.trained: set[int] = set()
         self.gradients = self._gradients()
@@ -106,17 +113,27 @@ class StepProgram:
         """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads."""
         place = {k: n for n, k in enumerate(self._inputs)}
         reached = dependent(self._program, self._ends)
-        outs = zip(self._traced, self._program.outputs, strict=True)
-        updated = {self._leaf_of(k) for k, out in outs if isinstance(out, int) and out in reached}
+        backward = {
+            n for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn) for n in eqn.outputs
+        }
+        updated = {self._leaf_of(k) for k, out in self._outs.items() if out in reached}
         candidates = [i for i in self._step.params if not self._step.is_frozen(i) and i not in updated]
         return [
-            i for i in candidates if not dependent(self._program, [place[self._step.params[i]]]).isdisjoint(self._ends)
+            i for i in candidates if not dependent(self._program, [place[self._step.params[i]]]).isdisjoint(backward)
         ]
 
     def reads_gradients(self, i: int) -> bool:
         """Whether the new value of a parameter depends on any gradient."""
-        outs = dict(zip(self._traced, self._program.outputs, strict=True))
-        return outs.get(self._step.params[i]) in dependent(self._program, self._ends)
+        return self._outs.get(self._step.params[i]) in dependent(self._program, self._ends)
+
+    def reads_batch(self, i: int) -> bool:
+        """Whether the new value of a parameter depends on the batch."""
+        batch = [n for n, k in enumerate(self._inputs) if k >= len(self._step.start)]
+        return self._outs.get(self._step.params[i]) in dependent(self._program, batch)
+
+    @property
+    def _outs(self) -> dict[int, Any]:
+        return {k: n for k, n in zip(self._traced, self._program.outputs, strict=True) if isinstance(n, int)}
 
     def _leaf_of(self, k: int) -> int | None:
         """The parameter that the ``k``-th result of the step is, or is the state of."""
@@ -129,8 +146,7 @@ class StepProgram:
 
     def _ends_of_backward(self) -> set[int]:
         """The values of a backward pass that other operations read. Loops and branches may contain all of it."""
-        outs = zip(self._traced, self._program.outputs, strict=True)
-        outputs = {out for k, out in outs if isinstance(out, int) and k < len(self._step.start)}
+        outputs = {out for k, out in self._outs.items() if k < len(self._step.start)}
         read, made, around = set(), set(), set()
         for eqn in self._live:
             if not _is_backward(eqn):
@@ -138,6 +154,7 @@ class StepProgram:
                 around |= set(eqn.outputs) if _contains_backward(eqn) else set()
             else:
                 made |= set(eqn.outputs)
+        self._around = around
         self.hidden = not around.isdisjoint(outputs)
         ends = (made & (read | outputs)) | ((around & read) - outputs)
         return {n for n in ends if is_inexact(self._program.avals[n])}
@@ -177,7 +194,7 @@ class StepProgram:
             if any(answer.is_read for answer in answers):
                 cut.add(n)
                 left_over = flops_of_program(_live(self._program.eqns, self._program.outputs, cut))
-                gradients.append(Gradient(i, *answers, cost - left_over))
+                gradients.append(Gradient(i, *answers, None if n in self._around else cost - left_over))
                 cost = left_over
         return gradients
 
@@ -237,7 +254,8 @@ class StepProgram:
             if k in self._param_at:
                 answer |= Answer(frozenset({i} if frozen else ()), frozenset({i} if trainable else ()), nan=bool(nan))
             elif i is None:
-                answer |= Answer(other=bool(trainable))
+                is_state = k < len(self._step.start)
+                answer |= Answer(other=bool(trainable) and is_state, results=bool(trainable) and not is_state)
             elif trainable:
                 answer |= Answer(state=frozenset({i}))
         return answer
