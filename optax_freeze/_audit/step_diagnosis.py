@@ -37,8 +37,8 @@ TRAINS = diagnosis.TRAINS._replace(
     " place, or optax.masked was taken for a freeze: it passes the gradient on where its mask is False"
 )
 OTHER_SPEC = Cause(
-    "the optimizer state was created with another spec",
-    "convert it: opt_state = fz.migrate(opt_state, fz.freeze(tx, frozen), params), and use one spec everywhere",
+    "the state of fz.freeze has another spec",
+    "one spec everywhere; convert a state of an earlier run: fz.migrate(opt_state, fz.freeze(tx, frozen), params)",
 )
 SET = Cause(
     "a value from the batch, set outside of the optimizer",
@@ -201,6 +201,7 @@ def _moved_leaf(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[L
             yield leak(SET)
         elif differs:
             yield leak(OTHER_SPEC if path in step.trains_in_state else BATCH)
+            return
         elif decays or not reacts:
             yield leak(DECAY if decays else AFTER)
     if reacts:

@@ -112,10 +112,9 @@ class StepProgram:
     def untrained(self) -> list[int]:
         """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads."""
         place = {k: n for n, k in enumerate(self._inputs)}
-        reached = dependent(self._program, self._ends)
-        backward = {
-            n for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn) for n in eqn.outputs
-        }
+        around = [eqn for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn)]
+        backward = {n for eqn in around for n in eqn.outputs}
+        reached = dependent(self._program, backward)
         updated = {self._leaf_of(k) for k, out in self._outs.items() if out in reached}
         candidates = [i for i in self._step.params if not self._step.is_frozen(i) and i not in updated]
         return [

@@ -52,6 +52,7 @@ class Step:
         walk = _tree.walk(state)
         self.objects = bool(walk.variables)
         self._treedef, self._type = jax.tree.structure(state), type(state)
+        self._graph = _graph(state) if len({id(v) for _, v in walk.variables}) < len(walk.variables) else None
         self.paths = [path for path, value in zip(walk.paths, walk.values, strict=True) for _ in jax.tree.leaves(value)]
         self.start: State = list(map(copy, jax.tree.leaves(state)))
         own = self._state(self.start)
@@ -115,7 +116,10 @@ class Step:
         return jax.tree.leaves(new), jax.tree.leaves(others)
 
     def _state(self, leaves: State) -> PyTree:
-        return jax.tree.unflatten(self._treedef, leaves)
+        if self._graph is None:
+            return jax.tree.unflatten(self._treedef, leaves)
+        graphdef, structure, places = self._graph
+        return sys.modules["flax.nnx"].merge(graphdef, jax.tree.unflatten(structure, [leaves[k] for k in places]))
 
     def _new_state(self, out: Any, given: PyTree) -> tuple[PyTree, Any]:
         """The new state and the other results: of a tuple the first item, or the first of a state that is a tuple."""
@@ -163,7 +167,8 @@ class Step:
         own = {*self.params.values()}
         others = [k for k in range(len(self.start)) if k not in own and is_array(self.start[k])]
         unowned = [k for k in others if k not in self.entries or self.entries[k].leaf is None]
-        return [k for k in unowned if jnp.issubdtype(self.start[k].dtype, jnp.inexact) and is_frozen(self.paths[k])]
+        numbers = [k for k in unowned if np.ndim(self.start[k]) and jnp.issubdtype(self.start[k].dtype, jnp.inexact)]
+        return [k for k in numbers if is_frozen(self.paths[k])]
 
     def _find_entries(self, state: PyTree) -> None:
         """Finds the entries of all subtrees of the state without parameters."""
@@ -226,6 +231,16 @@ def _parameters(state: PyTree, params: Any) -> PyTree:
         expected = "the path of a subtree of the state"
         raise value_error("`params` matches nothing", at="params", got=repr(params), expected=expected, fix=fix)
     return found[0]
+
+
+def _graph(state: PyTree) -> Any:
+    """NNX objects with shared variables, which a pytree would repeat: their graph, and the positions of its leaves."""
+    graphdef, variables = sys.modules["flax.nnx"].split(state)
+    first: dict[int, int] = {}
+    for k, leaf in enumerate(jax.tree.leaves(state)):
+        first.setdefault(id(leaf), k)
+    leaves, structure = jax.tree.flatten(variables)
+    return graphdef, structure, [first[id(leaf)] for leaf in leaves]
 
 
 def _subtree(node: PyTree, path: str) -> list[PyTree]:

@@ -256,7 +256,7 @@ LEAKS = {
     ),
     "a resumed state of another spec": (
         another_spec,
-        [("moved", "encoder/kernel", "the optimizer state was created with another spec")],
+        [("moved", "encoder/kernel", "the state of fz.freeze has another spec")],
     ),
     "a product with a mask": (
         lambda: plain(
