@@ -86,12 +86,14 @@ def _program(step: Step, runs: Runs) -> "tuple[StepProgram | None, list[str]]":
     try:
         program = StepProgram(step, runs.given)
     except Exception as error:
-        return None, [f"the step cannot be traced ({type(error).__name__}: {in_one_line(error)[:100]}): {unknown}"]
+        return None, [f"the step cannot be traced ({type(error).__name__}: {in_one_line(error)[:60]}): {unknown}"]
     notes = []
     if not program.has_backward:
         notes.append(f"the program of the step has no backward pass of JAX: {unknown}")
     if program.hidden:
-        notes.append("a loop or a branch computes gradients and updates parameters: what reads these is not known")
+        notes.append(
+            "a loop, a branch or a shard_map computes gradients and new parameters: what reads these is not known"
+        )
     if program.ambiguous:
         shapes = ", ".join(map(str, sorted(program.ambiguous)))
         found = counted(len(program.ambiguous), "shape", "shapes")

@@ -25,18 +25,17 @@ class Leak(NamedTuple):
 
     Attributes:
       kind: ``"moved"``: a frozen element has an update; ``"changed"``: the update of trainable elements depends on
-        frozen ones; ``"gradient"``: a gradient of frozen elements is computed and used (only from
-        :func:`optax_freeze.audit_step`); ``"state"``: state is stored for frozen elements; ``"untrained"``: the
-        gradient of trainable elements affects neither updates nor state.
-      path: the leaf; for ``"changed"`` and ``"untrained"`` one with trainable elements; for an average or a statistic
-        that moved its path in the state of the step.
+        frozen ones; ``"gradient"``: a step uses the gradient of frozen elements; ``"state"``: state is stored for them;
+        ``"untrained"``: the gradient of trainable elements affects neither updates nor state.
+      path: the leaf; for ``"changed"`` and ``"untrained"`` one with trainable elements; of an average its path in the
+        state.
       cause: the most likely cause.
       got: what was observed.
       expected: what should have been observed.
       fix: what to do about it.
       elements: the number of elements concerned.
       nbytes: the bytes of the state.
-      flops: of a gradient, the operations that nothing else needs.
+      flops: what a gradient costs.
     """
 
     kind: Kind

@@ -6,17 +6,16 @@ Runs show which frozen bits move, with whatever part of the step. The program sh
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._audit import diagnosis
 from optax_freeze._audit.diagnosis import Cause, Kind, Leak, is_of_frozen
+from optax_freeze._audit.measurements import decay_rate, how_far, moved_elements
 from optax_freeze._audit.step_runs import State, Step, other_batch, other_values
 from optax_freeze._errors import counted, is_array
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import Part
-from optax_freeze._verify import bits as _bits
 
 if TYPE_CHECKING:
     from optax_freeze._audit.step_program import Gradient, StepProgram
@@ -122,7 +121,7 @@ class Runs:
             of_tree = [k for k in owned if step.tree(k) == tree]
             pairs = [(step.start[k], step.start[step.params[step.index_of[step.entries[k].leaf]]]) for k in of_tree]
             if all(np.shape(a) == np.shape(b) for a, b in pairs):
-                norms = [(_norm(jnp.asarray(a) - b), _norm(b)) for a, b in pairs]
+                norms = [(jnp.sum(jnp.abs(jnp.asarray(a) - b) ** 2), jnp.sum(jnp.abs(b) ** 2)) for a, b in pairs]
                 far, size = np.sum(norms, axis=0) if norms else (1, 0)
                 close |= set(of_tree) if far < 0.25 * size else set()
         close &= set(self.held)
@@ -136,30 +135,38 @@ class Runs:
         for k, value in own.items():
             i = step.index_of[step.entries[k].leaf]
             selection, position = step.plan.selections[i], step.params[i]
-            if _moved(far[k], equal[k], selection) and not _moved(values[position], equal[position], selection):
-                found[k] = (not _moved(value.astype(step.start[k].dtype), equal[k], selection), (value, equal[k]))
+            if moved_elements(far[k], equal[k], selection) and not moved_elements(
+                values[position], equal[position], selection
+            ):
+                found[k] = (
+                    not moved_elements(value.astype(step.start[k].dtype), equal[k], selection),
+                    (value, equal[k]),
+                )
         return found
 
     def differ(self, name: str, position: int, selection: Selection) -> bool:
         """Whether a frozen element has another value than in the first run, from the same start."""
         pairs = zip(self.given[1:], self.others[name][1:], strict=True)
-        return any(_moved(a[position], b[position], selection) for a, b in pairs)
+        return any(moved_elements(a[position], b[position], selection) for a, b in pairs)
 
     def moves(self, position: int, selection: Selection) -> dict[str, str]:
         """For each run in which a frozen element moves, how many do in which step, and how far."""
         found = {}
         for name, states in self.all.items():
             for n, state in enumerate(states[1:], 1):
-                if count := _moved(states[0][position], state[position], selection):
+                if count := moved_elements(states[0][position], state[position], selection):
                     with_other = f" with {name}" if name else ""
-                    far = _far(states[0][position], state[position], selection)
+                    far = how_far(states[0][position], state[position], selection)
                     found[name] = f"{count} frozen elements move in step {n}{with_other}{far}"
                     break
         return found
 
     def decays(self, position: int, selection: Selection) -> bool:
         """Whether a frozen leaf moves in proportion to itself, at one rate in two runs."""
-        rates = [_rate(self.all[name], position, selection) for name in ("", "other frozen values")]
+        rates = [
+            decay_rate(self.all[name][0][position], self.all[name][1][position], selection)
+            for name in ("", "other frozen values")
+        ]
         known = [rate for rate in rates if rate]
         return bool(known) and bool(np.allclose(known, known[0], rtol=0.1, atol=0))
 
@@ -217,7 +224,7 @@ def _moved_state(runs: Runs) -> Iterator[Leak]:
     for k, (keeps, (value, new)) in runs.averages.items():
         selection = step.plan.selections[step.index_of[step.entries[k].leaf]]
         if not keeps:
-            count, far = _moved(value.astype(new.dtype), new, selection), _far(value, new, selection)
+            count, far = moved_elements(value.astype(new.dtype), new, selection), how_far(value, new, selection)
             got = f"{count} elements of an average that equals the frozen value move in a step{far}"
             yield _leak("moved", AVERAGE, step.paths[k], got, count)
     for k in step.statistics():
@@ -281,40 +288,3 @@ def _held(runs: Runs) -> Iterator[Leak]:
 
 def _leak(kind: Kind, cause: Cause, path: str, got: str, elements: int, nbytes: int = 0, flops: int = 0) -> Leak:
     return Leak(kind, path, cause.name, got, _EXPECTED[kind], cause.fix, int(elements), nbytes, flops)
-
-
-def _moved(before: Any, after: Any, selection: Selection) -> int:
-    """How many frozen elements have other bits; all, if the shape or the dtype is another."""
-    if np.shape(before) != np.shape(after) or jnp.result_type(before) != jnp.result_type(after):
-        return max(int(np.size(after)), 1)
-    a, b, selection = _bits.placed(jnp.asarray(before), jnp.asarray(after), selection)
-    low, high = map(int, jax.device_get(_bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b))))))
-    return low + (high << 32)
-
-
-def _far(before: Any, after: Any, selection: Selection) -> str:
-    if np.shape(before) != np.shape(after):
-        return ", to another shape"
-    difference = jnp.abs(jnp.asarray(after) - jnp.asarray(before)).astype(jnp.float32)
-    largest = float(jnp.max(selection.choose(difference, jnp.zeros_like(difference)), initial=0))
-    return ", to NaN" if np.isnan(largest) else f", by up to {largest:.3g}" * bool(largest)
-
-
-def _rate(states: Sequence[State], position: int, selection: Selection) -> float:
-    """The rate at which a leaf moves in proportion to itself in one step, up to rounding; 0 if it does not."""
-    before, after = states[0][position], states[1][position]
-    if np.shape(before) != np.shape(after):
-        return 0.0
-    old, new = (np.asarray(x, np.float64) for x in (before, after))
-    chosen = np.asarray(selection.frozen(old.ndim)) & (old != 0)
-    old, moved = old[chosen], (new - old)[chosen]
-    if not old.size:
-        return 0.0
-    rate = float(np.sum(moved * old) / np.sum(old * old))
-    epsilon = float(jnp.finfo(jnp.result_type(before)).eps)
-    fits = np.abs(moved - rate * old) <= 2 * epsilon * np.abs(old)
-    return rate if abs(rate) < 1 and bool(fits.all()) else 0.0
-
-
-def _norm(value: Any) -> float:
-    return float(jnp.sum(jnp.abs(value) ** 2))

@@ -44,8 +44,10 @@ class Answer(NamedTuple):
     results: bool = False
     nan: bool = False
 
-    def __or__(self, other: "Answer") -> "Answer":  # type: ignore[override]
-        return Answer(*(a | b for a, b in zip(self, other, strict=True)))
+    def joined(self, other: "Answer") -> "Answer":
+        """What differs in one of two answers."""
+        sets = self.frozen | other.frozen, self.trainable | other.trainable, self.state | other.state
+        return Answer(*sets, self.other | other.other, self.results | other.results, self.nan | other.nan)
 
     @property
     def leaves(self) -> frozenset[int]:
@@ -193,7 +195,7 @@ class StepProgram:
             if any(answer.is_read for answer in answers):
                 cut.add(n)
                 left_over = flops_of_program(_live(self._program.eqns, self._program.outputs, cut))
-                gradients.append(Gradient(i, *answers, None if n in self._around else cost - left_over))
+                gradients.append(Gradient(i, answers[0], answers[1], None if n in self._around else cost - left_over))
                 cost = left_over
         return gradients
 
@@ -240,24 +242,27 @@ class StepProgram:
                 if i is not None:
                     new = jnp.where(self._step.mask(i), new, values[place])
                 outs = update([*values[:place], new, *values[place + 1 :]])
-                answer |= self._compare(outs, expected)
+                answer = answer.joined(self._compare(outs, expected))
             return answer
 
         return read
 
     def _compare(self, outs: Sequence[Any], expected: Sequence[Any]) -> Answer:
-        answer = Answer()
+        frozen, trainable, state, other = set(), set(), set(), set()
+        any_nan = False
         pairs = {k: pair for k, *pair in zip(self._traced, outs, expected, strict=True) if _is_number(pair[0])}
         for k, found in jax.device_get({k: _difference(*pair, self._mask_at(k)) for k, pair in pairs.items()}).items():
-            i, (frozen, trainable, nan) = self._leaf_of(k), found
+            at_frozen, elsewhere, nan = map(bool, found)
+            i = self._leaf_of(k)
             if k in self._param_at:
-                answer |= Answer(frozenset({i} if frozen else ()), frozenset({i} if trainable else ()), nan=bool(nan))
-            elif i is None:
-                is_state = k < len(self._step.start)
-                answer |= Answer(other=bool(trainable) and is_state, results=bool(trainable) and not is_state)
-            elif trainable:
-                answer |= Answer(state=frozenset({i}))
-        return answer
+                frozen |= {i} if at_frozen else set()
+                trainable |= {i} if elsewhere else set()
+                any_nan |= nan
+            elif elsewhere:
+                (other.add(k) if i is None else state.add(i))
+        numbers = len(self._step.start)
+        is_state, is_result = any(k < numbers for k in other), any(k >= numbers for k in other)
+        return Answer(frozenset(frozen), frozenset(trainable), frozenset(state), is_state, is_result, any_nan)
 
     def _mask_at(self, k: int) -> np.ndarray:
         return self._step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False)

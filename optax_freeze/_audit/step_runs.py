@@ -123,7 +123,7 @@ class Step:
 
     def _new_state(self, out: Any, given: PyTree) -> tuple[PyTree, Any]:
         """The new state and the other results: of a tuple the first item, or the first of a state that is a tuple."""
-        candidates = [(out, None)]
+        candidates: list[tuple[Any, Any]] = [(out, None)]
         if isinstance(out, (tuple, list)) and out:
             candidates.append((out[0], out[1:]))
             if self._type in (tuple, list):
@@ -148,7 +148,7 @@ class Step:
 
     def elements(self, i: int, *, frozen: bool) -> int:
         """The number of frozen, or of trainable, elements of a parameter."""
-        return int(np.sum(np.broadcast_to(self.mask(i), self.plan.leaves[i].shape) == frozen))
+        return int(np.sum(np.broadcast_to(self.mask(i), np.shape(self.start[self.params[i]])) == frozen))
 
     def statistics(self) -> list[int]:
         """The positions of numbers that belong to a module of which all parameters are frozen."""
