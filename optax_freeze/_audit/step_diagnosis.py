@@ -90,7 +90,7 @@ class Runs:
     def __init__(self, step: Step, steps: int) -> None:
         self.step = step
         self.held = [k for k in step.entries if self._is_held(k)]
-        self.averages = self._averages()
+        self.averages = self._averages(steps)
         inexact = [k for k in self.held if jnp.issubdtype(step.start[k].dtype, jnp.inexact)]
         moments = {k: jnp.asarray(step.start[k]) + 1 for k in inexact if k not in self.averages}
         self.states: dict[str, list[State]] = {
@@ -111,7 +111,7 @@ class Runs:
         i = step.owner(k)
         return i is not None and is_of_frozen(step.plan.selections[i], entry)
 
-    def _averages(self) -> dict[int, tuple[Any, Any]]:
+    def _averages(self, steps: int) -> dict[int, tuple[Any, Any]]:
         """State that is close to the parameters, and that follows a frozen value which does not move."""
         step, close = self.step, set()
         params = {k: step.params[i] for k in step.entries if (i := step.owner(k)) is not None}
@@ -124,8 +124,8 @@ class Runs:
             return {}
         values = other_values(step)
         own = {k: values[params[k]].astype(step.start[k].dtype) for k in close}
-        _, equal = step.run(1, values | own)
-        _, follows = step.run(1, {position: value * 1024 for position, value in values.items()} | own)
+        equal = step.run(steps, values | own)[-1]
+        follows = step.run(steps, {position: value * 1024 for position, value in values.items()} | own)[-1]
         return {
             k: (value, equal[k])
             for k, value in own.items()
@@ -205,7 +205,7 @@ def _moved_state(runs: Runs) -> Iterator[Leak]:
     step = runs.step
     for k, (value, new) in runs.averages.items():
         if count := moved_elements(value, new):
-            got = f"{count} elements of an average that equals the frozen value move in a step{how_far(value, new)}"
+            got = f"{count} elements of an average that equals the frozen value move in some steps{how_far(value, new)}"
             yield _leak("moved", AVERAGE, step.paths[k], got, count)
     for k in step.statistics():
         for count, got in [*runs.moves(k).values()][:1]:

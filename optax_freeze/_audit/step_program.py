@@ -134,6 +134,11 @@ class StepProgram:
         return {n for n in ends if is_inexact(self._program.avals[n])}
 
     def _gradients(self) -> list[Gradient]:
+        """The gradients of parameters with frozen elements.
+
+        The parameter that answers to the sign of a gradient owns it. If none does, it belongs to one that has the same
+        shape and no gradient yet, if all of these are frozen; the paths of two such gradients may be exchanged.
+        """
         step, shapes = self._step, {n: self._program.avals[n].shape for n in sorted(self._ends)}
         alike: dict[int, list[int]] = {}
         for n, shape in shapes.items():
@@ -154,7 +159,7 @@ class StepProgram:
         for n in sorted(alike.keys() - owners.keys()):
             left = [i for i in alike[n] if i not in owners.values()]
             answer = read(n, _filled(np.nan))
-            if len(own := leaves([answer], *_OF_LEAF)) == 1 and own <= {*alike[n]}:
+            if len(own := leaves([answer], *_OF_LEAF)) == 1 and own <= {*left}:
                 [owners[n]] = own
             elif left and (own or (("result", None) in answer and n not in self._around)):
                 if all(map(step.is_frozen, left)) and shapes[n] not in self.ambiguous:

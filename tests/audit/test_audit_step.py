@@ -429,6 +429,13 @@ def test_shared_nnx_variables_stay_shared():
     assert fz.audit_step(step, (model, optimizer), X, Y, params="0", frozen=FROZEN).ok
 
 
+def test_a_single_trainable_leaf_of_the_shape_of_a_frozen_one():
+    step, state = plain(clip(fz.freeze(ADAM, fz.only("head/bias"))))
+    report = fz.audit_step(step, state, X, Y, params="params", frozen=fz.only("head/bias"))
+    paths = {leak.path for leak in report.leaks if leak.kind == "gradient"}
+    assert paths == {"encoder/bias", "encoder/kernel", "head/kernel"}
+
+
 def test_the_state_is_not_changed():
     for made in (lambda: modules(False, ADAM), lambda: linen(True)):
         step, state = made()
