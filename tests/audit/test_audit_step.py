@@ -264,6 +264,14 @@ LEAKS = {
         ),
         [("moved", "encoder/kernel", "a product with zero: NaN * 0 is NaN")],
     ),
+    "noise": (
+        lambda: plain(optax.chain(FREEZE, optax.add_noise(0.1, 0.5, key=0))),
+        [("moved", "encoder/kernel", "another part of the step")],
+    ),
+    "a distance from the start": (
+        lambda: plain(optax.chain(optax.contrib.dog(1.0), fz.masked_zero_updates(FROZEN))),
+        [NORM, STATE],
+    ),
     "a clip of gradients from a scan": (lambda: microbatches(clip(FREEZE), jax.grad), [NORM, READ_BY_NORM]),
     "an NNX model that nothing freezes": (lambda: modules(False, ADAM), [TRAINS, STATE]),
 }
