@@ -217,6 +217,35 @@ _BY_FILE = {
             "tests/test_errors.py -k 'gradient and more'",
         ),
     ],
+    ("_program/trace.py", "tests/audit/test_audit_step.py"): [
+        ("placement = {} if enter_placed else params", "placement = params", "-k 'Linen or statistics'"),
+    ],
+    ("_audit/step_program.py", "tests/audit/test_audit_step.py"): [
+        ("read(n, np.negative)", "read(n, np.positive)", "-k masked"),
+        ("and own <= {*left}:", "and own <= {*alike[n]}:", "-k single_trainable"),
+        ("if all(map(step.is_frozen, left)) and", "if", "-k known"),
+        ("reached = dependent(self._program, backward)", "reached = set()", "-k right"),
+        ("around |= set(eqn.outputs) if _contains_backward(eqn) else set()", "pass", "-k scan"),
+        ('return {name for name, _ in self.huge | self.nan} <= {"result"}', "return False", "-k known"),
+    ],
+    ("_audit/step_diagnosis.py", "tests/audit/test_audit_step.py"): [
+        ("if moved_elements(follows[k], equal[k]) and", "if", "-k distance"),
+        ("if far < optax.tree.norm([b for _, b in pairs.values()]) / 2 else set()", "", "-k MultiSteps"),
+        ("jnp.asarray(step.start[k]) + 1", "jnp.ones_like(step.start[k])", "-k momentum"),
+        ("program.sets(i) and not", "not", "-k noise"),
+        ("OTHER_SPEC if path in step.trains_in_state else TRAINS if trains", "TRAINS if trains", "-k another"),
+        ("by_nan - by_size if spreads else by_nan", "by_size", "-k finite"),
+        ("k in step.kept or ", "", "-k freeze_when"),
+    ],
+    ("_audit/step_runs.py", "tests/audit/test_audit_step.py"): [
+        ("leaves, batch = list(map(copy, leaves)), jax.tree.map(copy, tuple(batch))", "pass", "-k partition"),
+        (
+            "_graph(state) if len({id(v) for _, v in walk.variables}) < len(walk.variables) else None",
+            "None",
+            "-k shared",
+        ),
+        ("if self.objects:\n            candidates.append((given, out))", "if False:\n            pass", "-k NNX"),
+    ],
     ("_program/by_row.py", "tests/gradient/test_from_the_host.py"): [
         ('if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:', "if False:", "-k 'Lookups and filled'"),
         ("and _count(indices) < operand.shape[0]", "", "-k as_many_tokens_as_rows"),
