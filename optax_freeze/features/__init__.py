@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import counted, described, in_one_line, is_array, type_error, value_error
+from optax_freeze._errors import counted, described, in_one_line, is_array, type_error, value_error, whole_number
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import absolute
-from optax_freeze.features._arrays import append, as_feature, on_host, open_array
+from optax_freeze.features._arrays import append, as_feature, by_example, on_host, open_array
 from optax_freeze.features._batches import computation
 from optax_freeze.features._record import (
     Record,
@@ -28,6 +28,7 @@ from optax_freeze.features._record import (
     refuse_other_batch,
     refuse_other_features,
     refuse_other_params,
+    refuse_other_variants,
     save,
 )
 
@@ -41,6 +42,7 @@ def write(
     batches: Iterable[Any],
     *others: Any,
     progress: bool = True,
+    variants: int = 1,
     **kwargs: Any,
 ) -> None:
     """Computes the features of every batch and stores them by example.
@@ -57,14 +59,19 @@ def write(
       *others: the other arguments of the function, in order, as for the first batch. Only their shapes are read, so
         they may be ``jax.ShapeDtypeStruct``; for a batch of another size, axes with one entry per example change.
       progress: whether to show a progress bar, on stderr.
+      variants: if more than 1, how many variants of each example to store, such as crops of an image, or one image with
+        several random keys. Each item of ``batches`` is then a list of as many batches: the same examples in the same
+        order, in each variant. Reading draws one of them for each example.
       **kwargs: more of the other arguments.
 
     Raises:
       ValueError: if ``once`` has no ``example_axis``; if the directory contains other files, or features of a different
-        base, spec, program or list of batches, which are not changed; if examples differ in shape; if a batch has no
-        examples, or a size that the other arguments cannot fit; if an array spans processes; if another process is
-        writing to the directory; and as ``before`` does.
-      TypeError: if ``once`` is not from ``fz.precompute``, or ``batches`` is not an iterable of batches.
+        base, spec, program, list of batches or number of variants, which are not changed; if examples differ in shape;
+        if a batch has no examples, or a size that the other arguments cannot fit; if the variants of a batch are not
+        as many as ``variants`` or differ in size; if an array spans processes; if another process is writing to the
+        directory; and as ``before`` does.
+      TypeError: if ``once`` is not from ``fz.precompute``, ``batches`` is not an iterable of batches, or ``variants``
+        is not an int.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax_freeze as fz
@@ -82,6 +89,7 @@ def write(
 
     where = absolute(directory, _CALLS, local=True)
     _refuse_other_once(once)
+    variants = whole_number("variants", variants, least=1, fix="give the number of batches in each item of `batches`")
     if is_array(batches) or isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
         expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
         raise type_error(
@@ -91,30 +99,33 @@ def write(
         leaves = base_of(params, once)
         record = read_record(where, or_none=True)
         if record:
+            refuse_other_variants(record, variants)
             refuse_other_params(record, leaves)
-        features_of = computation(once, params, others, kwargs)
+        features_of = computation(once, params, others, kwargs, variants)
         shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
         with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
             stores, waiting, count = [], None, 0
             done = len(record.batches) if record else 0
 
-            def store(digest: str, features: Features) -> None:
-                append(stores, record, [on_host(array, "the features") for array in features])
+            def store(digest: str, features: list[Features]) -> None:
+                on_hosts = [[on_host(array, "the features") for array in each] for each in features]
+                append(stores, record, [*map(by_example, zip(*on_hosts, strict=True))])
                 record.batches.append(digest)
                 save(where, record)
                 speed = bar.tasks[task].speed or 0
-                bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
+                bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0][0]):.3g} examples/s")
 
             for count, batch in enumerate(batches, 1):
                 digest, shapes, compute = features_of(batch, count)
-                record = record or begin(where, shapes, leaves)
+                record = record or begin(where, shapes, leaves, variants)
                 refuse_other_features(record, shapes, count)
                 if count <= done or record.complete:
                     refuse_other_batch(record, digest, count)
                     bar.advance(task)
                     continue
-                stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
+                size = len(shapes[0]) * variants
+                stores = stores or [open_array(where, record, i, size) for i in range(len(shapes))]
                 before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
                 if before:
                     store(*before)
@@ -133,7 +144,7 @@ def write(
 
 
 def read(
-    directory: str | os.PathLike[str], once: Precomputed | None = None, params: PyTree = None
+    directory: str | os.PathLike[str], once: Precomputed | None = None, params: PyTree = None, *, seed: int = 0
 ) -> "FeatureSequence":
     """Opens the features that :func:`write` stored.
 
@@ -142,6 +153,7 @@ def read(
       once: from :func:`optax_freeze.precompute`; necessary with ``params``.
       params: the full parameters. If the frozen ones differ from those that computed the features, an error is raised.
         If None, they are not compared.
+      seed: decides, with :meth:`FeatureSequence.epoch`, which variant of each example is read.
 
     Returns:
       A :class:`FeatureSequence`.
@@ -149,8 +161,8 @@ def read(
     Raises:
       FileNotFoundError: if there are no features.
       ValueError: if they are not complete, or damaged, or were written by a newer release; or if their base or spec
-        differs, in which case the error lists the leaves.
-      TypeError: if ``once`` is not from ``fz.precompute``.
+        differs, in which case the error lists the leaves; or if ``seed`` is negative.
+      TypeError: if ``once`` is not from ``fz.precompute``, or ``seed`` is not an int.
 
     Example:
       >>> import tempfile
@@ -169,6 +181,7 @@ def read(
         raise value_error("`params` was given without `once`", at="once", got="None", expected=expected, fix=fix)
     if once is not None:
         _refuse_other_once(once)
+    seed = whole_number("seed", seed, fix="seed=0")
     record = read_record(where)
     if not record.complete:
         got = f"{counted(len(record.batches), 'batch', 'batches')}, {record.examples} examples"
@@ -177,7 +190,7 @@ def read(
         raise value_error("the features are not complete", at=where, got=got, expected=expected, fix=fix)
     if once is not None and params is not None:
         refuse_other_params(record, base_of(params, once))
-    found = FeatureSequence(where, record)
+    found = FeatureSequence(where, record, seed)
     found._opened()
     return found
 
@@ -189,6 +202,9 @@ class FeatureSequence(Sequence[Features]):
     or an array of numbers gives these examples along the first axis, in this order. It can be a random-access source
     for data loaders, can be pickled, and can be read from any thread. Start worker processes with ``spawn`` or
     ``forkserver``: TensorStore does not allow ``fork``.
+
+    Of features written with several ``variants``, one variant of each example is read. :meth:`epoch` draws them anew;
+    for the same seed and epoch they are the same in every process, and do not depend on the order of reading.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax_freeze as fz
@@ -203,24 +219,46 @@ class FeatureSequence(Sequence[Features]):
       (5, Features((array([0., 0.], dtype=float32),)), (3, 2))
     """
 
-    def __init__(self, directory: str, record: Record) -> None:
-        self._directory, self._record = directory, record
+    def __init__(self, directory: str, record: Record, seed: int = 0, epoch: int = 0) -> None:
+        self._directory, self._record, self._seed, self._epoch = directory, record, seed, epoch
         self._leaves = tuple((leaf.path, leaf.struct) for leaf in record.leaves)
         self._stores: list[Any] | None = None
+        self._draws: np.ndarray | None = None  # of all examples
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{struct.dtype}{list(struct.shape)}" for struct in self._record.features)
-        return f"FeatureSequence({self._directory!r}, {len(self)} examples of {shapes})"
+        of = f", {self.variants} variants each: epoch {self._epoch} of seed {self._seed}" if self.variants > 1 else ""
+        return f"FeatureSequence({self._directory!r}, {len(self)} examples of {shapes}{of})"
 
     def __reduce__(self) -> Any:
-        return FeatureSequence, (self._directory, dataclasses.replace(self._record, batches=[]))
+        record = dataclasses.replace(self._record, batches=[])
+        return FeatureSequence, (self._directory, record, self._seed, self._epoch)
 
     def __len__(self) -> int:
         return self._record.examples
 
+    @property
+    def variants(self) -> int:
+        """The number of stored variants of each example."""
+        return self._record.variants
+
+    def epoch(self, number: int) -> "FeatureSequence":
+        """The same examples, with variants drawn for this epoch. Those that :func:`read` returns are of epoch 0."""
+        number = whole_number("number", number, fix="features.epoch(0)")
+        found = FeatureSequence(self._directory, self._record, self._seed, number)
+        found._stores = self._stores
+        return found
+
+    def drawn(self, index: Any) -> Any:
+        """The number of the variant of each example that ``features[index]`` reads: an int or an array."""
+        return self._drawn(self._chosen(index))
+
     def __getitem__(self, index: Any) -> Features:  # type: ignore[override]
         """The features of one example for an int; of several for a slice or ints."""
         chosen = self._chosen(index)
+        if self.variants > 1:
+            numbers = np.r_[chosen] if isinstance(chosen, slice) else chosen
+            chosen = numbers * self.variants + self._drawn(chosen)
         try:
             reads = [store[chosen].read() for store in self._opened()]
             arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._record.features, strict=True)]
@@ -245,6 +283,13 @@ class FeatureSequence(Sequence[Features]):
             raise IndexError(f"there is no example {wrong.flat[0]}: {len(self)} are stored")
         chosen = np.where(chosen < 0, chosen + len(self), chosen)
         return chosen if chosen.ndim else int(chosen)
+
+    def _drawn(self, chosen: Any) -> Any:
+        if self._draws is None:
+            draws = np.random.Philox([self._seed, self._epoch]).random_raw(len(self)) % self.variants
+            self._draws = draws.astype(np.min_scalar_type(self.variants))
+        drawn = self._draws[chosen].astype(int)
+        return drawn if drawn.ndim else int(drawn)
 
     def _opened(self) -> list[Any]:
         if self._stores is None:
