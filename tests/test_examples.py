@@ -122,7 +122,8 @@ def test_the_index_has_no_other_examples():
 
 OF_EPOCHS = (
     *("audit_a_training_script", "autofreeze", "freeze_a_backbone_linen", "freeze_a_backbone_nnx"),
-    *("freeze_at_construction", "gradual_unfreezing", "lora_and_frozen_base", "lottery_ticket", "train_on_features"),
+    *("freeze_at_construction", "gradual_unfreezing", "latent_diffusion", "lora_and_frozen_base", "lottery_ticket"),
+    "train_on_features",
 )
 SIZES = dict.fromkeys(OF_EPOCHS, "epochs") | {
     "finetune_digits": "draws",
@@ -172,6 +173,17 @@ def test_train_on_features(run, tmp_path):
     assert "stored: 1 array, 256.0 KiB" in output
     assert "features of 1792 images: 7.0 MiB" in output
     assert (tmp_path / "features.png").stat().st_size > 5000
+
+
+def test_latent_diffusion(run):
+    output = run("latent_diffusion", "--epochs", 12)
+    assert re.search(r"stored: 2 arrays, 4.0 KiB\n.*: split at .*\n.*: exp at ", output)
+    assert "first on its path that cannot be computed once:\n  mul at" in output
+    assert re.search("1792 examples .*, 3 variants each: epoch 0 of seed 0", output)
+    with_encoder, on_features = map(int, re.search(r"(\d+) MFLOP with the encoder, (\d+) MFLOP", output).groups())
+    assert on_features < 0.5 * with_encoder
+    assert differ_by("the 336 losses", output) < 1e-4
+    assert int(re.search(r"(\d+)% of 200 generated digits", output)[1]) > 40
 
 
 def test_new_token_rows(run):
