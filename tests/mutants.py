@@ -246,6 +246,18 @@ _BY_FILE = {
         ),
         ("if self.objects:\n            candidates.append((given, out))", "if False:\n            pass", "-k NNX"),
     ],
+    ("features/_arrays.py", "tests/test_features.py"): [
+        ("np.stack(variants, axis=1).reshape", "np.stack(variants, axis=0).reshape", "-k variants_that_were_stopped"),
+    ],
+    ("features/_sequence.py", "tests/test_features.py"): [
+        ("np.random.Philox([self._seed, self._epoch])", "np.random.Philox([self._seed + self._epoch])", "-k are_drawn"),
+        ("(self._directory, record, self._seed, self._epoch)", "(self._directory, record, self._seed)", "-k are_drawn"),
+        (
+            "np.r_[chosen] if isinstance(chosen, slice) else chosen",
+            "chosen if not isinstance(chosen, slice) else np.arange(chosen.stop - chosen.start)",
+            "-k one_variant_of_each",
+        ),
+    ],
     ("_program/by_row.py", "tests/gradient/test_from_the_host.py"): [
         ('if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:', "if False:", "-k 'Lookups and filled'"),
         ("and _count(indices) < operand.shape[0]", "", "-k as_many_tokens_as_rows"),
@@ -608,11 +620,20 @@ _BY_FILE = {
         ('for character in "*?[")', "for character in ())", "tests/test_checkpoint.py -k wildcards"),
     ],
     ("features/_batches.py", "tests/test_features.py"): [
+        ("    if len(shapes[0]) != len(first[0]):", "    if False:", "tests/test_errors.py -k 'Variants and other'"),
+        ("    if shapes.cut != first.cut:", "    if False:", "tests/test_errors.py -k 'seed and variant'"),
+        (
+            "not isinstance(item, (list, tuple)) or len(item) != variants:",
+            "not isinstance(item, (list, tuple)):",
+            "tests/test_errors.py -k 'Variants and missing'",
+        ),
+        ('return " ".join(digests), shapes[0]', "return digests[0], shapes[0]", "-k variants_that_were_stopped"),
         ("        if count == 0:\n", "        if count is False:\n", "-k batches_that_do_not_fit"),
         ("candidates if known is None else [known]:", "[self._shapes] if known is None else [known]:", "-k labels_fit"),
         ("if known is not None or len(errors) == 1:", "if known is not None or errors:", "-k batches_that_do_not_fit"),
     ],
     ("features/_record.py", "tests/test_features.py"): [
+        ("    if record.variants != variants:", "    if False:", "-k variants_that_were_stopped"),
         ("            os.unlink(file)", "            pass", "-k one_writer"),
         ("import filelock\n", "import fcntl, filelock\n", "tests/test_package.py -k declared"),
     ],

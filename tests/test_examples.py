@@ -168,6 +168,17 @@ def test_train_on_features(run, tmp_path):
     assert (tmp_path / "features.png").stat().st_size > 5000
 
 
+def test_latent_diffusion(run):
+    output = run("latent_diffusion", "--epochs", 8)
+    assert re.search(r"stored: 2 arrays, 4.0 KiB\n.*: split at .*\n.*: exp at ", output)
+    assert "first on its path that cannot be computed once:\n  mul at" in output
+    assert re.search("1792 examples .*, 3 variants each: epoch 0 of seed 0", output)
+    with_encoder, on_features = map(int, re.search(r"(\d+) MFLOP with the encoder, (\d+) MFLOP", output).groups())
+    assert on_features < 0.5 * with_encoder
+    assert differ_by("the 224 losses", output) < 1e-4
+    assert int(re.search(r"(\d+)% of 200 generated digits", output)[1]) > 40
+
+
 def test_new_token_rows(run):
     output = run("new_token_rows", "--steps", 60)
     before, after = numbers(output, "loss, nats per character")

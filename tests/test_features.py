@@ -264,6 +264,80 @@ def test_a_killed_process_leaves_complete_batches(tmp_path, computed):
     assert bits(features.read(directory, ONCE, PARAMS)[:]) == bits(of_all(BATCHES, ONCE, PARAMS))
 
 
+VIEWS = [[x, x + 1, -x] for x in X]
+SEEDS = [[(x, jax.random.split(jax.random.key(seed), len(x))) for seed in range(3)] for x in X]
+WITH_VARIANTS = {"two": (in_two, VIEWS), "random keys": (folded, SEEDS)}
+
+
+@pytest.fixture
+def of_views(tmp_path):
+    write(tmp_path / "views", batches=VIEWS, variants=3)
+    return tmp_path / "views"
+
+
+@pytest.mark.parametrize("name", WITH_VARIANTS)
+def test_one_variant_of_each_example_is_read(name, tmp_path):
+    loss, items = WITH_VARIANTS[name]
+    once = precomputed(loss=loss)
+    write(tmp_path, once, batches=items, variants=3)
+    stored = features.read(tmp_path, once, PARAMETERS, seed=1).epoch(4)
+    assert (len(stored), stored.variants) == (12, 3)
+    assert repr(stored).endswith(", 3 variants each: epoch 4 of seed 1)")
+    views = [of_all(batches, once) for batches in zip(*items, strict=True)]
+    assert bits(views[0]) != bits(views[1])
+    for chosen in (-5, slice(3, 9), slice(5, 1), [4, 4, -1, 2, 3, 0]):
+        drawn = stored.drawn(chosen)
+        number = np.arange(12)[chosen if isinstance(chosen, (int, slice)) else np.array(chosen, int)]
+        expected = jax.tree.map(lambda *arrays, at=(drawn, number): jnp.stack(arrays)[at], *views)
+        assert bits(stored[chosen]) == bits(expected)
+        assert np.shape(drawn) == np.shape(number)
+
+
+def test_variants_are_drawn_by_seed_epoch_and_example(of_views):
+    stored = features.read(of_views)
+    assert stored.drawn(slice(None)).tolist() == [1, 1, 1, 0, 2, 1, 2, 1, 1, 0, 0, 0]  # everywhere
+    order = np.random.default_rng(0).permutation(12)
+    for epoch, sequence in {0: stored, 2: stored.epoch(3).epoch(2)}.items():
+        drawn = sequence.drawn(slice(None))
+        again = pickle.loads(pickle.dumps(features.read(of_views, seed=0).epoch(epoch)))
+        assert again.drawn(order).tolist() == drawn[order].tolist() == [sequence.drawn(int(i)) for i in order]
+        assert bits(again[order]) == bits(jax.tree.map(lambda array: array[order], sequence[:]))
+    draws = [features.read(of_views, seed=s).epoch(e).drawn(range(12)) for s in (0, 1) for e in range(50)]
+    assert len({drawn.tobytes() for drawn in draws}) == 100
+    np.testing.assert_allclose(np.bincount(np.concatenate(draws)), 400, atol=60)  # 3.7 standard deviations
+
+
+def test_one_variant_is_always_drawn(stored):
+    found = features.read(stored, seed=5)
+    assert found.variants == 1
+    assert bits(found.epoch(7)[3:]) == bits(found[3:])
+    assert found.drawn([3, 4]).tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r"(?s)`number` must be a non-negative int.*got: -1"):
+        found.epoch(-1)
+    with pytest.raises(TypeError, match=r"(?s)`seed` must be a non-negative int.*got: 0.5"):
+        features.read(stored, seed=0.5)
+
+
+def test_variants_that_were_stopped_go_on(tmp_path, computed):
+    for stop in range(4):
+        with pytest.raises(InterruptedError):
+            write(tmp_path, batches=stopping(VIEWS, stop), variants=3)
+    before = content(tmp_path)
+    for items, variants, message in (
+        (X, 1, "different number of variants.*at: variants.*got: 1.*expected: 3"),
+        ([VIEWS[0], [VIEWS[1][0], VIEWS[1][2], VIEWS[1][1]]], 3, "a batch differs.*at: batch 2 of 2"),
+        ([VIEWS[0], [*VIEWS[1][:2], X[1] + 2]], 3, "a batch differs.*at: batch 2 of 2"),
+    ):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            write(tmp_path, batches=items, variants=variants)
+        assert content(tmp_path) == before
+    write(tmp_path, batches=VIEWS, variants=3)
+    assert computed == [15, 15, 6]
+    views = jnp.stack([of_all(batches)[0] for batches in zip(*VIEWS, strict=True)])
+    stored = features.read(tmp_path, SQUARED, PARAMETERS)
+    assert stored[:][0].tobytes() == views[stored.drawn(slice(None)), np.arange(12)].tobytes()
+
+
 def cubed(params, x):
     return jnp.mean((jnp.sin(x @ params["encoder"]) @ params["head"] - 1) ** 3)
 
@@ -455,6 +529,9 @@ DAMAGES = {
     "a dtype that is none": (edited(features=[{**SHAPE, "dtype": "float31"}]), "features.*float31"),
     "another shape": (edited(features=[SHAPE]), r"/0\n.*float32\[12, 8\].*float32\[12, 9\]"),
     "another dtype": (edited(features=[{**SHAPE, "shape": [8], "dtype": "int32"}]), r"/0\n.*float32.*int32"),
+    "no number of variants": (edited(variants=None), "features.json: variants"),
+    "zero variants": (edited(variants=0), "features.json: variants.*0.*1 or more"),
+    "more variants": (edited(variants=2), r"float32\[12, 8\].*float32\[24, 8\]"),
     "fewer examples": (edited(examples=11), r"float32\[12, 8\].*float32\[11, 8\]"),
     "more examples": (edited(examples=13), r"float32\[12, 8\].*float32\[13, 8\]"),
     "no array": (lambda path: shutil.rmtree(path / "0"), "zarr.json"),

@@ -7,18 +7,17 @@ the complete batches, so that a killed run continues where it stopped.
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
-from optax_freeze._errors import counted, described, in_one_line, is_array, type_error, value_error
+from optax_freeze._errors import counted, described, is_array, type_error, value_error, whole_number
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import absolute
 from optax_freeze.features import _record
-from optax_freeze.features._arrays import append, as_feature, on_host, open_array
+from optax_freeze.features._arrays import append, by_example, on_host, open_array
 from optax_freeze.features._batches import computation
+from optax_freeze.features._sequence import FeatureSequence as FeatureSequence
 
 _CALLS = "features.write(directory, once, params, batches), features.read(directory)"
 
@@ -30,6 +29,7 @@ def write(
     batches: Iterable[Any],
     *others: Any,
     progress: bool = True,
+    variants: int = 1,
     **kwargs: Any,
 ) -> None:
     """Computes the features of every batch and stores them by example.
@@ -46,14 +46,19 @@ def write(
       *others: the other arguments of the function, in order, as for the first batch. Only their shapes are read, so
         they may be ``jax.ShapeDtypeStruct``; for a batch of another size, axes with one entry per example change.
       progress: whether to show a progress bar, on stderr.
+      variants: if more than 1, how many variants of each example to store, such as crops of an image, or one image with
+        several random keys. Each item of ``batches`` is then a list of as many batches: the same examples in the same
+        order, in each variant. Reading draws one of them for each example.
       **kwargs: more of the other arguments.
 
     Raises:
       ValueError: if ``once`` has no ``example_axis``; if the directory contains other files, or features of a different
-        base, spec, program or list of batches, which are not changed; if examples differ in shape; if a batch has no
-        examples, or a size that the other arguments cannot fit; if an array spans processes; if another process is
-        writing to the directory; and as ``before`` does.
-      TypeError: if ``once`` is not from ``fz.precompute``, or ``batches`` is not an iterable of batches.
+        base, spec, program, list of batches or number of variants, which are not changed; if examples differ in shape;
+        if a batch has no examples, or a size that the other arguments cannot fit; if the variants of a batch are not
+        as many as ``variants`` or differ in size; if an array spans processes; if another process is writing to the
+        directory; and as ``before`` does.
+      TypeError: if ``once`` is not from ``fz.precompute``, ``batches`` is not an iterable of batches, or ``variants``
+        is not an int.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax_freeze as fz
@@ -71,6 +76,7 @@ def write(
 
     where = absolute(directory, _CALLS, local=True)
     _refuse_other_once(once)
+    variants = whole_number("variants", variants, least=1, fix="give the number of batches in each item of `batches`")
     if is_array(batches) or isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
         expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
         raise type_error(
@@ -80,30 +86,33 @@ def write(
         leaves = _record.base_of(params, once)
         record = _record.read_record(where, or_none=True)
         if record:
+            _record.refuse_other_variants(record, variants)
             _record.refuse_other_params(record, leaves)
-        features_of = computation(once, params, others, kwargs)
+        features_of = computation(once, params, others, kwargs, variants)
         shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
         with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
             stores, waiting, count = [], None, 0
             done = len(record.batches) if record else 0
 
-            def store(digest: str, features: Features) -> None:
-                append(stores, record, [on_host(array, "the features") for array in features])
+            def store(digest: str, features: list[Features]) -> None:
+                on_hosts = [[on_host(array, "the features") for array in each] for each in features]
+                append(stores, record, [*map(by_example, zip(*on_hosts, strict=True))])
                 record.batches.append(digest)
                 _record.save(where, record)
                 speed = bar.tasks[task].speed or 0
-                bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0]):.3g} examples/s")
+                bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0][0]):.3g} examples/s")
 
             for count, batch in enumerate(batches, 1):
                 digest, shapes, compute = features_of(batch, count)
-                record = record or _record.begin(where, shapes, leaves)
+                record = record or _record.begin(where, shapes, leaves, variants)
                 _record.refuse_other_features(record, shapes, count)
                 if count <= done or record.complete:
                     _record.refuse_other_batch(record, digest, count)
                     bar.advance(task)
                     continue
-                stores = stores or [open_array(where, record, i, len(shapes[0])) for i in range(len(shapes))]
+                size = len(shapes[0]) * variants
+                stores = stores or [open_array(where, record, i, size) for i in range(len(shapes))]
                 before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
                 if before:
                     store(*before)
@@ -122,8 +131,8 @@ def write(
 
 
 def read(
-    directory: str | os.PathLike[str], once: Precomputed | None = None, params: PyTree = None
-) -> "FeatureSequence":
+    directory: str | os.PathLike[str], once: Precomputed | None = None, params: PyTree = None, *, seed: int = 0
+) -> FeatureSequence:
     """Opens the features that :func:`write` stored.
 
     Args:
@@ -131,6 +140,7 @@ def read(
       once: from :func:`optax_freeze.precompute`; necessary with ``params``.
       params: the full parameters. If the frozen ones differ from those that computed the features, an error is raised.
         If None, they are not compared.
+      seed: decides, with :meth:`FeatureSequence.epoch`, which variant of each example is read.
 
     Returns:
       A :class:`FeatureSequence`.
@@ -138,8 +148,8 @@ def read(
     Raises:
       FileNotFoundError: if there are no features.
       ValueError: if they are not complete, or damaged, or were written by a newer release; or if their base or spec
-        differs, in which case the error lists the leaves.
-      TypeError: if ``once`` is not from ``fz.precompute``.
+        differs, in which case the error lists the leaves; or if ``seed`` is negative.
+      TypeError: if ``once`` is not from ``fz.precompute``, or ``seed`` is not an int.
 
     Example:
       >>> from optax_freeze import features
@@ -156,6 +166,7 @@ def read(
         raise value_error("`params` was given without `once`", at="once", got="None", expected=expected, fix=fix)
     if once is not None:
         _refuse_other_once(once)
+    seed = whole_number("seed", seed, fix="seed=0")
     record = _record.read_record(where)
     if not record.complete:
         got = f"{counted(len(record.batches), 'batch', 'batches')}, {record.examples} examples"
@@ -164,79 +175,9 @@ def read(
         raise value_error("the features are not complete", at=where, got=got, expected=expected, fix=fix)
     if once is not None and params is not None:
         _record.refuse_other_params(record, _record.base_of(params, once))
-    found = FeatureSequence(where, record)
+    found = FeatureSequence(where, record, seed)
     found._opened()
     return found
-
-
-class FeatureSequence(Sequence[Features]):
-    """Features on disk, of one example or of several; from :func:`read`.
-
-    ``features[3]`` is one example, without a batch axis: NumPy arrays, and JAX arrays for random keys. A slice
-    or an array of numbers gives these examples along the first axis, in this order. It can be a random-access source
-    for data loaders, can be pickled, and can be read from any thread. Start worker processes with ``spawn`` or
-    ``forkserver``: TensorStore does not allow ``fork``.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp, optax_freeze as fz
-      >>> from optax_freeze import features
-      >>> loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["encoder"]) @ params["head"])
-      >>> params = {"encoder": jnp.ones((4, 2)), "head": jnp.ones((2, 1))}
-      >>> once = fz.precompute(loss, "encoder", example_axis=0)
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     features.write(directory, once, params, [jnp.zeros((3, 4)), jnp.ones((2, 4))], progress=False)
-      ...     stored = features.read(directory)
-      ...     len(stored), stored[0], stored[1:4][0].shape
-      (5, Features((array([0., 0.], dtype=float32),)), (3, 2))
-    """
-
-    def __init__(self, directory: str, record: _record.Record) -> None:
-        self._directory, self._record = directory, record
-        self._leaves = tuple((leaf.path, leaf.struct) for leaf in record.leaves)
-        self._stores: list[Any] | None = None
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(f"{struct.dtype}{list(struct.shape)}" for struct in self._record.features)
-        return f"FeatureSequence({self._directory!r}, {len(self)} examples of {shapes})"
-
-    def __reduce__(self) -> Any:
-        return FeatureSequence, (self._directory, dataclasses.replace(self._record, batches=[]))
-
-    def __len__(self) -> int:
-        return self._record.examples
-
-    def __getitem__(self, index: Any) -> Features:  # type: ignore[override]
-        """The features of one example for an int; of several for a slice or ints."""
-        chosen = self._chosen(index)
-        try:
-            reads = [store[chosen].read() for store in self._opened()]
-            arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._record.features, strict=True)]
-        except ValueError as error:
-            raise _record.damaged(self._directory, in_one_line(error)) from error
-        return Features(arrays, self._record.cut, self._leaves)
-
-    def _chosen(self, index: Any) -> Any:
-        """The numbers of examples: an int, a slice of step 1, or an array."""
-        if isinstance(index, slice):
-            chosen = range(len(self))[index]
-            return slice(chosen.start, max(chosen.start, chosen.stop)) if chosen.step == 1 else np.array(chosen, int)
-        chosen = np.asarray(index)
-        chosen = chosen if chosen.size else chosen.astype(int)
-        if not np.issubdtype(chosen.dtype, np.integer) or chosen.ndim > 1:
-            fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
-            expected = "an int, a slice, or a list or an array of ints"
-            at, got = "features[...]", described(index)
-            raise type_error("the index does not select examples", at=at, got=got, expected=expected, fix=fix)
-        wrong = chosen[(chosen < -len(self)) | (chosen >= len(self))]
-        if wrong.size:
-            raise IndexError(f"there is no example {wrong.flat[0]}: {len(self)} are stored")
-        chosen = np.where(chosen < 0, chosen + len(self), chosen)
-        return chosen if chosen.ndim else int(chosen)
-
-    def _opened(self) -> list[Any]:
-        if self._stores is None:
-            self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._record.features))]
-        return self._stores
 
 
 def _refuse_other_once(once: Any) -> None:

@@ -17,18 +17,18 @@ _FILE_BYTES, _READ_BYTES = 2**20, 2**14
 
 
 def append(stores: list[Any], record: Record, arrays: Sequence[np.ndarray]) -> None:
-    start, stop = record.examples, record.examples + len(arrays[0])
+    start, stop = record.entries, record.entries + len(arrays[0])
     writes = []
     for i, array in enumerate(arrays):
         stores[i] = stores[i].resize(exclusive_max=[stop, *array.shape[1:]]).result()
         writes.append(stores[i][start:stop].write(array))
     for each in writes:
         each.result()
-    record.examples = stop
+    record.examples = stop // record.variants
 
 
 def open_array(where: str, record: Record, i: int, batch: int | None = None) -> Any:
-    """The array of a feature: to read it, or to write batches of about ``batch`` examples.
+    """The array of a feature: to read it, or to write about ``batch`` entries at a time.
 
     A file holds about 1 MiB, in blocks of about 16 KiB that are read one by one and have a checksum each. Files of
     zeros are written too: TensorStore otherwise omits them, and reads a missing file as zeros.
@@ -59,9 +59,9 @@ def open_array(where: str, record: Record, i: int, batch: int | None = None) -> 
         raise damaged(where, in_one_line(error)) from error
     stored = f"{store.dtype.name}{list(store.shape)}"
     fits = len(store.shape) == len(shape) + 1 and store.shape[1:] == shape and store.dtype.numpy_dtype == dtype
-    enough = fits and (store.shape[0] == record.examples if batch is None else store.shape[0] >= record.examples)
+    enough = fits and (store.shape[0] == record.entries if batch is None else store.shape[0] >= record.entries)
     if not enough:
-        expected = f"{ts.dtype(dtype).name}{[record.examples, *shape]}"
+        expected = f"{ts.dtype(dtype).name}{[record.entries, *shape]}"
         raise damaged(os.path.join(where, str(i)), stored, expected)
     return store
 
@@ -78,6 +78,14 @@ def as_feature(array: Any, struct: Any) -> Any:
     if is_key(struct):
         return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=key_impl(struct.dtype))
     return np.asarray(array)
+
+
+def by_example(variants: Sequence[np.ndarray]) -> np.ndarray:
+    """All variants of an example one after another, from arrays of one variant of each example."""
+    if len(variants) == 1:
+        return variants[0]
+    count, *shape = variants[0].shape
+    return np.stack(variants, axis=1).reshape(count * len(variants), *shape)
 
 
 def on_host(array: Any, what: str) -> np.ndarray:

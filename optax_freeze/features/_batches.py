@@ -18,8 +18,13 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze.features._arrays import on_host
 
 
-def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable:
-    """A function of a batch and its number, to its digest, the shapes of its features, and their computation."""
+def computation(
+    once: Precomputed, params: PyTree, others: Sequence[Any], kwargs: Mapping[str, Any], variants: int
+) -> Callable:
+    """A function of the variants of a batch and its number.
+
+    It returns their digests, the shapes of the features of one variant, and the computation of those of all.
+    """
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).selections
     structs = [*map(_tree.struct_of, values)]
@@ -39,7 +44,7 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
 
     jitted = jax.jit(before, static_argnums=2)
 
-    def prepare(batch: Any, number: int) -> tuple[str, Features, Callable[[], Features]]:
+    def prepare(batch: Any, at: str) -> tuple[str, Features, Callable[[], Features]]:
         leaves, structure = jax.tree.flatten(batch)
         # A loader may reuse the memory of a NumPy array for the next batch, while this one is computed.
         arrays = [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves if is_array(leaf)]
@@ -47,12 +52,43 @@ def computation(once: Precomputed, params: PyTree, others: Sequence[Any], kwargs
         hashed = hashlib.blake2b(repr([described(leaf) for leaf in leaves]).encode(), digest_size=16)
         for array in arrays:
             hashed.update(on_host(array, "a batch").tobytes())
-        found, shapes = beside.fitting(
-            arrays, number, lambda shapes: jitted.eval_shape(frozen, arrays, (static, shapes))
-        )
+        found, shapes = beside.fitting(arrays, at, lambda shapes: jitted.eval_shape(frozen, arrays, (static, shapes)))
         return hashed.hexdigest(), found, lambda: jitted(frozen, arrays, (static, shapes))
 
-    return prepare
+    def prepare_variants(item: Any, number: int) -> tuple[str, Features, Callable[[], list[Features]]]:
+        if variants == 1:
+            digest, shapes, compute = prepare(item, f"batch {number}")
+            return digest, shapes, lambda: [compute()]
+        if not isinstance(item, (list, tuple)) or len(item) != variants:
+            raise value_error(
+                "a batch is not given in all variants",
+                at=f"batch {number}",
+                got=f"{len(item)} variants" if isinstance(item, (list, tuple)) else described(item),
+                expected=f"a list of {variants}: this batch in each variant",
+                fix=f"[view(batch, i) for i in range({variants})] for each batch",
+            )
+        at = [f"batch {number}, variant {i}" for i in range(variants)]
+        digests, shapes, computes = zip(*map(prepare, item, at), strict=True)
+        for i, its in enumerate(shapes):
+            _refuse_other_variant(its, shapes[0], at[i])
+        return " ".join(digests), shapes[0], lambda: [compute() for compute in computes]
+
+    return prepare_variants
+
+
+def _refuse_other_variant(shapes: Features, first: Features, at: str) -> None:
+    if len(shapes[0]) != len(first[0]):
+        got, expected = f"{len(shapes[0])} examples", f"{len(first[0])}, as in variant 0"
+        fix = "give the same examples in the same order in every variant"
+        raise value_error("the variants of a batch differ in size", at=at, got=got, expected=expected, fix=fix)
+    if shapes.cut != first.cut:
+        raise value_error(
+            "the variants of a batch have different programs",
+            at=at,
+            got=f"the program {shapes.cut[:12]}",
+            expected=f"the program {first.cut[:12]} of variant 0: arrays of the same shapes, equal Python values",
+            fix="crop all views to one shape; give seeds as random keys, one for each example",
+        )
 
 
 class _Beside:
@@ -73,13 +109,13 @@ class _Beside:
         leaves = [jax.ShapeDtypeStruct(next(left), x.dtype) if is_array(x) else x for x in self._leaves]
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def fitting(self, batch: Sequence[Any], number: int, result: Callable[[Any], Features]) -> tuple[Features, Any]:
+    def fitting(self, batch: Sequence[Any], at: str, result: Callable[[Any], Features]) -> tuple[Features, Any]:
         """The result for the first shapes that fit a batch, in which axes with one entry per example have its size."""
         count = next((x.shape[self._axis] for x in batch if len(x.shape) > self._axis), None)
         if count == 0:
             got = f"an array of shape {tuple(batch[0].shape)}"
             expected, fix = f"at least one example along axis {self._axis}", "leave empty batches out"
-            raise value_error("a batch has no examples", at=f"batch {number}", got=got, expected=expected, fix=fix)
+            raise value_error("a batch has no examples", at=at, got=got, expected=expected, fix=fix)
         self._first = self._first or count or 0
         if count is None or count == self._first:
             return result(tuple(self._shapes)), tuple(self._shapes)
@@ -99,7 +135,7 @@ class _Beside:
         message = f"{type(errors[0]).__name__}: {in_one_line(errors[0])[:300]}"
         raise value_error(
             "the other arguments do not fit a batch of another size",
-            at=f"batch {number}",
+            at=at,
             got=f"{count} examples, and {self._first} in batch 1: {message}",
             expected="other arguments that fit batch 1, and a function of batches of any size",
             fix="name the arguments with one entry per example in `recurring`; a batch is then a tuple of all of these",

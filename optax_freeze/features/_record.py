@@ -26,9 +26,15 @@ class Record:
     leaves: list[base_record.LeafRecord]
     cut: str  # the digest of the program
     features: list[Any]  # the shape and dtype of each feature of one example
-    batches: list[str] = dataclasses.field(default_factory=list)  # the digests of those that are stored
+    variants: int = 1  # of each example
+    batches: list[str] = dataclasses.field(default_factory=list)  # the digests of the variants of each stored batch
     examples: int = 0
     complete: bool = False
+
+    @property
+    def entries(self) -> int:
+        """The stored variants of all examples; those of an example are one after another."""
+        return self.examples * self.variants
 
     def as_json(self) -> dict[str, Any]:
         leaves = [leaf.as_json() for leaf in self.leaves]
@@ -40,9 +46,9 @@ def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
     return base_record.leaf_records(params, full_plan(params, once.frozen))
 
 
-def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord]) -> Record:
+def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], variants: int) -> Record:
     os.makedirs(where, exist_ok=True)
-    record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes])
+    record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes], variants)
     save(where, record)
     return record
 
@@ -109,6 +115,7 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
         base_record.leaves_of_json(record["leaves"]),
         record["cut"].text(),
         [feature.struct() for feature in record["features"].items("arrays")],
+        record["variants"].number(1),
         [batch.text() for batch in record["batches"].items("digests")],
         record["examples"].number(),
         record["complete"].flag(),
@@ -118,6 +125,17 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
 def damaged(at: str, got: str, expected: str = "everything that features.write wrote") -> ValueError:
     fix = "write the features again, into another directory; or restore the files from a copy"
     return value_error("the features are damaged", at=at, got=got, expected=expected, fix=fix)
+
+
+def refuse_other_variants(record: Record, variants: int) -> None:
+    if record.variants != variants:
+        raise value_error(
+            "the stored features have a different number of variants",
+            at="variants",
+            got=str(variants),
+            expected=f"{record.variants}, as when these features were begun",
+            fix=f"give variants={record.variants}, or write into another directory",
+        )
 
 
 def refuse_other_params(record: Record, now: list[base_record.LeafRecord]) -> None:

@@ -173,6 +173,24 @@ class TestWhatIsStored:
             report = fz.precompute(loss, fz.only(*trains)).explain(params, TOKENS)
             assert [f.shape for f in report.features] == [shape]
 
+    @pytest.mark.parametrize("recurring", ["x", ("x", "keys")])
+    def test_mean_and_spread_unless_the_keys_of_the_samples_recur(self, recurring):
+        def loss(params, x, keys):
+            mean, log_variance = jnp.split(jnp.tanh(x @ params["encoder"]) @ params["middle"], 2, axis=-1)
+            noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
+            sample = mean + jnp.exp(0.5 * jnp.clip(log_variance, -30, 20)) * noise
+            return jnp.mean((sample @ params["head"][:8]) ** 2)
+
+        params, keys = PARAMS, jax.random.split(jax.random.key(4), (2, 32))
+        once = fz.precompute(loss, FROZEN, recurring, example_axis=0)
+        stored = {f.operation.split()[0]: f.shape for f in once.explain(params, X, keys[0]).features}
+        assert stored == ({"split": (32, 8), "exp": (32, 8)} if recurring == "x" else {"add": (32, 8)})
+        before = jax.jit(once.before)
+        features = before(params, X, keys[1])
+        assert (bits(features) == bits(before(params, X, keys[0]))) is (recurring == "x")
+        sampled = jax.jit(once.after)(once.needed(params, X, keys[1]), features, X, keys[1])
+        assert_equal_up_to_rounding(sampled, jax.jit(loss)(params, X, keys[1]))
+
     def test_the_last_of_equal_ones_and_the_narrowest(self):
         def narrow(params, x):
             h = jnp.maximum(x @ params["encoder"], 0).astype(jnp.bfloat16)
