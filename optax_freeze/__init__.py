@@ -69,9 +69,10 @@ from optax_freeze._precompute.precompute import precompute as precompute
 from optax_freeze._verify.assert_frozen import assert_frozen as assert_frozen
 from optax_freeze._verify.fingerprint import fingerprint as fingerprint
 
-# Finding leaks in an optimizer.
+# Finding leaks in an optimizer, or in a whole training step.
 from optax_freeze._audit.audit import Audit as Audit
 from optax_freeze._audit.audit import audit as audit
+from optax_freeze._audit.audit_step import audit_step as audit_step
 
 # The types in the signatures.
 from optax_freeze import typing as typing

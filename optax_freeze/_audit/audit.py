@@ -156,5 +156,6 @@ def _text(rows: list[Leak]) -> str:
     got = most.got
     if len(rows) > 1:
         got += f" ({most.path})" + f"; {sum(leak.nbytes for leak in rows):,} bytes in all" * (most.kind == "state")
+        got += f"; {sum(leak.flops for leak in rows):,} FLOPs in all" * (most.flops > 0)
     at = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return message(f"{most.kind}: {most.cause}", at=at, got=got, expected=most.expected, fix=most.fix)

@@ -17,7 +17,7 @@ from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry, entries_of
 from optax_freeze._state.own_states import outermost_states
 
-Kind: TypeAlias = Literal["moved", "changed", "state", "untrained"]
+Kind: TypeAlias = Literal["moved", "changed", "gradient", "state", "untrained"]
 
 
 class Leak(NamedTuple):
@@ -25,15 +25,17 @@ class Leak(NamedTuple):
 
     Attributes:
       kind: ``"moved"``: a frozen element has an update; ``"changed"``: the update of trainable elements depends on
-        frozen ones; ``"state"``: state is stored for frozen elements; ``"untrained"``: the gradient of trainable
-        elements affects neither updates nor state.
-      path: the leaf; for ``"changed"`` and ``"untrained"`` one with trainable elements.
+        frozen ones; ``"gradient"``: a step uses the gradient of frozen elements; ``"state"``: state is stored for them;
+        ``"untrained"``: the gradient of trainable elements affects neither updates nor state.
+      path: the leaf; for ``"changed"`` and ``"untrained"`` one with trainable elements; of an average its path in the
+        state.
       cause: the most likely cause.
       got: what was observed.
       expected: what should have been observed.
       fix: what to do about it.
       elements: the number of elements concerned.
       nbytes: the bytes of the state.
+      flops: what a gradient costs.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Leak(NamedTuple):
     fix: str
     elements: int
     nbytes: int = 0
+    flops: int = 0
 
 
 class Cause(NamedTuple):
@@ -275,12 +278,12 @@ def _frozen_state(simulation: Simulation) -> list[FrozenState]:
         if entry.leaf is None:
             if may_be_flat and value.shape[-1:] == (size,):
                 found.append(FrozenState(position, None, entry))
-        elif _is_of_frozen(simulation.plan.selections[simulation.index_of[entry.leaf]], entry):
+        elif is_of_frozen(simulation.plan.selections[simulation.index_of[entry.leaf]], entry):
             found.append(FrozenState(position, simulation.index_of[entry.leaf], entry))
     return found
 
 
-def _is_of_frozen(selection: Selection, entry: Entry) -> bool:
+def is_of_frozen(selection: Selection, entry: Entry) -> bool:
     value = entry.value
     if selection is FROZEN:
         is_number = entry.shape == () and jnp.issubdtype(value.dtype, jnp.inexact)

@@ -1,10 +1,14 @@
-"""What one update does to one leaf, in a few numbers, which are computed on the device."""
+"""What one update, or one step, does to one leaf, in a few numbers, which are computed on the device."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from optax_freeze._spec.selection import Selection
+from optax_freeze._verify import bits as _bits
 
 
 class Measurements(NamedTuple):
@@ -63,3 +67,36 @@ def _rate(update: jax.Array, param: jax.Array, where: jax.Array, tolerance: floa
     agree = jnp.isfinite(low) & (high - low <= tolerance * jnp.maximum(jnp.abs(low), jnp.abs(high)))
     not_proportional = where & (jnp.isnan(update) | ((param == 0) & (update != 0)))
     return jnp.where(agree & ~not_proportional.any(), low, 0)
+
+
+def moved_elements(before: Any, after: Any, selection: Selection) -> int:
+    """How many frozen elements have other bits; all, if the shape or the dtype is another."""
+    if np.shape(before) != np.shape(after) or jnp.result_type(before) != jnp.result_type(after):
+        return max(int(np.size(after)), 1)
+    a, b, selection = _bits.placed(jnp.asarray(before), jnp.asarray(after), selection)
+    low, high = map(int, jax.device_get(_bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b))))))
+    return low + (high << 32)
+
+
+def how_far(before: Any, after: Any, selection: Selection) -> str:
+    """The largest change of a frozen element, for a message."""
+    if np.shape(before) != np.shape(after):
+        return ", to another shape"
+    difference = jnp.abs(jnp.asarray(after) - jnp.asarray(before)).astype(jnp.float32)
+    largest = float(jnp.max(selection.choose(difference, jnp.zeros_like(difference)), initial=0))
+    return ", to NaN" if np.isnan(largest) else f", by up to {largest:.3g}" * bool(largest)
+
+
+def decay_rate(before: Any, after: Any, selection: Selection) -> float:
+    """The rate at which a leaf moves in proportion to itself in one step, up to rounding; 0 if it does not."""
+    if np.shape(before) != np.shape(after):
+        return 0.0
+    old, new = (np.asarray(x, np.float64) for x in (before, after))
+    chosen = np.asarray(selection.frozen(old.ndim)) & (old != 0)
+    old, moved = old[chosen], (new - old)[chosen]
+    if not old.size:
+        return 0.0
+    rate = float(np.sum(moved * old) / np.sum(old * old))
+    epsilon = float(jnp.finfo(jnp.result_type(before)).eps)
+    fits = np.abs(moved - rate * old) <= 2 * epsilon * np.abs(old)
+    return rate if abs(rate) < 1 and bool(fits.all()) else 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 from optax_freeze._program.dependence import programs_in
 from optax_freeze._program.tasks import Task
+from optax_freeze._program.trace import Equation
 
 _FREE = """
 bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice
@@ -23,6 +24,11 @@ def flops(eqns: Iterable[Any]) -> int:
     A ``while`` loop counts as one iteration, and a ``cond`` as its most expensive branch.
     """
     return sum(_of_operation(eqn, *([x.aval for x in each] for each in (eqn.invars, eqn.outvars))) for eqn in eqns)
+
+
+def flops_of_program(eqns: Iterable[Equation]) -> int:
+    """Counts the operations of a list of them without calls."""
+    return sum(_of_operation(eqn, eqn.avals_in, eqn.avals_out) for eqn in eqns)
 
 
 def flops_of_tasks(tasks: Iterable[Task]) -> int:

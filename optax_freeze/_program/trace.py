@@ -119,17 +119,20 @@ class Program(NamedTuple):
         return self.of_steps.get(number, number)
 
 
-def flatten(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
-    """Lists the operations of a jaxpr, those of calls included."""
+def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter_placed: bool = False) -> Program:
+    """Lists the operations of a jaxpr, those of calls included; ``enter_placed``: with shardings or donation, too."""
     program = Program([], {}, [], len(closed.in_avals), [], (), {})
     values = [program.add(aval) for aval in closed.in_avals]
-    program.outputs.extend(_Flatten(program, enter_remat).jaxpr(closed.jaxpr, closed.consts, values, None, None))
+    program.outputs.extend(
+        _Flatten(program, enter_remat, enter_placed).jaxpr(closed.jaxpr, closed.consts, values, None, None)
+    )
     return program
 
 
 class _Flatten(NamedTuple):
     program: Program
     enter_remat: bool
+    enter_placed: bool
 
     def jaxpr(
         self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], stack: Any, traceback: Any
@@ -148,7 +151,7 @@ class _Flatten(NamedTuple):
             inputs = tuple(map(read, eqn.invars))
             here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
             line = traceback or eqn.source_info.traceback
-            called = inner_program(eqn, self.enter_remat)
+            called = inner_program(eqn, self.enter_remat, self.enter_placed)
             name, params = operation_of(eqn)
             if called is not None:
                 scope = "checkpoint" if name in _REMAT else params.get("name")
@@ -185,7 +188,7 @@ class _Flatten(NamedTuple):
         return tuple(new)
 
 
-def inner_program(eqn: Any, enter_remat: bool) -> ClosedJaxpr | None:
+def inner_program(eqn: Any, enter_remat: bool, enter_placed: bool) -> ClosedJaxpr | None:
     """The program of a call that can be replaced by its operations, or None."""
     name, params = operation_of(eqn)
     if name in _REMAT and enter_remat:
@@ -193,7 +196,8 @@ def inner_program(eqn: Any, enter_remat: bool) -> ClosedJaxpr | None:
     if name not in _CALLS:
         return None
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    if any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ())):
+    placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ()))
+    if placed and not enter_placed:
         return None
     return ClosedJaxpr(*opened(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]))
 

@@ -97,15 +97,15 @@ def no_match(pattern: str, paths: Sequence[str], *, is_regex: bool) -> ValueErro
         got, expected = "a single leaf, not a tree", "a tree of parameters"
         fix = "check the order of the arguments; if the parameters are not the first argument of the loss, pass argnums"
     elif is_regex:
-        fix = f"nearest paths: {_nearest(pattern, paths)}; a regex must match the whole path: '.*/kernel'"
+        fix = f"nearest paths: {nearest(pattern, paths)}; a regex must match the whole path: '.*/kernel'"
     else:
-        fix = _meant(pattern, paths) or f"nearest paths: {_nearest(pattern, paths)}"
+        fix = _meant(pattern, paths) or f"nearest paths: {nearest(pattern, paths)}"
     return value_error(
         f"the pattern {pattern!r} matches no leaf", at=repr(pattern), got=got, expected=expected, fix=fix
     )
 
 
-def _nearest(pattern: str, paths: Sequence[str]) -> str:
+def nearest(pattern: str, paths: Sequence[str]) -> str:
     above = {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)}
     near = difflib.get_close_matches(pattern.rstrip("/*"), sorted(above), n=3, cutoff=0.5)
     return ", ".join(near or paths[:3]) or "none"

@@ -1,0 +1,105 @@
+"""Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it and reads its program."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from optax_freeze._audit.audit import Audit
+from optax_freeze._audit.step_diagnosis import Runs, leaks_of
+from optax_freeze._audit.step_runs import Step
+from optax_freeze._errors import counted, described, in_one_line, type_error, whole_number
+from optax_freeze._spec.resolve import Spec
+from optax_freeze._spec.selection import TRAINABLE
+from optax_freeze._spec.tree import PyTree
+
+if TYPE_CHECKING:
+    from optax_freeze._audit.step_program import StepProgram
+
+
+def audit_step(
+    step: Callable[..., Any],
+    state: PyTree,
+    *batch: Any,
+    params: str | Callable[[Any], Any],
+    frozen: Spec,
+    steps: int = 3,
+) -> Audit:
+    """Finds out whether a training step freezes what it should, and how to fix it if not.
+
+    :func:`optax_freeze.audit` sees an optimizer; leaks are also in the step around it: weight decay after a
+    ``stop_gradient``, a router's bias that is set outside of the optimizer, an average that rounds, statistics. The
+    step runs a few times from copies of the state: as it is, with another batch, with other frozen values, and with
+    another state of frozen elements. No frozen bit may change. Then the program of the step is traced. It shows
+    which gradients of frozen parameters are computed, what they cost, and what reads them.
+
+    Args:
+      step: called as ``step(state, *batch)``, returns the new state or a tuple that begins with it. NNX objects may be
+        changed in place instead. It may be jitted and donate its arguments, which are copied.
+      state: any pytree, a Flax ``TrainState``, or NNX objects such as ``(model, optimizer)``. It is not changed.
+      *batch: the other arguments.
+      params: the path of the parameters in the state (``"params"``; of an NNX module its ``nnx.Param`` are meant), or a
+        function that selects them, ``lambda state: state.params``.
+      frozen: the spec of the parameters that should be frozen, in any form.
+      steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
+
+    Returns:
+      An :class:`Audit`: true if there is no leak. Its ``note`` says what could not be known.
+
+    Raises:
+      ValueError: if ``params`` matches nothing, the spec does not fit or freezes everything, ``steps`` is less than 1,
+        or the step returns a state of another structure.
+      TypeError: if ``step`` is not a function, does not return a state, or ``steps`` is not an int. Errors of the step
+        are passed on, with a note.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_freeze as fz
+      >>> tx = optax.adamw(0.1)
+      >>> @jax.jit
+      ... def step(state, batch):
+      ...     def loss(params):
+      ...         return jnp.mean((jax.lax.stop_gradient(params["encoder"]) * params["head"] - batch) ** 2)
+      ...     value, grads = jax.value_and_grad(loss)(state["params"])
+      ...     updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+      ...     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+      >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(3)}
+      >>> state = {"params": params, "opt_state": tx.init(params)}
+      >>> audit = fz.audit_step(step, state, jnp.zeros(3), params="params", frozen="encoder")
+      >>> [(leak.kind, leak.path, leak.cause) for leak in audit.leaks][::2]
+      [('moved', 'encoder', 'weight decay'), ('state', 'encoder', 'state for frozen elements')]
+    """
+    if not callable(step):
+        expected, fix = "a function step(state, *batch)", "fz.audit_step(step, state, *batch, params=..., frozen=...)"
+        raise type_error("`step` is not a function", at="step", got=described(step), expected=expected, fix=fix)
+    steps = whole_number("steps", steps, least=1, fix="steps=3")
+    audited = Step(step, state, batch, params, frozen)
+    runs = Runs(audited, steps)
+    program, notes = _program(audited, runs)
+    selections = audited.plan.selections
+    in_part_or_whole = sum(selection is not TRAINABLE for selection in selections)
+    return Audit(tuple(leaks_of(runs, program)), len(selections), in_part_or_whole, steps, "; ".join(notes))
+
+
+def _program(step: Step, runs: Runs) -> "tuple[StepProgram | None, list[str]]":
+    """The program of a step, if it can be read, and what is not known."""
+    from optax_freeze._audit.step_program import StepProgram  # loads jax.extend, which takes longer than this library
+
+    unknown = "which gradients are computed, and what reads them, is not known"
+    try:
+        program = StepProgram(step, runs.given)
+    except Exception as error:
+        return None, [f"the step cannot be traced ({type(error).__name__}: {in_one_line(error)[:60]}): {unknown}"]
+    notes = []
+    if not program.has_backward:
+        notes.append(f"the program of the step has no backward pass of JAX: {unknown}")
+    if program.hidden:
+        notes.append(
+            "a loop, a branch or a shard_map computes gradients and new parameters: what reads these is not known"
+        )
+    if program.ambiguous:
+        shapes = ", ".join(map(str, sorted(program.ambiguous)))
+        found = counted(len(program.ambiguous), "shape", "shapes")
+        notes.append(f"gradients of {found} may belong to several parameters, and are not judged: {shapes}")
+    if seen := [g for g in program.gradients if g.for_results]:
+        leaves = counted(len(seen), "frozen leaf", "frozen leaves")
+        flops = f"{sum(g.flops or 0 for g in seen):,} of {program.flops:,} FLOPs"
+        notes.append(f"gradients of {leaves} are computed only for results beside the state ({flops})")
+    return program, notes

@@ -1,0 +1,305 @@
+"""The gradients in the program of a training step: which are computed, of which parameters, and what reads them.
+
+JAX marks the operations of a backward pass by ``transpose(...)`` in their name stack. A gradient is a value that such
+an operation computes, and that an operation after the backward pass reads. The program after it is evaluated with one
+of these values changed, and the results that change read it. Norms and finite checks do not depend on a sign, so only
+the update and the state of the parameter itself change with the sign of its gradient.
+"""
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._audit.step_runs import State, Step
+from optax_freeze._errors import is_array
+from optax_freeze._precompute.flops import flops_of_program
+from optax_freeze._program.dependence import dependent, programs_in
+from optax_freeze._program.trace import Equation, flatten, is_inexact
+from optax_freeze._program.traced_function import as_argument
+
+HUGE = 1e15
+
+
+class Answer(NamedTuple):
+    """Which results of a step differ with another gradient. Parameters are numbered as in the plan.
+
+    Attributes:
+      frozen: the parameters whose frozen elements differ.
+      trainable: those whose trainable elements differ.
+      state: those whose state differs.
+      other: whether other state differs.
+      results: whether a result of the step beside its state differs.
+      nan: whether a trainable element is NaN.
+    """
+
+    frozen: frozenset[int] = frozenset()
+    trainable: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
+    other: bool = False
+    results: bool = False
+    nan: bool = False
+
+    def joined(self, other: "Answer") -> "Answer":
+        """What differs in one of two answers."""
+        sets = self.frozen | other.frozen, self.trainable | other.trainable, self.state | other.state
+        return Answer(*sets, self.other | other.other, self.results | other.results, self.nan | other.nan)
+
+    @property
+    def leaves(self) -> frozenset[int]:
+        """All parameters that differ, or whose state does."""
+        return self.frozen | self.trainable | self.state
+
+    @property
+    def is_read(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.leaves) or self.other or self.results
+
+
+class Gradient(NamedTuple):
+    """The gradient of a parameter with frozen elements, and what differs with other values at these elements."""
+
+    leaf: int
+    huge: Answer
+    nan: Answer
+    flops: int | None  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
+
+    @property
+    def for_results(self) -> bool:
+        """Whether only results beside the state read it."""
+        return not any(answer.leaves or answer.other for answer in (self.huge, self.nan))
+
+
+class StepProgram:
+    """The program of one step.
+
+    Attributes:
+      flops: of a step.
+      has_backward: whether there is a backward pass.
+      hidden: whether a loop or a branch contains both gradients and the new state.
+      ambiguous: the shapes of gradients that may belong to several parameters.
+      trained: the parameters whose update changes with the sign of their gradient.
+      gradients: the gradients of parameters with frozen elements that something reads.
+    """
+
+    def __init__(self, step: Step, states: Sequence[State]) -> None:
+        self._step, self._states = step, states[:-1]
+        flat, structure = jax.tree.flatten((step.start, step.batch))
+        self._inputs = [k for k, value in enumerate(flat) if is_array(value)]
+        self._traced: list[int] = []
+
+        def traced(*arrays: Any) -> list[Any]:
+            filled = list(flat)
+            for k, array in zip(self._inputs, arrays, strict=True):
+                filled[k] = array
+            new, others = step(*jax.tree.unflatten(structure, filled), copies=False)
+            outs = [*new, *others]
+            self._traced = [k for k, out in enumerate(outs) if isinstance(out, Tracer)]
+            return [outs[k] for k in self._traced]
+
+        closed = jax.make_jaxpr(traced)(*(as_argument(flat[k]) for k in self._inputs))
+        self._program = flatten(closed, enter_placed=True)
+        self._live = _live(self._program.eqns, self._program.outputs)
+        self.flops = flops_of_program(self._live)
+        self._ends = self._ends_of_backward()
+        self.has_backward = any(_is_backward(eqn) or _contains_backward(eqn) for eqn in self._program.eqns)
+        self.ambiguous: set[tuple[int, ...]] = set()
+        self.trained: set[int] = set()
+        self.gradients = self._gradients()
+
+    def untrained(self) -> list[int]:
+        """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads."""
+        place = {k: n for n, k in enumerate(self._inputs)}
+        around = [eqn for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn)]
+        backward = {n for eqn in around for n in eqn.outputs}
+        reached = dependent(self._program, backward)
+        updated = {self._leaf_of(k) for k, out in self._outs.items() if out in reached}
+        candidates = [i for i in self._step.params if not self._step.is_frozen(i) and i not in updated]
+        return [
+            i for i in candidates if not dependent(self._program, [place[self._step.params[i]]]).isdisjoint(backward)
+        ]
+
+    def reads_gradients(self, i: int) -> bool:
+        """Whether the new value of a parameter depends on any gradient."""
+        return self._outs.get(self._step.params[i]) in dependent(self._program, self._ends)
+
+    def reads_batch(self, i: int) -> bool:
+        """Whether the new value of a parameter depends on the batch."""
+        batch = [n for n, k in enumerate(self._inputs) if k >= len(self._step.start)]
+        return self._outs.get(self._step.params[i]) in dependent(self._program, batch)
+
+    @property
+    def _outs(self) -> dict[int, Any]:
+        return {k: n for k, n in zip(self._traced, self._program.outputs, strict=True) if isinstance(n, int)}
+
+    def _leaf_of(self, k: int) -> int | None:
+        """The parameter that the ``k``-th result of the step is, or is the state of."""
+        entry = self._step.entries.get(k) if k < len(self._step.start) else None
+        return self._param_at.get(k) if entry is None else self._step.index_of.get(str(entry.leaf))
+
+    @functools.cached_property
+    def _param_at(self) -> dict[int, int]:
+        return {position: i for i, position in self._step.params.items()}
+
+    def _ends_of_backward(self) -> set[int]:
+        """The values of a backward pass that other operations read. Loops and branches may contain all of it."""
+        outputs = {out for k, out in self._outs.items() if k < len(self._step.start)}
+        read, made, around = set(), set(), set()
+        for eqn in self._live:
+            if not _is_backward(eqn):
+                read |= set() if "jvp(" in str(eqn.source.name_stack) else eqn.reads
+                around |= set(eqn.outputs) if _contains_backward(eqn) else set()
+            else:
+                made |= set(eqn.outputs)
+        self._around = around
+        self.hidden = not around.isdisjoint(outputs)
+        ends = (made & (read | outputs)) | ((around & read) - outputs)
+        return {n for n in ends if is_inexact(self._program.avals[n])}
+
+    def _gradients(self) -> list[Gradient]:
+        step = self._step
+        shapes = {i: step.plan.leaves[i].shape for i in step.params}
+        alike = {n: [i for i in shapes if self._fits(n, shapes[i])] for n in sorted(self._ends)}
+        alike = {n: found for n, found in alike.items() if not set(found).isdisjoint(step.frozen)}
+        if not alike:
+            return []
+        read = self._reader(list(alike))
+        owners: dict[int, int] = {}
+        for n, found in alike.items():
+            if own := read(n, np.negative).leaves & {*found}:
+                if len(own) == 1:
+                    [owners[n]] = own
+                    self.trained |= own & read(n, np.negative).frozen
+                else:
+                    self.ambiguous.add(self._program.avals[n].shape)
+        for n in alike.keys() - owners.keys():
+            left = [i for i in alike[n] if i not in owners.values()]
+            answer = read(n, lambda x: jnp.full_like(x, jnp.nan))
+            if len(own := answer.leaves & {*alike[n]}) == 1 and answer.leaves == own:
+                [owners[n]] = own
+            elif answer.is_read and left and self._program.avals[n].shape not in self.ambiguous:
+                if all(map(step.is_frozen, left)):
+                    owners[n] = left[0]
+                else:
+                    self.ambiguous.add(self._program.avals[n].shape)
+        gradients, cut = [], set()
+        cost = self.flops
+        for n, i in sorted(owners.items()):
+            if i not in step.frozen:
+                continue
+            answers = [read(n, functools.partial(jnp.full_like, fill_value=fill), i) for fill in (HUGE, np.nan)]
+            if any(answer.is_read for answer in answers):
+                cut.add(n)
+                left_over = flops_of_program(_live(self._program.eqns, self._program.outputs, cut))
+                gradients.append(Gradient(i, answers[0], answers[1], None if n in self._around else cost - left_over))
+                cost = left_over
+        return gradients
+
+    def _fits(self, n: int, shape: Any) -> bool:
+        """Whether a value has the shape of a parameter, or one for each example."""
+        return self._program.avals[n].shape == shape or self._program.avals[n].shape[1:] == shape
+
+    def _reader(self, ends: list[int]) -> Any:
+        """Returns a function from a gradient and a change of it, at the frozen elements of a leaf or everywhere.
+
+        The backward pass is evaluated once for each step.
+        """
+        program = self._program
+        reached = dependent(program, ends)
+        after = [eqn for eqn in self._live if not reached.isdisjoint(eqn.outputs)]
+        later = {n for eqn in after for n in eqn.outputs} | {*ends}
+        outputs = [out for out in program.outputs if isinstance(out, int)]
+        passed = sorted(({n for eqn in after for n in eqn.reads} | {*outputs}) - later)
+        before = _live(program.eqns, [*passed, *ends])
+
+        @jax.jit
+        def backward(inputs: Sequence[Any]) -> list[Any]:
+            env = {**program.consts, **dict(enumerate(inputs))}
+            _evaluate(before, env)
+            return [env[n] for n in (*passed, *ends)]
+
+        @jax.jit
+        def update(values: Sequence[Any]) -> list[Any]:
+            env = dict(zip((*passed, *ends), values, strict=True))
+            _evaluate(after, env, keep=ends)
+            return [env[n] if isinstance(n, int) else jnp.asarray(n.val) for n in program.outputs]
+
+        points = []
+        for leaves in self._states:
+            flat = jax.tree.leaves((leaves, self._step.batch))
+            values = backward([flat[k] for k in self._inputs])
+            points.append((values, update(values)))
+
+        @functools.cache
+        def read(n: int, change: Any, i: int | None = None) -> Answer:
+            place, answer = len(passed) + ends.index(n), Answer()
+            for values, expected in points:
+                new = jnp.asarray(change(values[place]), values[place].dtype)
+                if i is not None:
+                    new = jnp.where(self._step.mask(i), new, values[place])
+                outs = update([*values[:place], new, *values[place + 1 :]])
+                answer = answer.joined(self._compare(outs, expected))
+            return answer
+
+        return read
+
+    def _compare(self, outs: Sequence[Any], expected: Sequence[Any]) -> Answer:
+        frozen, trainable, state, other = set(), set(), set(), set()
+        any_nan = False
+        pairs = {k: pair for k, *pair in zip(self._traced, outs, expected, strict=True) if _is_number(pair[0])}
+        for k, found in jax.device_get({k: _difference(*pair, self._mask_at(k)) for k, pair in pairs.items()}).items():
+            at_frozen, elsewhere, nan = map(bool, found)
+            i = self._leaf_of(k)
+            if k in self._param_at:
+                frozen |= {i} if at_frozen else set()
+                trainable |= {i} if elsewhere else set()
+                any_nan |= nan
+            elif elsewhere:
+                (other.add(k) if i is None else state.add(i))
+        numbers = len(self._step.start)
+        is_state, is_result = any(k < numbers for k in other), any(k >= numbers for k in other)
+        return Answer(frozenset(frozen), frozenset(trainable), frozenset(state), is_state, is_result, any_nan)
+
+    def _mask_at(self, k: int) -> np.ndarray:
+        return self._step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False)
+
+
+def _is_backward(eqn: Equation) -> bool:
+    return "transpose(" in str(eqn.source.name_stack) or eqn.primitive.name == "add_any"
+
+
+def _contains_backward(eqn: Any) -> bool:
+    inner = [each for program in programs_in(eqn) for each in program.eqns]
+    return any("transpose(" in str(each.source_info.name_stack) or _contains_backward(each) for each in inner)
+
+
+def _live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int] = ()) -> list[Equation]:
+    """The operations that some values need."""
+    wanted, found = {n for n in outputs if isinstance(n, int)} - {*given}, []
+    for eqn in reversed([*eqns]):
+        if not wanted.isdisjoint(eqn.outputs):
+            found.append(eqn)
+            wanted |= eqn.reads - {*given}
+    return found[::-1]
+
+
+def _evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:
+    for eqn in eqns:
+        with eqn.context.manager:
+            outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
+        env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)
+
+
+def _is_number(value: Any) -> bool:
+    return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+@jax.jit
+def _difference(a: Any, b: Any, frozen: Any) -> tuple[Any, Any, Any]:
+    """Whether two arrays differ at frozen elements, whether elsewhere, and whether the first is NaN elsewhere."""
+    differ = ~((a == b) | ((a != a) & (b != b)))
+    return (differ & frozen).any(), (differ & ~frozen).any(), ((a != a) & ~frozen).any()

@@ -1,0 +1,258 @@
+"""Runs of a whole training step, from copies of its state.
+
+The step is a function of the arrays of its state: any pytree, a Flax ``TrainState``, or NNX objects, which are pytrees
+as well. A copy of the state is made for each call, so that a step may donate it, or change it in place.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._optimizer.freeze import FreezeState
+from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.patterns import nearest
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import FROZEN
+from optax_freeze._spec.sharding import copy_like
+from optax_freeze._spec.tree import Part, PyTree
+from optax_freeze._state.entries import Entry, entries_of
+from optax_freeze._state.own_states import outermost_states, states_in
+
+State = list[Any]
+"""The arrays of a state, and its other leaves."""
+
+
+class Step:
+    """A training step, the state from which each run starts, and what the leaves of this state are.
+
+    Attributes:
+      paths: the paths of the leaves of the state.
+      start: these leaves.
+      plan: the resolved spec.
+      params: from the number of a parameter in the plan to its position among the leaves of the state; floating-point
+        and complex arrays alone.
+      index_of: from the path of such a parameter to its number.
+      entries: from positions to entries of optimizer states and averages.
+      kept: the positions of state that groups of ``freeze_when`` keep while they are frozen.
+      trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
+      objects: whether the state has NNX variables, which a step may change in place.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], state: PyTree, batch: Sequence[Any], params: Any, frozen: Spec
+    ) -> None:
+        self._step, self.batch = step, tuple(batch)
+        walk = _tree.walk(state)
+        self.objects = bool(walk.variables)
+        self._treedef, self._type = jax.tree.structure(state), type(state)
+        self._graph = _graph(state) if len({id(v) for _, v in walk.variables}) < len(walk.variables) else None
+        self.paths = [path for path, value in zip(walk.paths, walk.values, strict=True) for _ in jax.tree.leaves(value)]
+        self.start: State = list(map(copy, jax.tree.leaves(state)))
+        own = self._state(self.start)
+        tree = _parameters(own, params)
+        positions = {id(leaf): position for position, leaf in enumerate(self.start) if is_array(leaf)}
+        values = _tree.flatten(tree)[0]
+        self.plan: Plan = make_plan(tree, frozen)
+        self.plan.refuse_all_frozen("there is nothing to audit", frozen)
+        self.params: dict[int, int] = {}
+        for i, (leaf, value) in enumerate(zip(self.plan.leaves, values, strict=True)):
+            if isinstance(value, Part) or (is_array(value) and id(value) not in positions):
+                got = "a Part, from fz.partition" if isinstance(value, Part) else "a new array"
+                expected, fix = "a leaf of the state", "params=lambda state: state.params"
+                raise value_error("`params` must select leaves", at=leaf.path, got=got, expected=expected, fix=fix)
+            if leaf.inexact and id(value) in positions:
+                self.params[i] = positions[id(value)]
+        self.index_of = {self.plan.leaves[i].path: i for i in self.params}
+        self.entries: dict[int, Entry] = {}
+        self.kept: set[int] = set()
+        self._find_entries(own)
+        self.trains_in_state = {
+            leaf.path
+            for state in states_in(own, FreezeState)
+            for leaf, selection in zip(state.plan.leaves, state.plan.selections, strict=True)
+            if selection is not FROZEN
+        }
+
+    @property
+    def frozen(self) -> list[int]:
+        """The parameters with frozen elements."""
+        return [i for i in self.params if self.is_frozen(i) or self.plan.selections[i].in_part]
+
+    def is_frozen(self, i: int) -> bool:
+        """Whether a parameter is frozen as a whole."""
+        return self.plan.selections[i] is FROZEN
+
+    def mask(self, i: int) -> np.ndarray:
+        """Where a parameter is frozen; broadcasts against it."""
+        leaf = self.plan.leaves[i]
+        return np.asarray(self.plan.selections[i].frozen(len(leaf.shape or ())))
+
+    def run(self, steps: int, changes: Mapping[int, Any] = {}, batch: Sequence[Any] | None = None) -> list[State]:
+        """The states before the first and after each of some steps, from the start with some leaves changed."""
+        states = [[changes.get(position, leaf) for position, leaf in enumerate(self.start)]]
+        with jax.debug_nans(False), jax.debug_infs(False):
+            for _ in range(steps):
+                states.append(self(states[-1], self.batch if batch is None else batch)[0])
+        return states
+
+    def __call__(self, leaves: State, batch: Sequence[Any], copies: bool = True) -> tuple[State, list[Any]]:
+        """The leaves of the new state, and those of the other results."""
+        if copies:
+            leaves, batch = list(map(copy, leaves)), jax.tree.map(copy, tuple(batch))
+        given = self._state(leaves)
+        try:
+            out = self._step(given, *batch)
+        except Exception as error:
+            error.add_note("fz.audit_step: from step(state, *batch)")
+            raise
+        new, others = self._new_state(out, given)
+        return jax.tree.leaves(new), jax.tree.leaves(others)
+
+    def _state(self, leaves: State) -> PyTree:
+        if self._graph is None:
+            return jax.tree.unflatten(self._treedef, leaves)
+        graphdef, structure, places = self._graph
+        return sys.modules["flax.nnx"].merge(graphdef, jax.tree.unflatten(structure, [leaves[k] for k in places]))
+
+    def _new_state(self, out: Any, given: PyTree) -> tuple[PyTree, Any]:
+        """The new state and the other results: of a tuple the first item, or the first of a state that is a tuple."""
+        candidates: list[tuple[Any, Any]] = [(out, None)]
+        if isinstance(out, (tuple, list)) and out:
+            candidates.append((out[0], out[1:]))
+            if self._type in (tuple, list):
+                candidates.append((self._type(out[: len(given)]), out[len(given) :]))
+        if self.objects:
+            candidates.append((given, out))
+        for new, others in candidates:
+            if jax.tree.structure(new) == self._treedef:
+                return new, others
+        what, expected = "the step must return the new state", "the new state, or a tuple that begins with it"
+        fix = "fz.audit_step(lambda state, *batch: ..., state, *batch), whose function returns the new state"
+        if out is None or self.objects:
+            got = "None" if out is None else "NNX objects of another structure"
+            raise type_error(what, at="step(state, *batch)", got=got, expected=expected, fix=fix)
+        inside = isinstance(out, (tuple, list)) and out and not isinstance(out, self._type)
+        _tree.refuse_other_structure(out[0] if inside else out, given, "the new state", fix)
+        raise AssertionError  # two trees of the same structure
+
+    def tree(self, k: int) -> str:
+        """The path of the tree that has the structure of the parameters, and a leaf of the state in it."""
+        return self.paths[k].removesuffix(self.entries[k].leaf or "").rstrip("/")
+
+    def elements(self, i: int, *, frozen: bool) -> int:
+        """The number of frozen, or of trainable, elements of a parameter."""
+        return int(np.sum(np.broadcast_to(self.mask(i), np.shape(self.start[self.params[i]])) == frozen))
+
+    def statistics(self) -> list[int]:
+        """The positions of numbers that belong to a module of which all parameters are frozen."""
+        paths = [leaf.path for leaf in self.plan.leaves]
+        frozen = dict(zip(paths, (selection is FROZEN for selection in self.plan.selections), strict=True))
+
+        def is_frozen(path: str) -> bool:
+            names = path.split("/")[:-1]
+            for ahead in range(len(names)):
+                for end in range(len(names), ahead, -1):
+                    module = "/".join(names[ahead:end]) + "/"
+                    if found := [frozen[path] for path in paths if path.startswith(module)]:
+                        return all(found)
+            return False
+
+        own = {*self.params.values()}
+        others = [k for k in range(len(self.start)) if k not in own and is_array(self.start[k])]
+        unowned = [k for k in others if k not in self.entries or self.entries[k].leaf is None]
+        numbers = [k for k in unowned if np.ndim(self.start[k]) and jnp.issubdtype(self.start[k].dtype, jnp.inexact)]
+        return [k for k in numbers if is_frozen(self.paths[k])]
+
+    def _find_entries(self, state: PyTree) -> None:
+        """Finds the entries of all subtrees of the state without parameters."""
+        shapes = {leaf.path: leaf.shape for leaf in self.plan.leaves}
+        own = {id(self.start[position]) for position in self.params.values()}
+        nodes = jax.tree.leaves(
+            state, is_leaf=lambda node: is_array(node) or own.isdisjoint(map(id, jax.tree.leaves(node)))
+        )
+        position = 0
+        for node in nodes:
+            if is_array(node):
+                position += 1
+                continue
+            groups = tuple(f"{path}/" if path else "" for path, _ in outermost_states(node, FreezeWhenState))
+            for path, entry in zip(_tree.paths(node), entries_of(node, shapes), strict=True):
+                places = range(position, position + len(entry.arrays))
+                self.entries |= dict.fromkeys(places, entry)
+                self.kept.update(places if path.startswith(groups) else ())
+                position += len(entry.arrays)
+
+
+def copy(leaf: Any) -> Any:
+    """A copy of an array; any other leaf itself."""
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else jnp.copy(leaf) if is_array(leaf) else leaf
+
+
+def other_values(step: Step) -> dict[int, Any]:
+    """Other values for the frozen elements of all parameters, none of them zero, by position."""
+
+    def other(i: int, value: Any) -> Any:
+        noise = np.random.default_rng(i).uniform(0.05, 0.1, np.shape(value)).astype(np.float32)
+        moved = (jnp.asarray(value) * 1.25 + noise).astype(value.dtype)
+        return copy_like(step.plan.selections[i].choose(moved, value), value)
+
+    return {step.params[i]: other(i, step.start[step.params[i]]) for i in step.frozen}
+
+
+def other_batch(batch: Sequence[Any]) -> Sequence[Any]:
+    """A batch with other values: floating-point numbers are mixed along the first axis, others in reverse order."""
+
+    def other(leaf: Any) -> Any:
+        if not is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not np.ndim(leaf):
+            return leaf
+        back = leaf[::-1]
+        return (0.75 * leaf + 0.5 * back).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else back
+
+    return jax.tree.map(other, tuple(batch))
+
+
+def _parameters(state: PyTree, params: Any) -> PyTree:
+    if callable(params):
+        return params(state)
+    if not isinstance(params, str):
+        got, expected = described(params), "a function of the state, or the path of a subtree"
+        raise type_error("unknown `params`", at="params", got=got, expected=expected, fix='params="params"')
+    found = _subtree(state, params)
+    if not found:
+        paths = _tree.paths(state)
+        fix = f"nearest paths: {nearest(params, paths)}; or params=lambda state: state.params"
+        expected = "the path of a subtree of the state"
+        raise value_error("`params` matches nothing", at="params", got=repr(params), expected=expected, fix=fix)
+    return found[0]
+
+
+def _graph(state: PyTree) -> Any:
+    """NNX objects with shared variables, which a pytree would repeat: their graph, and the positions of its leaves."""
+    graphdef, variables = sys.modules["flax.nnx"].split(state)
+    first: dict[int, int] = {}
+    for k, leaf in enumerate(jax.tree.leaves(state)):
+        first.setdefault(id(leaf), k)
+    leaves, structure = jax.tree.flatten(variables)
+    return graphdef, structure, [first[id(leaf)] for leaf in leaves]
+
+
+def _subtree(node: PyTree, path: str) -> list[PyTree]:
+    """The subtree at a path, or nothing; of an NNX module its parameters."""
+    if not path:
+        nnx: Any = sys.modules.get("flax.nnx")
+        if nnx is None or not isinstance(node, nnx.Module):
+            return [node]
+        own = sys.modules.get("optax_freeze.nnx")
+        return [nnx.state(node, nnx.Param if own is None else (nnx.Param, own.FrozenParam))]
+    for key, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]:
+        name = _tree.keystr(key)
+        if path == name or path.startswith(f"{name}/"):
+            return _subtree(child, path[len(name) + 1 :])
+    return []

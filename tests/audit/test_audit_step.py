@@ -1,0 +1,310 @@
+"""Training steps that leak in one way each are named with its cause; steps that freeze as they should pass."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optax_freeze as fz
+import optax_freeze.nnx as fnnx
+
+FROZEN = "encoder"
+TRUE, FALSE = {"encoder": True, "head": False}, {"encoder": False, "head": True}
+SGD, ADAM, ADAMW = optax.sgd(0.1), optax.adam(0.1), optax.adamw(0.1)
+X, Y = (np.asarray(jax.random.normal(jax.random.key(i), (4, 3))) for i in range(2))
+
+
+def numbers(*shape):
+    return jnp.cos(jnp.arange(np.prod(shape))).reshape(shape)
+
+
+PARAMS = {
+    "encoder": {"kernel": numbers(3, 3), "bias": jnp.zeros(3)},
+    "head": {"kernel": numbers(3, 3) + 0.1, "bias": jnp.zeros(3)},
+}
+
+
+def predict(params, x, stop=lambda x: x):
+    x = stop(jnp.tanh(x @ params["encoder"]["kernel"] + params["encoder"]["bias"]))
+    return x @ params["head"]["kernel"] + params["head"]["bias"]
+
+
+def loss(params, x, y, stop=lambda x: x):
+    return jnp.mean((predict(params, x, stop) - y) ** 2)
+
+
+def stopped(params, x, y):
+    return loss(fz.stop_gradient(params, FROZEN), x, y)
+
+
+def plain(tx, loss=loss, grad=jax.value_and_grad):
+    """The usual step: a gradient, an optimizer, new parameters."""
+
+    @jax.jit
+    def step(state, x, y):
+        value, grads = grad(loss)(state["params"], x, y)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        return {**state, "params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+
+    return step, {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+
+
+def then(change, made=None):
+    """The usual right step, and what is done to its new state."""
+    step, state = made or plain(fz.freeze(ADAM, FROZEN))
+
+    def changed(state, x, y):
+        new, value = step(state, x, y)
+        return change(state, new, x), value
+
+    return changed, state
+
+
+def average(rate):
+    def change(old, new, x):
+        return {**new, "ema": jax.tree.map(rate, old["ema"], new["params"])}
+
+    step, state = then(change)
+    return step, {**state, "ema": PARAMS}
+
+
+def momentum_left():
+    tx = optax.chain(optax.masked(optax.set_to_zero(), TRUE), optax.sgd(0.1, momentum=0.9))
+    step, state = plain(tx)
+    _, warm = optax.sgd(0.1, momentum=0.9).update(jax.tree.map(jnp.ones_like, PARAMS), state["opt_state"][1])
+    return step, {**state, "opt_state": (state["opt_state"][0], warm)}
+
+
+def another_spec():
+    tx = fz.freeze(ADAM, "head")
+
+    @jax.jit
+    def step(state, x, y):
+        grads = jax.grad(loss)(state["params"], x, y)
+        now = fz.spec_of(state["opt_state"])
+        updates, opt_state = fz.freeze(ADAM, now).update(grads, state["opt_state"], state["params"])
+        return {"params": fz.apply_updates(state["params"], updates, now), "opt_state": opt_state}
+
+    return step, {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+
+
+def router(old, new, x):
+    """The bias of a router, moved toward the experts with less load."""
+    load = jnp.mean(jax.nn.softmax(x @ old["params"]["encoder"]["kernel"]), 0)
+    bias = old["params"]["encoder"]["bias"] + 0.01 * jnp.sign(jnp.mean(load) - load)
+    return {**new, "params": {**new["params"], "encoder": {**new["params"]["encoder"], "bias": bias}}}
+
+
+class Norm(nn.Module):
+    """A model with batch statistics."""
+
+    train_encoder: bool
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=not self.train_encoder, name="encoder")(x)
+        return nn.Dense(3, name="head")(x)
+
+
+class WithStatistics(TrainState):
+    batch_stats: dict
+
+
+def linen(train_encoder):
+    model = Norm(train_encoder)
+    variables = model.init(jax.random.key(0), X)
+    state = WithStatistics.create(apply_fn=model.apply, tx=fz.freeze(ADAMW, FROZEN), **variables)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, x, y):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean((out - y) ** 2), new
+
+        (value, new), grads = fz.value_and_grad(loss, FROZEN, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads).replace(**new), value
+
+    return step, state
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.encoder, self.head = nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 3, rngs=rngs)
+        self.norm, self.drop = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.drop(self.norm(jnp.tanh(self.encoder(x)))))
+
+
+def modules(freeze, tx):
+    """An NNX step, which changes its model and optimizer in place."""
+    model = TwoLayers(nnx.Rngs(0))
+    if freeze:
+        fnnx.freeze(model, FROZEN)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(state, x, y):
+        model, optimizer = state
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    return step, (model, optimizer)
+
+
+def microbatches(tx, grad):
+    """Gradients that a scan over the examples adds up."""
+
+    @jax.jit
+    def step(state, x, y):
+        params, opt_state = state
+        like = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad(loss), params, x[:1], y[:1]))
+
+        def add(total, xy):
+            return jax.tree.map(jnp.add, total, grad(loss)(params, *(each[None] for each in xy))), None
+
+        grads, _ = jax.lax.scan(add, like, (x, y))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return fz.apply_updates(params, updates), opt_state, jnp.zeros(())
+
+    return step, (PARAMS, tx.init(PARAMS))
+
+
+def clip(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+def partitioned(tx):
+    """Only what trains is in the optimizer and in the average."""
+    trainable, rest = fz.partition(PARAMS, FROZEN)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, x, y):
+        _, grads = jax.value_and_grad(fz.restrict(loss, state["rest"]))(state["trainable"], x, y)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["trainable"])
+        trainable = fz.apply_updates(state["trainable"], updates)
+        ema = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["ema"], trainable)
+        return {**state, "trainable": trainable, "opt_state": opt_state, "ema": ema}, {"norm": optax.tree.norm(grads)}
+
+    return step, {"trainable": trainable, "rest": rest, "opt_state": tx.init(trainable), "ema": trainable}
+
+
+def combined(state):
+    return fz.combine(state["trainable"], state["rest"])
+
+
+def labels_that_match_nothing():
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" if "enc/" in str(path) else "train", params)
+
+    return plain(optax.multi_transform({"train": ADAM, "frozen": optax.set_to_zero()}, labels))
+
+
+def frozen_labels():
+    labels = {"encoder": "frozen", "head": "frozen"}
+    return plain(optax.multi_transform({"train": ADAM, "frozen": optax.set_to_zero()}, labels))
+
+
+FREEZE = fz.freeze(ADAM, FROZEN)
+DECAY = ("moved", "encoder/kernel", "weight decay")
+TRAINS = ("moved", "encoder/kernel", "it trains")
+STATE = ("state", "encoder/kernel", "state for frozen elements")
+NORM = ("changed", "head/kernel", "a norm over frozen gradients")
+FINITE = ("changed", "head/kernel", "a finite check over frozen gradients")
+MOMENTS = ("moved", "encoder/kernel", "the state of an optimizer after the freeze")
+READ_BY_NORM = ("gradient", "encoder/kernel", "a gradient that is read by a norm or a finite check")
+
+LEAKS = {
+    "decay after stop_gradient": (lambda: plain(ADAMW, stopped), [DECAY, STATE]),
+    "moments behind optax.freeze": (
+        lambda: plain(optax.chain(optax.freeze(TRUE), ADAM)),
+        [MOMENTS, STATE],
+    ),
+    "a clip outside": (lambda: plain(clip(FREEZE)), [NORM, READ_BY_NORM]),
+    "MultiSteps outside": (
+        lambda: plain(optax.MultiSteps(FREEZE, 2).gradient_transformation()),
+        [STATE, ("gradient", "encoder/kernel", "a gradient that is read by its state")],
+    ),
+    "apply_if_finite outside": (lambda: plain(optax.apply_if_finite(FREEZE, 5)), [FINITE, READ_BY_NORM]),
+    "momentum left after freezing": (momentum_left, [MOMENTS, STATE]),
+    "optax.masked for a freeze": (lambda: plain(optax.masked(ADAM, FALSE)), [TRAINS]),
+    "an average that rounds": (
+        lambda: average(lambda old, new: 0.9 * old + 0.1 * new),
+        [("moved", "ema/encoder/kernel", "an average that rounds")],
+    ),
+    "batch statistics": (
+        lambda: linen(True),
+        [("moved", "batch_stats/encoder/mean", "statistics of a frozen module")],
+    ),
+    "a router's bias": (
+        lambda: then(router),
+        [("moved", "encoder/bias", "a value from the batch, set outside of the optimizer")],
+    ),
+    "labels that match nothing": (labels_that_match_nothing, [TRAINS, STATE]),
+    "labels that freeze everything": (frozen_labels, [("untrained", "head/kernel", "its gradient is ignored")]),
+    "a flag that stops one output": (
+        lambda: plain(ADAMW, lambda *args: loss(*args, jax.lax.stop_gradient)),
+        [DECAY, STATE],
+    ),
+    "a resumed state of another spec": (
+        another_spec,
+        [("moved", "encoder/kernel", "the state of fz.freeze has another spec")],
+    ),
+    "a product with a mask": (
+        lambda: plain(
+            optax.chain(SGD, optax.stateless(lambda u, p: {**u, "encoder": optax.tree.scale(0, u["encoder"])}))
+        ),
+        [("moved", "encoder/kernel", "a product with zero: NaN * 0 is NaN")],
+    ),
+    "a clip of gradients from a scan": (lambda: microbatches(clip(FREEZE), jax.grad), [NORM, READ_BY_NORM]),
+    "an NNX model that nothing freezes": (lambda: modules(False, ADAM), [TRAINS, STATE]),
+}
+
+RIGHT = {
+    "fz.freeze": lambda: plain(fz.freeze(clip(ADAMW), FROZEN)),
+    "fz.value_and_grad, a clip outside": lambda: plain(clip(FREEZE), grad=lambda loss: fz.value_and_grad(loss, FROZEN)),
+    "MultiSteps inside": lambda: plain(fz.freeze(optax.MultiSteps(ADAMW, 2), FROZEN)),
+    "fz.partition, with an average": lambda: partitioned(clip(ADAMW)),
+    "optax.multi_transform": lambda: plain(
+        optax.multi_transform({"t": ADAMW, "f": optax.set_to_zero()}, {"encoder": "f", "head": "t"})
+    ),
+    "optax.masked and set_to_zero": lambda: plain(
+        optax.chain(optax.masked(ADAMW, FALSE), optax.masked(optax.set_to_zero(), TRUE))
+    ),
+    "an average that keeps bits": lambda: average(lambda old, new: old + 0.1 * (new - old)),
+    "stop_gradient and plain SGD": lambda: plain(SGD, stopped),
+    "Linen, statistics kept": lambda: linen(False),
+    "NNX, fnnx.freeze": lambda: modules(True, clip(ADAMW)),
+    "a warm-up from zero": lambda: plain(fz.freeze(optax.sgd(optax.linear_schedule(0, 0.1, 10)), FROZEN)),
+    "micro-batches": lambda: microbatches(clip(FREEZE), lambda loss: fz.grad(loss, FROZEN)),
+    "freeze_when": lambda: plain(fz.freeze_when(ADAM, {"encoder": True})),
+    "apply_if_finite inside": lambda: plain(fz.freeze(optax.apply_if_finite(ADAM, 5), FROZEN)),
+}
+
+
+def audit(made, **kwargs):
+    step, state = made()
+    params = "0" if type(state) is tuple else combined if isinstance(state, dict) and "rest" in state else "params"
+    return fz.audit_step(step, state, X, Y, params=params, frozen=FROZEN, **kwargs)
+
+
+@pytest.mark.parametrize(("made", "expected"), LEAKS.values(), ids=LEAKS)
+def test_a_leaking_step_is_named_with_its_cause(made, expected):
+    report = audit(made)
+    assert set(expected) <= {(leak.kind, leak.path, leak.cause) for leak in report.leaks}
+    print(report)
+
+
+@pytest.mark.parametrize("made", RIGHT.values(), ids=RIGHT)
+def test_a_right_step_passes(made):
+    report = audit(made)
+    report.raise_for_leaks()
+    print(report)
