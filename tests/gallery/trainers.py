@@ -1,21 +1,25 @@
 """The blocks of ``docs/trainers.md``: they are executed, and the steps that they audit are compiled and measured.
 
-``python tests/gallery/trainers.py`` writes the table of the page.
+``python tests/gallery/trainers.py`` writes what the blocks print, and the table of the page.
 """
 
 import contextlib
-import functools
 import io
+import os
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
 import jax
 
 import optax_freeze as fz
 
+TITLES = ("Flax", "Tunix", "Kauldron", "Keras", "Brax", "jax-privacy", "MaxText")
+UNCHANGED = ("Keras",)
 PAGE = pathlib.Path(__file__).parents[2] / "docs/trainers.md"
 
 
@@ -76,11 +80,11 @@ def recorded(audited: list[Audited]) -> Iterator[None]:
 
 def cost(audited: Audited) -> tuple[float, int]:
     """The FLOPs of a compiled step, and its bytes with a donated state: what it is given, returns and needs meanwhile."""
-    from flax import nnx  # of which a state may consist
-
-    step = nnx.jit(lambda state, *batch: (state, audited.step(state, *batch)), donate_argnums=0)
-    if not has_objects(audited.state):
-        step = jax.jit(audited.step, donate_argnums=0)
+    step = jax.jit(audited.step, donate_argnums=0)
+    if nnx := sys.modules.get("flax.nnx"):
+        parts = audited.state if isinstance(audited.state, tuple) else ()
+        if any(isinstance(part, nnx.Module | nnx.Optimizer) for part in parts):  # which a step changes in place
+            step = nnx.jit(audited.step, donate_argnums=0)
     compiled = step.lower(audited.state, *audited.batch).compile()
     compiled = getattr(compiled, "compiled", compiled)
     memory = compiled.memory_analysis()
@@ -88,19 +92,43 @@ def cost(audited: Audited) -> tuple[float, int]:
     return compiled.cost_analysis()["flops"], nbytes - memory.alias_size_in_bytes
 
 
-def has_objects(state: Any) -> bool:
-    from flax import nnx
+def row(title: str, section: Section) -> str:
+    """The line of a section in the table of the page: the last step before the change, and the changed one."""
+    costs = [cost(audited) for audited in section.audited]
+    pairs = [*costs[:1], None] if title in UNCHANGED else costs[-2:]
+    cells = [cell for figures in pairs for cell in cells_of(figures)]
+    return f"| {' | '.join([title, *cells])} |"
 
-    return any(isinstance(part, nnx.Object) for part in (state if isinstance(state, tuple) else [state]))
 
+def cells_of(figures: tuple[float, int] | None) -> list[str]:
+    """FLOPs in millions, and KiB."""
+    return ["–", "–"] if figures is None else [f"{figures[0] / 1e6:.2f} M", f"{figures[1] / 1024:,.0f} KiB"]
+
+
+def write() -> None:
+    """Writes what the blocks print, and the table."""
+    rows = []
+    for title in TITLES:
+        section = run(title)
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(f"\n## {title}\n", 1)
+        for printed, shown in zip(section.printed, section.shown, strict=True):
+            if shown:
+                before, after = before + after[: after.index("```text\n")], after[after.index("```text\n") :]
+                after = after.replace(f"```text\n{shown}", f"```text\n{printed.strip()}\n", 1)
+                end = after.index("\n```\n") + len("\n```\n")
+                before, after = before + after[:end], after[end:]
+        start = page.index(f"\n## {title}\n")
+        page = before[:start] + f"\n## {title}\n" + before[start:] + after
+        PAGE.write_text(page, encoding="utf-8")
+        rows.append(row(title, section))
+    page, _ = PAGE.read_text(encoding="utf-8").split(HEAD.splitlines()[0])
+    PAGE.write_text("\n".join([page + HEAD, *rows, ""]), encoding="utf-8")
+
+
+HEAD = """\
+| | its own: FLOPs | memory | this library: FLOPs | memory |
+|---|---:|---:|---:|---:|"""
 
 if __name__ == "__main__":
-    for title in sys.argv[1:]:
-        section = run(title)
-        print("=====", title)
-        for printed in section.printed:
-            if printed:
-                print(printed)
-                print("--")
-        for audited in section.audited:
-            print(cost(audited))
+    write()
