@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gallery import trainers
 
 import optax_freeze as fz
+from gallery import trainers
 
 PACKAGES = {
     "Flax": ["flax"],

@@ -79,14 +79,14 @@ def recorded(audited: list[Audited]) -> Iterator[None]:
 
 
 def cost(audited: Audited) -> tuple[float, int]:
-    """The FLOPs of a compiled step, and its bytes with a donated state: what it is given, returns and needs meanwhile."""
+    """The FLOPs of a compiled step with a donated state, and the bytes that it is given, returns and needs meanwhile."""
     step = jax.jit(audited.step, donate_argnums=0)
     if nnx := sys.modules.get("flax.nnx"):
         parts = audited.state if isinstance(audited.state, tuple) else ()
         if any(isinstance(part, nnx.Module | nnx.Optimizer) for part in parts):  # which a step changes in place
             step = nnx.jit(audited.step, donate_argnums=0)
-    compiled = step.lower(audited.state, *audited.batch).compile()
-    compiled = getattr(compiled, "compiled", compiled)
+    compiled: Any = step.lower(audited.state, *audited.batch).compile()
+    compiled = getattr(compiled, "compiled", compiled)  # of nnx.jit
     memory = compiled.memory_analysis()
     nbytes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return compiled.cost_analysis()["flops"], nbytes - memory.alias_size_in_bytes
@@ -102,7 +102,7 @@ def row(title: str, section: Section) -> str:
 
 def cells_of(figures: tuple[float, int] | None) -> list[str]:
     """FLOPs in millions, and KiB."""
-    return ["–", "–"] if figures is None else [f"{figures[0] / 1e6:.2f} M", f"{figures[1] / 1024:,.0f} KiB"]
+    return ["", ""] if figures is None else [f"{figures[0] / 1e6:.2f} M", f"{figures[1] / 1024:,.0f} KiB"]
 
 
 def write() -> None:
@@ -110,17 +110,13 @@ def write() -> None:
     rows = []
     for title in TITLES:
         section = run(title)
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(f"\n## {title}\n", 1)
-        for printed, shown in zip(section.printed, section.shown, strict=True):
-            if shown:
-                before, after = before + after[: after.index("```text\n")], after[after.index("```text\n") :]
-                after = after.replace(f"```text\n{shown}", f"```text\n{printed.strip()}\n", 1)
-                end = after.index("\n```\n") + len("\n```\n")
-                before, after = before + after[:end], after[end:]
-        start = page.index(f"\n## {title}\n")
-        page = before[:start] + f"\n## {title}\n" + before[start:] + after
-        PAGE.write_text(page, encoding="utf-8")
+        outputs = iter(
+            [printed.strip() for printed, shown in zip(section.printed, section.shown, strict=True) if shown]
+        )
+        head, start, rest = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")
+        body, end, rest = rest.partition("\n## ")
+        body = re.sub(r"^```text\n.*?^```$", lambda _: f"```text\n{next(outputs)}\n```", body, flags=re.M | re.S)
+        PAGE.write_text(head + start + body + end + rest, encoding="utf-8")
         rows.append(row(title, section))
     page, _ = PAGE.read_text(encoding="utf-8").split(HEAD.splitlines()[0])
     PAGE.write_text("\n".join([page + HEAD, *rows, ""]), encoding="utf-8")
