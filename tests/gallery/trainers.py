@@ -19,6 +19,7 @@ import jax
 import optax_freeze as fz
 
 TITLES = ("Flax", "Tunix", "Kauldron", "Keras", "Brax", "jax-privacy", "MaxText")
+OWN = {"Keras": 0, "MaxText": 0}  # which audited step is the trainer's own; of others the last but one
 UNCHANGED = ("Keras",)
 PAGE = pathlib.Path(__file__).parents[2] / "docs/trainers.md"
 
@@ -79,7 +80,7 @@ def recorded(audited: list[Audited]) -> Iterator[None]:
 
 
 def cost(audited: Audited) -> tuple[float, int]:
-    """The FLOPs of a compiled step with a donated state, and the bytes that it is given, returns and needs meanwhile."""
+    """The FLOPs of a compiled step with a donated state, and the bytes that it is given, returns and allocates."""
     step = jax.jit(audited.step, donate_argnums=0)
     if nnx := sys.modules.get("flax.nnx"):
         parts = audited.state if isinstance(audited.state, tuple) else ()
@@ -93,10 +94,9 @@ def cost(audited: Audited) -> tuple[float, int]:
 
 
 def row(title: str, section: Section) -> str:
-    """The line of a section in the table of the page: the last step before the change, and the changed one."""
-    costs = [cost(audited) for audited in section.audited]
-    pairs = [*costs[:1], None] if title in UNCHANGED else costs[-2:]
-    cells = [cell for figures in pairs for cell in cells_of(figures)]
+    """The line of a section in the table of the page: the trainer's own step, and the one with the change."""
+    own, ours = cost(section.audited[OWN.get(title, -2)]), None if title in UNCHANGED else cost(section.audited[-1])
+    cells = [*cells_of(own), *cells_of(ours)]
     return f"| {' | '.join([title, *cells])} |"
 
 
@@ -115,7 +115,8 @@ def write() -> None:
         )
         head, start, rest = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")
         body, end, rest = rest.partition("\n## ")
-        body = re.sub(r"^```text\n.*?^```$", lambda _: f"```text\n{next(outputs)}\n```", body, flags=re.M | re.S)
+        first, *others = re.split(r"^```text\n.*?^```$", body, flags=re.M | re.S)
+        body = first + "".join(f"```text\n{output}\n```{other}" for output, other in zip(outputs, others, strict=True))
         PAGE.write_text(head + start + body + end + rest, encoding="utf-8")
         rows.append(row(title, section))
     page, _ = PAGE.read_text(encoding="utf-8").split(HEAD.splitlines()[0])
