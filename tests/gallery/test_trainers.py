@@ -96,3 +96,17 @@ def test_rows_train_in_a_trainer_of_an_optax_optimizer(title):
     [kernel] = [value for path, value in moved.items() if "encoder" in path and "kernel" in path]
     assert not kernel[:200].any()
     assert kernel[200:].all()
+
+
+def test_rows_train_in_tunix():
+    names = trainers.run("Tunix").names
+    rows = fz.rules({"embed/embedding": fz.rows(slice(0, 200)), "head/**": False}, default=True)
+    model, tokens = names["Model"](), names["tokens"]
+    trainer = names["trainer_of"](model, fz.freeze(optax.adamw(1e-2), rows), gradient_accumulation_steps=2, max_steps=2)
+    before = names["nnx"].to_pure_dict(names["nnx"].clone(names["nnx"].state(model)))
+    trainer.train([tokens] * 4)
+    after = names["nnx"].to_pure_dict(names["nnx"].state(model))
+    fz.assert_frozen(before, after, rows)
+    moved = np.asarray(before["embed"]["embedding"] != after["embed"]["embedding"]).any(axis=1)
+    assert not moved[:200].any()
+    assert moved[200:].any()  # of tokens in the batch
