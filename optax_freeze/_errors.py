@@ -1,8 +1,4 @@
-"""Errors of four parts, and what the guards in front of them ask of a value.
-
-An error says what is wrong, at which path, what was got against what was expected, and the likely fix:
-``raise value_error("...", at=..., got=..., expected=..., fix=...)``.
-"""
+"""Errors that say what is wrong, at which path, what was got and expected, and the likely fix; and their guards."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -28,11 +24,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether ``leaf`` is a Python float or complex number, which JAX differentiates as it does an array without axes.
-
-    >>> is_number(1.0), is_number(1j), is_number(np.float64(1)), is_number(1), is_number(True)
-    (True, True, False, False, False)
-    """
+    """Whether ``leaf`` is a Python float or complex number, which JAX differentiates as an array without axes."""
     return isinstance(leaf, (float, complex)) and not is_array(leaf)
 
 
@@ -60,11 +52,7 @@ def is_concrete(leaf: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """What was given, in a few words for an error: never an address, nor the values of an array.
-
-    >>> described(jnp.ones(3)), described({"head": jnp.ones(3)}), described(jnp.sum), described("head")
-    ('an array of float32 of shape (3,)', 'a dict of 1 leaf', 'the function sum', "'head'")
-    """
+    """What was given, in a few words for an error: never an address, nor the values of an array."""
     if is_array(value):
         return f"an array of {value.dtype} of shape {tuple(value.shape)}"
     if hasattr(value, "__qualname__"):
@@ -90,11 +78,7 @@ def with_article(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that may hold names, on one line: a key can hold a line break, or what a terminal takes for a command.
-
-    >>> print(printable("encoder/kernel"), printable("\\x1b[31mred"))
-    encoder/kernel '\\x1b[31mred'
-    """
+    """Text that may hold names, on one line: a key can hold a line break, or what a terminal takes for a command."""
     return text if text.isprintable() else repr(text)
 
 
@@ -104,34 +88,19 @@ def in_one_line(error: Exception) -> str:
 
 
 def message(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str) -> str:
-    """The text of an error: what is wrong, at which path or paths, got against expected, the likely fix.
-
-    Every name in an error passes through here, so that each part is made :func:`printable`.
-
-    >>> print(message("a leaf is missing", at="encoder/kernel", got="nothing", expected="an array", fix="add it"))
-    a leaf is missing
-      at: encoder/kernel
-      got: nothing
-      expected: an array
-      fix: add it
-    """
+    """The text of an error, in which every part is :func:`printable`; ``at`` is a path, or a list of paths."""
     places = "\n      ".join(map(printable, [at] if isinstance(at, str) else at))
     what, got, expected, fix = (printable(str(part)) for part in (what, got, expected, fix))
     return f"{what}\n  at: {places or '(the root)'}\n  got: {got}\n  expected: {expected}\n  fix: {fix}"
 
 
 def whole_number(name: str, value: Any, *, least: int = 0, fix: str) -> int:
-    """The argument ``name`` as an int: a ``ValueError`` if it is less than ``least``, a ``TypeError`` if not an int.
-
-    >>> whole_number("depth", np.int32(2), fix="depth=1")
-    2
-    """
+    """The argument ``name`` as an int: a ``ValueError`` if it is less than ``least``, a ``TypeError`` if not an int."""
     if is_int(value) and value >= least:
         return int(value)
     error = value_error if is_int(value) else type_error
-    kind = "positive" if least else "non-negative"
-    what, expected = f"`{name}` must be a {kind} int", f"an int of at least {least}"
-    raise error(what, at=name, got=described(value), expected=expected, fix=fix)
+    what = f"`{name}` must be a {'positive' if least else 'non-negative'} int"
+    raise error(what, at=name, got=described(value), expected=f"an int of at least {least}", fix=fix)
 
 
 def refuse_no_mapping(function: str, value: Any, expected: str, *, at: str = "its second argument", fix: str) -> None:
@@ -141,10 +110,7 @@ def refuse_no_mapping(function: str, value: Any, expected: str, *, at: str = "it
 
 
 def refuse_unknown_choice(value: Any, choices: Sequence[str], *, at: str) -> None:
-    """A ``ValueError`` if ``value`` is not one of the choices for an option.
-
-    >>> refuse_unknown_choice("live", ("frozen", "live"), at="stats")
-    """
+    """A ``ValueError`` if ``value`` is not one of the choices for an option."""
     if value not in choices:
         expected = " or ".join(map(repr, choices))
         raise value_error("unknown choice", at=at, got=described(value), expected=expected, fix="use one of them")

@@ -6,10 +6,8 @@ parameters must keep their bits. Updates, trainable parameters and optimizer sta
 bit for bit if both run op by op, within rounding if one of them is compiled.
 """
 
-import contextlib
 import functools
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optimizers
-from jax.experimental.compilation_cache import compilation_cache
 
 import optax_freeze as fz
 
@@ -90,9 +87,8 @@ def run(cell: Cell) -> str:
         if by_itself is None or (expected and type(by_itself) is not type(error)):
             raise
         return f"{type(by_itself).__name__}: {str(by_itself).splitlines()[0]}"
-    start = _problem(cell)[0]
     for name, frozen in _frozen_elements(cell).items():
-        old, new = np.asarray(start[name]), np.asarray(got.params[name])
+        old, new = (np.asarray(params[name]) for params in (_problem(cell)[0], got.params))
         assert old[frozen].tobytes() == new[frozen].tobytes(), f"{cell}: frozen elements of {name} moved"
         trained = new[~frozen].astype(float)
         assert np.isfinite(trained).all(), f"{cell}: {name} does not train"
@@ -107,23 +103,6 @@ def run(cell: Cell) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def programs_on_disk() -> Iterator[None]:
-    """Caches compiled programs on disk: control flow that runs op by op is compiled in each call."""
-    options = {"jax_compilation_cache_dir": None, "jax_persistent_cache_min_compile_time_secs": 0}
-    before = {name: getattr(jax.config, name) for name in options}
-    with tempfile.TemporaryDirectory() as directory:
-        for name, value in (options | {"jax_compilation_cache_dir": directory}).items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
-
-
 def sees_zeros(optimizer: str) -> bool:
     """Whether the zeros of a dense mask change the updates of trainable elements, as they change a mean."""
     dense, alone = (_alone(Cell(optimizer, spec, "float32", "eager")).params for spec in SPECS[2:4])
@@ -132,22 +111,18 @@ def sees_zeros(optimizer: str) -> bool:
 
 def goes_by_shape(optimizer: str) -> bool:
     """Whether a matrix is updated in another way than a vector of its elements."""
-    results = []
+    results, found = [], OPTIMIZERS[optimizer]
     for shape in (_SHAPES["kernel"], (-1,)):
-        start, curvature, target = (
+        params, curvature, target = (
             jnp.asarray(_uniform(seed, "float32")["kernel"]).reshape(shape) for seed in (0, 2, 3)
         )
-
-        def loss(params: Any, curvature: Any = curvature, target: Any = target) -> jax.Array:
-            return jnp.sum(curvature * (params - target) ** 2)
-
-        params: Any = start
-        tx = OPTIMIZERS[optimizer].make()
+        loss = lambda params, c=curvature, target=target: jnp.sum(c * (params - target) ** 2)  # noqa: E731
+        tx = found.make()
         state = tx.init(params)
         for _ in range(2):
-            grads = 2 * curvature * (params - target)
-            extra_args = OPTIMIZERS[optimizer].extra(loss(params), grads, loss)
-            examples = jnp.stack([grads, 0.5 * grads]) if OPTIMIZERS[optimizer].per_example else grads
+            grads = jax.grad(loss)(params)
+            extra_args = found.extra(loss(params), grads, loss)
+            examples = jnp.stack([grads, 0.5 * grads]) if found.per_example else grads
             updates, state = tx.update(examples, state, params, **extra_args)
             params = optax.apply_updates(params, updates)
         results.append(np.ravel(params))
@@ -167,14 +142,9 @@ class Run(NamedTuple):
 
 
 def _compare(at: str, got: Any, expected: Any, rounding: float = 0.0, compiled: Any = None) -> None:
-    """Compares trees bit for bit, or inexact arrays within ``rounding``.
+    """Compares trees bit for bit, or inexact arrays within ``rounding``, relative to the largest number of an array.
 
-    Args:
-      at: a name of the comparison.
-      got: a tree.
-      expected: a tree.
-      rounding: the allowed error, relative to the largest number of an array.
-      compiled: the second run compiled, if its results are allowed, too.
+    ``at`` is a name of the comparison; ``compiled`` is the second run compiled, if its results are allowed, too.
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     got, expected, compiled = (list(map(_as_numpy, jax.tree.leaves(tree))) for tree in (got, expected, compiled))
@@ -231,15 +201,11 @@ def _gradient(params: Any, optimizer: Any) -> Any:
 
 def _take(grads: Any, frozen: Any, optimizer: Any) -> Any:
     """The trainable part of gradients, or of per-example gradients."""
-
-    def take(grads: Any) -> Any:
-        return fz.partition(grads, frozen)[0]
-
+    take = lambda grads: fz.partition(grads, frozen)[0]  # noqa: E731
     return jax.vmap(take)(grads) if optimizer.per_example else take(grads)
 
 
 def _spec(cell: Cell, mask: Any) -> Any:
-    """The spec of a cell."""
     if cell.spec == "rows":
         return {"bias": fz.rows(slice(2)), "frozen": True, "kernel": fz.rows([0, 2])}
     if cell.spec == "dense elements":

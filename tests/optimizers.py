@@ -21,21 +21,12 @@ import optax.contrib
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Optimizer:
-    """A factory function of Optax with its arguments, and the extra arguments of its update.
+    """A factory function of Optax, or of a learning rate, with its arguments and the extra arguments of its update."""
 
-    Attributes:
-      name: as in ``optax.<name>``.
-      factory: the function, or a function of a learning rate that calls it.
-      arguments: the arguments of ``factory``.
-      extra_args: the names of extra arguments of ``update``.
-      per_example: whether gradients have a leading axis of examples.
-    """
-
-    name: str
     factory: Callable[..., optax.GradientTransformation]
     arguments: Mapping[str, Any]
     extra_args: tuple[str, ...] = ("value", "grad", "value_fn", "obj_fn")
-    per_example: bool = False
+    per_example: bool = False  # whether gradients have a leading axis of examples
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
@@ -51,8 +42,7 @@ class Optimizer:
         bound = inspect.signature(self.factory).bind(**self.arguments)
         bound.apply_defaults()
         static = [name for name, value in bound.arguments.items() if not isinstance(value, float)]
-        factory = functools.wraps(self.factory)(_quietly(self.factory))
-        return optax.inject_hyperparams(factory, static, jnp.float32)(**self.arguments)
+        return optax.inject_hyperparams(_quietly(self.factory), static, jnp.float32)(**self.arguments)
 
 
 def found() -> dict[str, Optimizer]:
@@ -90,15 +80,15 @@ def _optimizer(name: str, function: Callable[..., Any]) -> Optimizer:
             arguments[parameter.name] = _ARGUMENTS[parameter.name]
         elif parameter.default is parameter.empty and parameter.name.endswith(("optimizer", "inner")):
             arguments[parameter.name] = optax.adam(0.1)
-    return Optimizer(name, factory, arguments | _OWN_ARGUMENTS.get(name, {}), **_UPDATES.get(name, {}))
+    return Optimizer(factory, arguments | _OWN_ARGUMENTS.get(name, {}), **_UPDATES.get(name, {}))
 
 
 def _quietly(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Suppresses deprecation warnings that Optax causes itself."""
 
+    @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return factory(*args, **kwargs)
 
     return make

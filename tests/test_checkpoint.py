@@ -505,9 +505,9 @@ def test_a_process_killed_while_saving_leaves_the_last_complete_checkpoint(tmp_p
 def test_two_processes(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+        coordinator = f"127.0.0.1:{listener.getsockname()[1]}"
     options = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    processes = [run("two_processes.py", str(process), port, tmp_path, **options) for process in range(2)]
+    processes = [run("two_processes.py", coordinator, "2", str(process), tmp_path, **options) for process in range(2)]
     try:
         told = [process.communicate(timeout=240) for process in processes]
     finally:
@@ -515,6 +515,7 @@ def test_two_processes(tmp_path):
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], told
     digests = [line for out, _ in told for line in out.splitlines() if line.startswith("fingerprint")]
+    assert "saved: 3\n" in told[0][0]  # by the recipe
     assert len(digests) == 4
     assert len(set(digests)) == 1
     for out, _ in told:

@@ -7,8 +7,6 @@ import pytest
 
 import optax_freeze as fz
 
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-
 FLOAT8 = [name for name in dir(jnp) if name.startswith("float8_") and name != "float8_e8m0fnu"]  # which has no zero
 EXECUTED = ["float8_e4m3fn", "bfloat16", "complex64"]
 TRACED = sorted({*FLOAT8, "float16", "float32", "float64"} - {*EXECUTED})
@@ -40,12 +38,7 @@ def loop(w):
     return x
 
 
-OPERATIONS = [
-    custom,
-    loop,
-    lambda w: w * w,
-    lambda w: jax.lax.scan(lambda x, p: (x * p, None), w[0], 2 * w)[0],
-]
+OPERATIONS = [custom, loop, jnp.square, lambda w: jax.lax.scan(lambda x, p: (x * p, None), w[0], 2 * w)[0]]
 
 
 def loss(params, operations=(custom,)):
@@ -59,7 +52,7 @@ def of_operations(params):
 
 
 def squares(tree):
-    return loss(tree, [lambda w: w * w])
+    return loss(tree, [jnp.square])
 
 
 def squared_gradient(gradient):
@@ -110,7 +103,7 @@ FUNCTIONS = {  # each with a function of the full parameters that has the same g
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_gradient_is_that_of_the_full_parameters(function, dtype):
     of, full = FUNCTIONS[function]
-    with enable_x64(dtype == "float64"):
+    with jax.enable_x64(dtype == "float64"):
         params = {name: jnp.resize(jnp.array([1.0, 0.5, 1.0, 2.0, 1.0]), (4, 2, 2)).astype(dtype) for name in SPECS}
         frozen = {name: make() for name, make in SPECS.items()}
         gradient = jax.jit(lambda params: of(params, frozen))

@@ -1,19 +1,17 @@
-"""Situations that go wrong with other tools: here each gives the right result or a clear error.
+"""Situations that go wrong with other tools, as their docstrings say: here each gives the right result or an error.
 
-Situations are numbered; each docstring says what happens with other tools.
+Others are tested with the function that they concern.
 """
 
 import functools
 
-import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from conftest import bits, state_bytes
+from conftest import bits
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -38,38 +36,6 @@ def test_01_weight_decay_reaches_a_frozen_leaf():
         new, _ = step(tx, ONES, ONES)
         assert bits(new["a"]) == bits(ONES["a"])
         assert bits(new["b"]) != bits(ONES["b"])
-
-
-def test_02_and_10_moments_and_accumulators_are_held_for_frozen_leaves(params, frozen):
-    """`chain(adamw, optax.freeze(m))` holds moments, `MultiSteps(partition(...))` gradients of every frozen leaf."""
-    trainable = sum(leaf.nbytes for leaf in jax.tree.leaves(fz.partition(params, frozen)[0]))
-    assert state_bytes(fz.freeze(optax.adamw(0.1), frozen).init(params)) == 2 * trainable
-    assert state_bytes(fz.freeze(optax.MultiSteps(optax.adam(0.1), 4), frozen).init(params)) == 3 * trainable
-
-
-def test_03_a_callable_mask_freezes_everything(params):
-    """`selective_transform(tx, freeze_mask=callable)` takes the function for one truthy leaf."""
-    tx = fz.freeze(optax.sgd(0.1), lambda shapes: jax.tree.map(lambda leaf: leaf.ndim == 1, shapes))
-    new, _ = step(tx, params, jax.tree.map(jnp.ones_like, params))
-    assert bits(new["head"]["bias"]) == bits(params["head"]["bias"])
-    assert bits(new["head"]["kernel"]) != bits(params["head"]["kernel"])
-
-
-def test_04_masked_passes_the_raw_gradient_on():
-    """`optax.masked(sgd, {"a": False, "b": True})` does not freeze `a`: it moves by the raw gradient."""
-    new, _ = step(fz.freeze(optax.sgd(0.1), {"a": True, "b": False}), ONES, ONES)
-    assert bits(new["a"]) == bits(ONES["a"])
-    assert new["b"] == pytest.approx(0.9)
-
-
-def test_05_a_boolean_array_as_a_mask():
-    """A boolean array is "ambiguous"; one of a single element is taken for the whole leaf."""
-    params = {"w": jnp.ones(3), "v": jnp.ones(1)}
-    mask = {"w": np.array([True, False, True]), "v": np.array([True])}
-    new, _ = step(fz.freeze(optax.sgd(0.5), mask), params, params)
-    assert bits(new) == bits({"w": jnp.array([1.0, 0.5, 1.0]), "v": params["v"]})
-    with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
-        fz.freeze(optax.sgd(0.5), {"w": np.array([True]), "v": True}).init(params)
 
 
 def test_06_a_traced_mask():
@@ -111,93 +77,20 @@ def test_09_a_finite_check_rejects_the_step_for_a_frozen_nan():
         assert bits(fz.apply_updates(ONES, updates)) == bits({"a": jnp.ones(1), "b": jnp.array([0.5])})
 
 
-def scheduled(inner):
-    """Gradual unfreezing, from the head on."""
-    return fz.freeze_when(inner, fz.gradual_unfreeze(["b", "a"], every=2))
-
-
-def steps(tx, params, state, n):
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(n):
-        params, state = step(params, state)
-    assert step._cache_size() <= 1
-    return params, state
-
-
-def test_11_a_new_mask_during_training():
-    """A new mask is a state of another structure: init again and trace again."""
-    tx = scheduled(optax.adam(0.1))
-    early, state = steps(tx, ONES, tx.init(ONES), 2)
-    late, new_state = steps(tx, early, state, 2)
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    assert bits(early["a"]) == bits(ONES["a"]) != bits(late["a"])
-    wider = fz.freeze(optax.adam(0.1), False)
-    migrated = fz.migrate(fz.freeze(optax.adam(0.1), "a").init(ONES), wider, ONES)
-    assert jax.tree.structure(migrated) == jax.tree.structure(wider.init(ONES))
-
-
-def test_12_a_state_made_anew_after_a_thaw():
-    """The schedule counts from 0 again (lr 0.6 -> 1.0), and moments of leaves that kept training are lost."""
-    inner = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)))
-    params, state = steps(fz.freeze(inner, "a"), ONES, fz.freeze(inner, "a").init(ONES), 4)
-    tx = fz.freeze(inner, False)
-    new = fz.migrate(state, tx, params)
-    assert bits(optax.tree.get(new, "trace")["b"]) == bits(optax.tree.get(state, "trace")["b"])
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    trace = optax.tree.get(new, "trace")["b"]
-    updates, _ = tx.update(zeros, new, params)
-    assert updates["b"] == pytest.approx(-0.6 * 0.9 * trace)
-
-
-def test_13_momentum_moves_what_is_frozen_late(params, frozen):
-    """Gradients zeroed before a warmed-up Adam: "frozen" elements go on moving by momentum, and decay."""
-    adamw = optax.adamw(0.1)
-    _, warm = step(adamw, params, params)
-    tx = optax.chain(adamw, fz.masked_zero_updates(frozen))
-    state = (warm, tx.init(params)[1])
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
-    new = optax.apply_updates(params, updates)
-    assert bits(new["encoder"]) == bits(params["encoder"])
-    assert bits(new["head"]) != bits(params["head"])
-
-
-@pytest.mark.parametrize("inner", [optax.lars(0.1), optax.contrib.muon(0.1), optax.adafactor(0.1)])
-def test_14_frozen_gradients_change_the_trainable_step(inner):
-    """Updates zeroed only after the chain: huge frozen gradients change the steps of LARS and Muon."""
-    params = {"w": jnp.eye(4), "frozen": jnp.eye(4)}
-    calm = {"w": jnp.eye(4) + 0.1, "frozen": jnp.zeros((4, 4))}
-    huge = {**calm, "frozen": jnp.full((4, 4), 1e30)}
-    tx = fz.freeze(inner, "frozen")
-    alone, _ = step(inner, {"w": params["w"]}, {"w": calm["w"]})
-    for grads in (calm, huge):
-        assert bits(step(tx, params, grads)[0]) == bits({"w": alone["w"], "frozen": params["frozen"]})
-
-
 @pytest.mark.parametrize("mask", [np.array([True, False]), fz.rows(0)], ids=["elements", "rows"])
 def test_15_a_nan_times_zero_is_nan(mask):
     """`u * (1 - mask)` with a NaN in `u` is NaN."""
-    params = {"w": jnp.array([-0.0, 1.0])}
-    for bad in (np.nan, np.inf, -np.inf, 3e38):
-        grads = {"w": jnp.array([bad, 0.5])}
-        for tx in (fz.freeze(optax.sgd(1.0), {"w": mask}), fz.masked_zero_updates({"w": mask})):
-            assert bits(step(tx, params, grads)[0]["w"][:1]) == bits(params["w"][:1])
-        stopped = jax.grad(lambda p, grads=grads: jnp.sum(fz.stop_gradient(p, {"w": mask})["w"] * grads["w"]))(params)
-        assert bits(stopped["w"]) == bits(jnp.array([0.0, 0.5]))
+    for bad in (np.nan, np.inf):
+        grad = jax.grad(lambda w, bad=bad: jnp.sum(fz.stop_gradient(w, mask) * jnp.array([bad, 0.5])))
+        assert bits(grad(jnp.array([-0.0, 1.0]))) == bits(jnp.array([0.0, 0.5]))
 
 
-def test_16_a_label_that_depends_on_dtype_or_value():
-    """`partition(label_fn)` calls it on the updates inside `update`: labels by dtype flip, and by value raise."""
+def test_16_a_label_that_depends_on_the_dtype():
+    """`partition(label_fn)` calls it again on the updates, inside `update`."""
     params = {"a": jnp.ones(1, jnp.bfloat16), "b": jnp.ones(1)}
     tx = fz.freeze(optax.sgd(0.5), fz.where(lambda path, leaf: leaf.dtype == jnp.bfloat16))
-    grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    new, _ = jax.jit(lambda g: step(tx, params, g))(grads)
+    new, _ = jax.jit(lambda grads: step(tx, params, grads))({"a": jnp.ones(1), "b": jnp.ones(1)})
     assert bits(new) == bits({"a": params["a"], "b": jnp.array([0.5])})
-    with pytest.raises(TypeError, match="looks at values"):
-        fz.freeze(optax.sgd(0.5), lambda tree: jax.tree.map(lambda leaf: bool(leaf.max() > 0), tree)).init(params)
 
 
 @pytest.mark.parametrize("spec", ["encodr/**", fz.rules({"haed": False})], ids=repr)
@@ -217,23 +110,6 @@ def test_17_a_pattern_matches_nothing(params, loss, batch, spec):
             use()
 
 
-def test_18_labels_of_mixed_types(params):
-    """Labels of mixed types: the error path itself raises `'<' not supported`."""
-    with pytest.raises(ValueError, match=r"an int where a bool is expected\n  at: encoder"):
-        fz.freeze(optax.sgd(1.0), {"encoder": 1, "head": "trainable"}).init(params)
-
-
-def test_19_extra_arguments_are_not_masked(params, loss, batch, frozen):
-    """`selective_transform(lbfgs())` fails: `grad` and `value_fn` still have the frozen part."""
-    tx = fz.freeze(optax.lbfgs(), frozen)
-    value, grads = jax.value_and_grad(loss)(params, batch)
-    update = jax.jit(functools.partial(tx.update, value_fn=loss))
-    updates, _ = update(grads, tx.init(params), params, value=value, grad=grads, x=batch)
-    new = optax.apply_updates(params, updates)
-    assert bits(new["encoder"]) == bits(params["encoder"])
-    assert loss(new, batch) < value
-
-
 def test_20_an_integer_leaf_with_a_float0_gradient():
     """A frozen integer leaf with its float0 gradient: `Called add with a float0 array`."""
     params = {"table": jnp.array([2**30 + 1], jnp.int32), "mask": jnp.array([True]), "w": jnp.ones(1)}
@@ -243,6 +119,7 @@ def test_20_an_integer_leaf_with_a_float0_gradient():
         new, _ = jax.jit(lambda p, tx=tx: step(tx, p, grads))(params)
         assert bits({**new, "w": 0}) == bits({**params, "w": 0})
         assert bits(new["w"]) != bits(params["w"])
+    assert bits({**fz.apply_updates(params, grads), "w": 0}) == bits({**params, "w": 0})
 
 
 def test_21_tree_map_params_with_a_tree_of_specs(params, frozen):
@@ -259,15 +136,12 @@ def test_21_tree_map_params_with_a_tree_of_specs(params, frozen):
 def test_22_restoring_a_state_after_the_mask_changed(tmp_path):
     """Orbax puts None in the place of the missing moments, without an error; Flax fails on the structure."""
     narrow, wide = fz.freeze(optax.adam(0.1), "a"), fz.freeze(optax.adam(0.1), False)
-    params, state = steps(narrow, ONES, narrow.init(ONES), 3)
+    params, state = step(narrow, ONES, ONES)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", narrow.init(ONES))
-        wrong = checkpointer.restore(tmp_path / "state", wide.init(ONES))
-    migrated = fz.migrate(restored, wide, params)
-    assert bits(migrated) == bits(fz.migrate(state, wide, params))
-    assert bits(steps(wide, params, migrated, 1)[0]["a"]) != bits(ONES["a"])
+        restored, wrong = (checkpointer.restore(tmp_path / "state", tx.init(ONES)) for tx in (narrow, wide))
+    assert bits(fz.migrate(restored, wide, params)) == bits(fz.migrate(state, wide, params))
     assert optax.tree.get(wrong, "mu")["a"] is None
     with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/mu/a"):
         fz.migrate(wrong, wide, params)
@@ -289,11 +163,8 @@ def flops_and_temporaries(fn, *args, donate=(0, 1)):
     return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    ("wrap", "clip"),
-    [("nothing", "outside"), ("MultiSteps", "inside"), ("MultiSteps", "outside"), ("apply_if_finite", "outside")],
-)
-def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
+@pytest.mark.parametrize("outside", [lambda tx, _: tx, optax.MultiSteps, optax.apply_if_finite])
+def test_24_and_32_the_backward_pass_runs_for_frozen_layers(outside):
     """With the clip, the accumulation or the check outside, all layers are differentiated: twice the FLOPs."""
     params = {f"layer_{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(6)}
     x = jax.ShapeDtypeStruct((128, 64), jnp.float32)
@@ -304,96 +175,37 @@ def test_24_and_32_the_backward_pass_runs_for_frozen_layers(clip, wrap):
             x = jnp.tanh(x @ params[name])
         return jnp.mean(x**2)
 
-    wrappers = {"MultiSteps": lambda tx: optax.MultiSteps(tx, 4), "nothing": lambda tx: tx}
-    wrapped = {**wrappers, "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 4)}[wrap]
-    clip_tx, adam = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
-    tx = wrapped(optax.chain(clip_tx, adam))
+    clip, adam = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+    tx = outside(optax.chain(clip, adam), 4)
 
     def by_hand(t, s, rest, x):
         updates, s = tx.update(jax.grad(lambda t: loss({**rest, **t}, x))(t), s, t)
         return optax.apply_updates(t, updates), s
 
-    def with_fz(p, s, x):
-        updates, s = frozen_tx.update(fz.grad(loss, frozen)(p, x), s, p)
+    def with_fz(tx, p, s, x):
+        updates, s = tx.update(fz.grad(loss, frozen)(p, x), s, p)
         return fz.apply_updates(p, updates), s
 
     others = dict(params)
     trainable = {"layer_5": others.pop("layer_5")}
     optimum = flops_and_temporaries(by_hand, trainable, jax.eval_shape(tx.init, trainable), others, x)
-    if clip == "inside":
-        frozen_tx = fz.freeze(tx, frozen)
-        state = jax.eval_shape(frozen_tx.init, params)
-    else:
-        frozen_tx = wrapped(optax.chain(clip_tx, fz.freeze(adam, frozen, full_updates=False)))
-        state = jax.eval_shape(frozen_tx.init, fz.partition(params, frozen)[0])
-    flops, temporaries = flops_and_temporaries(with_fz, params, state, x)
-    assert flops <= 1.01 * optimum[0]
-    assert temporaries <= 1.02 * optimum[1] + 1024
+    split = outside(optax.chain(clip, fz.freeze(adam, frozen, full_updates=False)), 4)
+    for frozen_tx, held in ((split, fz.partition(params, frozen)[0]), (fz.freeze(tx, frozen), params)):
+        state = jax.eval_shape(frozen_tx.init, held)
+        flops, temporaries = flops_and_temporaries(functools.partial(with_fz, frozen_tx), params, state, x)
+        assert flops <= 1.01 * optimum[0]
+        assert temporaries <= 1.02 * optimum[1] + 1024
     assert flops_and_temporaries(jax.grad(loss), params, x, donate=())[0] > 1.9 * flops
-
-
-def test_27_adding_a_zero_to_negative_zero():
-    """`apply_updates` of a zero to -0.0 gives +0.0: not the same bits."""
-    params = {"a": jnp.array([-0.0, 0.0]), "b": jnp.ones(1)}
-    for tx in (fz.freeze(optax.sgd(0.1), "a"), fz.masked_zero_updates("a")):
-        new, _ = jax.jit(lambda p, tx=tx: step(tx, p, p))(params)
-        assert bits(new["a"]) == bits(params["a"])
 
 
 def test_28_a_mask_becomes_a_constant_of_the_program():
     """A dense 512 x 512 mask closed over makes as many bytes of program and executable."""
     shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    for mask in (np.ones((512, 512), bool), fz.rows(slice(0, 256))):
-        for tx in (fz.masked_zero_updates(mask), fz.freeze(optax.adamw(0.1), mask)):
-            lowered = jax.jit(tx.update).lower(shape, jax.eval_shape(tx.init, shape), shape)
-            assert len(lowered.as_text()) < 30_000
-            assert lowered.compile().memory_analysis().generated_code_size_in_bytes < 100_000
-
-
-def test_29_a_buffer_of_an_equinox_module_decays():
-    """`stop_gradient(buffer)` keeps the gradient away, and AdamW decays the buffer."""
-
-    class Model(eqx.Module):
-        weight: jax.Array
-        buffer: jax.Array
-        activation: object = jnp.tanh
-
-        def __call__(self, x):
-            return self.activation(self.weight * x + jax.lax.stop_gradient(self.buffer))
-
-    model = Model(jnp.ones(2), jnp.ones(2))
-    tx = fz.freeze(optax.adamw(0.1, weight_decay=0.5), "buffer", full_updates=False)
-    state = tx.init(model)
-    grads = fz.grad(lambda m: m(jnp.ones(2)).sum(), "buffer")(model)
-    updates, state = tx.update(grads, state, model)
-    new = fz.apply_updates(model, updates)
-    assert bits(new.buffer) == bits(model.buffer)
-    assert bits(new.weight) != bits(model.weight)
-    assert new.activation is model.activation
-
-
-@pytest.mark.parametrize("stop", [1, 3])
-def test_30_a_resumed_run_freezes_again_from_the_start(stop, tmp_path):
-    """After gradual unfreezing, a resumed run is frozen again from the start."""
-    tx = scheduled(optax.adam(0.1))
-    params, state = steps(tx, ONES, tx.init(ONES), stop)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", (params, state))
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "run", (ONES, scheduled(optax.adam(0.1)).init(ONES)))
-    assert fz.currently_frozen(restored[1]) == {"b": False, "a": stop < 2}
-    assert bits(steps(tx, *restored, 2)) == bits(steps(tx, params, state, 2))
-
-
-def test_31_one_end_of_a_tied_weight_is_frozen():
-    """Tied weights, one end frozen: the other end moves it."""
-    shared = jnp.ones((2, 2))
-    params = {"embed": shared, "head": shared}
-    says = r"(?s)at one path.*at: embed\n  got: frozen at this path, but trained \(in whole or in part\) at head"
-    with pytest.raises(ValueError, match=says):
-        fz.freeze(optax.sgd(0.1), "embed").init(params)
-    chex.assert_trees_all_equal(step(fz.freeze(optax.sgd(0.1), True), params, params)[0], params)
-    assert np.array_equal(step(fz.freeze(optax.sgd(0.1), "embed", tied="ignore"), params, params)[0]["embed"], shared)
+    for tx in (fz.masked_zero_updates, functools.partial(fz.freeze, optax.adamw(0.1))):
+        tx = tx(np.ones((512, 512), bool))
+        lowered = jax.jit(tx.update).lower(shape, jax.eval_shape(tx.init, shape), shape)
+        assert len(lowered.as_text()) < 30_000
+        assert lowered.compile().memory_analysis().generated_code_size_in_bytes < 100_000
 
 
 def test_33_new_rows_of_an_embedding_cost_as_much_as_all():

@@ -1,4 +1,8 @@
-"""The recipes for loss scaling, `pmap` and target networks, with every form of spec, on several devices."""
+"""The recipes, with every form of spec, on several devices: bits, shared buffers, and the packages that log."""
+
+import doctest
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -132,3 +136,63 @@ def test_a_target_network_follows_in_its_trainable_part(params, frozen, update):
     fz.assert_frozen(params, new, frozen)
     for a, b in zip(*(jax.tree.leaves(fz.partition(tree, frozen)[0]) for tree in (new, params)), strict=True):
         assert (a != b).any()
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+class TestSharedCopies:
+    def test_an_average_shares_frozen_leaves(self, params, frozen):
+        new = jax.tree.map(lambda leaf: leaf + 1, params)
+        trainable, rest = fz.partition(params, frozen)
+        average = jax.tree.map(jnp.copy, trainable)
+
+        @jax.jit
+        def follow(average, params, count):
+            return optax.incremental_update(fz.partition(params, frozen)[0], average, 1 / (count + 1))
+
+        for count in (1, 2):
+            average = follow(average, fz.combine(fz.partition(new, frozen)[0], rest), count)
+        averaged = fz.combine(average, rest)
+        fz.assert_frozen(params, averaged, frozen)
+        np.testing.assert_allclose(averaged["head"], params["head"] + 2 / 3, rtol=1e-5)
+        if frozen == "encoder":
+            assert averaged["encoder"] is params["encoder"]
+
+    def test_a_reference_shares_frozen_leaves_with_a_donated_policy(self, params, frozen):
+        start, rest = fz.partition(params, frozen)
+        policy, optimizer = jax.tree.map(jnp.copy, start), optax.adamw(0.1)
+
+        def step(policy, state, start, rest, tokens):
+            def fun(policy, reference):
+                return loss(policy, tokens) + (loss(policy, tokens) - loss(reference, tokens)) ** 2
+
+            grads = jax.grad(fz.restrict(fun, rest))(policy, fz.combine(start, rest))
+            updates, state = optimizer.update(grads, state, policy)
+            return optax.apply_updates(policy, updates), state
+
+        step, state = jax.jit(step, donate_argnums=(0, 1)), optimizer.init(policy)
+        before = bits(params)
+        for _ in range(2):
+            policy, state = step(policy, state, start, rest, jnp.arange(6))
+        assert bits(fz.combine(start, rest)) == bits(params) == before  # nothing of the reference was donated
+        new = fz.combine(policy, rest)
+        fz.assert_frozen(params, new, frozen)
+        assert bits(new["head"]) != bits(params["head"])
+        if frozen == "encoder":
+            pointers = {tree["encoder"].unsafe_buffer_pointer() for tree in (params, new, fz.combine(start, rest))}
+            assert len(pointers) == 1
+
+
+LOGGED = {"tensorboardX": "runs/tuned/*", "wandb": "wandb/offline-run-*/files/media/table/*.json"}
+
+
+@pytest.mark.parametrize("package", LOGGED)
+@pytest.mark.filterwarnings("default")  # those of the packages
+def test_a_summary_is_logged(package, tmp_path, monkeypatch):
+    pytest.importorskip(package, reason=f"{package} is not installed, which this recipe logs to")
+    page = pathlib.Path("docs/recipes.md").read_text(encoding="utf-8")
+    [block] = re.findall(rf"^```python\n((?:from|import) {package}\b.*?)^```$", page, re.M | re.S)
+    setup = doctest.DocTestParser().get_examples(re.search(r"^```pycon\n(.*?)^```$", page, re.M | re.S)[1])
+    monkeypatch.chdir(tmp_path)
+    exec("".join(example.source for example in setup) + block, {})
+    [file] = tmp_path.glob(LOGGED[package])
+    assert b"head/kernel" in file.read_bytes()

@@ -1,5 +1,10 @@
-"""One of two processes with four devices each: it compares, trains, saves and restores. Run by `test_checkpoint.py`."""
+"""One of two processes with four devices each: it runs the recipe, then compares, trains, saves and restores.
 
+Run by `test_checkpoint.py`.
+"""
+
+import pathlib
+import re
 import sys
 
 import jax
@@ -12,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 import optax_freeze as fz
 from optax_freeze import checkpoint
 
+PAGE = pathlib.Path(__file__).parents[1] / "docs/recipes.md"
+[RECIPE] = re.findall(r"^```python\n(import sys\n.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 FROZEN = fz.rules({"encoder": True, "embed": fz.rows(slice(0, 56))})
 SHAPES = {"embed": (64, 8), "encoder": (8, 16), "head": (16, 8)}
 
@@ -55,9 +62,10 @@ def whole(array):
     return jax.device_get(jax.jit(lambda x: x, out_shardings=replicated)(array))
 
 
-def main(process, port, directory):
+def main(directory):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
+    exec(RECIPE, {"__name__": "__main__"})  # with the arguments of this script
+    directory = pathlib.Path(directory, "next")
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     base = model(mesh, P("data", "model"))
     moved = model(mesh, P(("data", "model")), {**VALUES, "embed": VALUES["embed"] + 1})
@@ -89,11 +97,11 @@ def main(process, port, directory):
         assert whole(got).tobytes() == whole(expected).tobytes()
 
     try:
-        checkpoint.save(directory, params, "encoder" if process else FROZEN, step=4)
+        checkpoint.save(directory, params, "encoder" if jax.process_index() else FROZEN, step=4)
     except ValueError as error:
         print(f"refused: {error}", flush=True)
     print("latest:", checkpoint.latest_step(directory), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(sys.argv[-1])

@@ -7,15 +7,17 @@ models, is written by ``tests/gallery/write_page.py``.
 import concurrent.futures
 import itertools
 import multiprocessing
+import os
 import pathlib
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import optax
-from matrix import DTYPES, MARKS, MODES, OPTIMIZERS, SPECS, Cell, every_cell, programs_on_disk, run
+from matrix import DTYPES, MARKS, MODES, OPTIMIZERS, SPECS, Cell, every_cell, run
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compatibility.md"
 MODELS = "\n## Models\n"
@@ -41,7 +43,12 @@ def main() -> None:
     """Writes the page; if a cell fails, reports it and does not change the page."""
     limits, marks, failures = {}, {}, 0
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(mp_context=spawn, max_tasks_per_child=1) as processes:
+    with (
+        tempfile.TemporaryDirectory() as programs,
+        concurrent.futures.ProcessPoolExecutor(mp_context=spawn, max_tasks_per_child=1) as processes,
+    ):
+        # Control flow that runs op by op is compiled in each call.
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         for name, found in zip(OPTIMIZERS, processes.map(cells_of, OPTIMIZERS), strict=True):
             print(name, file=sys.stderr, flush=True)
             for failure in found.failures:
@@ -68,18 +75,16 @@ def cells_of(optimizer: str) -> Found:
     """Runs every cell of an optimizer."""
     limits, failures = {}, []
     cells = [cell for cell in every_cell() if cell.optimizer == optimizer]
-    with programs_on_disk():
-        for _, of_spec in itertools.groupby(cells, key=lambda cell: cell.spec):
-            for cell in of_spec:
-                try:
-                    error = run(cell)
-                except Exception as failure:
-                    failures.append(f"{cell}: {type(failure).__name__}: {failure}")
-                else:
-                    limits |= {cell: one_line(error)} if error else {}
-            jax.clear_caches()  # the system limits how many programs a process holds
-        marks = tuple(mark for mark, (_, has) in MARKS.items() if has(optimizer))
-    return Found(limits, failures, marks)
+    for _, of_spec in itertools.groupby(cells, key=lambda cell: cell.spec):
+        for cell in of_spec:
+            try:
+                error = run(cell)
+            except Exception as failure:
+                failures.append(f"{cell}: {type(failure).__name__}: {failure}")
+            else:
+                limits |= {cell: one_line(error)} if error else {}
+        jax.clear_caches()  # the system limits how many programs a process holds
+    return Found(limits, failures, tuple(mark for mark, (_, has) in MARKS.items() if has(optimizer)))
 
 
 def render(record: Record) -> str:

@@ -84,7 +84,7 @@ def _program(step: Step, runs: Runs) -> "tuple[StepProgram | None, list[str]]":
 
     unknown = "which gradients are computed, and what reads them, is not known"
     try:
-        program = StepProgram(step, runs.given)
+        program = StepProgram(step, runs.states[""])
     except Exception as error:
         return None, [f"the step cannot be traced ({type(error).__name__}: {in_one_line(error)[:60]}): {unknown}"]
     notes = []

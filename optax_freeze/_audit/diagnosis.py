@@ -25,17 +25,14 @@ class Leak(NamedTuple):
 
     Attributes:
       kind: ``"moved"``: a frozen element has an update; ``"changed"``: the update of trainable elements depends on
-        frozen ones; ``"gradient"``: a step uses the gradient of frozen elements; ``"state"``: state is stored for them;
+        frozen ones; ``"gradient"``: a step uses a gradient of them; ``"state"``: state is stored for them;
         ``"untrained"``: the gradient of trainable elements affects neither updates nor state.
-      path: the leaf; for ``"changed"`` and ``"untrained"`` one with trainable elements; of an average its path in the
-        state.
+      path: the leaf; of ``"changed"`` and ``"untrained"`` one with trainable elements, of an average that in the state.
       cause: the most likely cause.
-      got: what was observed.
-      expected: what should have been observed.
+      got, expected: what was observed, and what should have been.
       fix: what to do about it.
       elements: the number of elements concerned.
-      nbytes: the bytes of the state.
-      flops: what a gradient costs.
+      nbytes, flops: the size of the state, the cost of the gradient.
     """
 
     kind: Kind

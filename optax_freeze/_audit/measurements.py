@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._verify import bits as _bits
 
 
@@ -69,7 +69,7 @@ def _rate(update: jax.Array, param: jax.Array, where: jax.Array, tolerance: floa
     return jnp.where(agree & ~not_proportional.any(), low, 0)
 
 
-def moved_elements(before: Any, after: Any, selection: Selection) -> int:
+def moved_elements(before: Any, after: Any, selection: Selection = FROZEN) -> int:
     """How many frozen elements have other bits; all, if the shape or the dtype is another."""
     if np.shape(before) != np.shape(after) or jnp.result_type(before) != jnp.result_type(after):
         return max(int(np.size(after)), 1)
@@ -78,7 +78,7 @@ def moved_elements(before: Any, after: Any, selection: Selection) -> int:
     return low + (high << 32)
 
 
-def how_far(before: Any, after: Any, selection: Selection) -> str:
+def how_far(before: Any, after: Any, selection: Selection = FROZEN) -> str:
     """The largest change of a frozen element, for a message."""
     if np.shape(before) != np.shape(after):
         return ", to another shape"
@@ -87,7 +87,7 @@ def how_far(before: Any, after: Any, selection: Selection) -> str:
     return ", to NaN" if np.isnan(largest) else f", by up to {largest:.3g}" * bool(largest)
 
 
-def decay_rate(before: Any, after: Any, selection: Selection) -> float:
+def decay_rate(before: Any, after: Any, selection: Selection = FROZEN) -> float:
     """The rate at which a leaf moves in proportion to itself in one step, up to rounding; 0 if it does not."""
     if np.shape(before) != np.shape(after):
         return 0.0

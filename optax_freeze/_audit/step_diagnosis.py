@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_freeze._audit import diagnosis
 from optax_freeze._audit.diagnosis import Cause, Kind, Leak, is_of_frozen
@@ -75,162 +76,140 @@ IGNORED = diagnosis.IGNORED._replace(
 )
 
 
+_BATCH, _VALUES, _STATE = "another batch", "other frozen values", "another state of frozen elements"
+
+
 class Runs:
-    """The runs of a step, and which frozen bits move in them."""
+    """The runs of a step, by what differs from the state and the batch that were given; the first as they are.
+
+    Attributes:
+      held: the positions of state for frozen elements.
+      averages: for each average of frozen values a value that it equals, and what it is after a step.
+    """
 
     def __init__(self, step: Step, steps: int) -> None:
         self.step = step
         self.held = [k for k in step.entries if self._is_held(k)]
-        self.averages = self._averages()
-        self.given = step.run(steps)
-        ones = {
-            k: jnp.asarray(step.start[k]) + 1
-            for k in self.held
-            if k not in self.averages and jnp.issubdtype(step.start[k].dtype, jnp.inexact)
+        self.averages = self._averages(steps)
+        inexact = [k for k in self.held if jnp.issubdtype(step.start[k].dtype, jnp.inexact)]
+        moments = {k: jnp.asarray(step.start[k]) + 1 for k in inexact if k not in self.averages}
+        self.states: dict[str, list[State]] = {
+            "": step.run(steps),
+            _BATCH: step.run(steps, batch=other_batch(step.batch)),
+            _VALUES: step.run(steps, other_values(step)),
         }
-        self.others: dict[str, list[State]] = {
-            "another batch": step.run(steps, batch=other_batch(step.batch)),
-            "other frozen values": step.run(steps, other_values(step)),
-            "another state of frozen elements": step.run(steps, ones) if ones else self.given,
-        }
-
-    @property
-    def all(self) -> dict[str, list[State]]:
-        """All runs, by what differs from the state and the batch that were given."""
-        return {"": self.given, **self.others}
+        self.states[_STATE] = step.run(steps, moments) if moments else self.states[""]
 
     def _is_held(self, k: int) -> bool:
         """Whether a leaf of the state holds values for frozen elements."""
         step, entry = self.step, self.step.entries[k]
         if k in step.kept or entry.address is None or isinstance(entry.value, Part) or not is_array(entry.value):
             return False
-        if entry.leaf is None:
-            total = sum(int(np.prod(step.plan.leaves[i].shape or ())) for i in step.params)
-            return len(step.params) > 1 and bool(step.frozen) and entry.value.shape[-1:] == (total,)
-        i = step.index_of.get(entry.leaf)
+        if entry.leaf is None:  # all parameters in one vector
+            size = sum(int(np.size(step.start[position])) for position in step.params.values())
+            return len(step.params) > 1 and bool(step.frozen) and entry.value.shape[-1:] == (size,)
+        i = step.owner(k)
         return i is not None and is_of_frozen(step.plan.selections[i], entry)
 
-    def _averages(self) -> dict[int, tuple[bool, Any]]:
-        """The averages of frozen values: whether one keeps the bits of a value that it equals, and the new value.
-
-        An average is state that is close to the parameters, and that follows a frozen value.
-        """
+    def _averages(self, steps: int) -> dict[int, tuple[Any, Any]]:
+        """State that is close to the parameters, and that follows a frozen value which does not move."""
         step, close = self.step, set()
-        owned = [k for k, entry in step.entries.items() if entry.leaf in step.index_of]
+        params = {k: step.params[i] for k in step.entries if (i := step.owner(k)) is not None}
         for tree in {step.tree(k) for k in self.held}:
-            of_tree = [k for k in owned if step.tree(k) == tree]
-            pairs = [(step.start[k], step.start[step.params[step.index_of[step.entries[k].leaf]]]) for k in of_tree]
-            if all(np.shape(a) == np.shape(b) for a, b in pairs):
-                norms = [(jnp.sum(jnp.abs(jnp.asarray(a) - b) ** 2), jnp.sum(jnp.abs(b) ** 2)) for a, b in pairs]
-                far, size = np.sum(norms, axis=0) if norms else (1, 0)
-                close |= set(of_tree) if far < 0.25 * size else set()
-        close &= set(self.held)
+            pairs = {k: (step.start[k], step.start[at]) for k, at in params.items() if step.tree(k) == tree}
+            if pairs and all(np.shape(a) == np.shape(b) for a, b in pairs.values()):
+                far = optax.tree.norm([jnp.asarray(a) - b for a, b in pairs.values()])
+                close |= {*pairs} & {*self.held} if far < optax.tree.norm([b for _, b in pairs.values()]) / 2 else set()
         if not close:
             return {}
         values = other_values(step)
-        own = {k: values[step.params[step.index_of[step.entries[k].leaf]]] for k in close}
-        _, equal = step.run(1, values | {k: value.astype(step.start[k].dtype) for k, value in own.items()})
-        _, far = step.run(1, {k: value * 1024 for k, value in values.items()} | own)
-        found = {}
-        for k, value in own.items():
-            i = step.index_of[step.entries[k].leaf]
-            selection, position = step.plan.selections[i], step.params[i]
-            if moved_elements(far[k], equal[k], selection) and not moved_elements(
-                values[position], equal[position], selection
-            ):
-                found[k] = (
-                    not moved_elements(value.astype(step.start[k].dtype), equal[k], selection),
-                    (value, equal[k]),
-                )
-        return found
+        own = {k: values[params[k]].astype(step.start[k].dtype) for k in close}
+        equal = step.run(steps, values | own)[-1]
+        follows = step.run(steps, {position: value * 1024 for position, value in values.items()} | own)[-1]
+        return {
+            k: (value, equal[k])
+            for k, value in own.items()
+            if moved_elements(follows[k], equal[k]) and not moved_elements(values[params[k]], equal[params[k]])
+        }
 
     def differ(self, name: str, position: int, selection: Selection) -> bool:
-        """Whether a frozen element has another value than in the first run, from the same start."""
-        pairs = zip(self.given[1:], self.others[name][1:], strict=True)
+        """Whether a frozen element has another value than in the first run."""
+        pairs = zip(self.states[""][1:], self.states[name][1:], strict=True)
         return any(moved_elements(a[position], b[position], selection) for a, b in pairs)
 
-    def moves(self, position: int, selection: Selection) -> dict[str, str]:
-        """For each run in which a frozen element moves, how many do in which step, and how far."""
+    def moves(self, position: int, selection: Selection = FROZEN) -> dict[str, tuple[int, str]]:
+        """For each run in which frozen elements move, how many do, in which step, and how far."""
         found = {}
-        for name, states in self.all.items():
+        for name, states in self.states.items():
             for n, state in enumerate(states[1:], 1):
-                if count := moved_elements(states[0][position], state[position], selection):
+                pair = states[0][position], state[position]
+                if name not in found and (count := moved_elements(*pair, selection)):
                     with_other = f" with {name}" if name else ""
-                    far = how_far(states[0][position], state[position], selection)
-                    found[name] = f"{count} frozen elements move in step {n}{with_other}{far}"
-                    break
+                    text = f"{count} frozen elements move in step {n}{with_other}{how_far(*pair, selection)}"
+                    found[name] = count, text
         return found
 
     def decays(self, position: int, selection: Selection) -> bool:
         """Whether a frozen leaf moves in proportion to itself, at one rate in two runs."""
-        rates = [
-            decay_rate(self.all[name][0][position], self.all[name][1][position], selection)
-            for name in ("", "other frozen values")
-        ]
-        known = [rate for rate in rates if rate]
-        return bool(known) and bool(np.allclose(known, known[0], rtol=0.1, atol=0))
+        pairs = [self.states[name][:2] for name in ("", _VALUES)]
+        rates = [rate for a, b in pairs if (rate := decay_rate(a[position], b[position], selection))]
+        return bool(rates) and bool(np.allclose(rates, rates[0], rtol=0.1, atol=0))
 
 
 def leaks_of(runs: Runs, program: "StepProgram | None") -> Iterator[Leak]:
-    """All leaks, by kind."""
+    """All leaks; without a program those that runs show."""
     step = runs.step
     for i in step.frozen:
-        yield from _moved_leaf(runs, program, i)
+        yield from _moved(runs, program, i)
     yield from _moved_state(runs)
+    yield from _held(runs)
     if program is not None:
         yield from _changed(step, program.gradients)
         yield from (_computed(step, program, g) for g in program.gradients if not g.for_results)
-    yield from _held(runs)
-    for i in program.untrained() if program else []:
-        got = "no gradient reaches it or its state, although gradients of the step depend on it"
-        yield _leak("untrained", IGNORED, step.plan.leaves[i].path, got, np.size(step.start[step.params[i]]))
+        for i in program.untrained():
+            got = "no gradient reaches it or its state, although gradients depend on it"
+            yield _leak("untrained", IGNORED, step.plan.leaves[i].path, got, step.elements(i, frozen=False))
 
 
-def _moved_leaf(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[Leak]:
+def _moved(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[Leak]:
+    """Frozen elements of a parameter with other bits after a step."""
     step = runs.step
     path, position, selection = step.plan.leaves[i].path, step.params[i], step.plan.selections[i]
     moves = runs.moves(position, selection)
-    warm = "another state of frozen elements"
-    reacts = runs.others[warm] is not runs.given and runs.differ(warm, position, selection)
 
-    def leak(cause: Cause, names: Sequence[str] = ("", *runs.others)) -> Leak:
-        got = next((moves[name] for name in names if name in moves), "")
-        return _leak("moved", cause, path, got, int(got.split()[0]) if got else 0)
+    def leak(cause: Cause, name: str | None = None) -> Leak:
+        count, got = moves[next(iter(moves)) if name is None else name]
+        return _leak("moved", cause, path, got, count)
 
-    if moves.keys() - {warm}:
-        if program is not None and i in program.trained:
-            yield leak(OTHER_SPEC if path in step.trains_in_state else TRAINS)
+    reacts = _STATE in moves and runs.differ(_STATE, position, selection)
+    if moves.keys() - {_STATE}:
+        is_set = program is not None and program.sets(i) and not runs.decays(position, selection)
+        trains = program is not None and i in program.trained
+        if trains or (not is_set and runs.differ(_BATCH, position, selection)):
+            yield leak(OTHER_SPEC if path in step.trains_in_state else TRAINS if trains else BATCH)
             return
-        decays = runs.decays(position, selection)
-        differs = runs.differ("another batch", position, selection)
-        is_set = program is not None and program.has_backward and not program.reads_gradients(i)
-        if is_set and not decays and program.reads_batch(i):
+        if is_set:
             yield leak(SET)
-        elif differs:
-            yield leak(OTHER_SPEC if path in step.trains_in_state else BATCH)
-            return
-        elif decays or not reacts:
-            yield leak(DECAY if decays else AFTER)
+        elif runs.decays(position, selection):
+            yield leak(DECAY)
+        elif not reacts:
+            yield leak(AFTER)
     if reacts:
-        yield leak(diagnosis.STATE_AFTER, (warm,))
-    if program is not None and not moves and any(i in g.nan.frozen for g in program.gradients if g.leaf == i):
-        got = "frozen elements are NaN with a gradient of NaN"
-        yield _leak("moved", diagnosis.PRODUCT, path, got, 0)
+        yield leak(diagnosis.STATE_AFTER, _STATE)
+    if program is not None and not moves and any(("frozen", i) in g.nan for g in program.gradients):
+        yield _leak("moved", diagnosis.PRODUCT, path, "NaN with a gradient of NaN", step.elements(i, frozen=True))
 
 
 def _moved_state(runs: Runs) -> Iterator[Leak]:
-    """Averages of frozen values, and statistics of frozen modules."""
+    """Averages of frozen values, and statistics of frozen modules, with other bits after a step."""
     step = runs.step
-    for k, (keeps, (value, new)) in runs.averages.items():
-        selection = step.plan.selections[step.index_of[step.entries[k].leaf]]
-        if not keeps:
-            count, far = moved_elements(value.astype(new.dtype), new, selection), how_far(value, new, selection)
-            got = f"{count} elements of an average that equals the frozen value move in a step{far}"
+    for k, (value, new) in runs.averages.items():
+        if count := moved_elements(value, new):
+            got = f"{count} elements of an average that equals the frozen value move in some steps{how_far(value, new)}"
             yield _leak("moved", AVERAGE, step.paths[k], got, count)
     for k in step.statistics():
-        if moves := runs.moves(k, FROZEN):
-            got = next(iter(moves.values())).replace("frozen elements", "elements")
-            yield _leak("moved", STATISTICS, step.paths[k], got, int(got.split()[0]))
+        for count, got in [*runs.moves(k).values()][:1]:
+            yield _leak("moved", STATISTICS, step.paths[k], got.replace("frozen elements", "elements"), count)
 
 
 def _changed(step: Step, gradients: "Sequence[Gradient]") -> Iterator[Leak]:
@@ -238,12 +217,11 @@ def _changed(step: Step, gradients: "Sequence[Gradient]") -> Iterator[Leak]:
     found: dict[tuple[int, Cause], list[str]] = {}
     for g in gradients:
         path = step.plan.leaves[g.leaf].path
-        by_size, by_nan = ({j for j in a.trainable | a.state if not step.is_frozen(j)} for a in (g.huge, g.nan))
-        if not step.is_frozen(g.leaf):
-            by_size, by_nan = by_size - (g.huge.state & {g.leaf}), by_nan - (g.nan.state & {g.leaf})
+        by_size, by_nan = ({j for j in g.trainable(answer) if not step.is_frozen(j)} for answer in (g.huge, g.nan))
         for j in sorted(by_size):
             found.setdefault((j, diagnosis.STATISTIC if by_size == {g.leaf} else NORM), []).append(path)
-        for j in sorted(by_nan if by_nan and not g.nan.nan else by_nan - by_size):
+        spreads = any(name == "nan" for name, _ in g.nan)
+        for j in sorted(by_nan - by_size if spreads else by_nan):
             found.setdefault((j, FINITE_CHECK), []).append(path)
     for (j, cause), paths in found.items():
         numbers = "of NaN" if cause is FINITE_CHECK else "of 1e15"
@@ -254,13 +232,13 @@ def _changed(step: Step, gradients: "Sequence[Gradient]") -> Iterator[Leak]:
 
 def _computed(step: Step, program: "StepProgram", g: "Gradient") -> Leak:
     """A gradient of frozen elements that something reads."""
-    others = {j for a in (g.huge, g.nan) for j in a.trainable | a.state if j != g.leaf and not step.is_frozen(j)}
+    answers, names = (g.huge, g.nan), {name for name, _ in g.huge | g.nan}
     readers = {
-        "a norm or a finite check": bool(others),
-        "its state": g.leaf in g.huge.state | g.nan.state,
-        "its update": g.leaf in g.huge.frozen | g.nan.frozen,
-        "other state": g.huge.other or g.nan.other,
-        "a result": g.huge.results or g.nan.results,
+        "a norm or a finite check": any(j != g.leaf and not step.is_frozen(j) for a in answers for j in g.trainable(a)),
+        "its state": ("state", g.leaf) in g.huge | g.nan,
+        "its update": ("frozen", g.leaf) in g.huge | g.nan,
+        "other state": "other" in names,
+        "a result": "result" in names,
     }
     read_by = [name for name, reads in readers.items() if reads]
     cost = "computed in a loop" if g.flops is None else f"{g.flops:,} of {program.flops:,} FLOPs of a step"

@@ -8,7 +8,7 @@ the update and the state of the parameter itself change with the sign of its gra
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,39 +25,14 @@ from optax_freeze._program.traced_function import as_argument
 HUGE = 1e15
 
 
-class Answer(NamedTuple):
-    """Which results of a step differ with another gradient. Parameters are numbered as in the plan.
+Answer: TypeAlias = frozenset[tuple[str, int | None]]
+"""What differs with another gradient: ``frozen`` or ``trainable`` elements of a parameter, or its ``state``, each with
+the number of the parameter in the plan; ``other`` state; another ``result`` of the step; ``nan``: there is a NaN."""
 
-    Attributes:
-      frozen: the parameters whose frozen elements differ.
-      trainable: those whose trainable elements differ.
-      state: those whose state differs.
-      other: whether other state differs.
-      results: whether a result of the step beside its state differs.
-      nan: whether a trainable element is NaN.
-    """
 
-    frozen: frozenset[int] = frozenset()
-    trainable: frozenset[int] = frozenset()
-    state: frozenset[int] = frozenset()
-    other: bool = False
-    results: bool = False
-    nan: bool = False
-
-    def joined(self, other: "Answer") -> "Answer":
-        """What differs in one of two answers."""
-        sets = self.frozen | other.frozen, self.trainable | other.trainable, self.state | other.state
-        return Answer(*sets, self.other | other.other, self.results | other.results, self.nan | other.nan)
-
-    @property
-    def leaves(self) -> frozenset[int]:
-        """All parameters that differ, or whose state does."""
-        return self.frozen | self.trainable | self.state
-
-    @property
-    def is_read(self) -> bool:
-        """Whether anything differs."""
-        return bool(self.leaves) or self.other or self.results
+def leaves(answers: Iterable[Answer], *names: str) -> set[int]:
+    """The parameters that differ in one of these ways in one of some answers."""
+    return {i for answer in answers for name, i in answer if name in names and i is not None}
 
 
 class Gradient(NamedTuple):
@@ -68,10 +43,16 @@ class Gradient(NamedTuple):
     nan: Answer
     flops: int | None  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
 
+    def trainable(self, answer: Answer) -> set[int]:
+        """The parameters whose trainable elements differ, or the state of which does; of its own leaf not the state."""
+        return {
+            i for name, i in answer if i is not None and (name == "trainable" or (name == "state" and i != self.leaf))
+        }
+
     @property
     def for_results(self) -> bool:
         """Whether only results beside the state read it."""
-        return not any(answer.leaves or answer.other for answer in (self.huge, self.nan))
+        return {name for name, _ in self.huge | self.nan} <= {"result"}
 
 
 class StepProgram:
@@ -117,29 +98,21 @@ class StepProgram:
         around = [eqn for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn)]
         backward = {n for eqn in around for n in eqn.outputs}
         reached = dependent(self._program, backward)
-        updated = {self._leaf_of(k) for k, out in self._outs.items() if out in reached}
+        updated = {self._param_at.get(k, self._step.owner(k)) for k, out in self._outs.items() if out in reached}
         candidates = [i for i in self._step.params if not self._step.is_frozen(i) and i not in updated]
         return [
             i for i in candidates if not dependent(self._program, [place[self._step.params[i]]]).isdisjoint(backward)
         ]
 
-    def reads_gradients(self, i: int) -> bool:
-        """Whether the new value of a parameter depends on any gradient."""
-        return self._outs.get(self._step.params[i]) in dependent(self._program, self._ends)
-
-    def reads_batch(self, i: int) -> bool:
-        """Whether the new value of a parameter depends on the batch."""
+    def sets(self, i: int) -> bool:
+        """Whether the new value of a parameter depends on the batch, but not on a gradient."""
+        out = self._outs.get(self._step.params[i])
         batch = [n for n, k in enumerate(self._inputs) if k >= len(self._step.start)]
-        return self._outs.get(self._step.params[i]) in dependent(self._program, batch)
+        return self.has_backward and out in dependent(self._program, batch) - dependent(self._program, self._ends)
 
     @property
     def _outs(self) -> dict[int, Any]:
         return {k: n for k, n in zip(self._traced, self._program.outputs, strict=True) if isinstance(n, int)}
-
-    def _leaf_of(self, k: int) -> int | None:
-        """The parameter that the ``k``-th result of the step is, or is the state of."""
-        entry = self._step.entries.get(k) if k < len(self._step.start) else None
-        return self._param_at.get(k) if entry is None else self._step.index_of.get(str(entry.leaf))
 
     @functools.cached_property
     def _param_at(self) -> dict[int, int]:
@@ -161,47 +134,47 @@ class StepProgram:
         return {n for n in ends if is_inexact(self._program.avals[n])}
 
     def _gradients(self) -> list[Gradient]:
-        step = self._step
-        shapes = {i: step.plan.leaves[i].shape for i in step.params}
-        alike = {n: [i for i in shapes if self._fits(n, shapes[i])] for n in sorted(self._ends)}
-        alike = {n: found for n, found in alike.items() if not set(found).isdisjoint(step.frozen)}
+        """The gradients of parameters with frozen elements.
+
+        The parameter that answers to the sign of a gradient owns it. If none does, it belongs to one that has the same
+        shape and no gradient yet, if all of these are frozen; the paths of two such gradients may be exchanged.
+        """
+        step, shapes = self._step, {n: self._program.avals[n].shape for n in sorted(self._ends)}
+        alike: dict[int, list[int]] = {}
+        for n, shape in shapes.items():
+            of = {i: step.plan.leaves[i].shape for i in step.params}
+            found = [i for i in of if of[i] == shape] or [i for i in of if of[i] == shape[1:]]  # one for each example
+            if not set(found).isdisjoint(step.frozen):
+                alike[n] = found
         if not alike:
             return []
-        read = self._reader(list(alike))
-        owners: dict[int, int] = {}
+        read, owners = self._reader([*alike]), {}
         for n, found in alike.items():
-            if own := read(n, np.negative).leaves & {*found}:
-                if len(own) == 1:
-                    [owners[n]] = own
-                    self.trained |= own & read(n, np.negative).frozen
-                else:
-                    self.ambiguous.add(self._program.avals[n].shape)
-        for n in alike.keys() - owners.keys():
-            left = [i for i in alike[n] if i not in owners.values()]
-            answer = read(n, lambda x: jnp.full_like(x, jnp.nan))
-            if len(own := answer.leaves & {*alike[n]}) == 1 and answer.leaves == own:
+            answer = read(n, np.negative)
+            if len(own := leaves([answer], *_OF_LEAF) & {*found}) == 1:
                 [owners[n]] = own
-            elif answer.is_read and left and self._program.avals[n].shape not in self.ambiguous:
-                if all(map(step.is_frozen, left)):
+                self.trained |= own & leaves([answer], "frozen")
+            elif own:
+                self.ambiguous.add(shapes[n])
+        for n in sorted(alike.keys() - owners.keys()):
+            left = [i for i in alike[n] if i not in owners.values()]
+            answer = read(n, _filled(np.nan))
+            if len(own := leaves([answer], *_OF_LEAF)) == 1 and own <= {*left}:
+                [owners[n]] = own
+            elif left and (own or (("result", None) in answer and n not in self._around)):
+                if all(map(step.is_frozen, left)) and shapes[n] not in self.ambiguous:
                     owners[n] = left[0]
                 else:
-                    self.ambiguous.add(self._program.avals[n].shape)
-        gradients, cut = [], set()
-        cost = self.flops
+                    self.ambiguous.add(shapes[n])
+        gradients, cut, cost = [], set(), self.flops
         for n, i in sorted(owners.items()):
-            if i not in step.frozen:
-                continue
-            answers = [read(n, functools.partial(jnp.full_like, fill_value=fill), i) for fill in (HUGE, np.nan)]
-            if any(answer.is_read for answer in answers):
+            huge, nan = (read(n, _filled(number), i) if i in step.frozen else frozenset() for number in (HUGE, np.nan))
+            if huge | nan:
                 cut.add(n)
                 left_over = flops_of_program(_live(self._program.eqns, self._program.outputs, cut))
-                gradients.append(Gradient(i, answers[0], answers[1], None if n in self._around else cost - left_over))
+                gradients.append(Gradient(i, huge, nan, None if n in self._around else cost - left_over))
                 cost = left_over
         return gradients
-
-    def _fits(self, n: int, shape: Any) -> bool:
-        """Whether a value has the shape of a parameter, or one for each example."""
-        return self._program.avals[n].shape == shape or self._program.avals[n].shape[1:] == shape
 
     def _reader(self, ends: list[int]) -> Any:
         """Returns a function from a gradient and a change of it, at the frozen elements of a leaf or everywhere.
@@ -236,36 +209,41 @@ class StepProgram:
 
         @functools.cache
         def read(n: int, change: Any, i: int | None = None) -> Answer:
-            place, answer = len(passed) + ends.index(n), Answer()
+            place, answer = len(passed) + ends.index(n), frozenset()
             for values, expected in points:
                 new = jnp.asarray(change(values[place]), values[place].dtype)
                 if i is not None:
                     new = jnp.where(self._step.mask(i), new, values[place])
                 outs = update([*values[:place], new, *values[place + 1 :]])
-                answer = answer.joined(self._compare(outs, expected))
+                answer |= self._compare(outs, expected)
             return answer
 
         return read
 
     def _compare(self, outs: Sequence[Any], expected: Sequence[Any]) -> Answer:
-        frozen, trainable, state, other = set(), set(), set(), set()
-        any_nan = False
-        pairs = {k: pair for k, *pair in zip(self._traced, outs, expected, strict=True) if _is_number(pair[0])}
-        for k, found in jax.device_get({k: _difference(*pair, self._mask_at(k)) for k, pair in pairs.items()}).items():
-            at_frozen, elsewhere, nan = map(bool, found)
-            i = self._leaf_of(k)
-            if k in self._param_at:
-                frozen |= {i} if at_frozen else set()
-                trainable |= {i} if elsewhere else set()
-                any_nan |= nan
-            elif elsewhere:
-                (other.add(k) if i is None else state.add(i))
-        numbers = len(self._step.start)
-        is_state, is_result = any(k < numbers for k in other), any(k >= numbers for k in other)
-        return Answer(frozenset(frozen), frozenset(trainable), frozenset(state), is_state, is_result, any_nan)
+        answer: set[tuple[str, int | None]] = set()
+        for k, *pair in zip(self._traced, outs, expected, strict=True):
+            if jnp.issubdtype(pair[0].dtype, jax.dtypes.extended):
+                continue
+            i = self._param_at.get(k)
+            frozen, trainable, nan = _difference(*pair, False if i is None else self._step.mask(i))
+            if i is not None:
+                answer |= {
+                    (name, i) for name, hit in (("frozen", frozen), ("trainable", trainable), ("nan", nan)) if hit
+                }
+            elif trainable:
+                owner = self._step.owner(k)
+                name = "result" if k >= len(self._step.start) else "other" if owner is None else "state"
+                answer.add((name, owner))
+        return frozenset(answer)
 
-    def _mask_at(self, k: int) -> np.ndarray:
-        return self._step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False)
+
+_OF_LEAF = "frozen", "trainable", "state"
+
+
+@functools.cache
+def _filled(number: float) -> Any:
+    return functools.partial(jnp.full_like, fill_value=number)
 
 
 def _is_backward(eqn: Equation) -> bool:
@@ -292,10 +270,6 @@ def _evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[in
         with eqn.context.manager:
             outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
         env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)
-
-
-def _is_number(value: Any) -> bool:
-    return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
 @jax.jit

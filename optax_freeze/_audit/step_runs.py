@@ -142,6 +142,11 @@ class Step:
         _tree.refuse_other_structure(out[0] if inside else out, given, "the new state", fix)
         raise AssertionError  # two trees of the same structure
 
+    def owner(self, k: int) -> int | None:
+        """The parameter that a leaf of the state belongs to."""
+        entry = self.entries.get(k)
+        return None if entry is None or entry.leaf is None else self.index_of.get(entry.leaf)
+
     def tree(self, k: int) -> str:
         """The path of the tree that has the structure of the parameters, and a leaf of the state in it."""
         return self.paths[k].removesuffix(self.entries[k].leaf or "").rstrip("/")
@@ -166,9 +171,8 @@ class Step:
 
         own = {*self.params.values()}
         others = [k for k in range(len(self.start)) if k not in own and is_array(self.start[k])]
-        unowned = [k for k in others if k not in self.entries or self.entries[k].leaf is None]
-        numbers = [k for k in unowned if np.ndim(self.start[k]) and jnp.issubdtype(self.start[k].dtype, jnp.inexact)]
-        return [k for k in numbers if is_frozen(self.paths[k])]
+        numbers = [k for k in others if np.ndim(self.start[k]) and jnp.issubdtype(self.start[k].dtype, jnp.inexact)]
+        return [k for k in numbers if self.owner(k) is None and is_frozen(self.paths[k])]
 
     def _find_entries(self, state: PyTree) -> None:
         """Finds the entries of all subtrees of the state without parameters."""

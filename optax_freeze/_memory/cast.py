@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
+from optax_freeze._errors import counted, described, is_array, is_concrete, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -97,7 +97,7 @@ def _converted(value: Any, to: np.dtype, path: str) -> Any:
             raise value_error(
                 f"frozen values are too large for {to}",
                 at=path,
-                got=f"{lost} finite values of {value.dtype} that are not finite in {to}",
+                got=f"{counted(lost, 'number', 'numbers')} of {value.dtype} outside of its range",
                 expected=f"values of at most {float(jnp.finfo(to).max):g}",
                 fix="fz.cast(params, frozen, jnp.bfloat16) has the range of float32",
             )

@@ -18,22 +18,23 @@ from optax_freeze._errors import type_error, value_error, whole_number
 from optax_freeze._memory.idle_state import with_idle_groups
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory_kinds import HOST, is_on_host, on_device, to_device
+from optax_freeze._spec.memory_kinds import HOST, is_in_blocks, is_on_host, on_device, to_device
 from optax_freeze._spec.plan import may_stay_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
 from optax_freeze._state.own_states import states_in
 
 
-def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20) -> PyTree:
+def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = None, min_bytes: int = 2**20) -> PyTree:
     """Moves frozen stacks of weights to host memory, from where programs read them layer by layer.
 
     A leaf is moved if it has three or more axes and at least ``min_bytes`` bytes, and is frozen completely or by static
-    rows. It keeps its sharding, with the memory kind ``pinned_host``. All other leaves are returned unchanged, as the
-    same objects: trainable parameters, leaves with dense masks or dynamic rows, vectors and matrices, PRNG keys, and
-    objects. A leaf that is on the host already stays there while it is frozen, and returns to the device if it is
-    trainable under this spec. An array at several paths is moved only if it can be moved at each of them.
+    rows; a matrix also if it is named in ``tables``. It keeps its sharding, with the memory kind ``pinned_host``. All
+    other leaves are returned unchanged, as the same objects: trainable parameters, leaves with dense masks or dynamic
+    rows, vectors and other matrices, PRNG keys, and objects. A leaf that is on the host already stays there while it is
+    frozen, and returns to the device if it is trainable under this spec. An array at several paths is moved only if it
+    can be moved at each of them.
 
     No test has run on a GPU or a TPU yet: compare the gradients on yours with those from device memory first. A
     released XLA for GPU read stacks on the host in the wrong order in reversed scans (openxla/xla#46231).
@@ -48,14 +49,17 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
         compiler moves the arrays (since JAX 0.10). A ``jax.ShapeDtypeStruct`` gets the sharding of the moved array,
         and nothing is allocated.
       frozen: the spec of the frozen parameters, in any form. Omit it for an optimizer state.
+      tables: a spec of the matrices in which the loss only looks up rows, such as embeddings. They are moved like
+        stacks. Each needs a multiple of 8 rows and of 128 columns, and its rows may not be divided among devices.
       min_bytes: the minimum size of a leaf to be moved, in bytes over all devices.
 
     Returns:
       The tree with the moved leaves. Drop the old tree to free device memory.
 
     Raises:
-      ValueError: if the spec does not fit; if ``min_bytes`` is negative; if the devices have no pinned host memory; if
-        the array types of this JAX release do not include the memory space.
+      ValueError: if the spec does not fit; if rows of a table cannot be read from the host; if ``min_bytes`` is
+        negative; if the devices have no pinned host memory; if the array types of this JAX release do not include the
+        memory space.
       TypeError: if ``min_bytes`` is not an int, or ``frozen`` is missing.
 
     Example:
@@ -70,7 +74,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
     """
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
     min_bytes = whole_number("min_bytes", min_bytes, fix=fix)
-    if frozen is None and states_in(tree, FreezeWhenState):
+    if frozen is None and tables is None and states_in(tree, FreezeWhenState):
         return with_idle_groups(tree, min_bytes, _to_host, _to_device)
     if frozen is None:
         raise type_error(
@@ -81,24 +85,46 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, min_bytes: int = 2**20)
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
         )
     plan = make_plan(tree, frozen)
+    named = [selection is FROZEN for selection in make_plan(tree, False if tables is None else tables).selections]
     values, treedef = _tree.flatten(tree)
     leaves = list(zip(values, plan.leaves, plan.selections, strict=True))
-    stays = {id(value) for value, leaf, selection in leaves if not _streams(value, leaf, selection, min_bytes)}
+    streams = [_streams(*each, min_bytes, is_table) for each, is_table in zip(leaves, named, strict=True)]
+    stays = {id(value) for value, moves in zip(values, streams, strict=True) if not moves}
     moves = {id(value): value for value in values if id(value) not in stays}  # an array at two paths only once
     moved = {number: _to_host(value) for number, value in moves.items()}
     back = [v if may_stay_on_host(selection) else _to_device(v) for v, _, selection in leaves]
     return jax.tree.unflatten(treedef, [moved.get(id(v), other) for v, other in zip(values, back, strict=True)])
 
 
-def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int) -> bool:
-    """Whether a leaf can be read from the host: a large stack that is frozen completely or by static rows."""
+def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int, is_table: bool) -> bool:
+    """Whether a leaf can be read from the host: a large stack or table that is frozen completely or by static rows."""
     selection = value.selection if isinstance(value, Rest) else selection
-    if leaf.shape is None or len(leaf.shape) < 3 or leaf.index is not None or not may_stay_on_host(selection):
+    if leaf.shape is None or leaf.index is not None or not may_stay_on_host(selection):
+        return False
+    if len(leaf.shape) < 2 or (len(leaf.shape) == 2 and not is_table):
         return False
     if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         return False
     is_number = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype != jax.dtypes.float0
-    return is_number and math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize >= min_bytes
+    if not is_number or math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize < min_bytes:
+        return False
+    if len(leaf.shape) == 2:
+        _refuse_unreadable_rows(value, leaf.path, leaf.shape)
+    return True
+
+
+def _refuse_unreadable_rows(value: Any, path: str, shape: tuple[int, ...]) -> None:
+    """Raises a ``ValueError`` if devices cannot read rows of this matrix in host memory."""
+    sharding = getattr(value.array if isinstance(value, Rest) else value, "sharding", None)
+    of_device = shape if sharding is None else sharding.shard_shape(shape)
+    if not (is_in_blocks(of_device) and of_device[0] == shape[0]):
+        raise value_error(
+            "rows of this table cannot be read from the host",
+            at=path,
+            got=f"shape {shape}" + f", of which each device has {of_device}" * (of_device != shape),
+            expected="all rows on each device, a multiple of 8, and a multiple of 128 columns",
+            fix="leave it out of tables=, so that it stays on the device, or add rows that are never looked up",
+        )
 
 
 def _to_host(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """When a group is frozen: the conditions of :func:`optax_freeze.freeze_when`, and the interface that they share."""
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,9 +23,6 @@ class Condition:
 
     call: Any = None
     place: int = 0
-
-    is_switch = False
-    """Whether :func:`optax_freeze.set_frozen` sets the state."""
 
     takes_norm = False
     """Whether :meth:`next` reads the norm of the gradient."""
@@ -55,12 +53,11 @@ def decide(
     conditions: Sequence[Condition], method: Literal["frozen", "next"], step: jax.Array, *per_group: Sequence[Any]
 ) -> list[Any]:
     """Calls a method of the conditions, once for all groups that decide together; one result per group."""
-    calls: dict[Any, list[int]] = {}
-    for i, condition in enumerate(conditions):
-        calls.setdefault(i if condition.call is None else condition.call, []).append(i)
+    calls: dict[Any, list[int]] = collections.defaultdict(list)
+    for i in sorted(range(len(conditions)), key=lambda i: conditions[i].place):
+        calls[i if conditions[i].call is None else conditions[i].call].append(i)
     results: dict[int, Any] = {}
     for groups in calls.values():
-        groups.sort(key=lambda i: conditions[i].place)
         lists = [[values[i] for i in groups] for values in per_group]
         results |= zip(groups, getattr(conditions[groups[0]], method)(step, *lists), strict=True)
     return [results[i] for i in range(len(conditions))]
@@ -68,10 +65,9 @@ def decide(
 
 @dataclasses.dataclass(frozen=True)
 class Switch(Condition):
-    """A bool in the state; ``first`` is its initial value."""
+    """A bool in the state, which :func:`optax_freeze.set_frozen` sets; ``first`` is its initial value."""
 
     first: Any = dataclasses.field(compare=False)
-    is_switch = True
 
     def initial(self) -> jax.Array:
         return jnp.array(self.first)
@@ -96,10 +92,9 @@ class FunctionCondition(Condition):
         return GroupStats(zero + jnp.inf, zero, jnp.zeros([], jnp.int32)) if self.takes_norm else ()
 
     def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
+        stats = [GroupStats(*jax.tree.leaves(states))] if self.takes_norm else []
         try:
-            answer = (
-                self.function(step, GroupStats(*jax.tree.leaves(states))) if self.takes_norm else self.function(step)
-            )
+            answer = self.function(step, *stats)
         except jax.errors.JAXTypeError as error:
             raise type_error(
                 "a condition needs the value of a traced array",
@@ -140,11 +135,7 @@ class FunctionCondition(Condition):
 
 
 def as_condition(name: str, value: Any) -> Condition:
-    """The condition that a user gives for a group: a bool or a function.
-
-    Raises:
-      TypeError, ValueError: if it is neither one bool nor a function of (step) or (step, stats).
-    """
+    """The condition that a user gives for a group: a bool, or a function of (step) or (step, stats)."""
     if isinstance(value, Condition):
         return value
     if callable(value):
@@ -203,16 +194,10 @@ class GroupStats(NamedTuple):
     Example:
       >>> import optax, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(4), "head": jnp.ones(4)}
-      >>> def settled(step, stats):
-      ...     return stats.norm < 0.5 * stats.total / stats.updates
-      >>> tx = fz.freeze_when(optax.sgd(0.1), {"encoder": settled})
-      >>> state = tx.init(params)
-      >>> for size in (1.0, 1.0, 0.25):
-      ...     _, state = tx.update(jax.tree.map(lambda p: size * p, params), state, params)
+      >>> tx = fz.freeze_when(optax.sgd(0.1), {"encoder": lambda step, stats: stats.norm < 0.01})
+      >>> _, state = tx.update(params, tx.init(params), params)
       >>> state.groups["encoder"].condition_state
-      GroupStats(norm=Array(0.5, dtype=float32), total=Array(4.5, dtype=float32), updates=Array(3, dtype=int32))
-      >>> fz.currently_frozen(state)
-      {'encoder': True}
+      GroupStats(norm=Array(2., dtype=float32), total=Array(2., dtype=float32), updates=Array(1, dtype=int32))
     """
 
     norm: jax.Array

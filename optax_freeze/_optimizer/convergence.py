@@ -15,13 +15,11 @@ from optax_freeze._spec.selectors import distinct
 
 
 class Interval(NamedTuple):
-    """Of a group: the sum of its norms so far in this interval, how many they are, their mean in the interval before (0
-    if there is none, or not a finite one), and whether the group is frozen for good.
-    """
+    """The norms of a group in this interval and in the one before, and whether it is frozen for good."""
 
     sum: jax.Array
-    seen: jax.Array
-    previous: jax.Array
+    seen: jax.Array  # the number of norms in the sum
+    previous: jax.Array  # the mean in the interval before; 0 if there is none, or not a finite one
     converged: jax.Array
 
 
@@ -53,14 +51,12 @@ class Converged(Condition):
     def next(
         self, step: jax.Array, states: Sequence[Any], frozen: Sequence[Any], norms: Sequence[Any]
     ) -> list[Interval]:
-        old: Interval = jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *(Interval(*jax.tree.leaves(state)) for state in states)
-        )
+        old = Interval(*map(jnp.stack, zip(*map(jax.tree.leaves, states), strict=True)))
         converged, norm = jnp.stack([jnp.asarray(each) for each in frozen]), jnp.stack(norms)
         sums = jnp.where(converged, old.sum, old.sum + norm)
         seen = jnp.where(converged, old.seen, old.seen + 1)
         after = self._decided(Interval(sums, seen, old.previous, converged), (step + 1) % self.interval == 0)
-        return [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(states))]
+        return [Interval(*(x[i] for x in after)) for i in range(len(states))]
 
     def _decided(self, each: Interval, at_end: jax.Array) -> Interval:
         """The groups after the decision at the end of an interval."""

@@ -1,8 +1,7 @@
 """Frozen updates for any Optax optimizer: :func:`masked_zero_updates` and :func:`freeze`.
 
-``optax.freeze`` zeroes updates where it stands in a chain, so that it is either too early (weight decay and momentum
-come after it) or too late (moments are held, and frozen gradients reach norms and finite checks). :func:`freeze` goes
-around the optimizer instead: what is inside never sees a frozen leaf.
+Where ``optax.freeze`` stands in a chain, it is too early (weight decay and momentum come after it) or too late (moments
+are held, and frozen gradients reach norms and finite checks). :func:`freeze` goes around the optimizer instead.
 """
 
 import dataclasses
@@ -111,19 +110,15 @@ def freeze(
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
-      >>> tx = fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), "encoder")
-      >>> state = tx.init(params)
-      >>> grads = {"encoder": jnp.full(3, jnp.nan), "head": jnp.ones(2)}
-      >>> updates, state = tx.update(grads, state, params)
+      >>> tx = fz.freeze(optax.adamw(0.1), "encoder")
+      >>> updates, state = tx.update(params, tx.init(params), params)
       >>> updates["encoder"]
       Array([-0., -0., -0.], dtype=float32)
-      >>> [leaf.shape for leaf in jax.tree.leaves(state)]  # a count, two moments of the head
-      [(), (2,), (2,)]
     """
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted: AcceptedPlans[Plan] = AcceptedPlans(
+    accepted = AcceptedPlans(
         FreezeState,
         make=lambda tree: make_plan(tree, frozen).without_masks(),
         refuse_other=lambda plan, tree: _refuse_other_spec(plan, frozen, tree),
@@ -209,13 +204,12 @@ def _updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param
 def _refuse_no_spec(inner: Any) -> NoReturn:
     """A ``TypeError`` for a call with one argument."""
     if is_optimizer(inner):
-        what, got, fix = "fz.freeze needs a spec", "only an optimizer", "fz.freeze(optimizer, 'encoder')"
+        what, got, fix = "a spec", "only an optimizer", "fz.freeze(optimizer, 'encoder')"
     else:
-        what, got = "fz.freeze needs an optimizer", described(inner)
-        fix = (
-            f"fz.freeze(optimizer, {inner!r}), or fz.masked_zero_updates({inner!r}), which corresponds to optax.freeze"
-        )
-    raise type_error(what, at="fz.freeze", got=got, expected=_CALL, fix=fix)
+        what, got = "an optimizer", described(inner)
+        zeros = f"fz.masked_zero_updates({inner!r}), which corresponds to optax.freeze"
+        fix = f"fz.freeze(optimizer, {inner!r}), or {zeros}"
+    raise type_error(f"fz.freeze needs {what}", at="fz.freeze", got=got, expected=_CALL, fix=fix)
 
 
 _CALL = "fz.freeze(optimizer, frozen)"

@@ -1,9 +1,8 @@
 """Freezing that changes while training: groups that freeze and thaw in one compiled program.
 
-Each group of leaves has an optimizer state of its own. While a group is frozen, its optimizer does not run and its
-state stands still bit for bit, so that nothing decays, no momentum moves it, and no bias correction or schedule of
-learning rates goes on without it. ``optax.multi_transform`` decides by labels what is frozen: other labels are another
-state and another program. Here a condition decides, a value of the running program.
+``optax.multi_transform`` decides by labels what is frozen: other labels are another state and another program. Here a
+condition decides, a value of the running program. Each group has an optimizer state of its own, which stands still
+while the group is frozen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
 from optax_freeze._spec.tree import PyTree
@@ -111,7 +111,7 @@ def freeze_when(
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     given = parse_groups(groups)
     by_key = {group.name: group for group in given}
-    accepted: AcceptedPlans[GroupPlans] = AcceptedPlans(
+    accepted = AcceptedPlans(
         FreezeWhenState,
         make=lambda tree: make_group_plans(given, tree, "ignore", accepted.latest).without_masks(),
         refuse_other=lambda plans, tree: _refuse_other_groups(plans, given, tree),
@@ -123,7 +123,7 @@ def freeze_when(
             group.condition.check()
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
         values, treedef = _tree.flatten(params)
-        has_array = [by_key[key].has_array for key in plans.keys]
+        has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
         own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
         plans = plans.with_masks(own)
         *states, ungrouped_state = [_init(inner, plan, params) for plan in plans.plans]
@@ -152,8 +152,8 @@ def freeze_when(
         grads, coupled_state = call.grads, state.coupled_state
         if coupled is not None:
             grads = zeroed(grads, frozen, [plan.selections for plan in plans.plans])
-            is_empty = plans.everything.all_frozen
-            grads, coupled_state = call.run(coupled, plans.everything, coupled_state, grads, is_empty)
+            everything = plans.everything
+            grads, coupled_state = call.run(coupled, everything, coupled_state, everything.all_frozen, grads)
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
             own, norm = call.grads if late is None else late.of_group(n), jnp.zeros([], jnp.float32)
@@ -184,9 +184,9 @@ def freeze_when(
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
     """Whether each group is frozen in the next update, by its name."""
     [step] = jax.tree.leaves(state.step)
-    plans = state.plan
-    states = [state.groups[name].condition_state for name in plans.names]
-    return dict(zip(plans.names, decide(plans.conditions, "frozen", jnp.maximum(step, 0), states), strict=True))
+    names = state.plan.names
+    states = [state.groups[name].condition_state for name in names]
+    return dict(zip(names, decide(state.plan.conditions, "frozen", jnp.maximum(step, 0), states), strict=True))
 
 
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: fz.grad(loss, fz.spec_of(state))"

@@ -10,7 +10,7 @@ import jax
 
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, as_condition
-from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements
+from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.selector_algebra import Choice, Path, Selectable, Selector, as_selector
 from optax_freeze._spec.selectors import as_choice, path
 from optax_freeze._spec.tree import Leaf
@@ -41,8 +41,8 @@ def each(*patterns: Selectable) -> Selector:
     """Makes each selected leaf a group of its own, as a key of the groups of :func:`optax_freeze.freeze_when`.
 
     Each group has its own optimizer state and its own gradient statistics, and is named by the path of its leaf. Leaves
-    that belong to earlier groups are left out. So the key stands for one group per path, but does not need the
-    parameters. (``optax.tree_map_params`` knows the groups only after a call of ``init``.)
+    that belong to earlier groups are left out. (``optax.tree_map_params`` knows the groups only after a call of
+    ``init``.)
 
     Args:
       *patterns: one or more patterns, as in :func:`optax_freeze.path`, or selectors.
@@ -59,12 +59,9 @@ def each(*patterns: Selectable) -> Selector:
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
       >>> params = {"encoder": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones(2)}}
-      >>> tx = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): lambda step, stats: stats.norm < 1.0})
-      >>> state = tx.init(params)
-      >>> grads = {**params, "encoder": {"kernel": jnp.full(2, 0.1), "bias": jnp.ones(2)}}
-      >>> _, state = tx.update(grads, state, params)
-      >>> fz.currently_frozen(state)
-      {'encoder/kernel': True, 'head/kernel': False}
+      >>> tx = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): fz.unfreeze_at(10)})
+      >>> fz.currently_frozen(tx.init(params))
+      {'encoder/kernel': True, 'head/kernel': True}
     """
     inner = next((pattern for pattern in patterns if isinstance(pattern, Each)), None)
     if not patterns or inner is not None:
@@ -97,11 +94,6 @@ class GivenGroup(NamedTuple):
     mask: ElementMask | None
     condition: Condition
 
-    @property
-    def has_array(self) -> bool:
-        """Whether the state holds the group's dense masks."""
-        return isinstance(self.mask, (Elements, DynamicRows))
-
 
 def parse_groups(groups: Any) -> list[GivenGroup]:
     """The groups of a mapping given to ``freeze_when``."""
@@ -121,13 +113,8 @@ def parse_groups(groups: Any) -> list[GivenGroup]:
                 fix="for whole leaves give the condition alone: {pattern: condition}",
             )
         if name in parsed:
-            raise value_error(
-                "two groups have the same name",
-                at=name,
-                got=f"{key!r} twice",
-                expected="each group once",
-                fix="give each pattern or selector once",
-            )
+            what, fix = "two groups have the same name", "give each pattern or selector once"
+            raise value_error(what, at=name, got=f"{key!r} twice", expected="each group once", fix=fix)
         is_each = isinstance(key, Each)
         condition = as_condition(name, given)
         if is_each and condition.call is not None:

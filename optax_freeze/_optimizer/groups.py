@@ -1,7 +1,4 @@
-"""The groups of ``freeze_when``: patterns, perhaps with element masks, divide the parameters.
-
-Each group has a plan in which everything else is frozen, and so have the elements that are in no group.
-"""
+"""Divides the parameters into groups: each has a plan in which the rest is frozen, and so has what is in no group."""
 
 import dataclasses
 import functools
@@ -50,10 +47,9 @@ class GroupPlans:
         return dataclasses.replace(self, plans=tuple(plan.without_masks() for plan in self.plans))
 
     def with_masks(self, own: Sequence[Sequence[Any]]) -> "GroupPlans":
-        """The same plans with arrays in their selections.
+        """The same plans with the arrays that the state of each group holds, if it holds any.
 
-        ``own`` has for each group the arrays that its state holds, or none. Plans without arrays of their own have the
-        elements, or rows, that are in no other group.
+        Plans without arrays of their own have the elements, or rows, that are in no other group.
         """
         if not any(own):
             return self
@@ -102,10 +98,6 @@ def make_group_plans(
 
     ``optax.tree_map_params`` gives a placeholder without leaves for the parameters, and maps the resulting state
     together with the real one. The groups of ``fz.each`` are then those of ``latest``, the last plans.
-
-    Raises:
-      ValueError: if a group is empty, two groups have the same name, masks for one leaf are incompatible, or leaves are
-        tied across groups.
     """
     walk = _tree.walk(params)
     leaves = walk.leaves()
@@ -120,15 +112,15 @@ def make_group_plans(
             for name, numbers in owned
         ]
         if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
-            raise value_error(
+            at, got, fix = group.name, "a selector that selects nothing", "correct the pattern"
+            if selected:
+                at, fix = leaves[selected[0]].path, "put the narrower group first, or remove this group"
+                got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
+            what, expected = (
                 f"the group {group.name!r} is empty",
-                at=leaves[selected[0]].path if selected else group.name,
-                got=f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
-                if selected
-                else "a selector that selects nothing",
-                expected="at least one element that is not in an earlier group",
-                fix="put the narrower group first, or remove this group" if selected else "correct the pattern",
+                "at least one element that is not in an earlier group",
             )
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
         for name, plan in pairs:
             if group.each and plan.all_frozen:
                 continue
@@ -143,14 +135,13 @@ def make_group_plans(
             made[name] = group, plan
     if not leaves:
         by_key = {group.name: group for group in groups}
-        keys = {group.name: group.name for group in groups if not group.each}
-        if latest is not None:
-            keys = dict(zip(latest.names, latest.keys, strict=True))
-        made = {name: (by_key[key], everything) for name, key in keys.items()}
-    plans = [*(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)]
+        keys = [group.name for group in groups if not group.each] if latest is None else latest.keys
+        names = keys if latest is None else latest.names
+        made = {name: (by_key[key], everything) for name, key in zip(names, keys, strict=True)}
+    plans = *(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)
     owners = [group for group, _ in made.values()]
     keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
-    return GroupPlans(tuple(made), keys, conditions, everything, tuple(plans))
+    return GroupPlans(tuple(made), keys, conditions, everything, plans)
 
 
 def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
@@ -173,10 +164,7 @@ def _claim(
 ) -> list[Choice]:
     """What is not a group's own at each leaf, if it selects these leaves; ``taken`` gains what it owns."""
     others: list[Choice] = [True] * len(leaves)
-    for i in selected:
-        leaf = leaves[i]
-        if taken[i] is True or not leaf.inexact:
-            continue
+    for i, leaf in ((i, leaves[i]) for i in selected if taken[i] is not True and leaves[i].inexact):
         if group.mask is None:
             taken[i], others[i] = True, taken[i]
             continue

@@ -26,7 +26,7 @@ GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
 
 
 class InnerUpdate(NamedTuple):
-    """The arguments of an update: the gradients flattened, the parameters as given and flattened, the others.
+    """The arguments of an update, with gradients and parameters flattened.
 
     ``missing`` are the positions of trainable Python numbers that have no gradient, and so no update.
     """
@@ -54,9 +54,9 @@ class InnerUpdate(NamedTuple):
     ) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
         """For each plan the flat updates of its trainable part, the new state and the norm of the gradient."""
         runs = []
-        for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
+        for n, args in enumerate(zip(plans, states, frozen, strict=True)):
             grads, norm = gradient(n)
-            runs.append((*self.run(tx, plan, state, grads, is_frozen), norm))
+            runs.append((*self.run(tx, *args, grads), norm))
         changes, states, norms = map(list, zip(*runs, strict=True))
         return changes, states, norms
 
@@ -72,20 +72,19 @@ class InnerUpdate(NamedTuple):
             own = [i for i, s in enumerate(plan.selections) if s is not FROZEN and i not in self.missing]
 
             def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own) -> Any:
-                leaves, (grads, norm) = list(self.olds), gradient(n)
-                for i, leaf in zip(own, carry[0], strict=True):
-                    leaves[i] = leaf
-                changes, state = self._replace(olds=leaves).run(tx, plan, carry[1], grads, False)
-                return [updated(leaves[i], changes[i], plan.selections[i]) for i in own], state, norm
+                grads, norm = gradient(n)
+                leaves = [carry[0].get(i, old) for i, old in enumerate(self.olds)]
+                changes, state = self._replace(olds=leaves).run(tx, plan, carry[1], False, grads)
+                return {i: updated(leaves[i], changes[i], plan.selections[i]) for i in own}, state, norm
 
-            leaves, state, norm = unless(is_frozen, step, ([new[i] for i in own], state, jnp.zeros([], jnp.float32)))
-            for i, leaf in zip(own, leaves, strict=True):
-                new[i] = leaf
+            carry = {i: new[i] for i in own}, state, jnp.zeros([], jnp.float32)
+            leaves, state, norm = unless(is_frozen, step, carry)
+            new = [leaves.get(i, leaf) for i, leaf in enumerate(new)]
             new_states.append(state)
             norms.append(norm)
         return jax.tree.unflatten(self.params_treedef, new), new_states, norms
 
-    def run(self, tx: Any, plan: Plan, state: PyTree, grads: Sequence[Any], frozen: Any) -> tuple[list[Any], PyTree]:
+    def run(self, tx: Any, plan: Plan, state: PyTree, frozen: Any, grads: Sequence[Any]) -> tuple[list[Any], PyTree]:
         """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
         updates = plan.trainable(self.treedef, grads)
         params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
@@ -129,22 +128,20 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
 
     def trainable_of(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
-        if structure != treedef:
-            return tree
-        if len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape:  # a scalar beside a lone leaf
+        # A scalar beside a lone leaf has its structure, too.
+        if structure != treedef or (len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape):
             return tree
         values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
         return plan.trainable(treedef, values)
 
-    if params is not None and any(callable(extra_args.get(name)) for name in _OF_PARAMS):
+    of_params = {name: fn for name, fn in extra_args.items() if name in _OF_PARAMS and callable(fn)}
+    if params is not None and of_params:
         rest = split(params, plan)[1]
-        for name in _OF_PARAMS:
-            if callable(extra_args.get(name)):
-                extra_args = {**extra_args, name: restrict(extra_args[name], rest)}
-        if callable(extra_args.get("grad_fn")):
-            grad_fn = extra_args["grad_fn"]
-            extra_args["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
-    return {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
+        of_params = {name: restrict(fn, rest) for name, fn in of_params.items()}
+        if grad_fn := of_params.get("grad_fn"):
+            of_params["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
+    others = {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
+    return others | of_params
 
 
 def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
@@ -161,11 +158,7 @@ _OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
 
 
 def parts_outside(state: PyTree, plan: Plan) -> PyTree:
-    """A state with each ``Part`` around the NNX variable that it was in.
-
-    ``nnx.Optimizer`` gives a variable the ``nnx.State`` of its new value: an array comes back as it was, a node as an
-    ``nnx.State``.
-    """
+    """A state with each ``Part`` around the NNX variable that it was in: ``nnx.Optimizer`` would make it a State."""
 
     def swap(node: Any) -> Any:
         [value], variable = _opened(node)

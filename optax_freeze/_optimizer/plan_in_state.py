@@ -2,52 +2,44 @@
 
 import collections
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from optax_freeze._errors import type_error, value_error
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.tree import PyTree
 
-P = TypeVar("P")
 
-
-class AcceptedPlans(Generic[P]):
+class AcceptedPlans:
     """The plans of states that a transformation made in ``init`` or has compared with its own spec.
 
     It is kept in the closure of the transformation and changes what is compared, never what is computed. Only
     ``optax.tree_map_params``, which calls ``init`` with a placeholder, needs the latest plan to make a state like it.
     """
 
-    def __init__(self, kind: type, make: Callable[[PyTree], P], refuse_other: Callable[[P, PyTree], None]) -> None:
+    def __init__(self, kind: type, make: Callable[[PyTree], Any], refuse_other: Callable[[Any, PyTree], None]) -> None:
         """``make(tree)`` makes a plan; ``refuse_other(plan, tree)`` raises if a plan is not that of the spec."""
         self._kind, self._make, self._refuse_other = kind, make, refuse_other
-        self._latest: collections.deque[P] = collections.deque(maxlen=8)
+        self._plans = collections.deque([None], maxlen=8)
 
     @property
-    def latest(self) -> P | None:
-        """The plan that was accepted last."""
-        return self._latest[-1] if self._latest else None
+    def latest(self) -> Any:
+        """The plan that was accepted last, or None."""
+        return self._plans[-1]
 
-    def add(self, plan: P) -> P:
+    def add(self, plan: Any) -> Any:
         """Accepts a plan without a comparison."""
-        self._latest.append(plan)
+        self._plans.append(plan)
         return plan
 
     def state(self, state: Any, tree: PyTree) -> Any:
-        """A state with its plan, made again for ``tree`` if it is empty: ``optax.tree_map_params`` drops static data.
-
-        Raises:
-          TypeError: if it is the state of another transformation.
-          ValueError: if it has the plan of another spec.
-        """
+        """A state with its plan, made again for ``tree`` if it is empty, since ``optax.tree_map_params`` drops it."""
         if not isinstance(state, self._kind):
             raise other_transformation(type(state).__name__, f"a {self._kind.__name__}")
-        plan: Any = state.plan
-        if not plan.leaves:
+        if not state.plan.leaves:
             return state._replace(plan=self._make(tree))
-        if not any(plan is other for other in self._latest):
-            self._refuse_other(plan, tree)
-            self.add(plan)
+        if not any(state.plan is plan for plan in self._plans):
+            self._refuse_other(state.plan, tree)
+            self.add(state.plan)
         return state
 
 

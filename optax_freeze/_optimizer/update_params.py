@@ -1,8 +1,4 @@
-"""One update of the parameters, in place: :func:`update_params`.
-
-What a transformation returns are updates, and those of frozen parameters are zeros, which are written, read again and
-added. Here the transformation adds its updates itself, where it knows how.
-"""
+"""Updates parameters in place: the transformation adds its updates itself, without zeros for frozen parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -67,14 +63,10 @@ def update_params(
       ValueError: if gradients and parameters differ in structure; whatever ``tx.update`` raises.
 
     Example:
-      >>> import functools, jax, jax.numpy as jnp, optax_freeze as fz
+      >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
       >>> tx = fz.freeze_when(optax.sgd(0.5), {"encoder": fz.unfreeze_at(2)})
-      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
-      ... def step(params, state):
-      ...     grads = jax.tree.map(jnp.ones_like, params)
-      ...     return fz.update_params(tx, grads, state, params)
-      >>> params, state = step(params, tx.init(params))
+      >>> params, state = fz.update_params(tx, params, tx.init(params), params)
       >>> params
       {'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}
     """
@@ -96,8 +88,3 @@ def update_params(
         return update.run(grads, state, params, extra_args, in_place=True)
     updates, state = update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
-
-
-def updates_in_place(tx: Any) -> bool:
-    """Whether a transformation adds its updates itself."""
-    return isinstance(as_transformation(tx, _CALL).update, Update)

@@ -1,4 +1,4 @@
-"""An update that is skipped by a value of the running program."""
+"""Skips an update, depending on a value of the running program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,8 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
 
     def once(carry: Any) -> Any:
         # A constant, or XLA would copy the carry; inside `jax.shard_map` it varies over devices as `frozen` does.
-        return jnp.ones_like(carry[0]), jax.tree.map(_varying_as, step(carry[1]), carry[1])
+        vary_alike = lambda new, old: cast_to_vary(new, varies(jax.typeof(old)))  # noqa: E731
+        return jnp.ones_like(carry[0]), jax.tree.map(vary_alike, step(carry[1]), carry[1])
 
     start: Any = (frozen, carry)
     return jax.lax.while_loop(lambda carry: ~carry[0], once, start)[1]
@@ -66,15 +67,8 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     return old if old.dtype == new.dtype else old.astype(new.dtype)
 
 
-def _varying_as(new: Any, old: Any) -> Any:
-    """A value that varies over devices, inside ``jax.shard_map``, where another one does."""
-    return cast_to_vary(new, varies(jax.typeof(old)))
-
-
 def _filled(like: Any, value: Any, shape: Any) -> jax.Array:
     """An array sharded as another one of its shape; the gradients of examples have an axis more than updates."""
-
-    def filled(like: Any, value: Any) -> jax.Array:
-        return jnp.full_like(like, value, shape.dtype, None if like.shape == shape.shape else shape.shape)
-
-    return with_sharding(explicit_sharding(like, shape.shape), filled, like, value)
+    size = None if like.shape == shape.shape else shape.shape
+    fill = lambda like, value: jnp.full_like(like, value, shape.dtype, size)  # noqa: E731
+    return with_sharding(explicit_sharding(like, shape.shape), fill, like, value)

@@ -10,7 +10,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
 from optax_freeze._spec import host_rows
-from optax_freeze._spec.memory_kinds import to_device
+from optax_freeze._spec.memory_kinds import ROWS_AT_ONCE, is_in_blocks, to_device
 
 FEWEST_AXES = 3
 """The TPU compiler slices arrays in host memory of three axes or more only."""
@@ -46,6 +46,8 @@ class HostArray(Unread):
     def read(self, region: Any, beside: Any = None) -> jax.Array:
         is_whole = self.region is EVERYTHING and len(self.shape) < FEWEST_AXES
         if region.axis > 0 or (region.axis == 0 and is_whole):
+            if isinstance(region, DynamicRows) and region.axis == 0 and not self.starts and is_in_blocks(self.shape):
+                return jax.lax.map(lambda i: _row_of_block(self.array, i), region.indices)
             return region.take(self.read(EVERYTHING, beside))
         region, array = self._rows_of(region), self.array
         key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
@@ -114,3 +116,10 @@ def _slice(array: Any, starts: tuple[Any, ...], count: int) -> jax.Array:
     rows = at_once(array, *starts)
     # The TPU compiler aborts if a transposed layout reaches the slice of an array on the host.
     return with_layout_constraint(to_device(rows), Layout(tuple(range(len(shape)))))
+
+
+def _row_of_block(matrix: Any, i: Any) -> jax.Array:
+    """A row of a matrix in host memory, cut out of a block of rows on the device."""
+    start = jnp.clip(i, 0, matrix.shape[0] - 1) & -ROWS_AT_ONCE
+    block = jnp.squeeze(_slice(matrix, (start,), ROWS_AT_ONCE))
+    return jax.lax.dynamic_index_in_dim(block, i - start, 0, keepdims=False)

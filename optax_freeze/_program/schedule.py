@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program import loops
+from optax_freeze._program.by_row import operand_by_row
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, Origins, part_of
@@ -28,6 +29,7 @@ from optax_freeze._program.regions import (
 from optax_freeze._program.residuals import program_of
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
+from optax_freeze._spec.memory_kinds import is_in_blocks
 
 
 def schedule(
@@ -114,13 +116,21 @@ class Walk:
             return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
         return LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
 
-    def has_rows(self, value: int) -> bool:
-        """Whether one row of a late value can be computed from rows of the arrays in host memory."""
-        shape, late = self.program.avals[value].shape, self.late
-        if late is None or not shape or not shape[0]:
+    def has_rows(self, value: Any, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
+        """Whether one row of a late value can be computed from rows of the arrays in host memory, or of tables."""
+        late = self.late
+        if late is None or value not in late:
+            return False
+        shape = self.program.avals[value].shape
+        if not shape or not shape[0]:
             return False
         wanted = self.read(value, DynamicRows(0, np.zeros(1, np.int32))).wanted
-        return all(late.is_by_rows(number, region) for number, region in wanted if number in late)
+        avals = self.program.avals
+        return all(
+            late.is_by_rows(number, region) or (region.axis == 0 and is_table(avals[number].shape))
+            for number, region in wanted
+            if number in late
+        )
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
@@ -141,13 +151,30 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects:
                 continue
-            if (self.is_late and self._slices(eqn)) or self._enters(eqn, wanted):
+            if (self._slices(eqn) if self.is_late else self._by_row(eqn, wanted)) or self._enters(eqn, wanted):
                 continue
             if len(wanted) == 1 or (rule_of(eqn).apart and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
                 self._several(eqn, wanted)
+
+    def _by_row(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
+        """Adds the task of a lookup or a product with experts that are in host memory; only the rows used are read."""
+        place, apply = operand_by_row(eqn) or (0, None)
+        if self.late is None or apply is None or not self.has_rows(eqn.inputs[place], is_in_blocks):
+            return False
+        reads: list[Any] = [Read(value, EVERYTHING) for value in eqn.inputs]
+        reads[place] = self.read(eqn.inputs[place], LAZY)
+        for value, _ in reads[place].wanted:
+            for number, _ in self.late.on_host.get(value, ()):
+                self.record(eqn, (number, True))
+
+        def applied(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
+            return [apply(eqn, operands)] if isinstance(operands[place], Unread) else eqn.bind_all(*operands)
+
+        self.add(Task(eqn, reads, [(eqn.outputs[0], EVERYTHING)], applied, joined_label(wanted)))
+        return True
 
     def _enters(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the tasks of an equation with programs of its own, if they can be divided."""

@@ -195,9 +195,9 @@ def inner_program(eqn: Any, enter_remat: bool, enter_placed: bool) -> ClosedJaxp
         return ClosedJaxpr(*opened(params["jaxpr"]))
     if name not in _CALLS:
         return None
-    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    placed = any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ()))
-    if placed and not enter_placed:
+    placement = {} if enter_placed else params
+    shardings = (*placement.get("in_shardings", ()), *placement.get("out_shardings", ()))
+    if any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(placement.get("donated_invars", ())):
         return None
     return ClosedJaxpr(*opened(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]))
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -43,16 +42,11 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
       >>> fz.apply_updates(params, {"encoder": 5.0, "head": 0.5}, "encoder")
       {'encoder': Array(-0., dtype=float32), 'head': Array(1.5, dtype=float32)}
     """
-    return add_updates(params, updates, None if frozen is None else make_plan(params, frozen).selections)
-
-
-def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection] | None) -> PyTree:
-    """:func:`apply_updates` with one selection per leaf instead of a spec; None if all leaves are trainable."""
     values, treedef = _tree.flatten(params)
     changes, other = _tree.flatten_beside(treedef, updates)
     if treedef != other:
         _tree.refuse_other_structure(updates, params, "updates", "pass the updates that belong to these parameters")
-    selections = [TRAINABLE] * len(values) if selections is None else selections
+    selections = [TRAINABLE] * len(values) if frozen is None else make_plan(params, frozen).selections
     paths = functools.cache(lambda: _tree.paths(params))
     for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
         if selection is FROZEN or is_nothing(change) or _stays(value, change):
@@ -62,13 +56,11 @@ def add_updates(params: PyTree, updates: PyTree, selections: Sequence[Selection]
             refuse_other_leaf(change, Leaf(paths()[i], jnp.shape(value), index=index), selection, "updates")
             refuse_other_rows(change, selection, paths()[i], "updates")
         elif not _fits(value, change):
-            raise value_error(
-                "updates: an update does not fit its parameter",
-                at=paths()[i],
-                got="an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change),
-                expected="fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value),
-                fix="the parameters come first; pass the updates that belong to these parameters",
-            )
+            what = "updates: an update does not fit its parameter"
+            got = "an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change)
+            expected = "fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value)
+            fix = "the parameters come first; pass the updates that belong to these parameters"
+            raise value_error(what, at=paths()[i], got=got, expected=expected, fix=fix)
         elif is_on_host(value) and not isinstance(change, Part) and jnp.ndim(change):
             refuse_on_host(paths()[i], selection, value)
     return jax.tree.unflatten(treedef, list(map(updated, values, changes, selections)))
@@ -92,14 +84,12 @@ def _places(part: Part) -> Selection:
     if isinstance(part.index, DynamicRowIndex) and part.trains is not None and part.trains.dtype == bool:
         return part.index.with_trainable(part.trains)
     is_rows = isinstance(part.index, DynamicRowIndex)
-    raise value_error(
-        f"the positions of a Part of {'dynamic rows' if is_rows else 'single elements'} are unknown",
-        at=f"a leaf of shape {part.shape}",
-        got=f"{'rows' if is_rows else 'a vector of elements'} and "
-        + ("no mask with their positions" if part.trains is None else f"a mask of {part.trains.dtype}"),
-        expected="`frozen` with the mask that is in the optimizer state",
-        fix="fz.apply_updates(params, updates, fz.spec_of(state))",
-    )
+    mask = "no mask with their positions" if part.trains is None else f"a mask of {part.trains.dtype}"
+    what = f"the positions of a Part of {'dynamic rows' if is_rows else 'single elements'} are unknown"
+    at = f"a leaf of shape {part.shape}"
+    got = f"{'rows' if is_rows else 'a vector of elements'} and {mask}"
+    fix = "fz.apply_updates(params, updates, fz.spec_of(state))"
+    raise value_error(what, at=at, got=got, expected="`frozen` with the mask that is in the optimizer state", fix=fix)
 
 
 def _stays(value: Any, change: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Rows of an array in host memory: read into device memory, and written in place.
-
-No other part of the array is moved, and nothing is computed on the host.
-"""
+"""Rows of an array in host memory: read into device memory, and written in place; no other part of it is moved."""
 
 import functools
 from typing import Any

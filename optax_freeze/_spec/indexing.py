@@ -1,7 +1,6 @@
 """Slices, gathers, scatters and selects that keep every bit of the values that they move, also the payload of a NaN.
 
-On some devices XLA converts floats of 8 and 16 bits to float32 even to move them. Here they are moved as unsigned
-integers and differentiated as floats.
+Floats of 8 and 16 bits are moved as unsigned integers: on some devices XLA converts them to float32 even to move them.
 """
 
 import functools
@@ -24,9 +23,7 @@ def select(mask: Any, a: Any, b: Any) -> jax.Array:
 def cut(axis: int, full: Any, start: int, stop: int) -> jax.Array:
     """The slice from ``start`` to ``stop`` along an axis."""
 
-    def move(_: Any, full: Any) -> jax.Array:
-        return jax.lax.slice_in_dim(full, start, stop, axis=axis)
-
+    move = lambda _, full: jax.lax.slice_in_dim(full, start, stop, axis=axis)  # noqa: E731
     # On CPU, XLA converts even the slice of an 8-bit float to another float since JAX 0.12.
     return _keep_bits(move, None, full) if full.dtype.itemsize == 1 else move(None, full)
 
@@ -51,9 +48,7 @@ def write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
 
 @functools.cache  # one function per axis: JAX traces and compiles a function once
 def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
-    def on_tpu(full: Any, indices: Any, values: Any) -> jax.Array:
-        return set_rows(axis, indices, full, values)
-
+    on_tpu = lambda full, indices, values: set_rows(axis, indices, full, values)  # noqa: E731
     return {"tpu": on_tpu, "default": functools.partial(scatter, axis)}
 
 

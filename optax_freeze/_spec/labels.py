@@ -1,7 +1,4 @@
-"""Label functions for ``optax.multi_transform``, and learning rates by depth.
-
-Optax calls them again on the updates, which may have holes and other dtypes: labels depend on paths alone.
-"""
+"""Label functions for ``optax.multi_transform``, and learning rates by depth."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -31,19 +28,12 @@ def labels(frozen: Spec) -> Callable[[PyTree], PyTree]:
       ``optax.MaskedNode()``, and ``"trainable"`` at all other leaves, including partially frozen ones.
 
     Example:
-      >>> import optax, optax_freeze as fz
+      >>> import optax_freeze as fz
       >>> params = {"encoder": np.float32(1), "head": np.float32(1)}
       >>> fz.labels("encoder")(params)
       {'encoder': 'frozen', 'head': 'trainable'}
-      >>> transforms = {"trainable": optax.adam(1e-3), "frozen": optax.set_to_zero()}
-      >>> tx = optax.multi_transform(transforms, fz.labels("encoder"))
-      >>> state = tx.init(params)
     """
-
-    def label_fn(params: PyTree) -> PyTree:
-        return make_plan(params, frozen).labels()
-
-    return label_fn
+    return lambda params: make_plan(params, frozen).labels()
 
 
 def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None = None) -> Callable[[PyTree], PyTree]:
@@ -62,13 +52,10 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
         container, a selector or an array.
 
     Example:
-      >>> import optax, optax_freeze as fz
-      >>> params = {"embed": 0.0, "encoder": {"kernel": 0.0, "bias": 0.0}}
+      >>> import optax_freeze as fz
       >>> label_fn = fz.labels_by_path({"**/bias": "no decay", "encoder": "decay"}, default="slow")
-      >>> label_fn(params)
+      >>> label_fn({"embed": 0.0, "encoder": {"kernel": 0.0, "bias": 0.0}})
       {'embed': 'slow', 'encoder': {'bias': 'no decay', 'kernel': 'decay'}}
-      >>> transforms = {"no decay": optax.adam(1e-3), "decay": optax.adamw(1e-3), "slow": optax.adam(1e-4)}
-      >>> state = optax.multi_transform(transforms, label_fn).init(params)
     """
     fix = 'for "trainable" and "frozen" alone, use fz.labels(frozen)'
     refuse_no_mapping("fz.labels_by_path", labels, "{pattern or selector: label}", at="its first argument", fix=fix)
@@ -76,17 +63,13 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
     words = list(labels.values())
     for i, word in enumerate([*words, *([] if default is None else [default])]):
         if is_array(word) or not jax.tree_util.all_leaves([word]):
-            fix = "give a key of the transformations of optax.multi_transform"
-            if isinstance(word, Selector):
-                fix = (
-                    "use its text in both mappings: {repr(pattern): tx} and fz.labels_by_path({pattern: repr(pattern)})"
-                )
+            fix = "use its text in both mappings: {repr(pattern): tx} and fz.labels_by_path({pattern: repr(pattern)})"
             raise type_error(
                 "fz.labels_by_path: not a label",
                 at="its first argument" if i < len(words) else "default",
                 got=described(word),
                 expected="a string, or another value that is neither a container nor an array",
-                fix=fix,
+                fix=fix if isinstance(word, Selector) else "give a key of the transformations of optax.multi_transform",
             )
 
     def label_fn(params: PyTree) -> PyTree:
@@ -94,13 +77,9 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
         first = first_match(selectors, leaves) if leaves else []
         found = [default if n is None else words[n] for n in first]
         if None in found:
-            raise value_error(
-                "a leaf has no label",
-                at=leaves[found.index(None)].path,
-                got=f"none of the patterns {list(labels)}",
-                expected="a label for each leaf",
-                fix="give a default: fz.labels_by_path({...}, default=label)",
-            )
+            at = leaves[found.index(None)].path
+            got, fix = f"none of the patterns {list(labels)}", "give a default: fz.labels_by_path({...}, default=label)"
+            raise value_error("a leaf has no label", at=at, got=got, expected="a label for each leaf", fix=fix)
         return jax.tree.unflatten(_tree.flatten(params)[1], found)
 
     return label_fn
@@ -126,8 +105,8 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
       >>> rates = fz.layerwise_decay(["head", "encoder/layer_1", "encoder/layer_0"], base=1e-2, factor=0.5)
       >>> rates
       {'head': 0.01, 'encoder/layer_1': 0.005, 'encoder/layer_0': 0.0025}
-      >>> labels = fz.labels_by_path({pattern: pattern for pattern in rates})
-      >>> tx = optax.multi_transform({pattern: optax.adam(rate) for pattern, rate in rates.items()}, labels)
+      >>> transforms = {pattern: optax.adam(rate) for pattern, rate in rates.items()}
+      >>> tx = optax.multi_transform(transforms, fz.labels_by_path({pattern: pattern for pattern in rates}))
     """
     is_number = isinstance(factor, (int, float, np.floating))
     if isinstance(factor, bool) or not is_number or not 0 < factor < float("inf"):
@@ -138,7 +117,6 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
             expected="a positive number, less than 1 for slower input layers",
             fix="factor=1 / 2.6, as in ULMFiT",
         )
-
     if not _is_rate(base):
         got, expected = described(base), "a number, or a schedule: a function of the count"
         raise type_error("`base` must be a learning rate", at="base", got=got, expected=expected, fix="base=1e-2")

@@ -1,8 +1,4 @@
-"""Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array.
-
-``rows`` holds numbers and not an array, so a slice takes no memory and adds no constant to a compiled program. Of a JAX
-array it is a pytree whose leaf is the array, as ``elements`` is: it can be an argument of a jitted function.
-"""
+"""Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array."""
 
 import dataclasses
 import functools
@@ -67,26 +63,21 @@ class Rows(_RowMask):
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
         axis, size = self._axis_and_size(leaf)
         if isinstance(self.index, slice):
-            runs = self._runs_of_slice(self.index, size, leaf)
-        else:
-            numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
-            named = set(numbers)
-            starts, stops = ([n for n in numbers if n + step not in named] for step in (-1, 1))
-            runs = [(start, stop + 1) for start, stop in zip(starts, stops, strict=True)]
-        return row_index(self, axis, size, runs, self.inverted)
+            return row_index(self, axis, size, self._runs_of_slice(self.index, size, leaf), self.inverted)
+        numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
+        named = set(numbers)
+        starts, stops = [n for n in numbers if n - 1 not in named], [n + 1 for n in numbers if n + 1 not in named]
+        return row_index(self, axis, size, list(zip(starts, stops, strict=True)), self.inverted)
 
     def _runs_of_slice(self, index: slice, size: int, leaf: Leaf) -> list[tuple[int, int]]:
         self._refuse_outside([bound for bound in (index.start, index.stop) if bound is not None], size, size, leaf)
         found = range(*index.indices(size))
         found = found[::-1] if found.step < 0 else found
         if size and not found and index.stop is None and not self.allow_empty:
-            raise value_error(
-                f"{self!r}: there are no rows from {index.start} on",
-                at=leaf.path,
-                got=f"none of {size} rows along axis {self.axis} of shape {leaf.shape}",
-                expected="at least one row",
-                fix="grow the table first, or correct the number; if there may be none, allow_empty=True",
-            )
+            what = f"{self!r}: there are no rows from {index.start} on"
+            got = f"none of {size} rows along axis {self.axis} of shape {leaf.shape}"
+            fix = "grow the table first, or correct the number; if there may be none, allow_empty=True"
+            raise value_error(what, at=leaf.path, got=got, expected="at least one row", fix=fix)
         return [(found[0], found[-1] + 1)] if found and found.step == 1 else [(n, n + 1) for n in found]
 
     def __repr__(self) -> str:
@@ -150,23 +141,19 @@ class Elements:
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it, or cannot be counted."""
         if tuple(self.array.shape) != leaf.shape:
-            traced = self.array.shape == () and not is_concrete(self.array)
-            raise value_error(
-                "a bool in the spec is traced" if traced else "the shape of an element mask differs from its leaf",
-                at=leaf.path,
-                got="a traced boolean" if traced else f"a mask of shape {tuple(self.array.shape)}",
-                expected=f"{'True or False, or a mask of shape ' if traced else ''}{leaf.shape}, the shape of the leaf",
-                fix=f"{'create the bool outside jit, or use' if traced else 'broadcast it:'} "
-                "jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows",
-            )
+            what = "the shape of an element mask differs from its leaf"
+            got = f"a mask of shape {tuple(self.array.shape)}"
+            expected, fix = f"{leaf.shape}, the shape of the leaf", "broadcast it:"
+            if self.array.shape == () and not is_concrete(self.array):
+                what, got = "a bool in the spec is traced", "a traced boolean"
+                expected, fix = f"True or False, or a mask of shape {expected}", "create the bool outside jit, or use"
+            fix += " jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows"
+            raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if self.compact and self.count is None:
-            raise value_error(
-                "the elements of a compact mask cannot be counted",
-                at=leaf.path,
-                got="a traced array, or only a shape",
-                expected="an array with values: the number of trainable elements is static",
-                fix="resolve it outside jit (tx.init, fz.spec_of), or leave compact=False",
-            )
+            what = "the elements of a compact mask cannot be counted"
+            expected = "an array with values: the number of trainable elements is static"
+            fix = "resolve it outside jit (tx.init, fz.spec_of), or leave compact=False"
+            raise value_error(what, at=leaf.path, got="a traced array, or only a shape", expected=expected, fix=fix)
         return FROZEN if self.count == 0 else DenseMask(self.array, self.compact, self.count, self.of_state)
 
     def __invert__(self) -> "Elements":
@@ -261,8 +248,8 @@ def elements(array: Any, compact: bool = False) -> Elements:
         got, expected = described(array), "an array of bool, True where frozen"
         fix = "compare: fz.elements(scores < threshold); for rows use fz.rows(...)"
         raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
-    counts = compact and is_concrete(array)
-    return Elements(array, compact, int(array.size - np.count_nonzero(np.asarray(array))) if counts else None)
+    count = int(array.size - np.count_nonzero(np.asarray(array))) if compact and is_concrete(array) else None
+    return Elements(array, compact, count)
 
 
 def _named_twice(at: str, got: Any) -> ValueError:
@@ -281,8 +268,7 @@ def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
         return jnp.nonzero(trains, size=count, fill_value=size)[0].astype(jnp.int32)
     trains, named = np.full(size, not inverted), np.asarray(named)
     trains[named[named < size]] = inverted
-    found = np.flatnonzero(trains)[:count]
-    numbers = np.append(found, [size] * (count - len(found))).astype(np.int32)
+    numbers = np.append(np.flatnonzero(trains), np.full(count, size))[:count].astype(np.int32)
     array = jnp.asarray(numbers)
     return array if is_concrete(array) else numbers
 

@@ -1,16 +1,15 @@
-"""Which memory is an array in: device memory, or host memory, from which programs read it over the link?
+"""Which memory is an array in: device memory, or host memory, from which programs read it over the link?"""
 
-JAX says so in the type of an array, and of a tracer (``float32<host>[8,2]``), and in the sharding of a
-``jax.ShapeDtypeStruct``.
-"""
-
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-HOST = "pinned_host"
-"""JAX's name for host memory that a device can read directly."""
+HOST = "pinned_host"  # JAX's name for host memory that a device can read directly
+
+ROWS_AT_ONCE, COLUMNS = 8, 128
+"""The TPU stores matrices in tiles of as many rows and columns, and reads rows of whole tiles from the host."""
 
 
 def is_on_host(leaf: Any) -> bool:
@@ -33,3 +32,8 @@ def on_device(sharding: Any) -> Any:
 def to_memory_of(like: Any, leaf: Any) -> Any:
     """``leaf`` in the same memory as ``like``."""
     return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(like) and not is_on_host(leaf) else leaf
+
+
+def is_in_blocks(shape: Sequence[int]) -> bool:
+    """Whether a matrix in host memory consists of whole tiles, so that a row is read with those of its tiles."""
+    return len(shape) == 2 and shape[0] % ROWS_AT_ONCE == shape[1] % COLUMNS == 0

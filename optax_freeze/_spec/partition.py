@@ -1,7 +1,6 @@
 """Splits parameters into a trainable part and the rest, and combines them again.
 
-This works like ``equinox.partition`` and ``equinox.combine``, but with ``optax.MaskedNode()`` instead of ``None`` for a
-leaf that is in the other part: Optax's transformations already skip it.
+``optax.MaskedNode()`` stands for a leaf of the other part, and not None as in Equinox: Optax's transformations skip it.
 """
 
 import functools
@@ -51,16 +50,12 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
       >>> trainable, rest = fz.partition(params, "encoder")
       >>> trainable
       {'encoder': MaskedNode(), 'head': Array([0., 0.], dtype=float32)}
-      >>> state = optax.adam(1e-3).init(trainable)
     """
     if isinstance(params, Mapping) and any(isinstance(tx, optax.GradientTransformation) for tx in params.values()):
-        raise type_error(
-            "fz.partition takes parameters, not Optax transformations",
-            at="its first argument",
-            got="a dict of Optax transformations",
-            expected="a tree of parameters, as in equinox.partition",
-            fix="use optax.partition(transforms, fz.labels(frozen)), or fz.freeze(tx, frozen)",
-        )
+        what = "fz.partition takes parameters, not Optax transformations"
+        at, got = "its first argument", "a dict of Optax transformations"
+        fix = "use optax.partition(transforms, fz.labels(frozen)), or fz.freeze(tx, frozen)"
+        raise type_error(what, at=at, got=got, expected="a tree of parameters, as in equinox.partition", fix=fix)
     plan = make_plan(params, frozen, tied=tied)
     warn_of_extent(plan, params, frozen, stacklevel=2)
     return split(params, plan)
@@ -123,23 +118,20 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
         elif _tree.is_hole(b):
             combined.append(a)
         else:
-            raise value_error(
-                "the trainable part of a leaf is missing"
-                if isinstance(b, Rest)
-                else "`trainable` and `rest` have a leaf at the same path",
-                at=paths()[i],
-                got=f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`",
-                expected="a hole (optax.MaskedNode) in one of them, or both parts of a partially frozen leaf",
-                fix="pass the two outputs of one fz.partition",
-            )
+            what = "`trainable` and `rest` have a leaf at the same path"
+            what = "the trainable part of a leaf is missing" if isinstance(b, Rest) else what
+            at, got = paths()[i], f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`"
+            expected = "a hole (optax.MaskedNode) in one of them, or both parts of a partially frozen leaf"
+            fix = "pass the two outputs of one fz.partition"
+            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return combined, treedef
 
 
 def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     """Stops the gradient at frozen parameters.
 
-    The gradient of frozen parameters is zero, but an optimizer still updates them, by weight decay or momentum. Use
-    this function if only the gradient matters; for training, use :func:`optax_freeze.freeze` or :func:`partition`.
+    The gradient of frozen parameters is zero, but an optimizer still updates them, by weight decay or momentum: for
+    training, use :func:`optax_freeze.freeze` or :func:`partition`.
 
     Args:
       params: any pytree of arrays.

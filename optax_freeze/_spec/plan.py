@@ -1,7 +1,6 @@
 """A spec resolved for given parameters: one selection per leaf, and the paths, shapes and dtypes of the leaves.
 
-A plan is made once, in ``init``. Optax calls its own label functions again on the updates, whose leaves may be missing
-and may have other dtypes or paths.
+It is made once, in ``init``, and not again for the updates, whose leaves may be missing or have other dtypes or paths.
 """
 
 import dataclasses
@@ -28,9 +27,7 @@ from optax_freeze._spec.tree import Leaf, Part, PyTree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """One selection per leaf of the parameters.
-
-    In an optimizer state a plan is a pytree node without leaves; the state keeps the arrays of masks beside it.
+    """One selection per leaf of the parameters; an optimizer state keeps the arrays of masks beside it.
 
     A plan without leaves equals any other, and all have the same hash: ``optax.tree_map_params`` maps the state of a
     placeholder together with the real one, which JAX allows only if their nodes are equal.
@@ -69,12 +66,9 @@ class Plan:
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
         """The plan with these arrays of a state in its selections; an empty list changes nothing."""
-        if not masks:
-            return self
-        pairs = zip(self.selections, masks, strict=True)
-        return dataclasses.replace(
-            self, selections=tuple(s if _tree.is_hole(x) else s.with_array(x, of_state=True) for s, x in pairs)
-        )
+        pairs = zip(self.selections, masks, strict=True) if masks else ()
+        selections = tuple(s if _tree.is_hole(x) else s.with_array(x, of_state=True) for s, x in pairs)
+        return dataclasses.replace(self, selections=selections) if masks else self
 
     def without_masks(self) -> "Plan":
         """The static part of the plan, which jit compares by value."""
@@ -82,10 +76,8 @@ class Plan:
 
     def parameters(self, tree: PyTree) -> PyTree:
         """The shapes of the parameters given to ``init``; ``tree`` itself if the plan was unpickled."""
-        if self.treedef is None:
-            return tree
         shapes = [_tree.HOLE if leaf.dtype is None else leaf.struct for leaf in self.leaves]
-        return jax.tree.unflatten(self.treedef, shapes)
+        return tree if self.treedef is None else jax.tree.unflatten(self.treedef, shapes)
 
     def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
         """Whether nothing or everything is frozen; None otherwise, or if leaves are missing."""
@@ -107,13 +99,10 @@ class Plan:
             fix = "freeze less; True means frozen (fz.only(...) freezes everything else)"
             raise value_error(f"{what}: every leaf is frozen", at="frozen", got=got, expected=expected, fix=fix)
 
-    def align(
-        self, tree: PyTree, name: str, fix: str | None = None, *, params: PyTree | None = None
-    ) -> tuple[list[Any], Any]:
+    def align(self, tree: PyTree, name: str, fix: str | None = None, params: PyTree = None) -> tuple[list[Any], Any]:
         """The leaves and the treedef of a tree that must have the trainable leaves of the parameters.
 
-        ``fix`` is for the error if one is missing. That of a Python number in ``params`` may be missing: some libraries
-        differentiate only arrays.
+        That of a Python number in ``params`` may be missing: some libraries differentiate only arrays.
         """
         values, treedef = _tree.flatten_beside(self.treedef, tree)
         if self.treedef is None or treedef != self.treedef:
@@ -126,18 +115,14 @@ class Plan:
         return values, treedef
 
     def align_gradients(
-        self, updates: PyTree, params: PyTree | None, fix: str | None = None
+        self, updates: PyTree, params: PyTree, fix: str | None
     ) -> tuple[list[Any], Any, frozenset[int]]:
         """:meth:`align` with zeros for the trainable Python numbers that have no gradient, and their positions."""
-        values, treedef = self.align(updates, "updates", fix, params=params)
-        missing = frozenset(
-            i
-            for i, (value, selection) in enumerate(zip(values, self.selections, strict=True))
-            if selection is not FROZEN and _is_missing(value)
-        )
-        pairs = zip(values, self.leaves, strict=True)
-        grads = [jnp.zeros((), leaf.dtype) if i in missing else value for i, (value, leaf) in enumerate(pairs)]
-        return grads, treedef, missing
+        values, treedef = self.align(updates, "updates", fix, params)
+        missing = frozenset(i for i, s in enumerate(self.selections) if s is not FROZEN and _is_missing(values[i]))
+        for i in missing:
+            values[i] = jnp.zeros((), self.leaves[i].dtype)
+        return values, treedef, missing
 
     def _refuse_other_tree(self, tree: PyTree, name: str) -> None:
         fix = "pass the tree that belongs to the parameters given to `init`"
@@ -153,10 +138,14 @@ class Plan:
 
     def take(self, values: Sequence[Any]) -> list[Any]:
         """The trainable part of each leaf for an optimizer; of a ``Part`` the values alone."""
+        taken = []
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
             refuse_on_host(leaf.path, selection, value)
-        pairs = zip(self.selections, values, strict=True)
-        return [_values_alone(v, s) if isinstance(v, Part) and s is not FROZEN else s.take(v) for s, v in pairs]
+            if isinstance(value, Part) and selection is not FROZEN:
+                taken.append(dataclasses.replace(value, values=values_of(value, selection), trains=None, source=None))
+            else:
+                taken.append(selection.take(value))
+        return taken
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         """The trainable part as a tree for an optimizer: some of Optax's take arrays, and no Python numbers."""
@@ -173,11 +162,9 @@ class Plan:
         return [_tree.HOLE if isinstance(v, Part) and s is not FROZEN else s.rest(v) for s, v in pairs]
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         if not isinstance(other, Plan):
             return NotImplemented
-        if not self.leaves or not other.leaves:
+        if self is other or not self.leaves or not other.leaves:
             return True
         return (self.selections, self.leaves) == (other.selections, other.leaves)
 
@@ -190,10 +177,6 @@ class Plan:
 
 def _is_missing(value: Any) -> bool:
     return value is None or _tree.is_hole(value)
-
-
-def _values_alone(part: Part, selection: Selection) -> Part:
-    return dataclasses.replace(part, values=values_of(part, selection), trains=None, source=None)
 
 
 def may_stay_on_host(selection: Selection) -> bool:

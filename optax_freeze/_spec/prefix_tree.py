@@ -1,7 +1,4 @@
-"""Specs in the form of an Optax mask: a tree of bools and element masks, or a function that returns one.
-
-The tree has the structure of the parameters or is a prefix of it. As in Optax, a boolean array without axes is a bool.
-"""
+"""Specs in the form of an Optax mask: a tree of bools and element masks, or a function that returns one."""
 
 import contextlib
 import inspect
@@ -46,8 +43,11 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
     structs = [leaf.struct if leaf.dtype is not None else value for value, leaf in zip(values, leaves, strict=True)]
     shapes = jax.tree.unflatten(treedef, structs)
     name = described(function)
-    if not _takes_one(function):
-        raise _of_each_leaf(name, "a function of different arguments")
+    try:
+        with contextlib.suppress(ValueError):  # no signature: a class implemented in C, such as bool
+            inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise _of_each_leaf(name, "a function of different arguments") from error
     try:
         answer = ask_without_values(lambda: function(shapes), name, "frozen")
     except TypeError as error:
@@ -60,16 +60,6 @@ def from_function(function: Callable[[PyTree], PyTree], params: PyTree, leaves: 
     return answer
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument, as far as its signature is known."""
-    try:
-        with contextlib.suppress(ValueError):  # no signature: a class implemented in C, such as bool
-            inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True
-
-
 def _expects_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
     """Whether a function raised ``error`` because it expects a path or a ``jax.ShapeDtypeStruct`` and not a tree."""
     if isinstance(error, AttributeError):
@@ -78,13 +68,9 @@ def _expects_a_leaf(error: BaseException | None, tree: PyTree) -> bool:
 
 
 def _of_each_leaf(name: str, got: str) -> TypeError:
-    return type_error(
-        f"{name} is not a function of the tree of parameters",
-        at="frozen",
-        got=got,
-        expected="a function of the whole tree of shapes that returns a tree of bools, True for frozen",
-        fix="decide leaf by leaf: fz.where(lambda path, leaf: ...)",
-    )
+    at, expected = "frozen", "a function of the whole tree of shapes that returns a tree of bools, True for frozen"
+    fix = "decide leaf by leaf: fz.where(lambda path, leaf: ...)"
+    return type_error(f"{name} is not a function of the tree of parameters", at=at, got=got, expected=expected, fix=fix)
 
 
 def _in_mappings_of(params: PyTree, prefix: PyTree) -> PyTree:
@@ -108,7 +94,7 @@ def _children(node: PyTree) -> tuple[list[tuple[Any, PyTree]], Any]:
 
 
 def _is_choice(node: Any) -> bool:
-    return isinstance(node, ElementMask | Selector) or _tree.is_hole(node)
+    return isinstance(node, ElementMask | Selector | optax.MaskedNode)
 
 
 def _prefix_paths(prefix: PyTree) -> list[str]:
@@ -135,9 +121,8 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     elif not covers:
         fix = "to freeze nothing, pass False"
     expected = f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})"
-    return value_error(
-        "`frozen` does not fit the parameters", at=[*bare, *loose, ""][0], got=got, expected=expected, fix=fix
-    )
+    at = [*bare, *loose, ""][0]
+    return value_error("`frozen` does not fit the parameters", at=at, got=got, expected=expected, fix=fix)
 
 
 def _is_above(prefix: str, path: str) -> bool:

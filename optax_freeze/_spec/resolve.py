@@ -1,10 +1,7 @@
-"""From a spec and parameters to a plan.
-
-A *spec* says what is frozen, in any form. Every function of the library turns it into one selection per leaf by
-:func:`make_plan`. It is strict: a pattern that silently matches nothing is the usual reason why a frozen layer trains.
-"""
+"""From a spec, in any form, and parameters to a plan: :func:`make_plan`, which all functions of the library call."""
 
 import dataclasses
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -119,13 +116,9 @@ def _fit(choice: Choice, leaf: Leaf) -> Selection:
     if isinstance(choice, bool):
         return FROZEN if choice else TRAINABLE
     if np.zeros((), leaf.dtype) != 0:
-        raise value_error(
-            "a leaf whose dtype has no zero cannot be frozen in part",
-            at=leaf.path,
-            got=f"{choice!r} for {leaf.dtype}",
-            expected="True or False",
-            fix="freeze the whole leaf, or train it",
-        )
+        what, got = "a leaf whose dtype has no zero cannot be frozen in part", f"{choice!r} for {leaf.dtype}"
+        fix = "freeze the whole leaf, or train it"
+        raise value_error(what, at=leaf.path, got=got, expected="True or False", fix=fix)
     return choice.fit(leaf)
 
 
@@ -135,13 +128,10 @@ def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int)
     extent = plan.extent(params) if decides else None
     if extent is not None:
         inexact = sum(leaf.inexact for leaf in plan.leaves)
-        text = message(
-            f"the spec freezes {extent}",
-            at="frozen",
-            got=f"{described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen",
-            expected="some frozen and some trainable leaves",
-            fix=f"correct the spec, or pass {extent == 'everything'} if this is intended",
-        )
+        got = f"{described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen"
+        expected = "some frozen and some trainable leaves"
+        fix = f"correct the spec, or pass {extent == 'everything'} if this is intended"
+        text = message(f"the spec freezes {extent}", at="frozen", got=got, expected=expected, fix=fix)
         warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)
 
 
@@ -149,13 +139,10 @@ def register_with_flax(static: type = Plan) -> None:
     """Teaches ``flax.serialization``, if Flax is loaded, to pass a static node by, and to store a ``Part``."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
-        serialization.register_serialization_state(static, lambda _: {}, lambda target, _: target, override=True)
-        serialization.register_serialization_state(
-            Part,
-            lambda part: {"values": part.values},
-            lambda part, state: dataclasses.replace(part, values=state["values"]),
-            override=True,
-        )
+        register = functools.partial(serialization.register_serialization_state, override=True)
+        register(static, lambda _: {}, lambda target, _: target)
+        restored = lambda part, state: dataclasses.replace(part, values=state["values"])  # noqa: E731
+        register(Part, lambda part: {"values": part.values}, restored)
 
 
 def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:

@@ -21,27 +21,17 @@ from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import HOLE, Part, Rest
 
-_FEW = 16
-"""Up to this many runs of rows, the row numbers are computed as iotas; beyond it they are a constant."""
-
-_TOLD = 8
-"""At most this many runs of rows are named in an error."""
+_FEW = 16  # up to this many runs of rows, the row numbers are computed as iotas; beyond it they are a constant
+_TOLD = 8  # at most this many runs of rows are named in an error
 
 
 class Selection:
     """Which elements of one leaf are frozen; a pytree, whose leaf is its array, if it has one."""
 
-    in_part = True
-    """Whether only a part of the leaf is frozen."""
-
-    part_index: Any = None
-    """The ``index`` of the ``Part`` that :meth:`take` gives, if it gives one."""
-
-    array: Any = HOLE
-    """The array of frozen elements or row numbers, if it is data, which can be replaced."""
-
-    of_state: Any = False
-    """Whether the array was read from an optimizer state."""
+    in_part = True  # whether only a part of the leaf is frozen
+    part_index: Any = None  # the `index` of the `Part` that `take` gives, if it gives one
+    array: Any = HOLE  # the array of frozen elements or row numbers, if it is data, which can be replaced
+    of_state: Any = False  # whether the array was read from an optimizer state
 
     def with_array(self, array: Any, of_state: bool = False) -> "Selection":
         """The selection with another array, or with a hole in its place."""
@@ -62,11 +52,7 @@ class Selection:
 
     def add(self, full: Any, update: Any) -> Any:
         """``full`` with an update, of its shape or a part of it, added to its trainable elements."""
-        if isinstance(update, Part):
-            return self._add_part(full, update)
         return self.choose(full, optax.apply_updates(full, update))
-
-    def _add_part(self, full: Any, part: Part) -> Any: ...
 
     def choose(self, frozen: Any, trainable: Any) -> Any:
         """An array with ``frozen`` at the frozen elements and ``trainable`` at the others."""
@@ -130,15 +116,13 @@ class _Numbered(Selection):
     axis: int
     size: int
     count: Any
-    run: Any = None
-    """The trainable rows as one run (start, stop), if they are known to be one."""
+    run: Any = None  # the trainable rows as one run (start, stop), if they are known to be one
 
     def indices(self, *array: Any) -> jax.Array:
         """The numbers of what trains, int32, ascending; ``array``: that of the selection, if it has one."""
         raise NotImplementedError
 
     def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the trainable part of a leaf."""
         return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
 
     def _numbered(self, leaf: Any) -> Any:
@@ -148,7 +132,7 @@ class _Numbered(Selection):
     def take(self, leaf: Any) -> Part:
         def take(leaf: Any, *array: Any) -> jax.Array:
             if is_on_host(leaf):
-                return _host_rows.read(self.axis, self.run, leaf, self._indices_unless_run(*array))
+                return _host_rows.read(self.axis, self.run, leaf, None if self.run else self.indices(*array))
             if self.run is not None:
                 return cut(self.axis, leaf, *self.run)
             return gather(self.axis, self._numbered(leaf), self.indices(*array))
@@ -160,7 +144,7 @@ class _Numbered(Selection):
     def put(self, full: Any, part: Part) -> jax.Array:
         def put(full: Any, values: Any, *array: Any) -> jax.Array:
             if is_on_host(full):
-                return _host_rows.write(self.axis, self.run, full, values, self._indices_unless_run(*array))
+                return _host_rows.write(self.axis, self.run, full, values, None if self.run else self.indices(*array))
             return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
 
         full = jnp.asarray(full)
@@ -180,11 +164,8 @@ class _Numbered(Selection):
         sharding = explicit_sharding(part.values if like is None else like, shape)
         return with_sharding(sharding, spread, part.values, *jax.tree.leaves(self))
 
-    def _indices_unless_run(self, *array: Any) -> jax.Array | None:
-        return self.indices(*array) if self.run is None else None
-
-    def _add_part(self, full: Any, part: Part) -> jax.Array:
-        """``full`` with a part added to its trainable elements, in place where ``full`` is donated.
+    def add(self, full: Any, update: Any) -> jax.Array:
+        """``full`` with an update added, a part in place where ``full`` is donated.
 
         The sums stand behind a barrier and the rows are found by an iota: a scatter that fuses with what computes its
         values moves the whole leaf, and a slice update of a sharded leaf gathers it. Sums are set, and not added by the
@@ -197,10 +178,12 @@ class _Numbered(Selection):
             new = jax.lax.optimization_barrier((old + values).astype(full.dtype))
             return write(self.axis, numbered, indices, new).reshape(full.shape)
 
+        if not isinstance(update, Part):
+            return super().add(full, update)
         if is_on_host(full):
-            return self.put(full, dataclasses.replace(part, values=self.take(full).values + part.values))
+            return self.put(full, dataclasses.replace(update, values=self.take(full).values + update.values))
         full = jnp.asarray(full)
-        return with_sharding(explicit_sharding(full), add, full, part.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(full), add, full, update.values, *jax.tree.leaves(self))
 
 
 class RowSelection(_Numbered):
@@ -231,10 +214,7 @@ class RowSelection(_Numbered):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class RowIndex(RowSelection):
-    """Rows of a leaf that are known when a program is traced: those of ``progressions`` train, or all ``others``.
-
-    Equal rows are equal, however the user named them.
-    """
+    """Rows of a leaf that are known when a program is traced: those of ``progressions`` train, or all ``others``."""
 
     mask: Any = dataclasses.field(compare=False)  # as the user wrote it
     axis: int
@@ -244,14 +224,13 @@ class RowIndex(RowSelection):
 
     @functools.cached_property
     def count(self) -> int:
-        """How many rows train."""
         named = sum(len(range(*progression)) for progression in self.progressions)
         return self.size - named if self.others else named
 
     @property
     def run(self) -> tuple[int, int] | None:
-        start, stop, step = self.progressions[0]
-        return (start, stop) if len(self.progressions) == 1 and step == 1 else None
+        (start, stop, step), *more = self.progressions
+        return (start, stop) if not more and step == 1 else None
 
     @property
     def numbers(self) -> np.ndarray:
@@ -273,9 +252,8 @@ class RowIndex(RowSelection):
             return jnp.nonzero(~self.frozen_rows(), size=self.count)[0].astype(jnp.int32)
         if len(self.progressions) > _FEW:
             return jnp.asarray(self.numbers.astype(np.int32))
-        iotas = [jnp.arange(len(range(*each)), dtype=jnp.int32) for each in self.progressions]
-        pairs = zip(self.progressions, iotas, strict=True)
-        return jnp.concatenate([start + (step * iota if step > 1 else iota) for (start, _, step), iota in pairs])
+        iotas = [(each, jnp.arange(len(range(*each)), dtype=jnp.int32)) for each in self.progressions]
+        return jnp.concatenate([start + (step * iota if step > 1 else iota) for (start, _, step), iota in iotas])
 
     def frozen_rows(self) -> jax.Array:
         if len(self.progressions) > _FEW:
@@ -308,10 +286,7 @@ def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inv
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicRowIndex(RowSelection):
-    """Rows of a leaf that are known when the program runs: ``array`` has their numbers, int32 and ascending.
-
-    Two are equal if they differ in their array alone.
-    """
+    """Rows of a leaf that are known when the program runs: ``array`` has their numbers, int32 and ascending."""
 
     array: Any = dataclasses.field(compare=False)
     axis: int
@@ -349,10 +324,7 @@ class DynamicRowIndex(RowSelection):
 )
 @dataclasses.dataclass(frozen=True)
 class DenseMask(_Numbered):
-    """A boolean array of the leaf's shape, True where frozen; if compact, ``count`` elements train.
-
-    Two are equal if they differ in their array alone.
-    """
+    """A boolean array of the leaf's shape, True where frozen; if compact, ``count`` elements train."""
 
     axis = 0
     array: Any = dataclasses.field(compare=False)

@@ -1,7 +1,4 @@
-"""A selection as JSON, in the records of checkpoints and of stored features.
-
-Equal selections have equal records, however the user wrote them. The array of a selection is not part of its record.
-"""
+"""A selection without its array as JSON, in the records of checkpoints and of stored features."""
 
 import math
 from collections.abc import Sequence
@@ -26,13 +23,7 @@ def record_of(selection: Selection) -> Any:
 
 
 def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
-    """The selection of a leaf of this shape with this record, with a hole in the place of its array.
-
-    A leaf without a shape is frozen or trains as a whole.
-
-    Raises:
-      ValueError: if no selection has this record.
-    """
+    """The selection of a leaf with this record, with a hole for its array; a ``ValueError`` if there is none."""
     match record:
         case bool():
             return FROZEN if record else TRAINABLE

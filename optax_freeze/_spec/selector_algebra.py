@@ -124,13 +124,10 @@ class NnxFilter(Selector):
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         if leaves and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
-            raise value_error(
-                "an NNX filter needs NNX variables",
-                at=leaves[0].path,
-                got=f"{self!r} for {counted(len(leaves), 'leaf', 'leaves')} without a variable",
-                expected="an NNX module, or an nnx.State of one",
-                fix="for other trees use fz.path('**/bias') or fz.where(lambda path, leaf: ...)",
-            )
+            what = "an NNX filter needs NNX variables"
+            at, got = leaves[0].path, f"{self!r} for {counted(len(leaves), 'leaf', 'leaves')} without a variable"
+            fix = "for other trees use fz.path('**/bias') or fz.where(lambda path, leaf: ...)"
+            raise value_error(what, at=at, got=got, expected="an NNX module, or an nnx.State of one", fix=fix)
         return [isinstance(leaf, VariableLeaf) and self._ask(leaf) for leaf in leaves]
 
     def _ask(self, leaf: VariableLeaf) -> bool:
@@ -147,8 +144,7 @@ class _Binary(Selector):
     left: Selector
     right: Selector
     symbol: ClassVar[str]
-    winner: ClassVar[bool]
-    """The choice for a leaf that is made if either operand makes it: True for ``|``, False for ``&``."""
+    winner: ClassVar[bool]  # the choice for a leaf that is made if either operand makes it
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         pairs = zip(self.left.select(leaves), self.right.select(leaves), leaves, strict=True)
@@ -159,13 +155,9 @@ class _Binary(Selector):
             return a
         if b is self.winner or a is (not self.winner):
             return b
-        raise value_error(
-            f"{self!r}: two element masks for one leaf",
-            at=leaf.path,
-            got=f"{a!r} and {b!r}",
-            expected="at most one element mask for a leaf",
-            fix="combine the masks: one fz.rows with all row numbers, or one fz.elements(a | b)",
-        )
+        what = f"{self!r}: two element masks for one leaf"
+        at, fix = leaf.path, "combine the masks: one fz.rows with all row numbers, or one fz.elements(a | b)"
+        raise value_error(what, at=at, got=f"{a!r} and {b!r}", expected="at most one element mask for a leaf", fix=fix)
 
     def __repr__(self) -> str:
         left = repr(self.left) if type(self.left) is type(self) else _operand(self.left)
@@ -262,13 +254,9 @@ def as_selector(value: Any, name: str) -> Selector:
         return Path((value,))
     if is_patterns(value):
         return Path(tuple(value))
-    raise type_error(
-        f"{name}: neither a pattern nor a selector",
-        at=described(value),
-        got=type(value).__name__,
-        expected="a glob pattern or fz.path / only / regex / where",
-        fix="wrap a function in fz.where(...)",
-    )
+    what = f"{name}: neither a pattern nor a selector"
+    at, expected = described(value), "a glob pattern or fz.path / only / regex / where"
+    raise type_error(what, at=at, got=type(value).__name__, expected=expected, fix="wrap a function in fz.where(...)")
 
 
 def is_selector(value: Any) -> bool:
@@ -288,13 +276,10 @@ def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[i
         selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
         free = [i for i in selected if first[i] is None]
         if selected and not free:
-            raise value_error(
-                f"rule {selector!r} never applies: earlier rules match all its leaves",
-                at=leaves[selected[0]].path,
-                got=f"{counted(len(selected), 'leaf', 'leaves')}, already matched",
-                expected="at least one leaf that no earlier rule matches",
-                fix="put the narrower rule first, or delete this rule",
-            )
+            what = f"rule {selector!r} never applies: earlier rules match all its leaves"
+            at, got = leaves[selected[0]].path, f"{counted(len(selected), 'leaf', 'leaves')}, already matched"
+            fix = "put the narrower rule first, or delete this rule"
+            raise value_error(what, at=at, got=got, expected="at least one leaf that no earlier rule matches", fix=fix)
         for i in free:
             first[i] = n
     return first
@@ -305,13 +290,11 @@ def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
     try:
         return ask()
     except (TypeError, AttributeError) as error:
-        misfit = "positional argument" in str(error)
-        raise type_error(
-            f"{name} failed on shapes: {in_one_line(error)}",
-            at=at,
-            got="a function of different arguments" if misfit else "a function that looks at values",
-            expected="a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves",
-            fix="fz.where(lambda path, leaf: ...) for each leaf, or pass a function of the whole tree directly"
-            if misfit
-            else "decide by leaf.shape, leaf.dtype or the path; compute a value-dependent tree of bools beforehand",
-        ) from error
+        got, fix = "a function that looks at values", "decide by leaf.shape, leaf.dtype or the path"
+        fix += "; compute a value-dependent tree of bools beforehand"
+        if "positional argument" in str(error):
+            got = "a function of different arguments"
+            fix = "fz.where(lambda path, leaf: ...) for each leaf, or pass a function of the whole tree directly"
+        expected = "a function of paths, shapes and dtypes: it is called with jax.ShapeDtypeStruct leaves"
+        what = f"{name} failed on shapes: {in_one_line(error)}"
+        raise type_error(what, at=at, got=got, expected=expected, fix=fix) from error

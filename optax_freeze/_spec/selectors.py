@@ -47,8 +47,6 @@ def path(*patterns: str) -> Selector:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": {"kernel": 0.0, "bias": 0.0}, "head": {"kernel": 0.0}}
-      >>> fz.resolve(params, fz.path("encoder"))
-      {'encoder': {'bias': True, 'kernel': True}, 'head': {'kernel': False}}
       >>> fz.resolve(params, fz.path("**/kernel"))
       {'encoder': {'bias': False, 'kernel': True}, 'head': {'kernel': True}}
     """
@@ -143,9 +141,9 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
     expected = "{pattern or selector: True, False or an element mask}"
     fix = "for a list of patterns, use fz.path(*patterns)"
     refuse_no_mapping("fz.rules", rules, expected, at="its first argument", fix=fix)
-    pairs = [(as_selector(key, "fz.rules"), as_choice(value, f"rule {key!r}")) for key, value in rules.items()]
-    choices = Choices([choice for _, choice in pairs] + [as_choice(default, "default")])
-    return Rules(tuple(selector for selector, _ in pairs), choices)
+    selectors = tuple(as_selector(key, "fz.rules") for key in rules)
+    choices = [as_choice(value, f"rule {key!r}") for key, value in rules.items()]
+    return Rules(selectors, Choices([*choices, as_choice(default, "default")]))
 
 
 def distinct(name: str, patterns: Any, order: str = "from the output to the input layers") -> list[Any]:
@@ -185,13 +183,9 @@ def as_choice(value: Any, at: str) -> Choice:
 
 def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
     if not patterns:
-        raise value_error(
-            f"fz.{name} needs a pattern",
-            at=f"fz.{name}()",
-            got="nothing",
-            expected="at least one pattern",
-            fix="to freeze everything use True, to freeze nothing False",
-        )
+        what, expected = f"fz.{name} needs a pattern", "at least one pattern"
+        fix = "to freeze everything use True, to freeze nothing False"
+        raise value_error(what, at=f"fz.{name}()", got="nothing", expected=expected, fix=fix)
     for pattern in patterns:
         if not isinstance(pattern, str):
             fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"

@@ -1,8 +1,7 @@
 """Shardings: a result has the sharding of the leaf that it belongs to.
 
-On a mesh with explicit axes a sharding is part of an array's type, and JAX refuses operations whose output sharding is
-ambiguous: a gather along a sharded axis, a flattened array, a sum of arrays with different shardings. Here every result
-gets the sharding of its leaf, and XLA partitions the operation as on any other mesh.
+On a mesh with explicit axes JAX refuses operations whose output sharding is ambiguous: a gather along a sharded axis, a
+flattened array. Here every result gets the sharding of its leaf, and XLA partitions the operation as on another mesh.
 """
 
 import math
@@ -25,10 +24,7 @@ def explicit_sharding(like: Any, shape: Sequence[int] | None = None) -> NamedSha
 
 
 def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSharding:
-    """The sharding of an array of ``ndim`` axes for an array of ``shape``, aligned at the last axes.
-
-    Axes whose size the mesh does not divide are not sharded.
-    """
+    """The sharding of an array of ``ndim`` axes for ``shape``, aligned at the last axes, where the mesh divides it."""
     mesh, spec = sharding.mesh, sharding.spec
     ahead = len(shape) - ndim
     names = (*[None] * ahead, *spec, *[None] * (ndim - len(spec))) if ahead >= 0 else [None] * len(shape)
@@ -43,8 +39,8 @@ def with_sharding(sharding: NamedSharding | None, operation: Callable[..., jax.A
     """``operation(*arrays)``; if ``sharding`` is given, partitioned by XLA and with this output sharding."""
     if sharding is None or not hasattr(jax.sharding, "auto_axes"):
         return operation(*arrays)
-    mesh = sharding.mesh
-    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
     automatic: Any = jax.sharding.auto_axes(operation, axes=axes, out_sharding=sharding)
     return automatic(*arrays)
 

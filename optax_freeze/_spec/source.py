@@ -1,9 +1,8 @@
 """Where the rows of a ``Part`` come from, and whether they are those of another selection.
 
-A gradient of rows that can be replaced does not contain their numbers: one program serves any rows, and a leaf of
-integers would break ``jax.grad`` and norms. The source says instead whether the rows were read from an optimizer state.
-At the border of a program, where JAX keeps the objects of one call for all calls with equal static data, it forgets the
-numbers, but not whether they came from a state, which ``jit`` compares.
+A gradient of rows that can be replaced does not contain their numbers: a leaf of integers would break ``jax.grad`` and
+norms. Its source has them, and whether they were read from an optimizer state. At the border of a program, where JAX
+keeps the objects of one call for all calls with equal static data, it forgets the numbers.
 """
 
 import dataclasses
@@ -22,17 +21,11 @@ from optax_freeze._spec.tree import Part, is_hole
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the rows or elements of a ``Part`` come from; two are equal if they differ in their arrays alone.
+    """Where the rows or elements of a ``Part`` come from; two are equal if they differ in their arrays alone."""
 
-    Attributes:
-      of_state: whether they were read from an optimizer state, and are not a constant of the program.
-      array: their row numbers or their mask; None if unknown or traced.
-      trace: the trace in which ``array`` is known.
-    """
-
-    of_state: bool
-    array: Any = dataclasses.field(default=None, compare=False, repr=False)
-    trace: Any = dataclasses.field(default=None, compare=False, repr=False)
+    of_state: bool  # whether they were read from an optimizer state, and are not a constant of the program
+    array: Any = dataclasses.field(default=None, compare=False, repr=False)  # None if unknown or traced
+    trace: Any = dataclasses.field(default=None, compare=False, repr=False)  # in which `array` is known
 
     def around(self, children: Any) -> "Source":
         """The source of a ``Part`` with these children: as an argument of another program it may have other rows."""
@@ -56,15 +49,11 @@ def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
     """The trainable part of a leaf, its gradient or update, with its source: that of the leaf if it is a ``Part``."""
     if not isinstance(part, Part):
         return part
-    source = leaf.source if isinstance(leaf, Part) else source_of(selection, leaf)
-    return part if source is part.source is None else dataclasses.replace(part, source=source)
+    return dataclasses.replace(part, source=leaf.source if isinstance(leaf, Part) else source_of(selection, leaf))
 
 
 def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> None:
-    """A ``ValueError`` for a ``Part`` whose rows or elements are not, or may not be, those of a selection.
-
-    Arrays are compared as far as they are known; elements while a program runs, too, by :func:`values_of`.
-    """
+    """A ``ValueError`` for a ``Part`` whose rows or elements are not, or may not be, those of a selection."""
     if not isinstance(part, Part) or part.source is None or not selection.in_part:
         return
     mine, its = part.source, source_of(selection, next(iter(jax.tree.leaves(part.values)), None))

@@ -20,13 +20,11 @@ def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Seque
             j = first.setdefault(id(value), i)
             if not _same(selections[i], selections[j]):
                 frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
-                raise value_error(
-                    "tied leaves: the same array is frozen at one path and trained at another",
-                    at=leaves[frozen].path,
-                    got=f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}",
-                    expected="tied leaves frozen together or trained together",
-                    fix='freeze both or neither, copy the array, or pass tied="ignore"',
-                )
+                what = "tied leaves: the same array is frozen at one path and trained at another"
+                got = f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}"
+                expected = "tied leaves frozen together or trained together"
+                fix = 'freeze both or neither, copy the array, or pass tied="ignore"'
+                raise value_error(what, at=leaves[frozen].path, got=got, expected=expected, fix=fix)
 
 
 def _same(a: Selection, b: Selection) -> bool:

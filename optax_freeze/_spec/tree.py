@@ -71,13 +71,10 @@ class Part:
         return self.values.dtype
 
     def __radd__(self, full: Any) -> Any:
-        raise type_error(
-            "a Part cannot be added to the full leaf",
-            at=f"a leaf of shape {self.shape}",
-            got="optax.apply_updates, or a sum, with updates of only the trainable parameters",
-            expected="fz.apply_updates(params, updates)",
-            fix="use fz.apply_updates, or fz.freeze(optimizer, frozen) with full_updates=True",
-        )
+        what, at = "a Part cannot be added to the full leaf", f"a leaf of shape {self.shape}"
+        got = "optax.apply_updates, or a sum, with updates of only the trainable parameters"
+        fix = "use fz.apply_updates, or fz.freeze(optimizer, frozen) with full_updates=True"
+        raise type_error(what, at=at, got=got, expected="fz.apply_updates(params, updates)", fix=fix)
 
 
 @jax.tree_util.register_dataclass
@@ -206,13 +203,11 @@ def _refuse_unsortable(tree: PyTree) -> Iterator[None]:
         pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_does_not_sort)[0]
         for key, node in pairs:
             if _does_not_sort(node):
-                raise value_error(
-                    "the keys of a dict do not sort",
-                    at=keystr(key),
-                    got=f"{[*node][:3]}" + (f" and {len(node) - 3} more" if len(node) > 3 else ""),
-                    expected="keys that can be compared: JAX orders the leaves of a dict by its keys",
-                    fix="write every key as a string, or use a list",
-                ) from error
+                what = "the keys of a dict do not sort"
+                got = f"{[*node][:3]}" + (f" and {len(node) - 3} more" if len(node) > 3 else "")
+                expected = "keys that can be compared: JAX orders the leaves of a dict by its keys"
+                fix = "write every key as a string, or use a list"
+                raise value_error(what, at=keystr(key), got=got, expected=expected, fix=fix) from error
         raise
 
 
@@ -238,12 +233,7 @@ class Walk(NamedTuple):
     settings: frozenset[int] = frozenset()
 
     def leaves(self) -> list[Leaf]:
-        """A :class:`Leaf` for each leaf and hole.
-
-        Raises:
-          ValueError: if two leaves have the same path (a key that contains a ``/`` reads as several segments).
-          TypeError: if a leaf is an object that holds an array, such as a Keras ``Variable``.
-        """
+        """A :class:`Leaf` for each leaf and hole; an error for an object that holds an array, and for equal paths."""
         described = list(map(_describe, self.paths, self.values))
         for i in self.settings:
             described[i] = Leaf(self.paths[i])
@@ -294,7 +284,7 @@ def paths(tree: PyTree) -> list[str]:
 
 
 def keystr(key: Sequence[Any]) -> str:
-    """``encoder/layer_0/kernel`` for a JAX key path: a faster ``jax.tree_util.keystr(simple=True, separator="/")``."""
+    """``encoder/layer_0/kernel``: a faster ``jax.tree_util.keystr(simple=True, separator="/")``."""
     return "/".join([str(name_of(entry)) for entry in key])
 
 
@@ -309,8 +299,7 @@ _NAME: dict[type, str] = {
     jax.tree_util.FlattenedIndexKey: "key",
 }
 
-_VALUE = jax.tree_util.GetAttrKey("value")
-"""The key of the array in an NNX variable."""
+_VALUE = jax.tree_util.GetAttrKey("value")  # the key of the array in an NNX variable
 
 
 def leaves(tree: PyTree) -> list[Leaf]:
@@ -335,13 +324,9 @@ def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> N
     got, expected = walk(tree), walk(like)
     refuse_other_paths(got.paths, expected.paths, name, fix)
     if not got.variables and not expected.variables:
-        raise value_error(
-            f"{name}: the same paths in different containers",
-            at=got.paths[0] if got.paths else "",
-            got=str(got.treedef)[:200],
-            expected=str(expected.treedef)[:200],
-            fix=fix,
-        )
+        what = f"{name}: the same paths in different containers"
+        at = got.paths[0] if got.paths else ""
+        raise value_error(what, at=at, got=str(got.treedef)[:200], expected=str(expected.treedef)[:200], fix=fix)
 
 
 def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, fix: str) -> None:
@@ -351,15 +336,12 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
     in_got, in_expected = set(got), set(expected)
     missing = [path for path in expected if path not in in_got]
     unknown = [path for path in got if path not in in_expected]
+    what = f"{name}: different tree structure" if missing or unknown else f"{name}: the same paths in a different order"
+    more = f", including {unknown[:3]}, which should not be there" * bool(unknown)
     also = f", including {missing[:3]}" if missing else f": {list(expected[:3])}"
-    raise value_error(
-        f"{name}: different tree structure" if missing or unknown else f"{name}: the same paths in a different order",
-        at=[*missing, *unknown, *got][0],
-        got=counted(len(got), "leaf", "leaves")
-        + (f", including {unknown[:3]}, which should not be there" if unknown else ""),
-        expected=f"{counted(len(expected), 'leaf', 'leaves')}{also}",
-        fix=fix,
-    )
+    sizes = [counted(len(each), "leaf", "leaves") for each in (got, expected)]
+    at = [*missing, *unknown, *got][0]
+    raise value_error(what, at=at, got=sizes[0] + more, expected=sizes[1] + also, fix=fix)
 
 
 def is_variable(node: Any) -> bool:
@@ -370,11 +352,9 @@ def is_variable(node: Any) -> bool:
 def nnx_filter(value: Any) -> Any:
     """The NNX filter for a type of NNX variable, ``value`` if it is a filter, else None."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return None
-    if isinstance(value, type):
+    if nnx is not None and isinstance(value, type):
         return nnx.OfType(value) if issubclass(value, nnx.Variable) else None
-    return value if type(value).__module__ == nnx.OfType.__module__ else None
+    return value if nnx is not None and type(value).__module__ == nnx.OfType.__module__ else None
 
 
 def refuse_half_a_tree(params: PyTree, what: str, expected: str, fix: str) -> None:

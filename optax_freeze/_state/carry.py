@@ -1,4 +1,4 @@
-"""Which values of an old optimizer state are in a new one, in which other elements of the parameters train?
+"""Carries values of an optimizer state into another one, in which other elements of the parameters train.
 
 Arrays are merged element by element, or row by row along the axis of their rows, or continue as they are if the rows of
 a leaf share them. Numbers beside moments, such as a count, continue, unless no element of the moments does.
@@ -31,18 +31,14 @@ Bool: TypeAlias = Any
 class Source(NamedTuple):
     """An old entry from which a new one takes values.
 
-    Attributes:
-      old: the old entry.
-      by: ``"rows"``: each row, or compact element, that ``stays``, from its ``position`` along ``axes``;
-        ``"elements"``: each element of the parameter that ``stays``; ``"arrays"``: the arrays as they are.
-      kept: whether any element continues to train.
-      changed: whether the elements differ.
+    ``by`` is ``"rows"`` for each row, or compact element, that ``stays``, from its ``position`` along ``axes``;
+    ``"elements"`` for each element of the parameter that ``stays``; ``"arrays"`` for the arrays as they are.
     """
 
     old: Entry
     by: Literal["rows", "elements", "arrays"]
-    kept: Bool = True
-    changed: Bool = False
+    kept: Bool = True  # whether any element continues to train
+    changed: Bool = False  # whether the elements differ
     stays: Bool = True
     position: Any = None
     axes: Axes = ()
@@ -70,13 +66,10 @@ class Source(NamedTuple):
 
 
 class Carry:
-    """The values of an old state in a new one.
+    """The values of an old state in a new one, with ``entries``: for each, ``sources`` are those of the old one.
 
-    Attributes:
-      entries: the entries of the new state.
-      sources: for each of them the old entries from which it takes values.
-      anew: whether the transformation at a place begins anew: if all its elements are new, or if some are and it has a
-        history, whose numbers are about all of them together, or the gradient of a line search.
+    ``anew`` says whether the transformation at a place begins anew: if all its elements are new, or if some are and it
+    has a history, whose numbers are about all of them together, or the gradient of a line search.
     """
 
     def __init__(self, entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> None:
@@ -151,12 +144,7 @@ def _is_history(entry: Entry) -> bool:
 
 
 def _source(entry: Entry, old: Entry, axes: Axes) -> Source | None:
-    """How a new entry takes values from an old one.
-
-    Raises:
-      ValueError: if the elements of a ``Part`` are unknown; if arrays differ for another reason than freezing; if an
-        array contains the rows of several leaves, and not the same rows.
-    """
+    """How a new entry takes values from an old one."""
     if not entry.arrays or not old.arrays:
         return None
     before, now = old.selection, entry.selection
@@ -223,9 +211,8 @@ def _same(a: Selection, b: Selection) -> bool:
 
 def _same_rows(entry: Entry, old: Entry) -> bool:
     """Whether the same rows of each leaf are known to train around two entries."""
-    rows, others = (
-        [s for parts in e.parts for s in parts.values() if isinstance(s, RowSelection)] for e in (entry, old)
-    )
+    pair = entry, old
+    rows, others = ([s for parts in e.parts for s in parts.values() if isinstance(s, RowSelection)] for e in pair)
     frozen = [(a.frozen_rows(), b.frozen_rows()) for a, b in zip(rows, others, strict=False) if not _same(a, b)]
     equal = all(is_concrete(a) and is_concrete(b) and np.array_equal(a, b) for a, b in frozen)
     return len(rows) == len(others) and equal
@@ -246,10 +233,10 @@ def _choose(mask: Any, new: Any, old: Any) -> Any:
 
 
 def _any(flags: Sequence[Bool]) -> Bool:
-    unknown = [flag for flag in flags if not isinstance(flag, bool)]
-    return True in [flag for flag in flags if isinstance(flag, bool)] or (
-        functools.reduce(jnp.logical_or, unknown) if unknown else False
-    )
+    if any(flag is True for flag in flags):
+        return True
+    unknown = [flag for flag in flags if flag is not False]
+    return functools.reduce(jnp.logical_or, unknown) if unknown else False
 
 
 def _not(flag: Bool) -> Bool:

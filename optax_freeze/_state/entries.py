@@ -20,6 +20,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
+from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.parameter_of import parameter_of
 
 _WRAPPERS = (FreezeState, FreezeWhenState, optax.transforms.PartitionState, optax.MaskedState)
@@ -54,12 +55,11 @@ class _Subtree(NamedTuple):
 
     def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Subtree":
         """The subtree at ``name``, with the same address."""
-        names, trains = self.scope
-        parts = self.parts
+        (names, trains), parts = self.scope, self.parts
         if plan is not None:
-            selections = {leaf.path: selection for leaf, selection in zip(plan.leaves, plan.selections, strict=True)}
-            trains = frozenset(path for path, selection in selections.items() if selection is not FROZEN)
-            parts = (*parts, {path: selection for path, selection in selections.items() if selection.in_part})
+            selections = [(leaf.path, its) for leaf, its in zip(plan.leaves, plan.selections, strict=True)]
+            trains = frozenset(path for path, selection in selections if selection is not FROZEN)
+            parts = (*parts, {path: selection for path, selection in selections if selection.in_part})
         names = names if group is None else (*names, group)
         return self._replace(path=join(self.path, name), scope=Scope(names, trains), parts=parts)
 
@@ -95,10 +95,8 @@ def _subtrees(node: Any, at: _Subtree) -> Iterator[_Subtree]:
             yield from _subtrees(inner, at.below(name, wrapper_field=getattr(inner, "shape", None) == ()))
     else:
         yield at
-        wrappers = (*_WRAPPERS, *_COUNTING_WRAPPERS)
-        for key, inner in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: isinstance(x, wrappers))[0]:
-            if isinstance(inner, wrappers):
-                yield from _subtrees(inner, at.below(_tree.keystr(key)))
+        for path, inner in outermost_states(node, (*_WRAPPERS, *_COUNTING_WRAPPERS)):
+            yield from _subtrees(inner, at.below(path))
 
 
 def join(*paths: str | None) -> str:
@@ -155,12 +153,12 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     subtrees = sorted(_subtrees(state, _Subtree("", "")), key=lambda subtree: -len(subtree.path))
     entries: list[Entry] = []
     for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
-        subtree = next(r for r in subtrees if not r.path or path == r.path or path.startswith(r.path + "/"))
-        if subtree.address is None:
+        at = next(at for at in subtrees if not at.path or path == at.path or path.startswith(at.path + "/"))
+        if at.address is None:
             entries.append(Entry(None, value, optional=True))
         else:
-            address = join(subtree.address, path[len(subtree.path) :].lstrip("/"))
-            entries.append(Entry(address, value, subtree.scope, subtree.optional, subtree.parts, subtree.wrapper_field))
+            address = join(at.address, path[len(at.path) :].lstrip("/"))
+            entries.append(Entry(address, value, at.scope, at.optional, at.parts, at.wrapper_field))
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes)
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 

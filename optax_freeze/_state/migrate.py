@@ -1,9 +1,8 @@
 """Converts an optimizer state from one spec to another during training.
 
-With a new spec, the optimizer state has a different structure. A new state from ``init`` would lose the moments and
-restart the counts. Here every array of the new state is looked up in the old state by its *address*, its path without
-the wrappers that freezing adds. So plain optimizers, :func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and
-``optax.multi_transform`` can replace one another. Arrays for parts of leaves are merged element by element.
+Every array of the new state is looked up in the old state by its *address*, its path without the wrappers that freezing
+adds. So plain optimizers, :func:`optax_freeze.freeze`, :func:`optax_freeze.freeze_when` and ``optax.multi_transform``
+can replace one another.
 """
 
 import collections
@@ -113,7 +112,7 @@ def migrate(
 
 def _report(carry: Carry, old: Sequence[Entry]) -> Migration:
     carried, created = [], []
-    taken: dict[int, np.ndarray] = {}  # the elements taken from each old entry, by its id
+    taken = collections.defaultdict(lambda: np.zeros((), bool))  # the elements taken from each old entry, by its id
     for entry, sources in zip(carry.entries, carry.sources, strict=True):
         if not entry.arrays or entry.address is None:
             continue
@@ -123,14 +122,11 @@ def _report(carry: Carry, old: Sequence[Entry]) -> Migration:
             own = entry.held | source.old.held if shared else entry.held & source.old.held
             if own.any():
                 covered = covered | own
-                taken[id(source.old)] = taken.get(id(source.old), np.zeros((), bool)) | own
+                taken[id(source.old)] = taken[id(source.old)] | own
         carried += [entry.name] * bool(covered.any())
         created += [entry.name] * bool((entry.held & ~covered).any())
-    dropped = [
-        entry.name
-        for entry in old
-        if entry.arrays and entry.address is not None and (entry.held & ~taken.get(id(entry), np.zeros((), bool))).any()
-    ]
+    olds = [entry for entry in old if entry.arrays and entry.address is not None]
+    dropped = [entry.name for entry in olds if (entry.held & ~taken[id(entry)]).any()]
     return Migration(tuple(carried), tuple(created), tuple(dropped))
 
 
@@ -159,24 +155,24 @@ def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) ->
 
 def _updates(entries: Sequence[Entry]) -> dict[Scope, int]:
     """The number of updates in each scope: the largest of its counts."""
-    updates: dict[Scope, int] = {}
+    updates: dict[Scope, int] = collections.defaultdict(int)
     for entry in entries:
         value = entry.value
         is_count = is_array(value) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
         if entry.leaf is None and not entry.optional and is_count:
-            updates[entry.scope] = max(updates.get(entry.scope, 0), int(value))
+            updates[entry.scope] = max(updates[entry.scope], int(value))
     return updates
 
 
-def _trained(entries: Sequence[Entry]) -> dict[Scope, frozenset[str] | None]:
+def _trained(entries: Sequence[Entry]) -> dict[Scope, Any]:
     """The trainable parameters of each scope, from the arrays of its state, or else from the plan around it."""
-    trained: dict[Scope, set[str]] = {}
-    for entry in entries:
-        if entry.leaf is not None or not entry.arrays:
-            trained.setdefault(entry.scope, set()).update(
-                [entry.leaf] if entry.leaf is not None and entry.arrays else []
-            )
-    return {e.scope: frozenset(trained[e.scope]) if e.scope in trained else e.scope.trains for e in entries}
+    trained: dict[Scope, Any] = {entry.scope: entry.scope.trains for entry in entries}
+    of_state = [entry for entry in entries if entry.leaf is not None or not entry.arrays]
+    trained |= {entry.scope: set() for entry in of_state}
+    for entry in of_state:
+        if entry.arrays:
+            trained[entry.scope] |= {entry.leaf}
+    return trained
 
 
 def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:

@@ -1,9 +1,4 @@
-"""Finds the parameter that an array of an optimizer state belongs to.
-
-A state contains trees with the structure of the parameters. The state of Adam has one at ``0/mu``, so ``0/mu/kernel``
-belongs to ``kernel``. The end of the path alone is ambiguous, since a parameter may have the name of a field of the
-state (``mu/kernel``). Then the tree with the most parameters decides.
-"""
+"""Finds the parameter that an array of an optimizer state belongs to, by the trees of parameters in the state."""
 
 import collections
 from collections.abc import Callable, Collection, Iterable
@@ -12,8 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[[str], str | None]:
     """Returns a function from the address of an array to the path of its parameter, or to None.
 
-    If several trees may contain the array, the one with the most parameters decides. Trees with at most half as many
-    parameters as the largest tree are ignored.
+    The end of an address may be ambiguous: a parameter may have the name of a field of the state. Of the trees that may
+    contain the array, the one with the most parameters decides. Trees with at most half as many parameters as the
+    largest tree are ignored.
 
     >>> addresses = ["0/count", "0/mu/count", "0/mu/mu/kernel", "0/nu/count", "0/nu/mu/kernel"]
     >>> list(map(parameter_of(addresses, {"count", "mu/kernel"}), addresses))

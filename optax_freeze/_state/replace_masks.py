@@ -116,9 +116,8 @@ def replace_masks(
 def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> list[Any]:
     """The mask arrays for ``with_masks`` of these plans, with the new ones in their places."""
     if isinstance(plans, GroupPlans):
-        new = {
-            path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()
-        }  # rows of the group
+        # In the plan of a group, the rows of the group train.
+        new = {path: ~mask if isinstance(mask, ElementMask) else mask for path, mask in new.items()}
         pairs = zip(plans.names, plans.plans, strict=False)
         return [_new_arrays(plan, old, new) if old.groups[name].masks != () else [] for name, plan in pairs]
     return [
@@ -139,10 +138,8 @@ def _placed_as(new: Any, old: Any) -> Any:
 def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collection[str]) -> dict[str, Any]:
     """The key of ``masks`` for each leaf that gets a new mask."""
     keys = list(masks)
-    found: dict[str, Any] = {}
-    for n, leaf in zip(first_match([_selector(key, leaves) for key in keys], leaves), leaves, strict=True):
-        if n is not None and leaf.path in with_mask:
-            found[leaf.path] = keys[n]
+    first = zip(first_match([_selector(key, leaves) for key in keys], leaves), leaves, strict=True)
+    found = {leaf.path: keys[n] for n, leaf in first if n is not None and leaf.path in with_mask}
     for key in keys:
         if key not in found.values():
             raise value_error(
@@ -165,11 +162,7 @@ def _selector(key: Any, leaves: Sequence[Leaf]) -> Selector:
 
 
 def _new_array(mask: Any, leaf: Leaf, old: Selection) -> Any:
-    """The array that replaces the array of a selection.
-
-    Raises:
-      ValueError: if it is of another kind, or has another number of trainable rows or elements.
-    """
+    """The array that replaces the array of a selection, of the same kind and count."""
     is_mask, is_elements = isinstance(mask, ElementMask), isinstance(mask, Elements)
     fix = "keep the kind of the mask and that number, or convert the state: fz.migrate(state, tx, params)"
     if isinstance(old, DynamicRowIndex):

@@ -52,11 +52,11 @@ def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> list[Axes]:
     """The axes of the rows for each leaf and hole of ``tx.init(params)``."""
     longer = _tree.flatten(init_shapes(tx, params, more=1).state)[0]
     pairs = zip(map(jax.tree.leaves, nodes), map(jax.tree.leaves, longer), strict=True)
-    return [tuple(_first_difference(a.shape, b.shape) for a, b in zip(*pair, strict=True)) for pair in pairs]
+    return [tuple(_first_difference(*each) for each in zip(*pair, strict=True)) for pair in pairs]
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    return next((i for i, (n, m) in enumerate(zip(a, b, strict=True)) if n != m), None)
+def _first_difference(a: Any, b: Any) -> int | None:
+    return next((i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m), None)
 
 
 def _resized(selection: Any, more: int) -> Any:
@@ -73,5 +73,5 @@ def _resized(selection: Any, more: int) -> Any:
 
 def _longer(part: Part, more: int) -> Part:
     axis = getattr(part.index, "axis", 0)
-    shape = [n + more * (i == axis) for i, n in enumerate(_tree.bare(part).shape)]
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(tuple(shape), array.dtype), part)
+    shape = tuple(n + more * (i == axis) for i, n in enumerate(_tree.bare(part).shape))
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(shape, array.dtype), part)

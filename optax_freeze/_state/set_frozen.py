@@ -9,7 +9,7 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._errors import described, message, refuse_no_mapping, value_error
-from optax_freeze._optimizer.conditions import Condition, refuse_no_bool
+from optax_freeze._optimizer.conditions import Switch, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.given_groups import group_name
 from optax_freeze._spec.sharding import copy_like
@@ -44,22 +44,18 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
     """
     fix = "name each group by its pattern: fz.set_frozen(state, {'encoder': True})"
     refuse_no_mapping("fz.set_frozen", frozen, "{pattern: bool}", fix=fix)
-    conditions: dict[str, list[Condition]] = {}  # by the name of their group
-    by_key: dict[str, list[str]] = {}
-    for node in _states(state):
-        for name, key, condition in zip(node.plan.names, node.plan.keys, node.plan.conditions, strict=True):
-            conditions.setdefault(name, []).append(condition)
-            by_key.setdefault(key, []).append(name)
+    plans = [node.plan for node in _states(state)]
+    groups = [each for plan in plans for each in zip(plan.names, plan.keys, plan.conditions, strict=True)]
     new = {}
     for key, value in frozen.items():
         name = group_name(key)
-        own = [name] if name in conditions else by_key.get(name, [])
+        own = {each for each, _, _ in groups if each == name} or {each for each, key, _ in groups if key == name}
         if not own:
-            what, expected = "there is no group of this name", f"one of {sorted(conditions)}"
+            what, expected = "there is no group of this name", f"one of {sorted({each for each, _, _ in groups})}"
             fix = "use the pattern that names the group in fz.freeze_when"
             raise KeyError(_Text(message(what, at=name, got=described(key), expected=expected, fix=fix)))
-        for condition in (condition for each in own for condition in conditions[each]):
-            if not condition.is_switch:
+        for condition in (condition for each, _, condition in groups if each in own):
+            if not isinstance(condition, Switch):
                 raise value_error(
                     "this group is frozen by a schedule",
                     at=name,
@@ -112,16 +108,15 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
                 fix="pass a state with values; after vmap, select one state: jax.tree.map(lambda x: x[0], state)",
             )
         for name, frozen in frozen_groups(node).items():
-            if not isinstance(frozen, Tracer):
-                frozen = bool(frozen)
-                if answers.get(name, frozen) is not frozen:
-                    raise value_error(
-                        "two groups have the same name, but only one is frozen",
-                        at=name,
-                        got="a state that contains two states of fz.freeze_when",
-                        expected="one state of fz.freeze_when, or groups with different names",
-                        fix="call fz.currently_frozen on each of the two states",
-                    )
+            frozen = frozen if isinstance(frozen, Tracer) else bool(frozen)
+            if isinstance(frozen, bool) and answers.get(name, frozen) is not frozen:
+                raise value_error(
+                    "two groups have the same name, but only one is frozen",
+                    at=name,
+                    got="two states of fz.freeze_when",
+                    expected="one state, or groups with different names",
+                    fix="call fz.currently_frozen on each of the two states",
+                )
             answers[name] = frozen
     return answers
 

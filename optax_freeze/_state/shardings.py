@@ -1,8 +1,7 @@
 """Computes the shardings of an optimizer state from the shardings of the parameters.
 
-``tx.init`` does not read the values of the parameters. So a jitted ``init`` does not determine the sharding of its
-zeros, and XLA replicates them. Here arrays of the state are matched to parameters by path. A moment, its rows or a mask
-gets the sharding of its parameter.
+A jitted ``init`` does not read the values of the parameters, so XLA replicates the zeros that it makes. Here a moment,
+its rows or a mask gets the sharding of its parameter.
 """
 
 from collections.abc import Mapping
@@ -51,26 +50,23 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> kernel = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-      >>> params = {"encoder": kernel, "head": kernel}
-      >>> tx = fz.freeze(optax.adam(1e-3), "encoder")
+      >>> params = {"head": jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, PartitionSpec("data")))}
+      >>> tx = optax.adam(1e-3)
       >>> shardings = fz.state_shardings(tx, params)
-      >>> [tuple(sharding.spec) for sharding in jax.tree.leaves(shardings)]  # a count, two moments of the head
+      >>> [tuple(sharding.spec) for sharding in jax.tree.leaves(shardings)]  # a count, two moments
       [(), ('data',), ('data',)]
-      >>> init = jax.jit(tx.init, out_shardings=shardings)
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
     tx = as_transformation(tx, "fz.state_shardings(tx, params)", other=params)
-    leaves = _tree.flatten(params)[0]
-    arrays = {path: leaf for path, leaf in zip(_tree.paths(params), leaves, strict=True) if is_array(leaf)}
-    placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in arrays.items()}
+    leaves = zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
+    placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in leaves if is_array(leaf)}
     default = _replicated(placed)
-
-    nodes, treedef = _tree.flatten(eval_init(tx.init, params))
-    paths = _tree.paths(jax.tree.unflatten(treedef, nodes))
+    state = eval_init(tx.init, params)
+    nodes, treedef = _tree.flatten(state)
+    paths = _tree.paths(state)
     owner_of = parameter_of(paths, placed)
     shardings = []
-    for path, node in zip(paths, nodes, strict=True):
-        owner = owner_of(path)
+    for owner, node in zip(map(owner_of, paths), nodes, strict=True):
         parameter = None if owner is None else placed[owner]
         shardings.append(jax.tree.map(lambda x, p=parameter: beside(x, p, default) if is_array(x) else x, node))
     return jax.tree.unflatten(treedef, shardings)

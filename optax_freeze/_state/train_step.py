@@ -1,8 +1,4 @@
-"""Builds a whole training step, in which the gradient of a group is computed where the group is updated.
-
-Between ``fz.value_and_grad`` and ``fz.update_params`` the gradients of frozen groups are zeros, which are written and
-read. Here they do not exist.
-"""
+"""Builds a whole training step, in which the gradient of a group is computed where the group is updated."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +8,7 @@ import optax
 from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.update_params import update_params, updates_in_place
+from optax_freeze._optimizer.update_params import Update, update_params
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.spec_of import spec_of
 
@@ -55,11 +51,11 @@ def train_step(
       ({'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}, 4.0)
     """
     refuse_no_function(loss, tx, _CALL)
-    as_transformation(tx, _CALL, other=loss)
+    in_place = isinstance(as_transformation(tx, _CALL, other=loss).update, Update)
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         spec = spec_of(state)
-        if isinstance(spec, GroupSpec) and not spec.is_known and updates_in_place(tx):
+        if isinstance(spec, GroupSpec) and not spec.is_known and in_place:
             of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
             grads = gradient_of_groups(of_params, spec, params, has_aux)
             if grads is not None:

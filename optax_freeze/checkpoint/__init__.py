@@ -234,7 +234,7 @@ def restore(
 
 
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
-    """Returns the step of the latest complete checkpoint.
+    """Returns the step of the latest complete checkpoint. With several processes, all of them call it.
 
     Args:
       directory: the directory given to :func:`save`.

@@ -4,6 +4,7 @@ A program must not bring a stack of weights to the device as a whole, nor keep i
 """
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from conftest import assert_equal_up_to_rounding, programs
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_freeze as fz
+from optax_freeze._program import by_row
 
 LAYERS, WIDTH = 4, 6
 STACKED = ("up", "down", "scale", "lora_a", "lora_b")
@@ -247,12 +249,12 @@ def test_eagerly():
 
 class TestReadAsAWhole:
     @staticmethod
-    def lookups(p, x):
-        return jnp.sum(p["up"][jnp.array([1, 3])]) * scan(p, x) + jnp.einsum("bd,lde->", x, p["down"])
+    def sums(p, x):
+        return jnp.sum(p["up"] ** 2) * scan(p, x) + jnp.einsum("bd,lde->", x, p["down"])
 
     @pytest.mark.parametrize("frozen", [LORA, SPECS["last layer"]], ids=["LoRA", "last layer"])
     def test_the_gradient_of_the_device(self, frozen):
-        for loss in (self.lookups, in_groups):
+        for loss in (self.sums, in_groups):
             check_restricted(loss, frozen, moves_stacks=True)
 
     def test_a_function_that_cannot_be_traced(self):
@@ -272,6 +274,180 @@ class TestReadAsAWhole:
         moved = [[eqn.primitive.name for eqn in inner.eqns].count("device_put") for inner in programs(jaxpr.jaxpr)]
         assert moved[0] == 1
         assert sum(moved) == 1
+
+
+def on_the_device(function, shape, *args):
+    """The operations of a program that have an array of this shape on the device."""
+    traced = jax.make_jaxpr(function)(*args)
+    outs = [(eqn.primitive.name, out.aval) for j in programs(traced.jaxpr) for eqn in j.eqns for out in eqn.outvars]
+    return [name for name, aval in outs if aval.shape == shape and "<host>" not in str(aval)]
+
+
+class TestLookups:
+    """Rows of a table on the host are brought to the device in blocks of eight, each row once."""
+
+    ROWS, COLUMNS = 64, 128
+    TOKENS = jnp.array([[63, 0, 8, 8, 7], [-1, 5, 62, 63, 64]])
+    FROZEN: ClassVar = {"embed": True, "head": False}
+
+    def tree(self, like=jnp.float32):
+        keys = jax.random.split(jax.random.key(0))
+        embed = jax.random.normal(keys[0], (self.ROWS, self.COLUMNS)).astype(like)
+        return {"embed": embed, "head": jax.random.normal(keys[1], (self.COLUMNS, 3))}
+
+    def through(self, p, rows):
+        return jnp.sum(jnp.tanh(jnp.nan_to_num(rows.astype(jnp.float32)) @ p["head"] / 8) ** 2)
+
+    def by_index(self, p, tokens):
+        return self.through(p, p["embed"][tokens])
+
+    def filled(self, p, tokens):
+        return self.through(p, jnp.take(p["embed"], tokens, axis=0))
+
+    def clipped(self, p, tokens):
+        return self.through(p, jnp.take(p["embed"] * 2, tokens.astype(jnp.int8), axis=0, mode="clip"))
+
+    def of_elements(self, p, tokens):
+        return self.through(p, p["embed"][tokens, tokens][..., None] * jnp.ones(self.COLUMNS))
+
+    def in_a_scan(self, p, tokens):
+        def body(total, tokens):
+            return total + jax.checkpoint(self.by_index)(p, tokens), None
+
+        return jax.lax.scan(body, 0.0, tokens)[0]
+
+    @pytest.mark.parametrize("name", ["by_index", "filled", "clipped", "of_elements", "in_a_scan"])
+    def test_the_gradient_of_the_device(self, name):
+        step, tree = fz.value_and_grad(getattr(self, name), self.FROZEN), self.tree()
+        host = fz.offload(tree, self.FROZEN, tables="embed", min_bytes=0)
+        check(step, host, tree, self.TOKENS)
+        assert on_the_device(step, tree["embed"].shape, host, self.TOKENS) == []
+
+    def test_new_rows(self):
+        frozen, tree = {"embed": fz.rows(slice(0, 60)), "head": True}, self.tree()
+        trainable, rest = fz.partition(tree, frozen)
+        host = fz.offload(rest, True, tables="embed", min_bytes=0)
+        assert host["embed"].array.sharding.memory_kind == "pinned_host"
+        step = lambda parts, tokens: gradient(self.by_index, *parts, tokens)  # noqa: E731
+        check(step, (trainable, host), (trainable, rest), self.TOKENS)
+        assert on_the_device(step, tree["embed"].shape, (trainable, host), self.TOKENS) == []
+
+    def test_as_many_tokens_as_rows(self):
+        """Then the table itself is smaller than what is looked up."""
+        step, tree = fz.value_and_grad(self.by_index, self.FROZEN), self.tree()
+        host = fz.offload(tree, self.FROZEN, tables="embed", min_bytes=0)
+        check(step, host, tree, tokens := jnp.arange(self.ROWS))
+        assert on_the_device(step, tree["embed"].shape, host, tokens)[0] == "device_put"
+        [found] = fz.explain(self.by_index, host, self.FROZEN, tokens).host
+        assert [op.name for op in found.everything] == ["gather"]
+
+    def test_rows_of_a_stack(self):
+        frozen = {**LORA, "head": False}
+        loss = lambda p, x: jnp.sum(x @ p["up"][jnp.array([3, 3])] @ p["head"])  # noqa: E731
+        check_loss(loss, frozen, params(), moves_stacks=True)
+        found = {
+            leaf.path: leaf for leaf in fz.explain(loss, fz.offload(params(), frozen, min_bytes=0), frozen, X).host
+        }
+        assert [op.name for op in found["up"].by_rows] == ["gather"]
+
+    @pytest.mark.parametrize("columns", [None, "model"])
+    def test_on_a_mesh(self, columns):
+        mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        sharding = NamedSharding(mesh, PartitionSpec(None, columns))
+        tree = {
+            name: jax.device_put(leaf, sharding) for name, leaf in self.tree(jnp.bfloat16).items() if name == "embed"
+        }
+        tree["head"] = jax.device_put(self.tree()["head"], NamedSharding(mesh, PartitionSpec()))
+        host = {**tree, "embed": jax.device_put(tree["embed"], sharding.with_memory_kind("pinned_host"))}
+        tokens = jax.device_put(self.TOKENS, NamedSharding(mesh, PartitionSpec("model")))
+        check(fz.value_and_grad(self.by_index, self.FROZEN), host, tree, tokens)
+
+    def test_explained(self):
+        host = fz.offload(self.tree(), self.FROZEN, tables="embed", min_bytes=0)
+        [found] = fz.explain(self.by_index, host, self.FROZEN, self.TOKENS).host
+        assert str(found).startswith("embed: from the host, by rows\n  by rows: gather at ")
+        tied = lambda p, tokens: self.by_index(p, tokens) + self.through(p, p["embed"].sum(0))  # noqa: E731
+        [found] = fz.explain(tied, host, self.FROZEN, self.TOKENS).host
+        assert [op.name for op in found.everything] == ["reduce_sum"]
+
+
+class TestExperts:
+    """``jax.lax.ragged_dot`` with experts on the host, of which each comes when its rows are multiplied."""
+
+    EXPERTS, WIDTH, HIDDEN = 4, 6, 10
+    SIZES = jnp.array([5, 0, 9, 3])  # three of the 20 rows are in no group
+    FROZEN: ClassVar = {"up": True, "down": True, "head": False, "scale": False}
+
+    def tree(self):
+        keys, shape = jax.random.split(jax.random.key(0), 3), (2, self.EXPERTS, self.WIDTH, self.HIDDEN)
+        up, down = jax.random.normal(keys[0], shape) / 3, jax.random.normal(keys[1], shape).swapaxes(2, 3) / 3
+        return {"up": up, "down": down, "head": jnp.ones((self.WIDTH, 2)), "scale": jnp.ones((self.WIDTH,))}
+
+    X = jax.random.normal(jax.random.key(5), (20, 6))
+
+    def layer(self, x, p):
+        hidden = jax.lax.ragged_dot(x, p["up"].astype(jnp.bfloat16).astype(x.dtype), self.SIZES)
+        return x + jax.lax.ragged_dot(jnp.tanh(hidden), p["down"], self.SIZES)
+
+    def loss(self, p, x, loop=True):
+        stacks, x = {"up": p["up"], "down": p["down"]}, x * p["scale"]
+        if loop:
+            x, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(self.layer)(x, w), None), x, stacks)
+        else:
+            x = self.layer(x, stacks)
+        return jnp.mean((x @ p["head"]) ** 2)
+
+    def of_experts(self, step, *args):
+        shapes = [(self.EXPERTS, *each) for each in ((self.WIDTH, self.HIDDEN), (self.HIDDEN, self.WIDTH))]
+        return [
+            name for shape in shapes for lead in ((), (1,), (2,)) for name in on_the_device(step, lead + shape, *args)
+        ]
+
+    @pytest.mark.parametrize(("loop", "at_once"), [(True, 512), (False, 2)], ids=["scan", "one layer"])
+    def test_the_gradient_of_the_device(self, loop, at_once, monkeypatch):
+        monkeypatch.setattr(by_row, "_MOST_TOKENS", at_once)
+        step = fz.value_and_grad(functools.partial(self.loss, loop=loop), self.FROZEN)
+        tree = self.tree() if loop else self.tree() | {name: self.tree()[name][0] for name in ("up", "down")}
+        host = fz.offload(tree, self.FROZEN, min_bytes=0)
+        check(step, host, tree, self.X)
+        assert self.of_experts(step, host, self.X) == []
+
+    def test_features_of_experts_on_the_host(self):
+        once = fz.precompute(self.loss, {**self.FROZEN, "scale": True})
+        host = fz.offload(self.tree(), self.FROZEN, min_bytes=0)
+        features = jax.jit(once.before)(host, self.X)
+        assert_equal_up_to_rounding(features, jax.jit(once.before)(self.tree(), self.X))
+
+    def test_what_may_be_divided_among_devices_is_read_as_a_whole(self):
+        mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        tree = jax.device_put(self.tree(), NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(self.X, NamedSharding(mesh, PartitionSpec()))
+        step, host = fz.value_and_grad(self.loss, self.FROZEN), fz.offload(tree, self.FROZEN, min_bytes=0)
+        check(step, host, tree, x)
+        assert self.of_experts(step, host, x)
+
+    def test_in_shard_map(self):
+        mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+        specs = {
+            name: PartitionSpec(None, None, *axes) for name, axes in (("up", (None, "model")), ("down", ("model",)))
+        }
+        tree = {**self.tree(), **{k: jax.device_put(self.tree()[k], NamedSharding(mesh, v)) for k, v in specs.items()}}
+
+        def layer(x, p):
+            hidden = jax.lax.ragged_dot(varying(x, "model"), p["up"], self.SIZES)
+            return x + jax.lax.psum(jax.lax.ragged_dot(jnp.tanh(hidden), p["down"], self.SIZES), "model"), None
+
+        def scanned(p, x):
+            return jax.lax.scan(layer, x, p)[0]
+
+        def loss(p, x):
+            mapped = jax.shard_map(scanned, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec())
+            return jnp.mean((mapped({"up": p["up"], "down": p["down"]}, x * p["scale"]) @ p["head"]) ** 2)
+
+        step, host = fz.value_and_grad(loss, self.FROZEN), fz.offload(tree, self.FROZEN, min_bytes=0)
+        check(step, host, tree, self.X)
+        local = (self.EXPERTS, self.WIDTH, self.HIDDEN // 2)
+        assert [on_the_device(step, lead + local, host, self.X) for lead in ((), (1,))] == [[], []]
 
 
 def test_derivatives_of_other_kinds():
@@ -490,8 +666,8 @@ class TestExplain:
 
     def test_whole(self):
         base = fz.offload(params(), LORA, min_bytes=0)
-        found = {leaf.path: leaf for leaf in fz.explain(TestReadAsAWhole.lookups, base, LORA, X).host}
-        assert [op.name for op in found["up"].everything] == ["gather"]
+        found = {leaf.path: leaf for leaf in fz.explain(TestReadAsAWhole.sums, base, LORA, X).host}
+        assert [op.name for op in found["up"].everything] == ["reduce_sum"]
         assert str(found["up"]).startswith("up: from the host, by rows and whole\n")
 
     def test_what_is_only_looked_up_stays_on_the_device(self):

@@ -173,3 +173,49 @@ class TestOffTheChip:
         assert memory.host_argument_size_in_bytes == stack
         assert memory.host_temp_size_in_bytes == 0
         assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < stack / 2
+
+    @staticmethod
+    def memory(loss, frozen, shapes, *args, **options):
+        """The compiler's figures of a gradient with its frozen leaves on the host."""
+        chip = tpu_sharding()
+        shapes, args = fz.offload(on(chip, shapes), frozen, **options), on(chip, args)
+
+        def on_host(x, shape):
+            return jax.device_put(x, jax.memory.Space.Host) if shape.sharding.memory_kind == "pinned_host" else x
+
+        def step(params, *args):
+            return fz.grad(loss, frozen)(jax.tree.map(on_host, params, shapes), *args)
+
+        return jax.jit(step).lower(shapes, *args).compile().memory_analysis()
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+    def test_a_lookup(self, dtype):
+        table = jax.ShapeDtypeStruct((8192, 512), dtype)
+        shapes = {"embed": table, "head": jax.ShapeDtypeStruct((512, 128), jnp.float32)}
+        frozen, tokens = {"embed": True, "head": False}, jax.ShapeDtypeStruct((2, 64), jnp.int32)
+
+        def loss(p, tokens):
+            return jnp.mean((jnp.take(p["embed"], tokens, axis=0).astype(jnp.float32) @ p["head"]) ** 2)
+
+        memory = self.memory(loss, frozen, shapes, tokens, tables="embed")
+        assert memory.host_argument_size_in_bytes == table.size * table.dtype.itemsize
+        assert memory.host_temp_size_in_bytes == 0
+        assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < memory.host_argument_size_in_bytes / 2
+
+    def test_experts(self):
+        experts, width = jax.ShapeDtypeStruct((2, 16, 512, 512), jnp.bfloat16), 512
+        shapes = {"experts": experts, "scale": jax.ShapeDtypeStruct((width,), jnp.bfloat16)}
+
+        def loss(p, x, sizes):
+            def layer(x, w):
+                return x + jnp.tanh(jax.lax.ragged_dot(x, w, sizes)), None
+
+            return jax.lax.scan(jax.checkpoint(layer), x * p["scale"], p["experts"])[0].astype(jnp.float32).sum()
+
+        tokens = (jax.ShapeDtypeStruct((256, width), jnp.bfloat16), jax.ShapeDtypeStruct((16,), jnp.int32))
+        memory = self.memory(loss, {"experts": True, "scale": False}, shapes, *tokens)
+        assert memory.host_argument_size_in_bytes == experts.size * 2
+        assert memory.host_temp_size_in_bytes == 0
+        assert (
+            memory.argument_size_in_bytes + memory.temp_size_in_bytes < experts.size / 2
+        )  # a quarter; a layer is half

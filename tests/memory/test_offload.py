@@ -40,6 +40,32 @@ class TestWhatMoves:
         assert bits(after) == bits(before)
         assert after["stack"].committed
 
+    @pytest.mark.parametrize(
+        ("shape", "spec", "frozen", "kind"),
+        [
+            ((16, 128), (), {"table": True, "head": True}, "pinned_host"),
+            ((16, 256), (None, "x"), {"table": fz.rows(slice(0, 9)), "head": True}, "pinned_host"),
+            ((16, 128), (), "head", "device"),
+            ((16, 128), ("x",), {"table": True, "head": True}, None),
+            ((16, 128), (None, "x"), {"table": True, "head": True}, None),
+            ((15, 128), (), {"table": True, "head": True}, None),
+            ((16, 96), (), {"table": True, "head": True}, None),
+            ((128,), (), {"table": True, "head": True}, "device"),
+        ],
+    )
+    def test_a_table(self, shape, spec, frozen, kind):
+        mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+        table = jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*spec)))
+        tree = {"table": table, "head": jnp.ones((16, 128))}
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+        for each in (tree, shapes):
+            if kind:
+                assert kinds(moved(each, frozen, tables="table")) == {"table": kind, "head": "device"}
+            else:
+                with pytest.raises(ValueError, match="rows of this table cannot be read"):
+                    moved(each, frozen, tables="table")
+        assert kinds(fz.offload(tree, frozen, tables="table"))["table"] == "device"
+
     def test_of_at_least_so_many_bytes(self):
         assert kinds(fz.offload(params(), "stack"))["stack"] == "device"
         assert kinds(fz.offload(params(), "stack", min_bytes=97))["stack"] == "device"

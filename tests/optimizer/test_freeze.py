@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import itertools
 import pickle
 
 import chex
@@ -13,20 +14,17 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
-from flax import nnx
 
 import optax_freeze as fz
 
-HOLE = optax.MaskedNode()
 
-
-def train(tx, params, grads, steps=3):
-    """A few steps on constant gradients; the parameters and the state."""
+def train(tx, params, grads, steps=2):
+    """The parameters after some steps on constant gradients."""
     state = tx.init(params)
     for _ in range(steps):
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    return params, state
+    return params
 
 
 @pytest.mark.parametrize("make", [fz.freeze, lambda tx, frozen, **tied: fz.freeze_when(tx, {frozen: True}, **tied)])
@@ -55,31 +53,11 @@ def test_awkward_leaves_keep_their_bits(awkward, make):
 
 
 class TestFreeze:
-    def test_the_contract(self, params, frozen):
-        """Frozen bits stay; what trains moves, and has the state, as if it were alone: bit for bit."""
-        inner = optax.chain(
-            optax.clip_by_global_norm(0.1),
-            optax.adaptive_grad_clip(0.01),
-            optax.adamw(optax.cosine_decay_schedule(0.1, 10)),
-            optax.add_noise(0.1, 0.5, key=0),
-            optax.ema(0.9),
-            optax.keep_params_nonnegative(),
-        )
-        grads = jax.tree.map(jnp.cos, params)
-        wild = {"encoder": jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params["encoder"]), "head": grads["head"]}
-        new, state = train(fz.freeze(inner, frozen), params, wild)
-        alone, alone_state = train(inner, fz.partition(params, frozen)[0], fz.partition(grads, frozen)[0])
-        assert bits(new["encoder"]) == bits(params["encoder"])
-        assert bits(new["head"]) == bits(alone["head"]) != bits(params["head"])
-        assert [b[1:] for b in bits(state)] == [b[1:] for b in bits(alone_state)]
-
-    @pytest.mark.parametrize("structure", ["full", "trainable"])
     @pytest.mark.parametrize("full_updates", [True, False])
-    def test_gradients_and_updates_of_either_structure(self, params, frozen, structure, full_updates):
+    def test_gradients_and_updates_of_either_structure(self, params, frozen, full_updates):
         tx = fz.freeze(optax.sgd(0.1), frozen, full_updates=full_updates)
         trainable, _ = fz.partition(params, frozen)
-        grads = params if structure == "full" else trainable
-        for its in (params, None):
+        for grads, its in itertools.product((params, trainable), (params, None)):
             updates, _ = tx.update(grads, tx.init(params), its)
             assert jax.tree.structure(updates) == jax.tree.structure(params if full_updates else trainable)
             new = (optax if full_updates else fz).apply_updates(params, updates)
@@ -87,12 +65,8 @@ class TestFreeze:
             assert bits(new["head"]) == bits(jax.tree.map(lambda p: p - 0.1 * p, params["head"]))
 
     def test_whatever_the_dtype_of_the_gradient(self):
-        params = {
-            "n": jnp.array([2**30 + 1], jnp.int32),
-            "c": jnp.array([complex(-0.0, -0.0)], jnp.complex64),
-            "h": jnp.array([-0.0, 1.1], jnp.bfloat16),
-            "w": jnp.ones(1),
-        }
+        numbers = jnp.array([2**30 + 1], jnp.int32), jnp.array([complex(-0.0, -0.0)]), jnp.array([-0.0], jnp.bfloat16)
+        params = {**dict(zip("nch", numbers, strict=True)), "w": jnp.ones(1)}
         tx = fz.freeze(optax.sgd(0.1), fz.only("w"))
         grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
         for with_params in (params, None):
@@ -105,35 +79,18 @@ class TestFreeze:
     def test_all_or_nothing(self, params):
         for tree in (params, jnp.ones(2)):
             new, expected = (
-                jax.jit(lambda p, tx=tx: train(tx, p, p, 2)[0])(tree)
+                jax.jit(lambda p, tx=tx: train(tx, p, p))(tree)
                 for tx in (fz.freeze(optax.adam(0.1), False), optax.adam(0.1))
             )
             chex.assert_trees_all_close(new, expected, rtol=1e-6)
-            assert bits(train(fz.freeze(optax.adam(0.1), True), tree, tree)[0]) == bits(tree)
-
-    def test_tree_map_params_with_the_parameters(self, params, frozen):
-        tx, is_leaf = fz.freeze(optax.adam(0.1), frozen), lambda x: isinstance(x, optax.MaskedNode)
-        state = tx.init(params)
-        mapped = optax.tree_map_params(tx, lambda leaf, param: (leaf, param), state, params, is_leaf=is_leaf)
-        leaf, param = optax.tree.get(mapped, "mu")["head"]["kernel"]
-        assert leaf.shape == param.shape == (4, 2)
-
-    def test_on_eight_devices(self):
-        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
-        params = jax.device_put({name: jnp.ones((8, 4)) for name in "abd"}, sharding)
-        tx = fz.freeze(optax.adamw(0.1), {"a": True, "b": False, "d": np.eye(8, 4, dtype=bool)})
-        state = tx.init(params)
-        assert optax.tree.get(state, "mu")["b"].sharding == state.masks["d"].sharding == sharding
-        assert tx.update(params, state, params)[0]["a"].sharding == sharding
+            assert bits(train(fz.freeze(optax.adam(0.1), True), tree, tree)) == bits(tree)
 
 
 class TestWrongArguments:
     def test_gradients_in_other_containers(self):
         tx = fz.freeze(optax.sgd(1.0), "0")
-        state = tx.init([jnp.ones(1), jnp.ones(1)])
         with pytest.raises(ValueError, match="the same paths in different containers"):
-            tx.update((jnp.ones(1), jnp.ones(1)), state)
+            tx.update((jnp.ones(1), jnp.ones(1)), tx.init([jnp.ones(1), jnp.ones(1)]))
         ordered = collections.OrderedDict(b=jnp.ones(1), a=jnp.ones(1))
         tx = fz.freeze(optax.sgd(1.0), "a")
         with pytest.raises(ValueError, match="the same paths in a different order"):
@@ -195,57 +152,42 @@ class TestExtraArguments:
         moved = jax.tree.map(lambda u: bool(u.any()), updates)
         assert jax.tree.leaves(moved) == [False] * 4 + [True] * 2
 
+    @pytest.mark.parametrize("compact", [None, False, True], ids=["rows", "elements", "compact"])
+    def test_one_number_for_each_leaf(self, compact):
+        def update(updates, state, params=None, *, rates):
+            return jax.tree.map(lambda u, rate: -rate * u, updates, rates), state
+
+        params, mask = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, np.eye(3, 2, dtype=bool)
+        frozen = {"w": fz.rows(0) if compact is None else fz.elements(mask, compact), "b": True}
+        tx = fz.freeze(optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update), frozen)
+        updates, _ = tx.update(params, tx.init(params), params, rates={"w": 0.1, "b": 0.2})
+        assert sorted(updates["w"].ravel().tolist()) == pytest.approx([-0.1] * 4 + [0] * 2)
+
     def test_a_scalar_beside_a_lone_frozen_leaf(self):
         tx = fz.freeze(optax.contrib.reduce_on_plateau(), True)
         updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=jnp.float32(1))
         assert bits(updates) == bits(jnp.full(2, -0.0))
 
 
-class TestCompany:
-    """Inside and around what users have already."""
-
-    @pytest.mark.parametrize(
-        "wrap",
-        [
-            lambda tx: optax.chain(optax.clip(1.0), tx),
-            lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(
-                optax.constant_schedule(0.5)
-            ),
-            lambda tx: optax.multi_transform({"a": tx, "b": optax.sgd(0.1)}, {"encoder": "a", "head": "b"}),
-            lambda tx: optax.apply_if_finite(tx, 3),
-            lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-            lambda tx: optax.masked(tx, True),
-        ],
-        ids=["chain", "inject_hyperparams", "multi_transform", "apply_if_finite", "MultiSteps", "masked"],
-    )
-    def test_in_other_transformations(self, params, wrap):
-        tx = wrap(fz.freeze(optax.adamw(0.1), "encoder/layer_0"))
-        new = jax.jit(lambda p: train(tx, p, p, steps=2)[0])(params)
-        moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new, params)
-        assert jax.tree.leaves(moved["encoder"]["layer_0"]) == [False, False]
-        assert moved["encoder"]["layer_1"]["kernel"]
-        assert moved["head"]["kernel"]
-
-    def test_nnx_optimizer(self):
-        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
-        mask = np.arange(3).reshape(3, 1) == 1
-        spec = fz.rules({"layers/0/kernel": fz.rows([0, 2]), "layers/1/kernel": mask, "layers/0/bias": True})
-        tx = fz.freeze(optax.MultiSteps(optax.adamw(0.1), 2), spec)
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        before = [np.asarray(layer.kernel[...]) for layer in model.layers]
-
-        @nnx.jit
-        def step(model, optimizer):
-            grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model)
-            optimizer.update(model, grads)
-
-        for _ in range(2):
-            step(model, optimizer)
-        after = [np.asarray(layer.kernel[...]) for layer in model.layers]
-        assert after[0][[0, 2]].tobytes() == before[0][[0, 2]].tobytes()
-        assert (after[0][[1, 3]] != before[0][[1, 3]]).all()
-        assert after[1][mask].tobytes() == before[1][mask].tobytes()
-        assert (after[1][~mask] != before[1][~mask]).all()
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(lambda step: 0.5),
+        lambda tx: optax.multi_transform({"a": tx, "b": optax.sgd(0.1)}, {"encoder": "a", "head": "b"}),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.masked(tx, True),
+    ],
+    ids=["chain", "inject_hyperparams", "multi_transform", "apply_if_finite", "MultiSteps", "masked"],
+)
+def test_in_other_transformations(params, wrap):
+    tx = wrap(fz.freeze(optax.adamw(0.1), "encoder/layer_0"))
+    new = jax.jit(lambda p: train(tx, p, p, steps=2))(params)
+    moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new, params)
+    assert jax.tree.leaves(moved["encoder"]["layer_0"]) == [False, False]
+    assert moved["encoder"]["layer_1"]["kernel"]
+    assert moved["head"]["kernel"]
 
 
 SOME = np.arange(12).reshape(6, 2) % 3 == 0
@@ -259,14 +201,11 @@ class TestTheStateTravels:
 
     tx = optax.chain(optax.clip(9.0), fz.freeze(optax.MultiSteps(optax.adamw(0.1), 2), PARTS))
 
-    @pytest.fixture
-    def params(self):
-        return {
-            name: jnp.arange(12.0).reshape(6, 2) + i for i, name in enumerate(("rows", "dense", "compact", "frozen"))
-        }
+    params = {name: jnp.arange(12.0).reshape(6, 2) for name in ("rows", "dense", "compact", "frozen")}  # noqa: RUF012
 
-    def test_into_copies_and_files(self, params, tmp_path):
-        tx, grads, update = self.tx, jax.tree.map(jnp.cos, params), jax.jit(self.tx.update)
+    def test_into_copies_and_files(self, tmp_path):
+        tx, params, update = self.tx, self.params, jax.jit(self.tx.update)
+        grads = jax.tree.map(jnp.cos, params)
         like = tx.init(params)
         _, state = update(grads, like, params)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -287,13 +226,13 @@ class TestTheStateTravels:
         after = update(grads, mapped, params)[1]
         assert bits(fz.partition(params, fz.spec_of(after))[0]) == bits(fz.partition(params, PARTS)[0])
 
-    def test_through_scan_and_donation(self, params):
+    def test_through_scan_and_donation(self):
         def body(carry, _):
             params, state = carry
             updates, state = self.tx.update(jax.tree.map(jnp.cos, params), state, params)
             return (optax.apply_updates(params, updates), state), None
 
-        run = jax.jit(lambda *carry: jax.lax.scan(body, carry, length=2)[0], donate_argnums=(0, 1))
+        params, run = self.params, jax.jit(lambda *carry: jax.lax.scan(body, carry, length=2)[0], donate_argnums=(0, 1))
         new, _ = run(*run(jax.tree.map(jnp.copy, params), self.tx.init(params)))
         assert run._cache_size() == 1
         assert bits(new["frozen"]) == bits(params["frozen"])
@@ -302,31 +241,10 @@ class TestTheStateTravels:
         assert (np.asarray(new["compact"])[~SOME] != np.asarray(params["compact"])[~SOME]).all()
 
 
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        {"w": fz.rows([0]), "b": True},
-        {"w": fz.elements(np.eye(3, 2, dtype=bool)), "b": True},
-        {"w": fz.elements(np.eye(3, 2, dtype=bool), compact=True), "b": True},
-    ],
-    ids=["rows", "elements", "compact"],
-)
-def test_an_extra_argument_of_one_number_for_each_leaf(frozen):
-    def update(updates, state, params=None, *, rates):
-        return jax.tree.map(lambda u, rate: -rate * u, updates, rates), state
-
-    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
-    tx = fz.freeze(optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update), frozen)
-    updates, _ = tx.update(params, tx.init(params), params, rates={"w": 0.1, "b": 0.2})
-    moved = (updates["w"] != 0).sum()
-    assert set(np.unique(updates["w"])) == {np.float32(0), np.float32(-0.1)}
-    assert 0 < moved < 6
-
-
-@pytest.mark.parametrize("frozen", [{"w": True}, {"w": ~fz.rows(jnp.array([1, 2]))}])
+@pytest.mark.parametrize("frozen", [True, ~fz.rows(jnp.array([1, 2]))])
 def test_gradients_of_single_examples_for_private_training(frozen):
     params, x = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, jnp.arange(8.0).reshape(2, 4)
-    frozen = {**frozen, "b": False}
+    frozen = {"w": frozen, "b": False}
     of_example = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))  # noqa: E731
     grads = jax.vmap(fz.grad(of_example, frozen), (None, 0))(params, x)
     trainable, _ = fz.partition(params, frozen)
@@ -334,8 +252,6 @@ def test_gradients_of_single_examples_for_private_training(frozen):
     tx = optax.chain(private, optax.sgd(0.1))
     updates, _ = tx.update(grads, tx.init(trainable), trainable)
     fz.assert_frozen(params, fz.apply_updates(params, updates, frozen), frozen)
-    norms = jnp.sqrt(
-        sum(jnp.sum(jnp.square(g.reshape(2, -1)), 1) for g in jax.tree.leaves(grads) if g.dtype == jnp.float32)
-    )
-    expected = jnp.mean(grads["b"] / jnp.maximum(1.0, norms)[:, None], 0)
+    squares = [jnp.sum(g.reshape(2, -1) ** 2, 1) for g in jax.tree.leaves(grads) if g.dtype == jnp.float32]
+    expected = jnp.mean(grads["b"] / jnp.maximum(1.0, jnp.sqrt(sum(squares)))[:, None], 0)
     np.testing.assert_allclose(updates["b"], -0.1 * expected, rtol=1e-5)

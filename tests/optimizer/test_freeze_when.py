@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
 
@@ -21,29 +20,23 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 def run(tx, params, steps, *, jit=True, before_step=lambda i, state: state):
     """Parameters and states before each step and after the last."""
-    traced = []
 
     def step(params, state):
-        traced.append(True)
         updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step) if jit else step
+    jitted = jax.jit(step)
     history = [(params, tx.init(params))]
     for i in range(steps):
         params, state = history[-1]
-        history.append(step(params, before_step(i, state)))
-    assert len(traced) == 1 or not jit
+        history.append((jitted if jit else step)(params, before_step(i, state)))
+    assert jitted._cache_size() == jit
     return history
 
 
-def last(tx, params, steps, **options):
+def last(tx, params, steps):
     """The parameters after some steps."""
-    return run(tx, params, steps, **options)[-1][0]
-
-
-def negative_zeros(tree):
-    return jax.tree.map(lambda leaf: jnp.full_like(leaf, -0.0), tree)
+    return run(tx, params, steps)[-1][0]
 
 
 def small(step, stats):
@@ -51,19 +44,14 @@ def small(step, stats):
 
 
 class TestTheContract:
-    @pytest.mark.parametrize(
-        "inner",
-        [
-            optax.MultiSteps(optax.adamw(optax.cosine_decay_schedule(0.1, 10)), 2),
-            optax.multi_transform(
-                {"matrix": optax.adam(0.1), "vector": optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=0))},
-                lambda p: jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "vector", p),
-            ),
-        ],
-        ids=["multi steps", "labels"],
-    )
-    def test_a_group_is_an_optimizer_of_the_steps_in_which_it_trains(self, params, inner):
+    def test_a_group_is_an_optimizer_of_the_steps_in_which_it_trains(self, params):
         """It begins when first thawed, and goes on where it stopped; frozen, it keeps its bits and its state."""
+        noisy = optax.chain(optax.sgd(0.1), optax.add_noise(0.1, 0.5, key=0))
+        adamw = optax.MultiSteps(optax.adamw(optax.cosine_decay_schedule(0.1, 10)), 2).gradient_transformation()
+        inner = optax.multi_transform(
+            {"matrix": adamw, "vector": noisy},
+            lambda p: jax.tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "vector", p),
+        )
         groups = {"encoder": lambda step: (step < 2) | (step == 4) | (step == 5)}
         histories = [run(fz.freeze_when(inner, groups), params, 8, jit=jit) for jit in (False, True)]
         for history in histories:
@@ -73,10 +61,8 @@ class TestTheContract:
                 assert bits(after.groups) == bits(before.groups)
         (new, state), (jitted, _) = (history[-1] for history in histories)
         chex.assert_trees_all_close(jitted, new, rtol=1e-4, atol=1e-4)
-        for path, own, steps in (
-            ("encoder", state.groups["encoder"].inner_state, 4),
-            ("head", state.ungrouped_state, 8),
-        ):
+        groups = ("encoder", state.groups["encoder"].inner_state, 4), ("head", state.ungrouped_state, 8)
+        for path, own, steps in groups:
             expected, expected_state = run(inner, fz.partition(params, fz.only(path))[0], steps, jit=False)[-1]
             assert bits(new[path]) == bits(expected[path])
             assert bits(own) == bits(expected_state)
@@ -88,16 +74,15 @@ class TestTheContract:
         for bad, its in ((np.nan, params), (np.inf, params), (3e38, None)):
             grads = {**params, "encoder": jax.tree.map(lambda p, bad=bad: p + bad, params["encoder"])}
             updates, state = update(grads, tx.init(params), its)
-            assert bits(updates["encoder"]) == bits(negative_zeros(params["encoder"]))
+            assert bits(updates["encoder"]) == bits(jax.tree.map(lambda p: jnp.full_like(p, -0.0), params["encoder"]))
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((updates, state)))
 
     def test_mixed_precision(self):
         """Updates of another dtype than the gradients; those of frozen rows have the dtype of the others."""
-        shapes = {"a": (2,), "b": (2,), "c": (2,), "w": (2, 2)}
-        dtypes = {"a": jnp.bfloat16, "b": jnp.float32, "c": jnp.complex64, "w": jnp.float32}
-        of_gradients = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.complex64, "w": jnp.bfloat16}
+        narrow, wide, both = jnp.bfloat16, jnp.float32, jnp.complex64
         params, grads = (
-            {name: jnp.ones(shapes[name], each[name]) for name in shapes} for each in (dtypes, of_gradients)
+            {name: jnp.ones((2, 2), dtype) for name, dtype in zip("abcw", dtypes, strict=True)}
+            for dtypes in ((narrow, wide, both, wide), (wide, narrow, both, narrow))
         )
         tx = fz.freeze_when(optax.adamw(0.1), {fz.path("a", "b", "c"): fz.alternate(1), "w": (fz.rows([0]), True)})
         state, update = tx.init(params), jax.jit(tx.update)
@@ -115,9 +100,8 @@ class TestTheContract:
         tx = fz.freeze_when(optax.scale_by_adam(), {"**": True})
         jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
         assert "sqrt" in str(jaxpr)
-        outside = {eqn.primitive.name for eqn in jaxpr.eqns}
-        assert "while" in outside
-        assert not outside & {"sqrt", "div", "pow", "integer_pow"}
+        names = {"while", "sqrt", "div", "pow", "integer_pow"}
+        assert names & {eqn.primitive.name for eqn in jaxpr.eqns} == {"while"}
 
 
 class TestGroups:
@@ -136,13 +120,9 @@ class TestGroups:
         assert list(fz.currently_frozen(state)) == [repr(biases), "encoder/layer_0", "fz.regex('encoder/.*')"]
         assert fz.currently_frozen(fz.set_frozen(state, {biases: False}))[repr(biases)] is False
 
-    def test_no_group_at_all_and_everything_in_groups(self, params):
+    def test_no_group_at_all(self, params):
         adam = optax.adam(0.1)
         chex.assert_trees_all_close(last(fz.freeze_when(adam, {}), params, 2), last(adam, params, 2), rtol=1e-6)
-        tx = fz.freeze_when(adam, {"encoder": fz.freeze_at(1), "head": fz.unfreeze_at(1)})
-        (first, _), (second, _), (third, _) = run(tx, params, 2)
-        assert bits(third["encoder"]) == bits(second["encoder"]) != bits(first["encoder"])
-        assert bits(third["head"]) != bits(second["head"]) == bits(first["head"])
 
     @pytest.mark.parametrize("groups", [{"n": False, "**": True}, {fz.each("n"): False, "w": True}], ids=["**", "each"])
     def test_leaves_that_cannot_train_are_in_no_group(self, groups):
@@ -233,6 +213,9 @@ class TestEach:
             fz.set_frozen(state, {fz.each("**/kernel"): True})
         with pytest.raises(KeyError, match="no group of this name"):
             fz.set_frozen(state, {fz.each("**"): True})
+        of_two = [tx.init(params), fz.freeze_when(optax.sgd(0.1), {"head/bias": fz.unfreeze_at(2)}).init(params)]
+        with pytest.raises(ValueError, match="frozen by a schedule\n  at: head/bias"):
+            fz.set_frozen(of_two, {"head/bias": True})
 
     def test_the_state_of_other_leaves_or_groups(self, params):
         def make(key, value=True):
@@ -249,12 +232,11 @@ class TestEach:
 
 
 DENSE = np.arange(15).reshape(5, 3) % 2 == 0
-ROW_1, COLUMN_1, NOT_ROW_2 = (np.zeros((5, 3), bool) for _ in range(3))
-ROW_1[[0, 3]] = COLUMN_1[:, 1] = NOT_ROW_2[[0, 1, 3, 4]] = True
+ROW, COLUMN = np.indices((5, 3))
 MASKS = {
-    "rows": (fz.rows([0, 3]), ROW_1),
-    "axis": (fz.rows([1], axis=1), COLUMN_1),
-    "not": (~fz.rows([2]), NOT_ROW_2),
+    "rows": (fz.rows([0, 3]), ROW % 3 == 0),
+    "axis": (fz.rows([1], axis=1), COLUMN == 1),
+    "not": (~fz.rows([2]), ROW != 2),
     "elements": (DENSE, DENSE),
     "compact": (fz.elements(DENSE, compact=True), DENSE),
 }
@@ -280,16 +262,13 @@ class TestElementMasks:
             sizes = [s[0].mu["w"].values.size for s in (state.groups["w"].inner_state, state.ungrouped_state)]
             assert sizes == [mask.sum(), 15 - mask.sum()]
 
-    @pytest.mark.parametrize("kind", ["rows", "elements", "compact"])
-    def test_another_group_has_what_is_left_of_the_leaf(self, setting, kind):
+    @pytest.mark.parametrize("compact", [None, False, True], ids=["rows", "elements", "compact"])
+    def test_another_group_has_what_is_left_of_the_leaf(self, setting, compact):
         """Overlapping masks: what two groups name belongs to the first."""
-        a, b = np.zeros((5, 3), bool), np.zeros((5, 3), bool)
-        a[:2], b[1:4] = True, True
-        masks = {
-            "rows": (fz.rows(slice(0, 2)), fz.rows([1, 2, 3])),
-            "elements": (a, b),
-            "compact": (fz.elements(a, compact=True), fz.elements(b, compact=True)),
-        }[kind]
+        masks = [
+            fz.rows(rows) if compact is None else fz.elements(np.isin(ROW, rows), compact)
+            for rows in ([0, 1], [1, 2, 3])
+        ]
         groups = {"w": (masks[0], False), "w/**": (masks[1], fz.unfreeze_at(1)), "**": fz.unfreeze_at(2)}
         tx = fz.freeze_when(optax.adam(0.1), groups)
         new = last(tx, setting, 3)
@@ -306,24 +285,12 @@ class TestElementMasks:
         assert state.groups["w"].masks["w"].shape == (512, 512)
         assert len(jax.jit(tx.update).lower(params, state, params).as_text()) < 60_000
 
-    def test_a_mask_for_a_leaf_that_is_a_part_already(self):
-        tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
-        with pytest.raises(ValueError, match=r"cannot select elements of a Part\n  at: w"):
-            tx.init({"w": jnp.ones((3, 2))})
-
 
 class TestConditions:
-    def test_what_they_say(self):
-        steps = range(6)
-        assert [fz.alternate(2, offset=1)(s) for s in steps] == [True, False, False, True, True, False]
-        assert [fz.alternate(2, 2)(s) for s in steps] == [not fz.alternate(2)(s) for s in steps]
-        never = {"a": fz.freeze_at(2**40), "b": fz.unfreeze_at(2**31)}  # beyond the steps
+    def test_beyond_the_steps(self):
+        never = {"a": fz.freeze_at(2**40), "b": fz.unfreeze_at(2**31)}
         state = fz.freeze_when(optax.sgd(0.1), never).init({"a": jnp.ones(2), "b": jnp.ones(2)})
         assert fz.currently_frozen(state) == {"a": False, "b": True}
-
-    def test_gradual_unfreezing_of_selectors(self):
-        groups = fz.gradual_unfreeze(["head", fz.path("layer_1"), ["layer_0", "embed"]], every=10)
-        assert list(groups) == ["head", fz.path("layer_1"), fz.path("layer_0", "embed")]
 
     def test_the_step_counts_the_updates_of_this_transformation(self, params):
         tx = optax.MultiSteps(fz.freeze_when(optax.sgd(0.1), {"encoder": fz.unfreeze_at(1)}), 2)
@@ -350,9 +317,7 @@ def of_head(first, second):
         ({fz.each("head"): True, "head/bias": True}, r"'head/bias' is empty"),
         ({fz.path("a", "b"): True, ("a", "b"): False}, "two groups have the same name"),
         ({"encoder": (True, fz.unfreeze_at(3))}, "a bool where an element mask is expected"),
-        ({"encoder": lambda step: int(step) < 5}, r"at: encoder(.|\n)*fix: compare"),
         ({"encoder": lambda: True}, r"must take \(step\) or \(step, stats\)"),
-        ({"encoder": jnp.ones(2, bool)}, r"expected a bool for the group\n  at: encoder"),
         (of_head(fz.rows([0]), fz.rows([0], axis=1)), "incompatible element masks"),
         (of_head(fz.rows([0]), CHECKERED), "incompatible element masks"),
         (of_head(CHECKERED, fz.elements(CHECKERED, compact=True)), "incompatible element masks"),
@@ -361,6 +326,12 @@ def of_head(first, second):
 def test_bad_groups(params, groups, error):
     with pytest.raises((ValueError, TypeError), match=error):
         fz.freeze_when(optax.sgd(0.1), groups).init(params)
+
+
+def test_a_mask_for_a_leaf_that_is_a_part_already():
+    tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
+    with pytest.raises(ValueError, match=r"cannot select elements of a Part\n  at: w"):
+        tx.init({"w": jnp.ones((3, 2))})
 
 
 class TestSetFrozen:
@@ -426,61 +397,23 @@ def test_a_clip_over_all_groups():
     chex.assert_trees_all_close(tx.update(grads, state, params)[0], expected, rtol=1e-6)
 
 
-class TestCompany:
-    """Holes and parts in the gradient, extra arguments, and what users have already."""
-
-    def test_no_copy_of_a_donated_state(self):
-        """XLA updates the state in place: no temporary memory of its size."""
-        params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcd"}
-        tx = fz.freeze_when(optax.adam(0.1), dict.fromkeys("abcd", False))
-        step = jax.jit(lambda s, g, p: tx.update(g, s, p)[::-1], donate_argnums=0)
-        memory = step.lower(jax.eval_shape(tx.init, params), params, params).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < 256 * 256
-
-    def test_vmap_over_an_ensemble(self):
-        params = {name: jnp.arange(4.0).reshape(2, 2) + 1 for name in ("encoder", "head")}
-        tx = fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(1), "head": True})
-        state = jax.vmap(tx.init)(params)
-        head = state.groups["head"]._replace(condition_state=jnp.array([True, False]))
-        state = state._replace(groups={**state.groups, "head": head})
-        updates, _ = jax.vmap(tx.update)(params, state, params)
-        new = optax.apply_updates(params, updates)
-        assert bits(new["encoder"]) == bits(params["encoder"])
-        assert [bits(new["head"][i]) != bits(params["head"][i]) for i in (0, 1)] == [False, True]
-
-    def test_on_eight_devices_nothing_is_exchanged(self):
-        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
-        params = jax.device_put({name: jnp.ones((8, 4)) for name in "abc"}, sharding)
-        tx = fz.freeze_when(optax.adamw(0.1), {"a": fz.alternate(1), "b": (params["b"] > 0, True)})
-        state = tx.init(params)
-        assert state.groups["b"].masks["b"].sharding == sharding
-        step = jax.jit(tx.update).lower(params, state, params).compile().as_text()
-        assert not any(name in step for name in ("all-gather", "all-reduce", "collective-permute"))
-
-
-GROUPS = {
-    "encoder/**": fz.alternate(2),
-    "**/bias": False,
-    fz.each("head"): (fz.rows([0]), fz.unfreeze_at(3)),
-}
-
-
-def by_orbax(tree, like, directory):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "state", tree)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "state", like)
+def test_no_copy_of_a_donated_state():
+    """XLA updates the state in place: no temporary memory of its size."""
+    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcd"}
+    tx = fz.freeze_when(optax.adam(0.1), dict.fromkeys("abcd", False))
+    step = jax.jit(lambda s, g, p: tx.update(g, s, p)[::-1], donate_argnums=0)
+    memory = step.lower(jax.eval_shape(tx.init, params), params, params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 256 * 256
 
 
 class TestResume:
     """Stop at any step, restore parameters and state, and go on: bit-equal to not having stopped."""
 
-    @pytest.fixture
-    def tx(self):
-        return optax.chain(optax.clip(1.0), fz.freeze_when(optax.adamw(optax.linear_schedule(0.1, 0.0, 8)), GROUPS))
+    def test_in_the_middle_of_a_schedule_and_right_after_a_toggle(self, params):
+        groups = {"encoder/**": fz.alternate(2), "**/bias": False}
+        groups[fz.each("head")] = fz.rows([0]), fz.unfreeze_at(3)
+        tx = optax.chain(optax.clip(1.0), fz.freeze_when(optax.adamw(optax.linear_schedule(0.1, 0.0, 8)), groups))
 
-    def test_in_the_middle_of_a_schedule_and_right_after_a_toggle(self, params, tx, tmp_path):
         @jax.jit
         def step(params, state):
             updates, state = tx.update(jax.tree.map(jnp.cos, params), state, params)
@@ -496,7 +429,6 @@ class TestResume:
         at, state = go_on(*first, range(3))
         saved = at, fz.set_frozen(state, {"**/bias": True})
         for restored in (
-            by_orbax(saved, first, tmp_path),
             flax.serialization.from_bytes(first, flax.serialization.to_bytes(saved)),
             pickle.loads(pickle.dumps(saved)),
             copy.deepcopy(saved),

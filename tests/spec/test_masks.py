@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import bits, state_bytes
-from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import assert_equal_up_to_rounding, bits, state_bytes
 
 import optax_freeze as fz
 from optax_freeze._spec.selection_record import record_of, selection_of
@@ -182,16 +179,6 @@ class TestRows:
         with pytest.raises(TypeError, match="row numbers"):
             fz.rows(0, None)  # pyright: ignore
 
-    def test_are_values_with_a_repr(self):
-        texts = ["fz.rows(slice(0, 4, None))", "fz.rows([1, 2], axis=1)", "~fz.rows(-1)"]
-        for text in texts:
-            rows = eval(text, {"fz": fz})
-            assert repr(rows) == text
-            assert rows == eval(text, {"fz": fz})
-            assert hash(rows) == hash(eval(text, {"fz": fz}))
-            assert ~~rows == rows
-        assert repr(fz.rules({"a": fz.rows(3), "b": True})) == "fz.rules({'a': fz.rows(3), 'b': True})"
-
     def test_over_a_subtree_and_in_rules(self):
         params = {"blocks": {"q": jnp.ones((4, 2)), "n": jnp.ones(4)}, "head": jnp.ones(2)}
         for spec in ({"blocks": fz.rows([0, 1]), "head": True}, fz.rules({"blocks/**": fz.rows([0, 1]), "head": True})):
@@ -288,12 +275,10 @@ class TestElements:
         for value in (True, False):
             assert repr(fz.resolve(params, {"w": np.full((2, 2), value)})) == "{'w': fz.elements(<bool[2, 2]>)}"
 
-    def test_another_shape_or_dtype(self):
-        for shape in [(2,), (1,), (), (2, 3), (2, 2, 1)]:
+    def test_another_shape(self):
+        for shape in [(1,), (), (2, 3), (2, 2, 1)]:
             with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
                 fz.resolve({"w": jnp.ones((2, 2))}, {"w": fz.elements(np.zeros(shape, bool))})
-        with pytest.raises(ValueError, match=r"an array of float32 where a bool is expected\n  at: w"):
-            fz.resolve({"w": jnp.ones((2, 2))}, {"w": jnp.ones((2, 2))})
 
     def test_a_spec_is_an_argument_of_a_jitted_function(self):
         params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
@@ -302,13 +287,9 @@ class TestElements:
         def f(params, spec):
             return fz.apply_updates(params, params, spec)
 
-        for spec in (
-            fz.rules({"w": fz.elements(DIAGONAL), "b": True}),
-            fz.rules({"w": DIAGONAL}) | "b",
-            ~fz.rules({"w": ~DIAGONAL, "b": False}),
-        ):
-            new = f(params, spec)
-            assert bits(new) == bits({"w": jnp.array([[1.0, 2.0], [2.0, 1.0]]), "b": params["b"]})
+        inverted = ~fz.rules({"w": ~DIAGONAL, "b": False})
+        for spec in (fz.rules({"w": fz.elements(DIAGONAL), "b": True}), fz.rules({"w": DIAGONAL}) | "b", inverted):
+            assert bits(f(params, spec)) == bits({"w": jnp.array([[1.0, 2.0], [2.0, 1.0]]), "b": params["b"]})
         size = f._cache_size()
         f(params, fz.rules({"w": fz.elements(~DIAGONAL), "b": True}))
         assert f._cache_size() == size
@@ -316,11 +297,10 @@ class TestElements:
     def test_the_part_of_another_spec(self):
         params = {"w": jnp.ones((4, 2))}
         part = fz.partition(params, {"w": fz.rows(1)})[0]
+        says = r"not the trainable part of the leaf\n  at: w\n  got: (a Part|an array)"
         for frozen, wrong in (({"w": fz.rows(0)}, part), (False, part), ({"w": fz.rows(0)}, {"w": jnp.ones((3, 2))})):
             tx = fz.freeze(optax.sgd(0.1), frozen)
-            with pytest.raises(
-                ValueError, match=r"not the trainable part of the leaf\n  at: w\n  got: (a Part|an array)"
-            ):
+            with pytest.raises(ValueError, match=says):
                 tx.update(wrong, tx.init(params))
 
     @pytest.mark.parametrize("mask", [fz.rows(0), fz.elements(DIAGONAL), fz.elements(DIAGONAL, compact=True)], ids=repr)
@@ -430,31 +410,6 @@ class TestPartsOfAnotherLeaf:
             fz.partition({"x": w, "y": w}, {"x": fz.rows(0), "y": fz.rows(1)})
 
 
-class TestStackedLayers:
-    """The first k of L layers frozen, where the layers are one axis of each leaf."""
-
-    def test_nnx_vmap(self):
-        @nnx.split_rngs(splits=5)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs):
-            return nnx.Linear(3, 3, rngs=rngs)
-
-        layers = make(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(layers, fz.freeze(optax.adam(0.1), fz.rows(slice(0, 2))), wrt=nnx.Param)
-        before = np.asarray(layers.kernel[...])
-
-        def loss(layers):
-            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
-                jnp.ones((2, 3)), layers
-            ).sum()
-
-        for _ in range(2):
-            optimizer.update(layers, nnx.grad(loss)(layers))
-        after = np.asarray(layers.kernel[...])
-        assert after[:2].tobytes() == before[:2].tobytes()
-        assert (after[2:] != before[2:]).any()
-
-
 class TestReplaceMasks:
     @pytest.mark.parametrize("compact", [False, True])
     def test_between_steps_without_recompiling(self, compact):
@@ -505,36 +460,14 @@ class TestReplaceMasks:
         updates, _ = tx.update(params, replaced, params)
         assert np.signbit(updates["w"][1]).all()
 
-    def test_a_traced_compact_mask_cannot_be_counted(self):
-        tx = fz.freeze(optax.sgd(1.0), fz.elements(np.array([True, False]), compact=True))
+    def test_what_is_refused(self):
+        """Other masks that are refused are in ``wrong_calls.md``."""
+        tx, params = fz.freeze(optax.sgd(1.0), fz.elements(np.array([True, False]), compact=True)), jnp.ones(2)
+        replace = lambda mask: fz.replace_masks(tx.init(params), tx, params, {"": mask})  # noqa: E731
         with pytest.raises(ValueError, match="compact mask, is fixed"):
-            jax.jit(lambda s, m: fz.replace_masks(s, tx, jnp.ones(2), {"": m}))(
-                tx.init(jnp.ones(2)), np.array([True, True])
-            )
-
-    def test_compact_under_nnx(self):
-        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-        spec = fz.rules({"kernel": fz.elements(DIAGONAL, compact=True)})
-        optimizer = nnx.Optimizer(model, fz.freeze(optax.trace(0.9), spec), wrt=nnx.Param)
-        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-        optimizer.update(model, grads)
-        before = nnx.graphdef(optimizer)
-        params = nnx.state(model, nnx.Param)
-        optimizer.opt_state = fz.replace_masks(optimizer.opt_state, optimizer.tx, params, {"kernel": ~DIAGONAL})
-        assert nnx.graphdef(optimizer) == before
-        kernel = np.asarray(model.kernel[...])
-        optimizer.update(model, grads)
-        assert (np.asarray(model.kernel[...])[DIAGONAL] != kernel[DIAGONAL]).all()
-        assert np.asarray(model.kernel[...])[~DIAGONAL].tobytes() == kernel[~DIAGONAL].tobytes()
-
-    def test_an_ensemble(self):
-        params = {"w": jnp.arange(12.0).reshape(3, 2, 2)}
-        tx = fz.freeze(optax.adam(0.1), {"w": DIAGONAL})
-        state = jax.vmap(tx.init)(params)
-        updates, _ = jax.vmap(tx.update)(params, state, params)
-        new = optax.apply_updates(params, updates)
-        assert np.asarray(new["w"])[:, DIAGONAL].tobytes() == np.asarray(params["w"])[:, DIAGONAL].tobytes()
-        jax.grad(lambda p: tx.update(p, tx.init(p), p)[0]["w"].sum())({"w": jnp.ones((2, 2))})
+            jax.jit(replace)(np.array([True, True]))
+        with pytest.raises(TypeError, match="takes a boolean array"):
+            replace(np.ones(2))
 
     def test_the_state_has_a_copy_of_its_own(self):
         mask = jnp.asarray(DIAGONAL)
@@ -544,37 +477,11 @@ class TestReplaceMasks:
         step({"w": jnp.ones((2, 2))}, state)
         assert mask.tolist() == DIAGONAL.tolist()
 
-    def test_in_a_larger_state(self):
-        spec, params = {"w": fz.elements(DIAGONAL)}, {"w": jnp.ones((2, 2))}
-        tx = optax.chain(fz.masked_zero_updates(spec), fz.freeze(optax.sgd(0.1), spec))
-        state = fz.replace_masks(tx.init(params), tx, params, {"w": ~DIAGONAL})
-        assert bits(fz.resolve(params, fz.spec_of(state))["w"].array) == bits(jnp.asarray(~DIAGONAL))
-        updates, _ = tx.update(params, state)
-        assert updates["w"].tolist() == np.where(DIAGONAL, np.float32(-0.1), -0.0).tolist()
-
-    def test_refusals_change_nothing(self):
-        params = {"w": jnp.ones((2, 2)), "c": jnp.ones((2, 2)), "r": jnp.ones((2, 2))}
-        spec = {"w": DIAGONAL, "c": fz.elements(DIAGONAL, compact=True), "r": fz.rows(0)}
-        tx = fz.freeze(optax.adam(0.1), spec)
-        state = tx.init(params)
-        before = bits(state)
-        for path, mask, error in [
-            ("r", DIAGONAL, r"the state has no replaceable mask for this path\n  at: r"),
-            ("c", np.zeros((2, 2), bool), r"compact mask, is fixed\n  at: c\n  got: .*4 elements"),
-        ]:
-            with pytest.raises(ValueError, match=error):
-                fz.replace_masks(state, tx, params, {path: mask})
-        with pytest.raises(TypeError, match="takes a boolean array"):
-            fz.replace_masks(state, tx, params, {"w": np.ones((2, 2))})
-        assert bits(state) == before
-
     def test_spec_of_needs_one_spec(self):
-        both = optax.chain(fz.masked_zero_updates(DIAGONAL), fz.masked_zero_updates(~DIAGONAL))
-        with pytest.raises(ValueError, match="the state contains different specs"):
-            fz.spec_of(both.init(jnp.ones((2, 2))))
-        tx = optax.chain(fz.masked_zero_updates("a"), fz.masked_zero_updates("b"))
-        with pytest.raises(ValueError, match="the state contains different specs"):
-            fz.spec_of(tx.init({"a": jnp.ones(1), "b": jnp.ones(1)}))
+        params = {"a": jnp.ones((2, 2)), "b": jnp.ones(1)}
+        for specs in [("a", "b"), ({"a": DIAGONAL, "b": True}, {"a": ~DIAGONAL, "b": True})]:
+            with pytest.raises(ValueError, match="the state contains different specs"):
+                fz.spec_of(optax.chain(*map(fz.masked_zero_updates, specs)).init(params))
 
     def test_spec_of_is_a_selector(self, params, frozen):
         state = fz.freeze(optax.sgd(0.1), frozen).init(params)
@@ -587,28 +494,23 @@ class TestReplaceMasks:
 class TestPrograms:
     """What is compiled."""
 
-    def lowered(self, tx, params):
-        state = jax.eval_shape(tx.init, params)
-        return jax.jit(tx.update).lower(params, state, params).as_text()
-
+    @pytest.mark.parametrize(
+        "mask_of",
+        [
+            lambda n: jnp.ones((n, 64), bool),
+            *(lambda n, index=index: fz.rows(index) for index in (slice(0, 100), [3, 5], slice(0, None, 3))),
+            *(lambda n, index=index: ~fz.rows(index) for index in (slice(100, 400), slice(0, None, 3))),
+        ],
+        ids=["dense", "run", "list", "stride", "others of a run", "others of a stride"],
+    )
     @pytest.mark.parametrize("full_updates", [True, False])
-    def test_the_program_does_not_grow_with_a_dense_mask(self, full_updates):
-        sizes = []
-        for n in (8, 2048):
-            params = {"w": jax.ShapeDtypeStruct((n, n), jnp.float32)}
-            tx = fz.freeze(optax.adamw(0.1), {"w": jnp.ones((n, n), bool)}, full_updates=full_updates)
-            sizes.append(len(self.lowered(tx, params)))
-        assert sizes[1] < 1.1 * sizes[0]
-
-    @pytest.mark.parametrize("index", [slice(0, 100), slice(100, 400), slice(0, None, 3), [3, 5]], ids=str)
-    @pytest.mark.parametrize(("inverted", "full_updates"), [(True, False), (False, True)])
-    def test_the_program_does_not_grow_with_the_rows(self, index, full_updates, inverted):
+    def test_the_program_does_not_grow_with_the_rows(self, mask_of, full_updates):
         sizes = []
         for n in (512, 16384):
             params = {"w": jax.ShapeDtypeStruct((n, 64), jnp.float32)}
-            rows = ~fz.rows(index) if inverted else fz.rows(index)
-            tx = fz.freeze(optax.adamw(0.1), {"w": rows}, full_updates=full_updates)
-            sizes.append(len(self.lowered(tx, params)))
+            tx = fz.freeze(optax.adamw(0.1), {"w": mask_of(n)}, full_updates=full_updates)
+            state = jax.eval_shape(tx.init, params)
+            sizes.append(len(jax.jit(tx.update).lower(params, state, params).as_text()))
         assert sizes[1] < 1.1 * sizes[0]
 
     @pytest.mark.usefixtures("as_users_compile")
@@ -616,80 +518,46 @@ class TestPrograms:
         """It would take minutes for a million elements, and would leave their numbers in the program."""
         params = {"w": jnp.ones((64, 64))}
         frozen = {"w": fz.elements(np.arange(64**2).reshape(64, 64) % 3 == 0, compact=True)}
-        step = jax.jit(lambda params: fz.apply_updates(params, fz.grad(sum_of_squares, frozen)(params), frozen))
+        gradient = fz.grad(lambda params: jnp.sum(params["w"] ** 2), frozen)
+        step = jax.jit(lambda params: fz.apply_updates(params, gradient(params), frozen))
         program = step.lower(params).compile().as_text()
         numbers = re.findall(r" = [su]\d+\[([\d,]+)\]\S* constant\(", program)
         assert all(np.prod([int(size) for size in shape.split(",")]) < 64 for shape in numbers)
 
 
-def sum_of_squares(params):
-    return jnp.sum(params["w"] ** 2)
+def trained(tx, add, params, grads):
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return add(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = step(params, state)
+    return params
 
 
-COMPLEX = [
-    optax.sgd(0.1, momentum=0.9, nesterov=True),
-    optax.adamw(0.1, weight_decay=0.1),
-    optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-    optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
-]
-REAL = [*COMPLEX, optax.amsgrad(0.1), optax.adadelta(0.1), optax.lion(0.1), optax.adabelief(0.1)]
-
-
-@st.composite
-def leaves(draw):
-    """A leaf, its gradients and a mask of it, awkward values among them."""
-    dtype = jnp.dtype(draw(st.sampled_from(["float32", "bfloat16", "float16", "complex64"])))
-    shape = draw(st.sampled_from([(5,), (3, 4), (4, 1, 3), (1,)]))
-    size = int(np.prod(shape))
-    frozen = np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size))).reshape(shape)
-    kind = draw(st.sampled_from(["elements", "compact", "rows"]))
-    if kind == "rows":
-        axis = draw(st.integers(0, len(shape) - 1))
-        rows = sorted(draw(st.sets(st.integers(0, shape[axis] - 1))))
-        frozen = np.broadcast_to(frozen_rows(shape[axis], rows, axis, len(shape)), shape).copy()
-        mask = fz.rows(rows, axis)
-    else:
-        mask = fz.elements(frozen, compact=kind == "compact")
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    normal = lambda: rng.normal(size=shape) + (1j * rng.normal(size=shape) if dtype.kind == "c" else 0)  # noqa: E731
-    odd = st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -0.0, 0.0])
-    value = np.where(frozen & (rng.random(shape) < 0.5), draw(odd), normal())
-    gradient = np.where(frozen, draw(odd), normal())
-    with np.errstate(over="ignore"):
-        value, gradient = value.astype(dtype), gradient.astype(dtype)
-    return jnp.asarray(value), jnp.asarray(gradient), frozen, mask
-
-
-class TestTheContract:
-    @settings(max_examples=20, deadline=None, derandomize=True)
-    @given(st.lists(leaves(), min_size=1, max_size=3), st.data(), st.integers(1, 3), st.booleans())
-    def test_frozen_bits_stay_and_the_rest_trains_as_if_alone(self, drawn, data, steps, ours):
-        has_complex = any(jnp.iscomplexobj(leaf[0]) for leaf in drawn)
-        inner = data.draw(st.sampled_from(COMPLEX if has_complex else REAL))
-        names = [f"leaf_{i}" for i in range(len(drawn))]
-        params = {name: leaf[0] for name, leaf in zip(names, drawn, strict=True)}
-        grads = {name: leaf[1] for name, leaf in zip(names, drawn, strict=True)}
-        spec = {name: leaf[3] for name, leaf in zip(names, drawn, strict=True)}
-        frozen = {name: leaf[2] for name, leaf in zip(names, drawn, strict=True)}
-        alone = {name: jnp.asarray(np.asarray(params[name])[~frozen[name]]) for name in names}
-        alone_grads = {name: jnp.asarray(np.asarray(grads[name])[~frozen[name]]) for name in names}
-
-        tx = fz.freeze(inner, spec, full_updates=not ours)
-        before, state, alone_state = params, tx.init(params), inner.init(alone)
-        for _ in range(steps):
-            updates, state = tx.update(grads, state, params)
-            params = fz.apply_updates(params, updates, spec) if ours else optax.apply_updates(params, updates)
-            alone_updates, alone_state = inner.update(alone_grads, alone_state, alone)
-            alone = optax.apply_updates(alone, alone_updates)
-        for name in names:
-            was, now, mask = np.asarray(before[name]), np.asarray(params[name]), frozen[name]
-            nan = np.isnan(was[mask]) if not ours else np.zeros(mask.sum(), bool)
-            assert was[mask][~nan].tobytes() == now[mask][~nan].tobytes()
-            wide = np.complex128 if now.dtype.kind == "c" else np.float64
-            tolerance = {2: 2e-2}.get(now.dtype.itemsize, 1e-5)
-            np.testing.assert_allclose(
-                now[~mask].astype(wide), np.asarray(alone[name]).astype(wide), rtol=tolerance, atol=tolerance
-            )
+@pytest.mark.parametrize(
+    ("dtype", "full_updates"), [("bfloat16", True), ("float16", False), ("complex64", True), ("complex64", False)]
+)
+def test_the_rest_trains_as_if_alone(dtype, full_updates):
+    """Other dtypes and optimizers than these are in the optimizer matrix."""
+    rng = np.random.default_rng(0)
+    frozen = rng.random((4, 3)) < 0.5
+    by_rows = np.broadcast_to(frozen_rows(3, [0, 2], 1, 2), (4, 3))
+    specs = {"elements": fz.elements(frozen), "compact": fz.elements(frozen, compact=True), "rows": fz.rows([0, 2], 1)}
+    masks = {"elements": frozen, "compact": frozen, "rows": by_rows}
+    normal = lambda: rng.normal(size=(4, 3)) + (1j * rng.normal(size=(4, 3)) if dtype == "complex64" else 0)  # noqa: E731
+    params = {name: jnp.asarray(np.where(masks[name], np.nan, normal()), dtype) for name in specs}
+    grads = {name: jnp.asarray(np.where(masks[name], np.inf, normal()), dtype) for name in specs}
+    parts = ({name: tree[name][~masks[name]] for name in specs} for tree in (params, grads))
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1, weight_decay=0.1))
+    alone = trained(inner, optax.apply_updates, *parts)
+    tx, add = fz.freeze(inner, specs, full_updates=full_updates), lambda p, u: fz.apply_updates(p, u, specs)
+    new = trained(tx, add, params, grads)
+    for name, mask in masks.items():
+        assert bits(new[name][mask]) == bits(params[name][mask])
+        assert_equal_up_to_rounding(new[name][~mask], alone[name])
 
 
 class TestCompactElements:

@@ -19,14 +19,10 @@ class TestPartition:
         trainable, rest = fz.partition(params, frozen)
         assert bits(trainable) == bits({"head": params["head"]})
         assert bits(rest) == bits({"encoder": params["encoder"]})
-        assert trainable["encoder"]["layer_0"]["kernel"] == HOLE
-        assert rest["head"]["bias"] == HOLE
-
-    def test_of_a_part(self, params, frozen):
-        trainable, _ = fz.partition(params, frozen)
-        again, rest = fz.partition(trainable, frozen)
+        assert trainable["encoder"]["layer_0"]["kernel"] == rest["head"]["bias"] == HOLE
+        again, nothing = fz.partition(trainable, frozen)
         assert bits(again) == bits(trainable)
-        assert jax.tree.leaves(rest) == []
+        assert jax.tree.leaves(nothing) == []
 
     def test_awkward_leaves_are_in_the_rest(self, awkward):
         trainable, rest = fz.partition(awkward, False)
@@ -89,11 +85,10 @@ class TestStopGradient:
 
 
 class TestApplyUpdates:
-    def test_as_optax_where_it_trains(self, params, compiled):
+    def test_as_optax_where_it_trains(self, params):
         params["head"] = optax.tree.cast(params["head"], jnp.bfloat16)
         updates = jax.tree.map(lambda p: jnp.float32(p) * 0.1 + 0.3, params)
-        ours = compiled(fz.apply_updates)(params, updates)
-        assert bits(ours) == bits(compiled(optax.apply_updates)(params, updates))
+        assert bits(jax.jit(fz.apply_updates)(params, updates)) == bits(jax.jit(optax.apply_updates)(params, updates))
 
     def test_every_bit_pattern_is_kept(self, awkward, odd_bits, compiled):
         for tree in (awkward, odd_bits):
@@ -108,16 +103,6 @@ class TestApplyUpdates:
         assert bits(new["encoder"]) == bits(params["encoder"])
         assert bits(new["head"]) == bits(jax.tree.map(lambda p: p + p, params["head"]))
         assert bits(fz.apply_updates(trainable, trainable)["head"]) == bits(new["head"])
-
-    def test_float0_is_no_movement(self):
-        params = {"n": jnp.arange(2), "w": jnp.ones(1)}
-        grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)(params)
-        assert bits(fz.apply_updates(params, grads)["n"]) == bits(params["n"])
-
-    def test_donated_full_tree(self, params, frozen):
-        before = bits(params["encoder"])
-        step = jax.jit(lambda p, u: fz.apply_updates(p, u, frozen), donate_argnums=0)
-        assert bits(step(params, jax.tree.map(jnp.ones_like, params))["encoder"]) == before
 
     def test_an_update_of_another_leaf_is_refused(self):
         hole, whole = optax.MaskedNode(), jnp.ones((3, 2))

@@ -46,8 +46,7 @@ class TestForms:
         assert fz.resolve(other, True) == {"encoder": {"kernel": True, "bias": True}, "head": True}
         assert fz.resolve(other, np.False_) == {"encoder": {"kernel": False, "bias": False}, "head": False}
         expected = {"encoder": {"kernel": True, "bias": True}, "head": False}
-        assert fz.resolve(other, {"encoder": True, "head": False}) == expected
-        assert fz.resolve(other, expected) == expected
+        assert fz.resolve(other, {"encoder": True, "head": False}) == fz.resolve(other, expected) == expected
 
     @pytest.mark.parametrize("of", [np.array, jnp.array, np.bool_])
     def test_boolean_scalars_are_bools(self, other, of):
@@ -74,8 +73,8 @@ class TestForms:
         params = a(z=a(kernel=jnp.ones(2), bias=jnp.ones(1)), layers=[a(k=jnp.ones(3)), a()])
         answers = fz.resolve(params, b(layers=[b(k=True), b()], z=b(bias=False, kernel=True)))
         assert jax.tree.structure(answers) == jax.tree.structure(params)
-        assert answers["z"]["kernel"] is answers["layers"][0]["k"] is True
-        assert answers["z"]["bias"] is False
+        kernel, bias = answers["z"]["kernel"], answers["z"]["bias"]
+        assert (kernel, bias, answers["layers"][0]["k"]) == (True, False, True)
         assert jax.tree.leaves(fz.resolve(params, b(z=True, layers=[False, True]))["z"]) == [True, True]
         with pytest.raises(ValueError, match=r"does not fit(.|\n)*at: layers"):
             fz.resolve(params, b(z=True))
@@ -128,13 +127,10 @@ class TestTrees:
 
     def test_equinox_module(self):
         model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-        answers = fz.resolve(model, "layers/0")
-        assert (answers.layers[0].weight, answers.layers[1].weight) == (True, False)
-        assert answers.activation is True
         assert fz.resolve(model, jax.tree.map(lambda _: False, model)).layers[1].weight is False
         spec = lambda shapes: jax.tree.map(lambda leaf: getattr(leaf, "ndim", 0) == 1, shapes)  # noqa: E731
         answers = fz.resolve(model, spec)
-        assert (answers.layers[0].bias, answers.layers[0].weight) == (True, False)
+        assert (answers.layers[0].bias, answers.layers[0].weight, answers.activation) == (True, False, True)
 
     def test_nnx_state_drops_the_trailing_value(self):
         class Model(nnx.Module):
@@ -174,19 +170,6 @@ class TestTrees:
         with pytest.raises(ValueError, match="it is broken"):
             fz.resolve({"a": [Broken()]}, "a")
 
-    def test_an_object_that_holds_an_array_is_refused(self):
-        class Variable:
-            shape, dtype = (2,), "float32"
-
-        params = {"a": Variable(), "b": jnp.ones(2)}
-        for use in (
-            lambda: fz.resolve(params, "b"),
-            lambda: fz.freeze(optax.sgd(1.0), "a").init(params),
-            lambda: fz.grad(lambda p: p["b"].sum(), "a")(params),
-        ):
-            with pytest.raises(TypeError, match=r"an object that contains one\n  at: a\n  got: a Variable of float32"):
-                use()
-
     def test_a_hole_is_a_frozen_leaf_with_its_path(self):
         tree = {"a": optax.MaskedNode(), "b": jnp.ones(1), "c": jnp.ones(1)}
         assert fz.resolve(tree, ["a", "c"]) == {"a": True, "b": False, "c": True}
@@ -200,9 +183,8 @@ STRINGS_AND_FIELDS = (np.array([None, "x"]), np.array(["x"]), np.zeros(2, [("a",
 
 class TestWhatCannotTrain:
     def test_is_frozen_whatever_the_spec(self):
-        shape = jax.ShapeDtypeStruct((2,), jnp.uint32)
-        arrays = (jnp.arange(2), np.int8(1), jnp.array(True), jax.random.key(0), shape, *STRINGS_AND_FIELDS)
-        for leaf in (*arrays, jnp.tanh, "name", 3, True):
+        arrays = (jnp.arange(2), np.int8(1), jnp.array(True), jax.random.key(0), *STRINGS_AND_FIELDS)
+        for leaf in (*arrays, jax.ShapeDtypeStruct((2,), jnp.uint32), jnp.tanh, "name", 3, True):
             assert fz.resolve({"a": leaf, "b": jnp.ones(1)}, False) == {"a": True, "b": False}
 
     def test_floating_and_complex_train(self):
@@ -232,7 +214,7 @@ class TestRefusals:
         spec = lambda params: True  # noqa: E731
         for use in (
             *(lambda answer=answer: fz.resolve(other, lambda _: answer) for answer in (np.False_, jnp.array(True))),
-            lambda: fz.freeze(optax.sgd(1.0), spec).init(other),
+            lambda: fz.resolve(other, functools.partial(bool)),  # whose signature Python does not know
             lambda: fz.labels(spec)(other),
             lambda: fnnx.freeze(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), spec),
             lambda: linen.Frozen(nn.Dense(1), spec).init(jax.random.key(0), jnp.ones((1, 1))),
@@ -257,10 +239,6 @@ class TestRefusals:
     def test_a_callable_that_mistypes_a_name_is_not_taken_for_one_of_leaves(self):
         with pytest.raises(TypeError, match=r"failed on shapes: .*'encodr'"):
             fz.resolve(Layer(jnp.ones(1), jnp.ones(1)), lambda module: module.encodr)
-
-    def test_a_callable_whose_signature_python_does_not_know(self, other):
-        with pytest.raises(TypeError, match="one bool"):
-            fz.resolve(other, functools.partial(bool))
 
 
 def nothing_or_all(path, leaf):
@@ -322,10 +300,8 @@ class TestFreezeWarning:
 
     def test_where_nothing_is_trained_there_is_none(self, other):
         for spec in ("**", fz.where(nothing_or_all)):
-            fz.resolve(other, spec)
-            fz.labels(spec)(other)
-            fz.summary(other, spec, optax.adam(1.0))
-            fz.fingerprint(other, spec)
+            for use in (fz.resolve, fz.summary, fz.fingerprint, lambda params, spec: fz.labels(spec)(params)):
+                use(other, spec)
             fz.assert_frozen(other, other, spec)
 
     def test_the_spec_of_a_state_is_told_once(self, other):
@@ -338,7 +314,7 @@ class TestFreezeWarning:
 
 class TestTied:
     def test_conflict(self):
-        shared = jnp.ones(2)
+        shared = np.ones(2, np.float32)
         params = {"embed": shared, "head": shared, "other": jnp.ones(2)}
         for make in (fz.partition, lambda params, *args, **kw: fz.freeze(optax.sgd(1.0), *args, **kw).init(params)):
             with pytest.raises(ValueError, match=r"at: embed\n  got: frozen at this path, but trained .* at head"):
@@ -348,11 +324,8 @@ class TestTied:
             with pytest.raises(ValueError, match="unknown choice"):
                 make(params, "other", tied="no")
 
-    def test_arrays_of_numpy_but_not_tracers_shapes_or_integers(self):
-        shared, shape = np.ones(2, np.float32), jax.ShapeDtypeStruct((2,), jnp.float32)
-        with pytest.raises(ValueError, match="at one path and trained at another"):
-            fz.partition({"a": shared, "b": shared}, "a")
-        for free in (shape, jnp.arange(2)):
+    def test_tracers_shapes_and_integers_are_not_tied(self):
+        for free in (jax.ShapeDtypeStruct((2,), jnp.float32), jnp.arange(2)):
             fz.partition({"a": free, "b": free}, "a")
         jax.jit(lambda x: fz.partition({"a": x, "b": x}, "a"))(jnp.ones(2))
 
@@ -370,8 +343,7 @@ class TestPlan:
     def test_one_compilation_for_equal_specs(self, other):
         identity = jax.jit(lambda state: state)
         for spec, compilations in (("encoder", 1), (fz.only("head"), 1), ("encoder/bias", 2)):
-            for _ in range(2):
-                identity(identity(fz.freeze(optax.adam(1.0), spec).init(other)))
+            identity(identity(fz.freeze(optax.adam(1.0), spec).init(other)))
             assert identity._cache_size() == compilations
 
 
@@ -382,17 +354,12 @@ class Keyed:
         self.child = child
 
 
-jax.tree_util.register_pytree_with_keys(Keyed, lambda node: ([(("odd", 1), node.child)], None), lambda _, c: Keyed(*c))
-
-
-@jax.tree_util.register_pytree_node_class
 class Unkeyed(Keyed):
-    def tree_flatten(self):
-        return (self.child,), None
+    """A node without keys."""
 
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+
+jax.tree_util.register_pytree_with_keys(Keyed, lambda node: ([(("odd", 1), node.child)], None), lambda _, c: Keyed(*c))
+jax.tree_util.register_pytree_node(Unkeyed, lambda node: ((node.child,), None), lambda _, c: Unkeyed(*c))
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,8 @@ from optax_freeze._spec import patterns as _glob
 
 def chosen(selector, params):
     """The paths that a selector freezes."""
-    tree = fz.resolve(params, selector)
-    return [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, answer in jax.tree_util.tree_leaves_with_path(tree)
-        if answer
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(fz.resolve(params, selector))
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, answer in leaves if answer]
 
 
 ENCODER = ["encoder/layer_0/bias", "encoder/layer_0/kernel", "encoder/layer_1/bias", "encoder/layer_1/kernel"]
@@ -27,22 +23,14 @@ class TestPath:
     @pytest.mark.parametrize(
         ("pattern", "expected"),
         [
-            ("encoder", ENCODER),
-            ("encoder/**", ENCODER),
-            ("encoder/**/**", ENCODER),
-            ("encoder/*", ENCODER),
-            ("encoder/*/*", ENCODER),
+            *((pattern, ENCODER) for pattern in ("encoder", "encoder/**", "encoder/**/**", "encoder/*", "encoder/*/*")),
+            *((pattern, ENCODER) for pattern in ("encoder/layer_?", "*er")),
+            *((pattern, ENCODER + HEAD) for pattern in ("**", "*")),
+            *((pattern, ENCODER[2:]) for pattern in ("encoder/layer_[1-9]", "encoder/layer_[!0]")),
             ("encoder/**/kernel", ["encoder/layer_0/kernel", "encoder/layer_1/kernel"]),
             ("**/kernel", ["encoder/layer_0/kernel", "encoder/layer_1/kernel", "head/kernel"]),
             ("**/layer_0/**", ENCODER[:2]),
-            ("*/kernel", ["head/kernel"]),
-            ("encoder/layer_?", ENCODER),
-            ("encoder/layer_[1-9]", ENCODER[2:]),
-            ("encoder/layer_[!0]", ENCODER[2:]),
-            ("**", ENCODER + HEAD),
-            ("*", ENCODER + HEAD),
-            ("*er", ENCODER),
-            ("head/kernel", ["head/kernel"]),
+            *((pattern, ["head/kernel"]) for pattern in ("*/kernel", "head/kernel")),
             ("encoder/layer_0/kernel/**", ["encoder/layer_0/kernel"]),
         ],
     )
@@ -168,14 +156,7 @@ class TestPath:
             fz.only(is_bias)  # pyright: ignore
 
     def test_a_lone_leaf_has_the_empty_path(self):
-        assert fz.resolve(jnp.ones(2), "") is True
-        assert fz.resolve(jnp.ones(2), "**") is True
-        assert fz.resolve(jnp.ones(2), False) is False
-
-
-def test_only_is_the_inverse_of_path(params):
-    assert chosen(fz.only("head"), params) == ENCODER
-    assert fz.only("head") == ~fz.path("head")
+        assert [fz.resolve(jnp.ones(2), spec) for spec in ("", "**", False)] == [True, True, False]
 
 
 class TestRegex:
@@ -205,10 +186,7 @@ class TestWhere:
     def test_may_match_nothing(self, params):
         assert chosen(fz.where(lambda path, leaf: False), params) == []
         assert chosen(fz.where(lambda path, leaf: np.bool_(True)), params) == ENCODER + HEAD
-
-    def test_is_not_asked_about_objects(self):
-        answers = fz.resolve({"f": jnp.tanh, "w": jnp.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 0))
-        assert answers == {"f": True, "w": False}
+        assert fz.resolve({"f": jnp.tanh, "w": jnp.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 0))["f"]
 
     @pytest.mark.parametrize(
         "look",
@@ -223,20 +201,15 @@ class TestWhere:
 
 
 class TestAlgebra:
-    def test_or_and_not(self, params):
-        kernels = fz.path("**/kernel")
-        assert chosen(fz.path("head") | kernels, params) == [ENCODER[1], ENCODER[3], *HEAD]
-        assert chosen(fz.path("head") & kernels, params) == ["head/kernel"]
-        assert chosen(~kernels, params) == [ENCODER[0], ENCODER[2], HEAD[0]]
-        assert chosen(fz.path("encoder") & ~fz.path("**/bias") | "head/bias", params) == [*ENCODER[1::2], "head/bias"]
-
-    def test_strings_and_lists_on_either_side(self, params):
+    def test_strings_and_lists_on_either_side(self):
         assert "head" | fz.path("encoder") == fz.path("head") | fz.path("encoder")
         assert "head" & fz.path("**/bias") == fz.path("head") & fz.path("**/bias")
         assert fz.path("head") | ["a", "b"] == fz.path("head") | fz.path("a", "b")
+        assert fz.only("head") == ~fz.path("head")
 
     def test_an_empty_intersection_is_no_error(self, params):
         assert chosen(fz.path("head") & "encoder", params) == []
+        assert chosen(fz.path("encoder") & ~fz.path("**/bias") | "head/bias", params) == [*ENCODER[1::2], "head/bias"]
 
     def test_operands_are_strict(self, params):
         for selector in (fz.path("head") | "x", fz.path("head") & "x", ~fz.path("x")):
@@ -248,8 +221,6 @@ class TestRules:
     def test_first_match_wins(self, params):
         rules = fz.rules({"**/layer_1/bias": False, "encoder": True})
         assert chosen(rules, params) == ["encoder/layer_0/bias", "encoder/layer_0/kernel", "encoder/layer_1/kernel"]
-
-    def test_default(self, params):
         assert chosen(fz.rules({"head": False}, default=True), params) == ENCODER
 
     def test_selectors_as_keys(self, params):
@@ -273,7 +244,8 @@ SELECTORS = {
     "fz.path('encoder/**')": lambda: fz.path("encoder/**"),
     "fz.path('a', 'b')": lambda: fz.path("a", "b"),
     "fz.only('head')": lambda: fz.only("head"),
-    "fz.regex('a.*')": lambda: fz.regex("a.*"),
+    "fz.path('a')": lambda: fz.path("a"),
+    "fz.regex('a')": lambda: fz.regex("a"),
     "fz.where(is_bias)": lambda: fz.where(is_bias),
     "~fz.path('a')": lambda: ~fz.path("a"),
     "fz.path('a') | fz.path('b') | fz.path('c')": lambda: fz.path("a") | "b" | "c",
@@ -283,6 +255,9 @@ SELECTORS = {
     "fz.rules({'a': True, fz.regex('b'): False})": lambda: fz.rules({"a": True, fz.regex("b"): False}),
     "fz.rules({'a': False}, default=True)": lambda: fz.rules({"a": False}, default=True),
     "fz.rules({'a': True}, default=fz.rows([0]))": lambda: fz.rules({"a": True}, default=fz.rows([0])),
+    "fz.rows(slice(0, 4, None))": lambda: fz.rows(slice(0, 4)),
+    "fz.rows([1, 2], axis=1)": lambda: ~~fz.rows([1, 2], axis=1),
+    "~fz.rows(-1)": lambda: ~fz.rows(-1),
 }
 
 
@@ -293,7 +268,3 @@ def test_selectors_are_values_whose_repr_reads_like_the_call(text):
     assert a == b == eval(text, {"fz": fz, "is_bias": is_bias})
     assert hash(a) == hash(b)
     assert a not in [make() for other, make in SELECTORS.items() if other != text]
-
-
-def test_path_and_regex_of_one_pattern_differ():
-    assert fz.path("a") != fz.regex("a")

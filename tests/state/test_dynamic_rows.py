@@ -3,6 +3,7 @@
 import functools
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,8 +47,7 @@ def static(*index, head=False):
     return {"layers": ~fz.rows(sorted(i % LAYERS for i in index)), "embed": True, "head": head}
 
 
-def close(got, expected, rtol=1e-5, atol=1e-6):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), got, expected)
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
 
 
 def step_of(tx, full=True):
@@ -62,40 +62,21 @@ def step_of(tx, full=True):
 
 
 class TestSpec:
-    def test_resolve_and_partition(self):
-        params = init()
-        resolved = fz.resolve(params, only(3, -4))
-        assert repr(resolved["layers"]["bias"]) == "~fz.rows(<int32[2]>)"
-        trainable, rest = fz.partition(params, only(3, -4))
-        assert bits(trainable["layers"]["kernel"].values) == bits(params["layers"]["kernel"][jnp.array([1, 3])])
-        assert len(jax.tree.leaves(trainable)) == 3
-        assert bits(fz.combine(trainable, rest)) == bits(params)
-
     def test_the_numbers_may_be_traced_and_in_any_order(self):
         params = init()
+        assert repr(fz.resolve(params, only(3, -4))["layers"]["bias"]) == "~fz.rows(<int32[2]>)"
 
         @jax.jit
-        def there_and_back(params, index):
-            trainable, rest = fz.partition(params, {"layers": ~fz.rows(index), "embed": True, "head": False})
-            return trainable["layers"]["bias"].values, fz.combine(trainable, rest)
+        def there_and_back(params, *index):
+            trainable, rest = fz.partition(params, only(*index))
+            return trainable, fz.combine(trainable, rest)
 
         for index in ([3, 1], [1, 3], [-2, -4]):
-            rows, whole = there_and_back(params, jnp.array(index))
-            assert bits(rows) == bits(params["layers"]["bias"][jnp.array([1, 3])])
+            trainable, whole = there_and_back(params, *index)
+            assert len(jax.tree.leaves(trainable)) == 3
+            assert bits(trainable["layers"]["kernel"].values) == bits(params["layers"]["kernel"][jnp.array([1, 3])])
             assert bits(whole) == bits(params)
         assert there_and_back._cache_size() == 1
-
-    @pytest.mark.parametrize(
-        ("frozen", "message"),
-        [
-            (only(-6), "out of range"),
-            (only(0, 1, 2, 3, 4, 4), "6 row numbers, for"),
-            ({**only(1), "layers": fz.rows(jnp.array([1]), axis=3)}, "no such axis"),
-        ],
-    )
-    def test_wrong_calls(self, frozen, message):
-        with pytest.raises(ValueError, match=message):
-            fz.resolve(init(), frozen)
 
     def test_all_rows_or_none(self):
         params = init()
@@ -125,7 +106,7 @@ def test_training_is_that_of_static_rows(full, dtype):
         for _ in range(3):
             p, state = step(p, state)
         fz.assert_frozen(params, p, fz.spec_of(state))
-        results.append((p, state.inner_state.inner_states["trainable"].inner_state[1][0].mu["layers"]["kernel"].values))
+        results.append((p, optax.tree.get(state, "mu")["layers"]["kernel"].values))
     close(*jax.tree.map(lambda x: x.astype(jnp.float32), results), rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5)
 
 
@@ -151,15 +132,13 @@ def test_frozen_rows_keep_every_bit():
     odd = jnp.array([jnp.nan, -0.0, 1e-42])
     params["layers"]["bias"] = params["layers"]["bias"].at[jnp.array([0, 2])].set(odd)
     loss_of_others = lambda p: jnp.sum(p["layers"]["kernel"] ** 2) + jnp.sum(p["layers"]["bias"][1] ** 2)  # noqa: E731
+    rows_of = lambda tree: jax.tree.map(lambda x: x[jnp.array([0, 2, 3])], tree)  # noqa: E731
     for full in (True, False):
-        tx = fz.freeze(optax.adamw(0.1), {**only(1, 4), "head": True}, full_updates=full)
+        tx = fz.freeze(optax.adamw(0.1), only(1, 4, head=True), full_updates=full)
         state = tx.init(params)
-        grads = fz.grad(loss_of_others, fz.spec_of(state))(params)
-        updates, _ = tx.update(grads, state, params)
+        updates, _ = tx.update(fz.grad(loss_of_others, fz.spec_of(state))(params), state, params)
         new = fz.apply_updates(params, updates, fz.spec_of(state))
-        still = jnp.array([0, 2, 3])
-        assert bits(new["layers"]["bias"][still]) == bits(params["layers"]["bias"][still])
-        assert bits(new["layers"]["kernel"][still]) == bits(params["layers"]["kernel"][still])
+        assert bits(rows_of(new["layers"])) == bits(rows_of(params["layers"]))
         if not full:
             assert bits(fz.apply_updates(params, updates)) == bits(new)
 
@@ -167,18 +146,6 @@ def test_frozen_rows_keep_every_bit():
 def moved(a, b):
     """The rows whose bias has moved."""
     return np.flatnonzero((np.asarray(a["layers"]["bias"]) != np.asarray(b["layers"]["bias"])).any(1)).tolist()
-
-
-@pytest.mark.parametrize("change", [lambda u: -u, lambda u: 0.5 * u, lambda u: u**2])
-def test_arithmetic_on_updates_moves_no_other_rows(change):
-    params, tx = init(), fz.freeze(optax.sgd(0.1), only(1, 3), full_updates=False)
-    state = tx.init(params)
-    updates, _ = tx.update(fz.grad(loss, fz.spec_of(state))(params, X), state, params)
-    try:
-        new = fz.apply_updates(params, jax.tree.map(change, updates))
-    except (TypeError, ValueError):
-        return
-    assert moved(params, new) == [1, 3]
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -195,24 +162,21 @@ def test_a_traced_number_may_be_given_twice(axis):
         if way == "update_params":
             return fz.update_params(tx, grads, state, params)[0]
         updates, state = tx.update(grads, state, params)
-        if way == "spec":
-            return fz.apply_updates(params, updates, fz.spec_of(state))
-        return fz.apply_updates(params, updates)
+        return fz.apply_updates(params, updates, fz.spec_of(state) if way == "spec" else None)
 
-    changed = lambda new: np.flatnonzero((np.asarray(new["w"]) != params["w"]).any(1 - axis)).tolist()  # noqa: E731
     for way in ("full", "parts", "spec", "update_params"):
         for numbers, rows in (([2, 2, 5], [2, 5]), ([5, -4, 2], [2, 5]), ([4, 127, 4], [4]), ([-128, -7, 5], [5])):
             new = step(jnp.array(numbers, jnp.int8), way)
-            assert changed(new) == rows, (way, numbers)
-            moved = jnp.where(jnp.isin(jnp.arange(6), jnp.array(rows)), 1.0, 0.0)
-            np.testing.assert_allclose(new["w"], params["w"] - jnp.expand_dims(moved, 1 - axis), rtol=1e-5)
+            moved = np.isin(np.indices((6, 6))[axis], rows)
+            assert ((np.asarray(new["w"]) != params["w"]) == moved).all(), (way, numbers)
+            np.testing.assert_allclose(new["w"], params["w"] - moved, rtol=1e-5)
 
     @jax.jit
     def parts(index):
         halves = fz.partition(params, frozen(index)), fz.partition(params, {"w": fz.rows(index, axis)})
         return [(trainable["w"].values, fz.combine(trainable, rest)) for trainable, rest in halves]
 
-    last = jax.jit(lambda index: fz.partition({"w": jnp.arange(200.0)}, {"w": ~fz.rows(index)})[0]["w"].values)
+    last = jax.jit(lambda index: fz.partition(jnp.arange(200.0), ~fz.rows(index))[0].values)
     assert last(jnp.array([-1], jnp.int8)) == 199
     (rows, whole), (others, again) = parts(jnp.array([2, 2, 5]))
     assert bits(whole) == bits(again) == bits(params)
@@ -255,11 +219,8 @@ class TestGradientsOfOtherRows:
     """A gradient belongs to the rows, or elements, that train in the state."""
 
     def spec(self, kind, *index):
-        if kind == "rows":
-            return {"w": ~fz.rows(jnp.array(index))}
-        mask = np.ones((6, 2), bool)
-        mask[list(index)] = False
-        return {"w": fz.elements(mask, compact=True)}
+        elements = fz.elements(~np.isin(np.indices((6, 2))[0], index), compact=True)
+        return {"w": ~fz.rows(jnp.array(index)) if kind == "rows" else elements}
 
     def states(self, kind):
         tx = fz.freeze(optax.sgd(1.0), self.spec(kind, 4, 5), full_updates=False)
@@ -310,9 +271,7 @@ class TestGradientsOfOtherRows:
             lambda state: update(fz.grad(SUM, fz.spec_of(state))(PARAMS), state, PARAMS),
         ]
         refused = [
-            lambda: jax.jit(self.step(tx, lambda _: frozen))(PARAMS, state),
             lambda: jax.jit(self.step(tx, lambda _: spec))(PARAMS, state),
-            lambda: update(grads, state, PARAMS),
             lambda: jax.jit(lambda state: tx.update(of_state, state, PARAMS))(state),
             lambda: jax.jit(lambda grads: tx.update(grads, state, PARAMS))(of_state),
             lambda: tx.update(jax.jit(lambda grads: jax.tree.map(lambda g: g * 1, grads))(grads), state, PARAMS),
@@ -380,13 +339,7 @@ class TestGradientsOfOtherRows:
             tx.update(grads, state, params, value=value, grad=grads, value_fn=SUM)
 
 
-ROWS = {
-    "first": [0, 1, 4],
-    "other": [2, 3, 5],
-    "some": [1, 4, 5],
-}
-REFUSED = {"flatten"}
-"""An optimizer with an array for several leaves."""
+ROWS = {"first": [0, 1, 4], "other": [2, 3, 5], "some": [1, 4, 5]}
 
 GO_ON = (
     optax.AddNoiseState,
@@ -432,7 +385,7 @@ class TestEveryOptimizer:
     def test_the_first_step_on_new_rows_and_the_state_of_some(self, name):
         optimizer = optimizers.found()[name]
         params, state = self.trained(optimizer)
-        if name in REFUSED:
+        if name == "flatten":  # which has an array for several leaves
             with pytest.raises(ValueError, match="contains the rows of several leaves"):
                 self.replaced(optimizer, params, state, "other")
             return
@@ -464,9 +417,8 @@ class TestEveryOptimizer:
         optimizer = optimizers.found()["flatten"]
         params, state = self.trained(optimizer)
         for static in (False, True):
-            assert bits(fz.migrate(state, self.tx(optimizer, "first", static), params).inner_state) == bits(
-                state.inner_state
-            )
+            same = fz.migrate(state, self.tx(optimizer, "first", static), params)
+            assert bits(same.inner_state) == bits(state.inner_state)
             with pytest.raises(ValueError, match=r"contains the rows of several leaves(.|\n)*at: 0/mu"):
                 fz.migrate(state, self.tx(optimizer, "some", static), params)
 
@@ -538,18 +490,6 @@ class TestReplaceMasks:
         assert bits(after) == bits(jnp.stack([before[1], params["layers"]["bias"][4]]))
         assert bits(before[1]) != bits(params["layers"]["bias"][3])
 
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            (~fz.rows(jnp.array([1, 2]), axis=1), "the number of trainable rows"),
-            (~fz.rows(jnp.array([1, 7])), "out of range"),
-        ],
-    )
-    def test_wrong_calls(self, rows, message):
-        tx, params = fz.freeze(optax.adam(0.1), only(3, 1)), init()
-        with pytest.raises(ValueError, match=message):
-            fz.replace_masks(tx.init(params), tx, params, {"layers/**": rows})
-
     def test_a_line_search_computes_its_gradient_again(self):
         inner = optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(10, store_grad=True))
         tx, params = fz.freeze(inner, only(1, 2), full_updates=False), init()
@@ -561,7 +501,7 @@ class TestReplaceMasks:
             return fz.apply_updates(params, updates), state
 
         params, state = step(params, state)
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([3, 4]))})
+        state = fz.replace_masks(state, tx, params, others(3, 4))
         assert moved(params, step(params, state)[0]) == [3, 4]
 
     @pytest.mark.parametrize("kind", ["rows", "elements"])
@@ -574,13 +514,11 @@ class TestReplaceMasks:
             updates, state = tx.update(fz.grad(SUM, fz.spec_of(state))(params), state, params)
             params = optax.apply_updates(params, updates)
 
-        def replace(state, params, spec):
-            return fz.replace_masks(state, tx, params, {"w": spec})
-
+        replace = lambda state, params, masks: fz.replace_masks(state, tx, params, masks)  # noqa: E731
         replace = jax.jit(replace) if kind == "rows" else replace
-        assert bits(replace(state, params, make(kind, 2, 3)["w"])) == bits(state)
+        assert bits(replace(state, params, make(kind, 2, 3))) == bits(state)
         other = fz.freeze(optax.lbfgs(linesearch=None), make(kind, 3, 4))
-        assert bits(replace(state, params, make(kind, 3, 4)["w"])) == bits(other.init(params))
+        assert bits(replace(state, params, make(kind, 3, 4))) == bits(other.init(params))
         assert bits(fz.migrate(state, other, params)) == bits(other.init(params))
 
     @pytest.mark.parametrize("specs", [("b", False), (False, "b")])
@@ -598,17 +536,11 @@ class TestReplaceMasks:
         assert bits(after[0]) == bits(before[0].at[1].set(0))
         assert bits(after[1:]) == bits(before[1:])
 
-    @pytest.mark.parametrize(
-        ("init_state", "numbers"),
-        [
-            (lambda count, trace: (count, trace), lambda state: state),
-            (lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"])),
-        ],
-    )
-    def test_a_count_by_any_name(self, init_state, numbers):
-        inner = momentum(init_state, numbers)
-        params, _, new = self.replaced(inner, others(4, 0))
-        assert bits(new) == bits(fz.freeze(inner, only(4, 0, head=True)).init(params))
+    def test_a_count_by_any_name(self):
+        in_dict = lambda count, trace: {"t": count, "m": trace}, lambda state: (state["t"], state["m"])
+        for inner in (momentum(lambda *both: both, lambda state: state), momentum(*in_dict)):
+            params, _, new = self.replaced(inner, others(4, 0))
+            assert bits(new) == bits(fz.freeze(inner, only(4, 0, head=True)).init(params))
 
     def test_a_count_of_moments_in_another_container_goes_on(self):
         """It may as well be that of a schedule."""
@@ -619,7 +551,7 @@ class TestReplaceMasks:
         assert not any(leaf.any() for leaf in jax.tree.leaves(moments))
 
     def test_a_number_that_depends_on_the_parameters(self):
-        inner = momentum(lambda count, trace: (count, trace), lambda state: state)
+        inner = momentum(lambda *both: both, lambda state: state)
         inner = inner._replace(init=lambda params: (optax.tree.norm(params), optax.tree.zeros_like(params)))
         params, _, new = self.replaced(inner, others(4, 0), steps=0)
         assert bits(new) == bits(fz.freeze(inner, only(4, 0, head=True)).init(params))
@@ -655,8 +587,6 @@ class TestReplaceMasks:
 class TestOtherStates:
     """``replace_masks`` of a state inside other states, from a program, or in other memory."""
 
-    masks = {"layers/**": ~fz.rows(jnp.array([0, 3]))}  # noqa: RUF012
-
     def test_several_states_that_differ_in_their_masks_alone(self):
         """Each ``init`` gets the masks of its own state, also in a dict that ``jit`` has sorted."""
         params = {"a": jnp.arange(4.0), "b": jnp.arange(4.0)}
@@ -674,11 +604,11 @@ class TestOtherStates:
 
         tx, params = make(3, 1), init()
         _, state = tx.update(params, tx.init(params), params)
-        new = fz.replace_masks(state, tx, params, self.masks)
+        new = fz.replace_masks(state, tx, params, others(0, 3))
         assert bits(new) == bits(fz.migrate(state, make(0, 3), params))
         assert bits(optax.tree.get(new, "mu")["layers"]["bias"].values[1]) == bits(0.1 * params["layers"]["bias"][3])
         mapped = optax.tree_map_params(tx, lambda x: x, state)
-        assert bits(fz.replace_masks(mapped, tx, params, self.masks)) == bits(new)
+        assert bits(fz.replace_masks(mapped, tx, params, others(0, 3))) == bits(new)
 
     def test_in_a_scan_with_donated_state(self):
         tx, params = fz.freeze(optax.MultiSteps(optax.adam(0.1), 2), only(3, 1), full_updates=False), init()
@@ -713,8 +643,7 @@ class TestOtherStates:
             assert np.flatnonzero((np.asarray(model.kernel[...]) != before).any(1)).tolist() == sorted(index)
 
     def test_in_host_memory(self):
-        tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), True), "embed": False})
-        params, new = init(), {"layers/**": fz.rows(jnp.array([3, 0]))}
+        tx, params, new = TestGroups().tx(), init(), TestGroups.rows(3, 0)
         _, state = step_of(tx)(params, tx.init(params))
         moved = fz.offload(state, min_bytes=0)
         replaced = fz.replace_masks(moved, tx, params, new)
@@ -723,8 +652,13 @@ class TestOtherStates:
 
 
 class TestGroups:
-    def tx(self, condition=True):
-        return fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), condition), "embed": False})
+    def tx(self, condition=True, **others):
+        groups = {"layers/**": (fz.rows(jnp.array([3, 1])), condition), "embed": False, **others}
+        return fz.freeze_when(optax.adam(0.1), groups)
+
+    @staticmethod
+    def rows(*index):
+        return {"layers/**": fz.rows(jnp.array(index))}
 
     def test_the_group_has_the_rows_and_other_leaves_the_others(self):
         params, tx = init(), self.tx()
@@ -732,38 +666,34 @@ class TestGroups:
         step = jax.jit(step_of(tx))
         after, state = step(params, state)
         assert moved(params, after) == [0, 2, 4]
-        state = fz.set_frozen(state, {"layers/**": True})
-        state = fz.replace_masks(state, tx, after, {"layers/**": fz.rows(jnp.array([0, 1]))})
+        state = fz.replace_masks(state, tx, after, self.rows(0, 1))
         last, state = step(after, state)
         assert moved(after, last) == [2, 3, 4]
         state = fz.set_frozen(state, {"layers/**": False})
         assert moved(last, step(last, state)[0]) == [0, 1, 2, 3, 4]
-        count = state.groups["layers/**"].inner_state[0].count
-        assert count == 0
-        assert state.ungrouped_state[0].count == 2
+        assert (state.groups["layers/**"].inner_state[0].count, state.ungrouped_state[0].count) == (0, 2)
 
     def test_moments_and_counts_go_with_the_rows(self):
         params, tx = init(), self.tx(False)
         _, state = step_of(tx)(params, tx.init(params))
-        new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 3]))})
+        new = fz.replace_masks(state, tx, params, self.rows(0, 3))
         bias = lambda s: np.asarray(s[0].mu["layers"]["bias"].values)  # noqa: E731
         group, rest = (bias(s) for s in (new.groups["layers/**"].inner_state, new.ungrouped_state))
         assert bits(group[1]) == bits(bias(state.groups["layers/**"].inner_state)[1])
         assert not group[0].any()
         assert bits(rest[1:]) == bits(bias(state.ungrouped_state)[1:])
         assert not rest[0].any()
-        other = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 2]))})
+        other = fz.replace_masks(state, tx, params, self.rows(0, 2))
         counts = [(s.groups["layers/**"].inner_state[0].count, s.ungrouped_state[0].count) for s in (new, other)]
         assert counts == [(1, 1), (0, 1)]
 
     def test_a_group_and_the_remainder_of_its_leaf(self):
-        params = init()
-        tx = fz.freeze_when(optax.adam(0.1), {"layers/**": (fz.rows(jnp.array([3, 1])), True), "**": True})
+        params, tx = init(), self.tx(**{"**": True})
         state = tx.init(params)
         grads = jax.jit(lambda params, state: fz.grad(loss, fz.spec_of(state))(params, X))(params, state)
-        assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
+        assert not any(np.asarray(g).any() for g in jax.tree.leaves({**grads, "embed": 0}))
         assert fz.resolve(params, fz.spec_of(state))["layers"] == {"bias": True, "kernel": True}
-        state = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 1]))})
+        state = fz.replace_masks(state, tx, params, self.rows(0, 1))
         state = fz.set_frozen(state, {"**": False})
         assert moved(params, step_of(tx)(params, state)[0]) == [2, 3, 4]
 
@@ -771,7 +701,7 @@ class TestGroups:
         groups = {"layers/**": (fz.rows(jnp.array([3, 1])), False)}
         tx, params = fz.freeze_when(optax.adan(0.1), groups, coupled=optax.scale_by_adam()), init()
         _, state = step_of(tx)(params, tx.init(params))
-        new = fz.replace_masks(state, tx, params, {"layers/**": fz.rows(jnp.array([0, 2]))})
+        new = fz.replace_masks(state, tx, params, self.rows(0, 2))
         assert bits(new.coupled_state) == bits(state.coupled_state)
         assert [new.groups["layers/**"].inner_state[0].t, new.ungrouped_state[0].t] == [0, 1]
 
@@ -788,67 +718,53 @@ def test_assert_frozen_and_fingerprint():
     fz.assert_frozen(params, moved, only(2, 3))
     with pytest.raises(AssertionError, match="layers/bias: 3 of"):
         fz.assert_frozen(params, moved, only(1, 3))
-    digest = functools.partial(
-        jax.jit(lambda params, index: fz.fingerprint(params, {"layers": ~fz.rows(index), "embed": True, "head": False}))
-    )
-    assert (
-        bits(digest(params, jnp.array([2, 3])))
-        == bits(digest(moved, jnp.array([3, 2])))
-        == bits(fz.fingerprint(params, static(2, 3)))
-    )
-    assert bits(digest(params, jnp.array([1, 3]))) != bits(digest(moved, jnp.array([1, 3])))
+    digest = jax.jit(lambda params, *index: fz.fingerprint(params, only(*index)))
+    expected = bits(fz.fingerprint(params, static(2, 3)))
+    assert bits(digest(params, 2, 3)) == bits(digest(moved, 3, 2)) == expected
+    assert bits(digest(params, 1, 3)) != bits(digest(moved, 1, 3))
 
 
-class TestCheckpoint:
-    def test_rows_that_trained_before_belong_to_the_checkpoint(self, tmp_path):
-        """Saved with what never trains as frozen, a checkpoint has all rows."""
-        base = init()
-        tx = fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
-        params, state = step_of(tx, False)(base, tx.init(base))
-        state = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([0, 2]))})
-        params, state = step_of(tx, False)(params, state)
-        checkpoint.save(tmp_path / "a", params, fz.spec_of(state), step=1)
-        with pytest.raises(ValueError, match="the base differs"):
-            checkpoint.restore(tmp_path / "a", base)
-        checkpoint.save(tmp_path / "b", params, "embed", step=1, opt_state=state)
-        new, restored = checkpoint.restore(tmp_path / "b", base, opt_state=tx.init(base))
-        assert bits(new) == bits(params)
-        assert bits(restored) == bits(state)
-        assert bits(step_of(tx, False)(new, restored)) == bits(step_of(tx, False)(params, state))
+def test_rows_that_trained_before_belong_to_the_checkpoint(tmp_path):
+    """Saved with what never trains as frozen, a checkpoint has all rows."""
+    base, tx = init(), fz.freeze(optax.adam(0.1), only(3, 1), full_updates=False)
+    step = step_of(tx, False)
+    params, state = step(base, tx.init(base))
+    params, state = step(params, fz.replace_masks(state, tx, params, others(0, 2)))
+    checkpoint.save(tmp_path / "a", params, fz.spec_of(state), step=1)
+    with pytest.raises(ValueError, match="the base differs"):
+        checkpoint.restore(tmp_path / "a", base)
+    checkpoint.save(tmp_path / "b", params, "embed", step=1, opt_state=state)
+    restored = checkpoint.restore(tmp_path / "b", base, opt_state=tx.init(base))[:2]
+    assert bits(restored) == bits((params, state))
+    assert bits(step(*restored)) == bits(step(params, state))
 
 
 class TestSharded:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
     @pytest.mark.parametrize("spec", [P(None, None, "data"), P("data")])
     def test_fingerprint_and_checkpoint(self, spec, tmp_path):
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        params = {"layers": jax.device_put(jnp.ones((8, 4, 8)), NamedSharding(mesh, spec))}
-        frozen = {"layers": ~fz.rows(jnp.array([5, 2]))}
-        assert bits(fz.fingerprint(params, frozen)) == bits(fz.fingerprint(params, {"layers": ~fz.rows([2, 5])}))
-        checkpoint.save(tmp_path, params, frozen, step=0)
-        assert bits(checkpoint.restore(tmp_path, params, frozen={"layers": ~fz.rows(jnp.array([2, 5]))})[0]) == bits(
-            params
-        )
+        params = jax.device_put(jnp.ones((8, 4, 8)), NamedSharding(self.mesh, spec))
+        trains = lambda *index: ~fz.rows(jnp.array(index))  # noqa: E731
+        assert bits(fz.fingerprint(params, trains(5, 2))) == bits(fz.fingerprint(params, ~fz.rows([2, 5])))
+        checkpoint.save(tmp_path, params, trains(5, 2), step=0)
+        assert bits(checkpoint.restore(tmp_path, params, frozen=trains(2, 5))[0]) == bits(params)
         with pytest.raises(ValueError, match="the spec differs"):
-            checkpoint.restore(tmp_path, params, frozen={"layers": ~fz.rows(jnp.array([1, 5]))})
+            checkpoint.restore(tmp_path, params, frozen=trains(1, 5))
 
     def test_the_state_lies_beside_the_parameters(self):
-        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
-        params = {
-            "layers": {"kernel": place(jnp.ones((LAYERS, 8, 4)), None, "data", "model")},
-            "head": place(jnp.ones(4)),
-        }
+        params = {"layers": jnp.ones((LAYERS, 8, 4)), "head": jnp.ones(4)}
+        specs = {"layers": P(None, "data", "model"), "head": P()}
+        params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), params, specs)
         frozen = {"layers": ~fz.rows(jnp.array([3, 1])), "head": False}
         tx = fz.freeze(optax.adam(0.1), frozen, full_updates=False)
-        shardings = fz.state_shardings(tx, params)
-        state = jax.jit(tx.init, out_shardings=shardings)(params)
-        assert optax.tree.get(state, "mu")["layers"]["kernel"].values.sharding.spec == P(None, "data", "model")
-        assert state.masks["layers"]["kernel"].sharding.is_fully_replicated
-        replaced = fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jnp.array([0, 1]))})
+        state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
+        assert optax.tree.get(state, "mu")["layers"].values.sharding.spec == specs["layers"]
+        assert state.masks["layers"].sharding.is_fully_replicated
+        replaced = fz.replace_masks(state, tx, params, {"layers": ~fz.rows(jnp.array([0, 1]))})
         assert jax.tree.map(lambda x: x.sharding, replaced) == jax.tree.map(lambda x: x.sharding, state)
 
     def test_each_device_trains_other_rows_of_its_own(self):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         params = {"w": jnp.arange(32.0).reshape(8, 4) + 1}
 
         def step(params, index):
@@ -857,16 +773,6 @@ class TestSharded:
             updates, _ = tx.update(fz.grad(lambda p: (p["w"] ** 2).sum() / 2, fz.spec_of(state))(params), state, params)
             return fz.apply_updates(params, updates)
 
-        sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P("data")))
+        sharded = jax.jit(jax.shard_map(step, mesh=self.mesh, in_specs=(P("data"), P("data")), out_specs=P("data")))
         new = sharded(params, jnp.array([0, 1, 1, 0]))
         assert bits(new["w"]) == bits(params["w"].at[jnp.array([0, 3, 5, 6])].set(0))
-
-
-def test_a_state_may_be_pickled_and_mapped():
-    tx = fz.freeze(optax.adagrad(0.1), only(3, 1))
-    state = tx.init(init())
-    copy = pickle.loads(pickle.dumps(state))
-    new = fz.replace_masks(copy, tx, init(), {"layers/**": ~fz.rows(jnp.array([4, 3]))})
-    assert float(optax.tree.get(new, "sum_of_squares")["layers"]["bias"].values[1, 0]) == pytest.approx(0.1)
-    mapped = optax.tree_map_params(tx, lambda x: x + 0, state)
-    tx.update(jax.tree.map(jnp.ones_like, init()), mapped, init())

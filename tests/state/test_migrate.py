@@ -95,24 +95,22 @@ MASKS = {
 
 
 class TestParts:
-    @pytest.fixture
-    def params(self):
-        return {"w": jax.random.normal(jax.random.key(0), (6, 3)), "v": jnp.ones(2)}
+    params = {"w": jax.random.normal(jax.random.key(0), (6, 3)), "v": jnp.ones(2)}  # noqa: RUF012
 
     @pytest.mark.parametrize("before", MASKS)
     @pytest.mark.parametrize("after", MASKS)
-    def test_surviving_elements_keep_their_moments(self, params, before, after):
+    def test_surviving_elements_keep_their_moments(self, before, after):
         (spec, was_frozen), (new_spec, is_frozen) = MASKS[before], MASKS[after]
         tx, new_tx = (fz.freeze(optax.scale_by_adam(), fz.rules({"w": choice})) for choice in (spec, new_spec))
-        _, state = train(tx, params)
-        new, report = fz.migrate(state, new_tx, params, report=True)
+        _, state = train(tx, self.params)
+        new, report = fz.migrate(state, new_tx, self.params, report=True)
         for name in ("mu", "nu"):
             kept = jnp.where(was_frozen | is_frozen, 0, self.whole(state, name))
             assert bits(self.whole(new, name)) == bits(kept)
         assert optax.tree.get(new, "count") == 3
         assert any("w" in place for place in report.created) == bool((was_frozen & ~is_frozen).any())
         assert any("w" in place for place in report.dropped) == bool((~was_frozen & is_frozen).any())
-        train(new_tx, params, 1, new)
+        train(new_tx, self.params, 1, new)
 
     @staticmethod
     def whole(state, name):
@@ -121,15 +119,13 @@ class TestParts:
         zeros = {"w": jnp.zeros((6, 3)), "v": jnp.zeros(2)}
         return fz.combine(moment, fz.partition(zeros, fz.spec_of(state))[1])["w"]
 
-    def test_rows_of_the_trainable_part(self, params):
+    def test_rows_of_the_trainable_part(self):
         tx = optax.adam(0.1)
-        few, more = (fz.partition(params, fz.rules({"w": fz.rows(slice(0, n))}))[0] for n in (4, 2))
+        few, more = (fz.partition(self.params, fz.rules({"w": fz.rows(slice(0, n))}))[0] for n in (4, 2))
         _, state = train(tx, few)
-        new = fz.migrate(state, tx, more)
-        mu, old = (optax.tree.get(s, "mu")["w"] for s in (new, state))
+        mu, old = (optax.tree.get(s, "mu")["w"] for s in (fz.migrate(state, tx, more), state))
         assert mu.index == more["w"].index
-        assert bits(mu.values[2:]) == bits(old.values)
-        assert not mu.values[:2].any()
+        assert bits(mu.values) == bits(jnp.concatenate([jnp.zeros((2, 3)), old.values]))
 
 
 class TestGroups:
@@ -158,21 +154,16 @@ class TestGroups:
         assert optax.tree.get(new.inner_states["encoder"], "count") == 0
         assert at(new, "'head'") == at(state, "'head'")
 
-    def test_every_group_of_leaves_that_trained_has_their_count(self, params):
-        _, state = train(optax.adam(0.1), params, 5)
-        new = fz.migrate(state, fz.freeze_when(optax.adam(0.1), {"encoder": True}), params)
-        assert new.groups["encoder"].inner_state[0].count == new.ungrouped_state[0].count == 5
-        assert at(new, "layer_0") == at(state, "layer_0")
-        jax.jit(lambda state: state, donate_argnums=0)(new)  # no buffer stands there twice
-
     def test_to_a_group_of_each_leaf_and_back(self, params):
+        """Every group of leaves that trained has their count."""
         _, state = train(optax.adam(0.1), params, 5)
         tx = fz.freeze_when(optax.adam(0.1), {fz.each("encoder"): True})
         new, report = fz.migrate(state, tx, params, report=True)
-        assert {int(group.inner_state[0].count) for group in new.groups.values()} == {5}
+        assert {int(s[0].count) for s in (new.ungrouped_state, *(g.inner_state for g in new.groups.values()))} == {5}
         assert report.created == ("step", *(f"groups/{name}/condition_state" for name in new.groups))
         assert bits(fz.migrate(new, tx, params)) == bits(new)
         assert bits(fz.migrate(new, optax.adam(0.1), params)) == bits(state)
+        jax.jit(lambda state: state, donate_argnums=0)(new)  # no buffer stands there twice
 
     def test_groups_that_join_have_the_count_of_the_one_that_trained_most(self, params):
         _, state = train(fz.freeze_when(optax.adam(0.1), {"encoder": fz.unfreeze_at(3)}), params, 5)
@@ -193,9 +184,8 @@ class TestGroups:
         assert fz.currently_frozen(new) == {"encoder/layer_0": False, "head/bias": True, "head": True}
         counts = {name: int(group.inner_state[0].count) for name, group in new.groups.items()}
         assert counts == {"encoder/layer_0": 0, "head/bias": 2, "head": 2}
-        assert bits(new.groups["head"].inner_state[0].mu["head"]["kernel"]) == bits(
-            state.groups["head"].inner_state[0].mu["head"]["kernel"]
-        )
+        mu, old = (s.groups["head"].inner_state[0].mu["head"]["kernel"] for s in (new, state))
+        assert bits(mu) == bits(old)
 
     def test_schedules_without_moments(self, params):
         """No array says which leaves an optimizer has: labels and specs do."""
@@ -221,52 +211,46 @@ class TestGroups:
 
 
 class TestNNX:
-    def test_in_an_nnx_optimizer(self):
-        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+    @pytest.fixture
+    def model(self):
+        return nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+
+    @staticmethod
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
+
+    def test_in_an_nnx_optimizer(self, model):
         inner = optax.MultiSteps(optax.adam(0.1), 1)
-        optimizer = nnx.Optimizer(
-            model, fz.freeze(inner, fz.rules({"layers/0/kernel": fz.rows([0, 1]), "layers/1": True})), wrt=nnx.Param
-        )
-
-        def step(model, optimizer):
-            optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
-
-        step(model, optimizer)
+        spec = fz.rules({"layers/0/kernel": fz.rows([0, 1]), "layers/1": True})
+        optimizer = nnx.Optimizer(model, fz.freeze(inner, spec), wrt=nnx.Param)
+        self.step(model, optimizer)
         new = nnx.Optimizer(model, fz.freeze(inner, fz.rules({"layers/0/kernel": fz.rows([0])})), wrt=nnx.Param)
         migrated, report = fz.migrate(optimizer.opt_state, new.tx, nnx.state(model, nnx.Param), report=True)
         nnx.update(new.opt_state, nnx.state(migrated))
         assert report.dropped == ()
+        trees = ("inner_opt_state/0/mu", "inner_opt_state/0/nu", "acc_grads")
         assert {place for place in report.created if "layers/0" in place} == {
-            f"inner_opt_state/0/{name}/layers/0/kernel" for name in ("mu", "nu")
-        } | {"acc_grads/layers/0/kernel"}
+            f"{tree}/layers/0/kernel" for tree in trees
+        }
         old_mu, new_mu = (
-            jax.tree.leaves(
-                o.opt_state.inner_state.inner_states["trainable"]
-                .inner_state.inner_opt_state[0]
-                .mu["layers"][0]["kernel"]
-            )[0]
-            for o in (optimizer, new)
+            jax.tree.leaves(optax.tree.get(state, "mu")["layers"][0]["kernel"])[0]
+            for state in (optimizer.opt_state, new.opt_state)
         )
         assert bits(new_mu[1:]) == bits(old_mu)
         assert new_mu.shape == (3, 3)
-        step(model, new)
+        self.step(model, new)
 
-    def test_parameters_frozen_and_thawed_by_type(self):
-        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1)))
+    def test_parameters_frozen_and_thawed_by_type(self, model):
         tx = optax.adam(0.1)
-
-        def step(optimizer):
-            optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
-
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        step(optimizer)
+        self.step(model, optimizer)
         fnnx.freeze(model, "layers/0")
         narrow, report = fz.migrate(optimizer.opt_state, tx, nnx.state(model, nnx.Param), report=True)
         assert all("layers/0" in place for place in report.dropped)
         assert report.created == ()
         after = nnx.Optimizer(model, tx, wrt=nnx.Param)
         nnx.update(after.opt_state, nnx.state(narrow))
-        step(after)
+        self.step(model, after)
         fnnx.thaw(model)
         wide, report = fz.migrate(after.opt_state, tx, nnx.state(model, nnx.Param), report=True)
         assert all("layers/0" in place for place in report.created)
@@ -274,21 +258,6 @@ class TestNNX:
         assert wide[0].count == 2
         with pytest.raises(ValueError, match="belongs to other parameters or"):
             fz.migrate(after.opt_state, optax.sgd(0.1, momentum=0.9), nnx.state(model, nnx.Param))
-
-
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.adam(0.1),
-        fz.freeze(optax.adam(0.1), "encoder"),
-        fz.freeze_when(optax.sgd(0.1, momentum=0.9), {"head": True}),
-    ],
-)
-def test_the_parameters_first(params, tx):
-    with pytest.raises(
-        TypeError, match=r"state first and the parameters last(.|\n)*swap the first and the last argument"
-    ):
-        fz.migrate(params, tx, tx.init(params))
 
 
 class TestItDoesNotFit:
@@ -302,21 +271,15 @@ class TestItDoesNotFit:
         ],
         ids=["another leaf", "a leaf less", "another name", "another width"],
     )
-    @pytest.mark.parametrize("spec", ["encoder/layer_0", False])
-    def test_a_state_of_another_model(self, params, model, spec):
-        tx = fz.freeze(optax.adam(0.1), spec)
-        _, state = train(tx, params, 1)
-        with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/mu/"):
-            fz.migrate(state, tx, model(params))
+    def test_a_state_of_another_model(self, params, model):
+        for spec in ("encoder/layer_0", False):
+            tx = fz.freeze(optax.adam(0.1), spec)
+            with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/mu/"):
+                fz.migrate(tx.init(params), tx, model(params))
 
-    @pytest.mark.parametrize(
-        "frozen",
-        [fz.rows(slice(0, 2)), fz.elements(np.arange(8).reshape(4, 2) < 3, compact=True)],
-        ids=["rows", "compact elements"],
-    )
+    @pytest.mark.parametrize("frozen", [fz.rows(slice(0, 2)), fz.elements(np.eye(4, 2) == 1, compact=True)], ids=repr)
     def test_part_of_a_table_that_has_grown(self, frozen):
-        tx = fz.freeze(optax.adam(0.1), [frozen])
-        _, state = train(tx, [jnp.ones((4, 2))], 1)
+        state = fz.freeze(optax.adam(0.1), [frozen]).init([jnp.ones((4, 2))])
         expected = r"belongs to other parameters or(.|\n)*at: 0/mu/0(.|\n)*\(4, 2\)(.|\n)*\(6, 2\)"
         for after in (fz.rows(slice(0, 4)), False):
             with pytest.raises(ValueError, match=expected):
@@ -333,19 +296,16 @@ class TestItDoesNotFit:
         ids=["longer chain", "no state", "momentum", "schedule"],
     )
     def test_a_state_of_another_optimizer(self, params, other):
-        _, state = train(fz.freeze(optax.chain(optax.adam(0.1), optax.ema(0.9)), "encoder"), params, 1)
+        state = fz.freeze(optax.chain(optax.adam(0.1), optax.ema(0.9)), "encoder").init(params)
         with pytest.raises(ValueError, match="or to another optimizer"):
             fz.migrate(state, fz.freeze(other, "encoder/layer_0"), params)
 
     def test_compact_elements_of_the_trainable_part(self, params):
         """Their mask is in the other part: another of the same count would mix up their moments."""
-        masks = (np.arange(8).reshape(4, 2) < 4, np.arange(8).reshape(4, 2) >= 4)
-        first, second = (
-            fz.partition(params, fz.rules({"head/kernel": fz.elements(mask, compact=True)}))[0] for mask in masks
-        )
-        _, state = train(optax.adam(0.1), first, 1)
+        first = fz.elements(np.arange(8).reshape(4, 2) < 4, compact=True)
+        first, second = (fz.partition(params, fz.rules({"head/kernel": mask}))[0] for mask in (first, ~first))
         with pytest.raises(ValueError, match=r"does not contain the mask of a leaf(.|\n)*at: 0/mu/head/kernel"):
-            fz.migrate(state, optax.adam(0.1), second)
+            fz.migrate(optax.adam(0.1).init(first), optax.adam(0.1), second)
 
     def test_what_trained_freezes_and_what_was_frozen_thaws(self, params):
         """Nothing survives, and that is right."""
@@ -356,29 +316,20 @@ class TestItDoesNotFit:
         assert report.carried == ()
 
 
-NAMED_AS_A_FIELD = {"x": jnp.ones(4), "mu": {"x": jnp.ones(4)}}
-FIRST, SECOND = (
-    {"x": fz.elements(np.array(mask), compact=True), "mu": {"x": False}}
-    for mask in ([True, False, True, False], [True, True, False, False])
-)
-
-
 class TestAParameterNamedAsAFieldOfTheState:
     def test_compact_elements_move_with_all_their_moments(self):
-        tx = fz.freeze(optax.adam(0.1), FIRST)
-        params, state = train(tx, NAMED_AS_A_FIELD, 1)
-        adam = (
-            fz.replace_masks(state, tx, params, {"x": SECOND["x"]}).inner_state.inner_states["trainable"].inner_state[0]
+        before, after = (
+            fz.elements(np.array(mask), compact=True) for mask in ([True, False] * 2, [True] * 2 + [False] * 2)
         )
-        old = state.inner_state.inner_states["trainable"].inner_state[0]
+        tx = fz.freeze(optax.adam(0.1), {"x": before, "mu": {"x": False}})
+        params, old = train(tx, {"x": jnp.ones(4), "mu": {"x": jnp.ones(4)}}, 1)
+        new = fz.replace_masks(old, tx, params, {"x": after})
+        old, new = (state.inner_state.inner_states["trainable"].inner_state[0] for state in (old, new))
         for moment in ("mu", "nu"):
-            before, after = (getattr(node, moment)["x"].values for node in (old, adam))
-            assert bits(after) == bits(jnp.array([0.0, before[1]]))
+            assert bits(getattr(new, moment)["x"].values) == bits(getattr(old, moment)["x"].values.at[0].set(0))
 
     def test_counts_of_groups(self):
         params = {"a": jnp.ones(2), "count": jnp.ones(())}
         tx = fz.freeze_when(optax.adam(0.1), {"a": fz.unfreeze_at(3)})
-        state = tx.init(params)
-        for _ in range(4):
-            _, state = tx.update(params, state, params)
+        _, state = train(tx, params, 4)
         assert bits(fz.migrate(state, tx, params)) == bits(state)
