@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import bits
 
 import optax_freeze as fz
 from gallery import trainers
