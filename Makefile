@@ -85,10 +85,11 @@ clean:  ## remove the environment
 	touch $@
 
 # By uv, since pip searches for hours among the versions of what these packages need.
-.venv/gallery/installed: tests/gallery/requirements.txt tests/gallery/constraints.txt pyproject.toml
+.venv/gallery/installed: tests/gallery/requirements.txt tests/gallery/constraints.txt tests/gallery/trainers_requirements.txt pyproject.toml
 	test -x .venv/gallery/bin/python || $(PYTHON312) -m venv .venv/gallery
 	.venv/gallery/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv/gallery/bin/python -m uv pip install --quiet --python .venv/gallery/bin/python -e . -r tests/gallery/requirements.txt -c tests/gallery/constraints.txt
+	.venv/gallery/bin/python -m uv pip install --quiet --python .venv/gallery/bin/python --no-deps -r tests/gallery/trainers_requirements.txt
 	touch $@
 
 .venv/pytorch/installed: tests/gallery/pytorch_requirements.txt tests/gallery/pytorch_constraints.txt pyproject.toml

@@ -21,7 +21,10 @@ class Update:
     """The ``update`` of a transformation that can add its updates to the parameters itself.
 
     ``run(grads, state, params, extra_args, in_place=...)`` gives updates or new parameters, and the new state.
+    It has the name of a function, for ``jax.named_call`` around it.
     """
+
+    __name__ = "update"
 
     run: Callable[..., tuple[PyTree, PyTree]]
 

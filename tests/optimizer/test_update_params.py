@@ -156,6 +156,13 @@ class TestIsUpdateAndApply:
         assert [bits(new["a"][i]) != bits(params["a"][i]) for i in (0, 1)] == [False, True]
 
 
+@pytest.mark.parametrize("tx", [fz.freeze(optax.sgd(0.5), "v"), fz.freeze_when(optax.sgd(0.5), {"v": True})])
+def test_an_update_has_a_name_for_named_call(tx):
+    params = {"v": jnp.ones(2), "w": jnp.ones(3)}
+    updates, _ = jax.named_call(tx.update)(params, tx.init(params), params)
+    assert bits(optax.apply_updates(params, updates)["v"]) == bits(params["v"])
+
+
 class TestFrozenBits:
     def test_are_kept_whatever_the_gradient(self, awkward, odd_bits):
         params = {"frozen": {**awkward["frozen"], **odd_bits["frozen"]}, "trains": jnp.ones(2)}
