@@ -258,6 +258,9 @@ _BY_FILE = {
             "-k one_variant_of_each",
         ),
     ],
+    ("_optimizer/update_params.py", "tests/optimizer/test_update_params.py"): [
+        ('    __name__ = "update"\n', "", "-k name_for_named"),
+    ],
     ("_program/by_row.py", "tests/gradient/test_from_the_host.py"): [
         ('if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:', "if False:", "-k 'Lookups and filled'"),
         ("and _count(indices) < operand.shape[0]", "", "-k as_many_tokens_as_rows"),
