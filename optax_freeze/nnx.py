@@ -388,7 +388,8 @@ def _is_node(value: Any) -> bool:
 
 
 def _frozen(param: nnx.Variable) -> nnx.Variable:
-    original = {} if param.type is nnx.Param else {_ORIGINAL_TYPE: param.type}
+    cls = type(param) if issubclass(type(param), nnx.Variable) else param.type  # of a hijax variable
+    original = {} if cls is nnx.Param else {_ORIGINAL_TYPE: cls}
     return FrozenParam.from_metadata(_raw(param), {**param.get_metadata(), **original})
 
 

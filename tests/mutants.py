@@ -649,8 +649,8 @@ _BY_FILE = {
         ("seen = _thawed(variable) if isinstance(variable, FrozenParam) else variable", "seen = variable", "-k filter"),
         (" and not isinstance(n, _Stored)]", "]", "-k threads"),
         (
-            "param.type is nnx.Param else {_ORIGINAL_TYPE: param.type}",
-            "type(param) is nnx.Param else {_ORIGINAL_TYPE: type(param)}",
+            "cls = type(param) if issubclass(type(param), nnx.Variable) else param.type",
+            "cls = type(param)",
             "-k freeze_and_thaw_hijax",
         ),
         ("        return variable.get_raw_value()", "        pass", "-k freeze_and_thaw_hijax"),

@@ -63,8 +63,9 @@ def chain(rngs):
 
 def kinds(module):
     """The type of each variable, by path."""
-    flat = nnx.to_flat_state(nnx.state(module))
-    return {"/".join(map(str, path)): variable.type.__name__ for path, variable in flat}
+    found = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(module))}
+    classes = {path: v.type if type(v).__name__ == "HijaxVariable" else type(v) for path, v in found.items()}
+    return {path: cls.__name__ for path, cls in classes.items()}
 
 
 def trains(module):
