@@ -90,13 +90,14 @@ class Runs:
     def __init__(self, step: Step, steps: int) -> None:
         self.step = step
         self.held = [k for k in step.entries if self._is_held(k)]
-        self.averages = self._averages(steps)
+        values = other_values(step)
+        self.averages = self._averages(steps, values)
         inexact = [k for k in self.held if jnp.issubdtype(step.start[k].dtype, jnp.inexact)]
         moments = {k: jnp.asarray(step.start[k]) + 1 for k in inexact if k not in self.averages}
         self.states: dict[str, list[State]] = {
             "": step.run(steps),
             _BATCH: step.run(steps, batch=other_batch(step.batch)),
-            _VALUES: step.run(steps, other_values(step)),
+            _VALUES: step.run(steps, values),
         }
         self.states[_STATE] = step.run(steps, moments) if moments else self.states[""]
 
@@ -111,7 +112,7 @@ class Runs:
         i = step.owner(k)
         return i is not None and is_of_frozen(step.plan.selections[i], entry)
 
-    def _averages(self, steps: int) -> dict[int, tuple[Any, Any]]:
+    def _averages(self, steps: int, values: dict[int, Any]) -> dict[int, tuple[Any, Any]]:
         """State that is close to the parameters, and that follows a frozen value which does not move."""
         step, close = self.step, set()
         params = {k: step.params[i] for k in step.entries if (i := step.owner(k)) is not None}
@@ -122,7 +123,6 @@ class Runs:
                 close |= {*pairs} & {*self.held} if far < optax.tree.norm([b for _, b in pairs.values()]) / 2 else set()
         if not close:
             return {}
-        values = other_values(step)
         own = {k: values[params[k]].astype(step.start[k].dtype) for k in close}
         equal = step.run(steps, values | own)[-1]
         follows = step.run(steps, {position: value * 1024 for position, value in values.items()} | own)[-1]
@@ -183,14 +183,15 @@ def _moved(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[Leak]:
 
     reacts = _STATE in moves and runs.differ(_STATE, position, selection)
     if moves.keys() - {_STATE}:
-        is_set = program is not None and program.sets(i) and not runs.decays(position, selection)
+        decays = runs.decays(position, selection)
+        is_set = program is not None and program.sets(i) and not decays
         trains = program is not None and i in program.trained
         if trains or (not is_set and runs.differ(_BATCH, position, selection)):
             yield leak(OTHER_SPEC if path in step.trains_in_state else TRAINS if trains else BATCH)
             return
         if is_set:
             yield leak(SET)
-        elif runs.decays(position, selection):
+        elif decays:
             yield leak(DECAY)
         elif not reacts:
             yield leak(AFTER)

@@ -87,7 +87,8 @@ class StepProgram:
         self._live = _live(self._program.eqns, self._program.outputs)
         self.flops = flops_of_program(self._live)
         self._ends = self._ends_of_backward()
-        self.has_backward = any(_is_backward(eqn) or _contains_backward(eqn) for eqn in self._program.eqns)
+        self._backward = [eqn for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn)]
+        self.has_backward = bool(self._backward)
         self.ambiguous: set[tuple[int, ...]] = set()
         self.trained: set[int] = set()
         self.gradients = self._gradients()
@@ -95,8 +96,7 @@ class StepProgram:
     def untrained(self) -> list[int]:
         """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads."""
         place = {k: n for n, k in enumerate(self._inputs)}
-        around = [eqn for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn)]
-        backward = {n for eqn in around for n in eqn.outputs}
+        backward = {n for eqn in self._backward for n in eqn.outputs}
         reached = dependent(self._program, backward)
         updated = {self._param_at.get(k, self._step.owner(k)) for k, out in self._outs.items() if out in reached}
         candidates = [i for i in self._step.params if not self._step.is_frozen(i) and i not in updated]
@@ -106,11 +106,15 @@ class StepProgram:
 
     def sets(self, i: int) -> bool:
         """Whether the new value of a parameter depends on the batch, but not on a gradient."""
-        out = self._outs.get(self._step.params[i])
-        batch = [n for n, k in enumerate(self._inputs) if k >= len(self._step.start)]
-        return self.has_backward and out in dependent(self._program, batch) - dependent(self._program, self._ends)
+        return self.has_backward and self._outs.get(self._step.params[i]) in self._of_batch_alone
 
-    @property
+    @functools.cached_property
+    def _of_batch_alone(self) -> set[int]:
+        """The values that depend on the batch, but not on a gradient."""
+        batch = [n for n, k in enumerate(self._inputs) if k >= len(self._step.start)]
+        return dependent(self._program, batch) - dependent(self._program, self._ends)
+
+    @functools.cached_property
     def _outs(self) -> dict[int, Any]:
         return {k: n for k, n in zip(self._traced, self._program.outputs, strict=True) if isinstance(n, int)}
 
