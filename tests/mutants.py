@@ -264,7 +264,7 @@ _BY_FILE = {
     ("_program/by_row.py", "tests/gradient/test_from_the_host.py"): [
         ('if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:', "if False:", "-k 'Lookups and filled'"),
         ("and _count(indices) < operand.shape[0]", "", "-k as_many_tokens_as_rows"),
-        ("_has_experts(eqn) and not axes:", "_has_experts(eqn):", "-k may_be_divided"),
+        ("_has_experts(eqn) and not _axes(eqn):", "_has_experts(eqn):", "-k may_be_divided"),
         (
             "is_here = ((numbers >= first) & (numbers < stop))",
             "is_here = (numbers < stop)",

@@ -85,8 +85,10 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
         )
     plan = make_plan(tree, frozen)
-    named = [selection is FROZEN for selection in make_plan(tree, False if tables is None else tables).selections]
     values, treedef = _tree.flatten(tree)
+    named = [False] * len(values)
+    if tables is not None:
+        named = [selection is FROZEN for selection in make_plan(tree, tables).selections]
     leaves = list(zip(values, plan.leaves, plan.selections, strict=True))
     streams = [_streams(*each, min_bytes, is_table) for each, is_table in zip(leaves, named, strict=True)]
     stays = {id(value) for value, moves in zip(values, streams, strict=True) if not moves}

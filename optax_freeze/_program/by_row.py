@@ -21,19 +21,20 @@ _MOST_TOKENS = 512
 
 def operand_by_row(eqn: Equation) -> tuple[int, Callable[..., jax.Array]] | None:
     """Which operand an operation reads row by row, and how it is applied if this operand is unread."""
-    axes = {kind for aval in eqn.avals_in for kind in _axis_types(aval)} - {AxisType.Manual}
     if eqn.primitive.name == "gather" and _is_lookup(eqn):
+        axes = _axes(eqn)
         is_matrix = len(eqn.avals_in[0].shape) == 2  # `offload` moves matrices only if their rows are not divided
         return (0, _looked_up) if not axes or (axes == {AxisType.Auto} and is_matrix) else None
-    if eqn.primitive.name == "ragged_dot_general" and _has_experts(eqn) and not axes:
+    if eqn.primitive.name == "ragged_dot_general" and _has_experts(eqn) and not _axes(eqn):
         return 1, _by_experts
     return None
 
 
-def _axis_types(aval: Any) -> Sequence[AxisType]:
-    """The kinds of mesh axes over which rows of a value may be divided; the type does not say it of automatic axes."""
-    sharding = aval.sharding
-    return sharding.mesh.axis_types if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else ()
+def _axes(eqn: Equation) -> set[AxisType]:
+    """The kinds of mesh axes that may divide rows of an operand; its type does not say it of automatic axes."""
+    shardings = [aval.sharding for aval in eqn.avals_in]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return {kind for mesh in meshes if mesh.size > 1 for kind in mesh.axis_types} - {AxisType.Manual}
 
 
 def _is_lookup(eqn: Equation) -> bool:

@@ -161,8 +161,10 @@ class Walk:
 
     def _by_row(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the task of a lookup or a product with experts that are in host memory; only the rows used are read."""
-        place, apply = operand_by_row(eqn) or (0, None)
-        if self.late is None or apply is None or not self.has_rows(eqn.inputs[place], is_in_blocks):
+        if self.late is None or (found := operand_by_row(eqn)) is None:
+            return False
+        place, apply = found
+        if not self.has_rows(eqn.inputs[place], is_in_blocks):
             return False
         reads: list[Any] = [Read(value, EVERYTHING) for value in eqn.inputs]
         reads[place] = self.read(eqn.inputs[place], LAZY)
