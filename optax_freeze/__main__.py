@@ -136,11 +136,11 @@ def _is_recorded(step: epath.Path) -> bool:
 def _recorded(step: epath.Path) -> tuple[dict[str, Any], Any]:
     leaves = read_record(str(step)).leaves
     structs = {str(i): mask_struct(leaf) for i, leaf in enumerate(leaves)}
-    masks: dict[str, Any] = {i: np.zeros(s.shape, s.dtype) for i, s in structs.items() if not _tree.is_hole(s)}
+    masks: dict[str, Any] = {i: np.zeros(s.shape, s.dtype) for i, s in structs.items() if not _tree.is_masked_node(s)}
     if any(mask.size for mask in masks.values()):
         with reading(str(step), "masks"), ocp.StandardCheckpointer() as checkpointer:
             masks |= checkpointer.restore(step / "masks")
-    known = spec_of(leaves, [masks.get(str(i), _tree.HOLE) for i in range(len(leaves))])
+    known = spec_of(leaves, [masks.get(str(i), _tree.MASKED_NODE) for i in range(len(leaves))])
     # A number stands for a key, and for a leaf that is not an array.
     return {leaf.path: 0 if leaf.struct is None or is_key(leaf.struct) else leaf.struct for leaf in leaves}, known
 

@@ -250,7 +250,7 @@ class TestErrorsOfOthers:
         [(optax.adam(0.1), "encoder"), (optax.MultiSteps(optax.adam(0.1), 2), fz.rules({"encoder": fz.rows(0)}))],
         ids=["leaf", "rows"],
     )
-    def test_gradients_with_holes_for_a_state_of_the_full_parameters(self, tx, spec):
+    def test_gradients_with_masked_nodes_for_a_state_of_the_full_parameters(self, tx, spec):
         grads = fz.grad(self.loss, spec)(TWO_LAYERS)
         with pytest.raises(ValueError, match=r"(?s)different types at key path.*(MaskedNode|Part)"):
             tx.update(grads, tx.init(TWO_LAYERS), TWO_LAYERS)

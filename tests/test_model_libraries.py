@@ -245,7 +245,7 @@ def test_what_is_not_an_array_of_a_module_has_no_update(kind, gradient):
     for update in (tx.update, eqx.filter_jit(tx.update)):
         updates, _ = update(grads, state, LAYER)
         applied = [fz.apply_updates(LAYER, updates), fz.apply_updates(LAYER, updates, "w")]
-        if (kind, gradient) != ("masked_zero_updates", "ours"):  # its updates have the holes of the gradient
+        if (kind, gradient) != ("masked_zero_updates", "ours"):  # its updates have the ``MaskedNode`` of the gradient
             applied.append(eqx.apply_updates(LAYER, updates))
         for new in applied:
             assert new.inference is False
@@ -293,7 +293,7 @@ def test_numbers_of_an_equinox_module_are_settings():
 DECAYED = optax.adamw(0.1, weight_decay=0.1)
 KINDS = {
     "freeze": fz.freeze(DECAYED, False),
-    "holes": fz.freeze(DECAYED, False, full_updates=False),
+    "MaskedNode": fz.freeze(DECAYED, False, full_updates=False),
     "freeze_when": fz.freeze_when(DECAYED, {"scale": False, "module": False}),
     "masked_zero_updates": fz.masked_zero_updates({"scale": False, "module": True}),
 }

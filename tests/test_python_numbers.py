@@ -72,7 +72,7 @@ FUNCTIONS = {
     "value_and_grad": lambda params: fz.value_and_grad(loss, FROZEN)(params, X),
     "stop_gradient": lambda params: jax.grad(lambda p: loss(fz.stop_gradient(p, FROZEN), X))(params),
     "freeze": train(fz.freeze(optax.adam(0.1), FROZEN)),
-    "freeze, holes": train(fz.freeze(optax.adam(0.1), FROZEN, full_updates=False)),
+    "freeze, MaskedNode": train(fz.freeze(optax.adam(0.1), FROZEN, full_updates=False)),
     "freeze around what takes arrays": train(fz.freeze(optax.contrib.schedule_free_sgd(0.1), FROZEN)),
     "a mask": train(fz.freeze(optax.sgd(0.1), MASK), lambda state: MASK),
     "a compact mask": train(fz.freeze(optax.sgd(0.1), COMPACT), lambda state: COMPACT),

@@ -177,7 +177,7 @@ class Simulation:
                     distance = value - start[i] + noise[i]
                     distance = selections[i].choose(jnp.zeros_like(value), distance)
                     loss += (jnp.abs(distance) ** 2).sum().astype(self._loss_dtype) / 2
-                if i in fills and not _tree.is_hole(value):
+                if i in fills and not _tree.is_masked_node(value):
                     gradient = selections[i].choose(fills[i], jnp.zeros_like(value))
                     loss += _zero_with_gradient(self._loss_dtype, value, gradient)
             return loss
@@ -185,7 +185,7 @@ class Simulation:
         def gradient(i: int) -> Any:
             if i in noise:
                 return selections[i].choose(fills.get(i), values[i] - start[i] + noise[i])
-            return fills[i] if i in fills else jnp.zeros_like(values[i]) if i in values else _tree.HOLE
+            return fills[i] if i in fills else jnp.zeros_like(values[i]) if i in values else _tree.MASKED_NODE
 
         leaves = [gradient(i) for i in range(len(self.start))]
         grads = jax.tree.unflatten(
@@ -216,7 +216,7 @@ class Simulation:
         """An update of the leaf's shape, -0.0 at the elements that have none."""
         if is_nothing(change):
             nothing = zero(self.plan.leaves[i], None, value)
-            return jnp.full(value.shape, -0.0, jnp.float32) if _tree.is_hole(nothing) else nothing
+            return jnp.full(value.shape, -0.0, jnp.float32) if _tree.is_masked_node(nothing) else nothing
         if not isinstance(change, Part):
             return jnp.asarray(change)
         selection = selection if isinstance(change.index, int) else change.index
@@ -237,11 +237,11 @@ class Simulation:
 
 
 def made_up(struct: Any) -> Any:
-    """An array for a ``jax.ShapeDtypeStruct``, a hole for that of a PRNG key; any other leaf itself, on the device."""
+    """An array for a ``jax.ShapeDtypeStruct`` (of a PRNG key, ``MaskedNode``); any other leaf itself, on the device."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return to_device(struct)
     if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
-        return _tree.HOLE
+        return _tree.MASKED_NODE
     is_inexact = jnp.issubdtype(struct.dtype, jnp.inexact)
     value = jnp.asarray(_normal(struct, 0) if is_inexact else np.zeros(struct.shape, struct.dtype))
     return value if struct.sharding is None else jax.device_put(value, on_device(struct.sharding))

@@ -84,7 +84,7 @@ def value_and_grad_of_plan(
     else:
         value, grads = dense.value_and_grad(*jax.tree.map(to_device, (dense.leaves, dense.others)))
         grads = map(taken, parts, grads)
-    full: list[Any] = [_tree.HOLE] * len(dense.values)
+    full: list[Any] = [_tree.MASKED_NODE] * len(dense.values)
     for i, grad in zip(dense.trains, grads, strict=True):
         full[i] = grad
     return value, jax.tree.unflatten(dense.treedef, plan.with_sources(full, dense.values))

@@ -21,7 +21,7 @@ from optax_freeze._spec.masks import choice_of, elements, rows
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec, Selector
-from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
+from optax_freeze._spec.tree import MASKED_NODE, Leaf, Part, PyTree
 
 
 @functools.partial(
@@ -126,7 +126,7 @@ class GradientOfGroups:
         values = self._values
         if n < len(self._postponed):
             values = self._schedule.run_postponed(self._postponed[n], self._owners[n], values, self._context)
-        grads, found = [Read(*output).of(values) for output in self._grads[n]], [HOLE] * len(self._dense.values)
+        grads, found = [Read(*output).of(values) for output in self._grads[n]], [MASKED_NODE] * len(self._dense.values)
         owned = [i for i in self._dense.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
             leaf, selection = self._dense.values[i], self._spec.selections[n][i]
@@ -138,7 +138,7 @@ class GradientOfGroups:
         """The gradient of all leaves, with zeros for frozen groups."""
         from optax_freeze._program.tasks import if_
 
-        found = [HOLE] * len(self._dense.values)
+        found = [MASKED_NODE] * len(self._dense.values)
         for n, own in enumerate(self._spec.selections):
             run = functools.partial(self.of_group, n)
             grads = if_(self._trains[n], run) if n < len(self._trains) else run()
@@ -152,7 +152,7 @@ def _joined(others: Any, grad: Any, selection: Selection, value: Any) -> Any:
     """The gradient of a leaf with that of a group put to what other groups own."""
     if selection is TRAINABLE or isinstance(value, Part):
         return grad
-    if _tree.is_hole(others):
+    if _tree.is_masked_node(others):
         return selection.spread(grad, jnp.zeros((), grad.dtype), value) if isinstance(grad, Part) else grad
     return selection.put(others, grad)
 
@@ -174,7 +174,7 @@ def value_and_grad_of_groups(
         _refuse_constant_rows(spec, params)
         plan, (values, treedef) = make_plan(params, spec.spec_of_set(spec.frozen)), _tree.flatten(params)
         if plan.all_frozen:
-            value, grads = fun(params), [HOLE] * len(values)
+            value, grads = fun(params), [MASKED_NODE] * len(values)
         else:
             value, tree = value_and_grad_of_plan(fun, plan, params, has_aux, holomorphic)
             grads = _tree.flatten(tree)[0]

@@ -187,7 +187,7 @@ def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
 def _updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
     """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
     if selection is FROZEN:
-        return zero(leaf, update, param) if full_updates else _tree.HOLE
+        return zero(leaf, update, param) if full_updates else _tree.MASKED_NODE
     if not selection.in_part:
         return new
     if not isinstance(new, Part):

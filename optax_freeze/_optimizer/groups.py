@@ -55,12 +55,12 @@ class GroupPlans:
             return self
         plans = []
         for plan, arrays in zip(self.plans, [*own, []], strict=True):
-            masks = list(arrays) or [_tree.HOLE] * len(self.leaves)
+            masks = list(arrays) or [_tree.MASKED_NODE] * len(self.leaves)
             for i, selection in enumerate(plan.selections):
-                others = [other[i] for other in own if other and not _tree.is_hole(other[i])]
-                if isinstance(selection, DenseMask) and _tree.is_hole(masks[i]):
+                others = [other[i] for other in own if other and not _tree.is_masked_node(other[i])]
+                if isinstance(selection, DenseMask) and _tree.is_masked_node(masks[i]):
                     masks[i] = ~functools.reduce(jnp.logical_and, others)
-                if isinstance(selection, DynamicRowIndex) and _tree.is_hole(masks[i]):
+                if isinstance(selection, DynamicRowIndex) and _tree.is_masked_node(masks[i]):
                     masks[i] = selection.without(*others)
             plans.append(plan.with_masks(masks))
         return dataclasses.replace(self, plans=tuple(plans))

@@ -16,8 +16,9 @@ from optax_freeze._spec.tree import Leaf
 def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
-    For a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has no bytes to move. A hole for
-    an array without such a zero (PRNG keys), None for an object that is not an array, which Equinox skips.
+    For a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has no bytes to move.
+    ``MaskedNode`` for an array without such a zero (PRNG keys), None for an object that is not an array, which Equinox
+    skips.
     """
     numbers = [x for x in (param, update) if isinstance(x, (int, float, complex))]
     if numbers:
@@ -25,15 +26,15 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     like: Any = next((x for x in (param, update) if is_array(x)), leaf)
     dtype = like.dtype if leaf.dtype is None else leaf.dtype
     if dtype is None:
-        return _tree.HOLE if _tree.is_hole(update if param is None else param) else None
+        return _tree.MASKED_NODE if _tree.is_masked_node(update if param is None else param) else None
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return _tree.HOLE
+        return _tree.MASKED_NODE
     if is_array(update) and _adds_exactly(dtype, update.dtype):
         dtype = update.dtype
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     value = negative_zero(dtype)
     if value != 0:
-        return _tree.HOLE
+        return _tree.MASKED_NODE
     if is_on_host(like):
         return value
     return jnp.full(leaf.shape or (), value, dtype) if like is leaf else jnp.full_like(like, value, dtype)

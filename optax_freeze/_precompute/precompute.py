@@ -21,7 +21,7 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
 from optax_freeze._spec.sharding import fitting
-from optax_freeze._spec.tree import HOLE, Leaf, Part, PyTree
+from optax_freeze._spec.tree import MASKED_NODE, Leaf, Part, PyTree
 
 if TYPE_CHECKING:
     from optax_freeze._precompute.divide import Division
@@ -117,8 +117,8 @@ class Precomputed:
     def after(self, params: PyTree, features: PyTree, /, *args: Any, **kwargs: Any) -> Any:
         """Computes the result of the function from the features.
 
-        Frozen leaves that only ``before`` reads may be holes, and arguments that only ``before`` reads may be shapes
-        (``jax.ShapeDtypeStruct``).
+        Frozen leaves that only ``before`` reads may be ``MaskedNode``, and arguments that only ``before`` reads
+        may be shapes (``jax.ShapeDtypeStruct``).
 
         Raises:
           ValueError: if a parameter that is read is missing, or if the features do not belong to this program.
@@ -140,7 +140,7 @@ class Precomputed:
 
     def _refuse_gradient(self, plan: Plan, params: PyTree) -> None:
         """Raises ``ValueError`` if a gradient is taken of what is frozen here, where it would be zero."""
-        if any(map(_tree.is_hole, _tree.flatten(params)[0])):
+        if any(map(_tree.is_masked_node, _tree.flatten(params)[0])):
             return
         own = make_plan(params, self.frozen)
         for leaf, theirs, selection in zip(plan.leaves, plan.selections, own.selections, strict=True):
@@ -159,7 +159,7 @@ class Precomputed:
         Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
-          ``params`` with a hole (``optax.MaskedNode()``) in place of each frozen leaf that only ``before`` reads. A
+          ``params`` with ``optax.MaskedNode()`` in place of each frozen leaf that only ``before`` reads. A
           leaf frozen by rows whose frozen rows are not read is replaced by its trainable rows, as a ``Part``.
 
         Example:
@@ -250,7 +250,7 @@ def precompute(
 def _with_shapes(params: PyTree, features: PyTree) -> tuple[list[Any], Any]:
     """The leaves of the parameters, with a shape in place of each missing one, and their treedef."""
     values, treedef = _tree.flatten(params)
-    if not any(map(_tree.is_hole, values)):
+    if not any(map(_tree.is_masked_node, values)):
         return values, treedef
     if not isinstance(features, Features):
         raise value_error(
@@ -263,7 +263,7 @@ def _with_shapes(params: PyTree, features: PyTree) -> tuple[list[Any], Any]:
     expected = [path for path, _ in features.leaves]
     _tree.refuse_other_paths(_tree.paths(params), expected, "params", "give what `needed` returned")
     pairs = zip(values, features.leaves, strict=True)
-    return [shape if _tree.is_hole(x) and shape is not None else x for x, (_, shape) in pairs], treedef
+    return [shape if _tree.is_masked_node(x) and shape is not None else x for x, (_, shape) in pairs], treedef
 
 
 def _refuse_missing(division: "Division", values: Sequence[Any]) -> None:
@@ -276,7 +276,7 @@ def _refuse_missing(division: "Division", values: Sequence[Any]) -> None:
             raise value_error(
                 "a parameter is missing",
                 at=leaf.path,
-                got="a hole" if is_missing else "only the trainable rows",
+                got="optax.MaskedNode()" if is_missing else "only the trainable rows",
                 expected="a trainable leaf" if trains else frozen,
                 fix="give what `needed` returned, or the full parameters",
             )
@@ -314,7 +314,7 @@ def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct | None:
 
 
 def full_plan(params: PyTree, frozen: Spec) -> Plan:
-    """The plan of parameters without holes."""
+    """The plan of parameters without ``MaskedNode``."""
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
     return make_plan(params, frozen)
@@ -323,7 +323,7 @@ def full_plan(params: PyTree, frozen: Spec) -> Plan:
 def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
     """The leaf without its frozen part."""
     if not isinstance(selection, RowIndex):
-        return HOLE if selection is FROZEN and leaf.dtype is not None else value
+        return MASKED_NODE if selection is FROZEN and leaf.dtype is not None else value
     if not isinstance(value, jax.ShapeDtypeStruct):
         return selection.take(value)
     part = jax.eval_shape(selection.take, value)

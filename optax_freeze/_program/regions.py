@@ -204,10 +204,7 @@ class Rows(_SomeRows):
 
 
 class DynamicRows(_SomeRows):
-    """Rows whose numbers, int32 and ascending, are a value of the program, plus ``offset``.
-
-    Rows out of range are zeros.
-    """
+    """Rows whose numbers, int32 and ascending, are values of the program, plus ``offset``; zeros if out of range."""
 
     def __init__(self, axis: int, numbers: Any, offset: int = 0) -> None:
         self.axis, self.numbers, self.offset, self.count = axis, numbers, offset, numbers.shape[0]

@@ -121,7 +121,7 @@ class Summary:
         depth = whole_number("depth", depth, fix="depth=1")
         if not self.elements:
             got, expected = f"{len(self.rows)} rows without elements", "at least one array with elements"
-            fix = "pass the full parameters to fz.summary, not a tree of holes"
+            fix = "pass the full parameters to fz.summary, not a tree of optax.MaskedNode()"
             raise value_error("there is nothing to draw", at="Summary.plot", got=got, expected=expected, fix=fix)
         return _plot.draw(self.rows, self.row_state_bytes, self.state_bytes, depth, ax)
 
@@ -263,14 +263,14 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
-    """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by holes."""
+    """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by ``MaskedNode``."""
 
     def struct(value: Any) -> Any:  # optimizers take a Python number for an array
         is_number = isinstance(value, (int, float, complex))
         return jax.eval_shape(jnp.asarray, value) if is_number else _tree.struct_of(value)
 
     values, treedef = _tree.flatten(jax.tree.map(struct, params))
-    kept = [value if here else _tree.HOLE for value, here in zip(values, keep, strict=True)]
+    kept = [value if here else _tree.MASKED_NODE for value, here in zip(values, keep, strict=True)]
     return eval_init(init, jax.tree.unflatten(treedef, kept))
 
 

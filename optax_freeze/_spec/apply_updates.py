@@ -25,9 +25,9 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
 
     Args:
       params: the full tree of parameters, or only the trainable part.
-      updates: a tree of the same structure; it may have holes (``optax.MaskedNode()``).
+      updates: a tree of the same structure; it may contain ``optax.MaskedNode()``.
       frozen: the spec of the frozen parameters, which are then returned unchanged whatever their bits and updates. If
-        None, only leaves whose update is a hole are sure to stay unchanged.
+        None, only leaves whose update is ``optax.MaskedNode()`` are sure to stay unchanged.
 
     Returns:
       The new parameters, with the structure, shapes and dtypes of ``params``; an updated Python number is an array.
@@ -51,14 +51,18 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
         if selection is FROZEN or is_nothing(change) or _stays(value, change):
             continue
-        if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_hole(value):
+        if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_masked_node(value):
             index = change.index if selection is TRAINABLE else selection.part_index
             refuse_other_leaf(change, Leaf(paths()[i], jnp.shape(value), index=index), selection, "updates")
             refuse_other_rows(change, selection, paths()[i], "updates")
         elif not _fits(value, change):
             what = "updates: an update does not fit its parameter"
-            got = "an update where the parameters have a hole" if _tree.is_hole(value) else _shape(change)
-            expected = "fz.apply_updates(params, updates)" if _tree.is_hole(value) else _shape(value)
+            got = (
+                "an update where the parameters have optax.MaskedNode()"
+                if _tree.is_masked_node(value)
+                else _shape(change)
+            )
+            expected = "fz.apply_updates(params, updates)" if _tree.is_masked_node(value) else _shape(value)
             fix = "the parameters come first; pass the updates that belong to these parameters"
             raise value_error(what, at=paths()[i], got=got, expected=expected, fix=fix)
         elif is_on_host(value) and not isinstance(change, Part) and jnp.ndim(change):
@@ -94,7 +98,7 @@ def _places(part: Part) -> Selection:
 
 def _stays(value: Any, change: Any) -> bool:
     """Whether a leaf that is not an array keeps its value; Python numbers do if their update changes nothing."""
-    if isinstance(value, Part) or _tree.is_hole(value) or is_array(value):
+    if isinstance(value, Part) or _tree.is_masked_node(value) or is_array(value):
         return False
     if is_number(value):  # 0.0 added to -0.0 is 0.0
         return is_number(change) and repr(change) == repr(no_change(change))
@@ -112,7 +116,7 @@ def _fits(value: Any, change: Any) -> bool:
     """Whether an update can be added to a leaf without changing its shape."""
     if isinstance(value, Part):
         return isinstance(change, Part) and change.index == value.index and change.values.shape == value.values.shape
-    return not _tree.is_hole(value) and jnp.shape(change) in ((), jnp.shape(value))
+    return not _tree.is_masked_node(value) and jnp.shape(change) in ((), jnp.shape(value))
 
 
 def _shape(leaf: Any) -> str:
@@ -120,5 +124,5 @@ def _shape(leaf: Any) -> str:
 
 
 def is_nothing(change: Any) -> bool:
-    """Whether an update is empty: a hole, None, or the float0 gradient of an integer leaf."""
-    return change is None or _tree.is_hole(change) or getattr(change, "dtype", None) == jax.dtypes.float0
+    """Whether an update is empty: ``MaskedNode``, None, or the float0 gradient of an integer leaf."""
+    return change is None or _tree.is_masked_node(change) or getattr(change, "dtype", None) == jax.dtypes.float0

@@ -95,7 +95,7 @@ class Rows(_RowMask):
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DynamicRows(_RowMask):
-    """Frozen rows of which only the number is static, made by :func:`rows` of a JAX array."""
+    """Dynamic rows, made by :func:`rows` of a JAX array: only how many of them are frozen is static."""
 
     array: Any
     axis: int = 0
@@ -185,9 +185,9 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     """Freezes rows of a leaf along one axis.
 
     Args:
-      index: the frozen rows: a slice, an int or a list of ints; negative numbers count from the end. Or a JAX array of
-        integers of shape (k,), which may be traced. Then only the number of rows is static: the row numbers are in the
-        optimizer state, :func:`optax_freeze.replace_masks` replaces them, :func:`optax_freeze.spec_of` reads them.
+      index: the frozen rows: a slice, an int or a list of ints (static rows); negative numbers count from the end. Or a
+        JAX array of integers of shape (k,), which may be traced (dynamic rows): only k is static, the row numbers are
+        in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 

@@ -33,7 +33,7 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
         error, ``"ignore"`` allows it. Tracers are never checked.
 
     Returns:
-      ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` (a hole) in place of a
+      ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` in place of a
       leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``, as a
       :class:`optax_freeze.Part`, and the full array in ``rest``. What cannot train is in ``rest``.
 
@@ -72,11 +72,12 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     """Combines the two outputs of :func:`partition` into the full tree of parameters.
 
     Args:
-      trainable: the trainable parameters, with ``optax.MaskedNode()`` (a hole) in place of other leaves.
-      rest: all other leaves, with holes in place of trainable leaves.
+      trainable: the trainable parameters, with ``optax.MaskedNode()`` in place of other leaves.
+      rest: all other leaves, with ``optax.MaskedNode()`` in place of trainable leaves.
 
     Returns:
-      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A hole in both remains one.
+      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A
+      ``MaskedNode`` in both remains.
 
     Raises:
       ValueError: if the trees differ in structure, or if both have a leaf at the same path.
@@ -106,22 +107,22 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
         _tree.refuse_other_structure(trainable, rest, "trainable", "pass the two outputs of one fz.partition")
     combined, paths = [], functools.cache(lambda: _tree.paths(rest))  # only needed for errors and dense masks
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
-        if isinstance(b, Rest) and not _tree.is_hole(a):
+        if isinstance(b, Rest) and not _tree.is_masked_node(a):
             shape, index = jnp.shape(b.array), b.selection.part_index
             if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
                 refuse_other_leaf(a, Leaf(paths()[i], shape, index=index), b.selection, "trainable")
             if isinstance(a, Part) and a.source is not None:
                 refuse_other_rows(a, b.selection, paths()[i], "trainable")
             combined.append(combine_part(b, a))
-        elif _tree.is_hole(a) and not isinstance(b, Rest):
+        elif _tree.is_masked_node(a) and not isinstance(b, Rest):
             combined.append(b)
-        elif _tree.is_hole(b):
+        elif _tree.is_masked_node(b):
             combined.append(a)
         else:
             what = "`trainable` and `rest` have a leaf at the same path"
             what = "the trainable part of a leaf is missing" if isinstance(b, Rest) else what
             at, got = paths()[i], f"{_kind(a)} in `trainable` and {_kind(b)} in `rest`"
-            expected = "a hole (optax.MaskedNode) in one of them, or both parts of a partially frozen leaf"
+            expected = "optax.MaskedNode() in one of them, or both parts of a partially frozen leaf"
             fix = "pass the two outputs of one fz.partition"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return combined, treedef
@@ -163,4 +164,6 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
 
 
 def _kind(node: Any) -> str:
-    return "a hole" if _tree.is_hole(node) else "a Part" if isinstance(node, (Part, Rest)) else "a leaf"
+    return (
+        "optax.MaskedNode()" if _tree.is_masked_node(node) else "a Part" if isinstance(node, (Part, Rest)) else "a leaf"
+    )

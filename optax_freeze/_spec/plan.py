@@ -56,27 +56,27 @@ class Plan:
 
     @property
     def masks(self) -> list[Any]:
-        """For each leaf the array of its selection, or a hole."""
+        """For each leaf the array of its selection, or ``MaskedNode``."""
         return [s.array for s in self.selections]
 
     def copied_masks(self, values: Sequence[Any]) -> list[Any]:
         """:attr:`masks` with a copy of each array, on the devices of its parameter."""
         pairs = zip(self.selections, values, strict=True)
-        return [s.array if _tree.is_hole(s.array) else copy_like(s.array, value) for s, value in pairs]
+        return [s.array if _tree.is_masked_node(s.array) else copy_like(s.array, value) for s, value in pairs]
 
     def with_masks(self, masks: Sequence[Any]) -> "Plan":
         """The plan with these arrays of a state in its selections; an empty list changes nothing."""
         pairs = zip(self.selections, masks, strict=True) if masks else ()
-        selections = tuple(s if _tree.is_hole(x) else s.with_array(x, of_state=True) for s, x in pairs)
+        selections = tuple(s if _tree.is_masked_node(x) else s.with_array(x, of_state=True) for s, x in pairs)
         return dataclasses.replace(self, selections=selections) if masks else self
 
     def without_masks(self) -> "Plan":
         """The static part of the plan, which jit compares by value."""
-        return dataclasses.replace(self, selections=tuple(s.with_array(_tree.HOLE) for s in self.selections))
+        return dataclasses.replace(self, selections=tuple(s.with_array(_tree.MASKED_NODE) for s in self.selections))
 
     def parameters(self, tree: PyTree) -> PyTree:
         """The shapes of the parameters given to ``init``; ``tree`` itself if the plan was unpickled."""
-        shapes = [_tree.HOLE if leaf.dtype is None else leaf.struct for leaf in self.leaves]
+        shapes = [_tree.MASKED_NODE if leaf.dtype is None else leaf.struct for leaf in self.leaves]
         return tree if self.treedef is None else jax.tree.unflatten(self.treedef, shapes)
 
     def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
@@ -157,9 +157,9 @@ class Plan:
         return [with_source(*each) for each in zip(parts, self.selections, values, strict=True)]
 
     def rest(self, values: Sequence[Any]) -> list[Any]:
-        """The rest of each leaf; a hole beside a ``Part``."""
+        """The rest of each leaf; ``MaskedNode`` beside a ``Part``."""
         pairs = zip(self.selections, values, strict=True)
-        return [_tree.HOLE if isinstance(v, Part) and s is not FROZEN else s.rest(v) for s, v in pairs]
+        return [_tree.MASKED_NODE if isinstance(v, Part) and s is not FROZEN else s.rest(v) for s, v in pairs]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -176,7 +176,7 @@ class Plan:
 
 
 def _is_missing(value: Any) -> bool:
-    return value is None or _tree.is_hole(value)
+    return value is None or _tree.is_masked_node(value)
 
 
 def may_stay_on_host(selection: Selection) -> bool:
@@ -198,7 +198,7 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
     index = selection.part_index if selection.in_part else leaf.index
     what, got = f"{name}: not the trainable part of the leaf", ""
     if _is_missing(value):
-        what, got = f"{name}: a trainable leaf is missing", "None" if value is None else "a hole (optax.MaskedNode)"
+        what, got = f"{name}: a trainable leaf is missing", "None" if value is None else "optax.MaskedNode()"
     elif isinstance(value, Part):
         if index is None or value.index != index or value.shape != leaf.shape:
             is_rows = isinstance(value.index, RowSelection)
@@ -208,9 +208,9 @@ def refuse_other_leaf(value: Any, leaf: Leaf, selection: Selection, name: str, f
         got = f"an array of shape {np.shape(value)}"
     if got:
         part = ", or its trainable Part" * (selection.in_part or leaf.index is not None)
-        if name == "params" and _tree.is_hole(value):
+        if name == "params" and _tree.is_masked_node(value):
             fix = "pass the full parameters: fz.combine(trainable, rest)"
-        if fix is None or not (isinstance(value, Part) or _tree.is_hole(value)):
+        if fix is None or not (isinstance(value, Part) or _tree.is_masked_node(value)):
             fix = "give the same `frozen` to the gradient, the optimizer and fz.apply_updates"
         raise value_error(what, at=leaf.path, got=got, expected=f"an array of shape {leaf.shape}{part}", fix=fix)
 

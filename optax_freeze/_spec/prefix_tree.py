@@ -28,7 +28,7 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         return from_prefix(other, params)
     answers: list[Choice] = []
     for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
-        if _tree.is_hole(choice) and _tree.is_hole(subtree):
+        if _tree.is_masked_node(choice) and _tree.is_masked_node(subtree):
             answers.append(True)
         elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
             answers.append(elements(choice))  # an element mask, so that `replace_masks` can replace it

@@ -19,7 +19,7 @@ from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
-from optax_freeze._spec.tree import HOLE, Part, Rest
+from optax_freeze._spec.tree import MASKED_NODE, Part, Rest
 
 _FEW = 16  # up to this many runs of rows, the row numbers are computed as iotas; beyond it they are a constant
 _TOLD = 8  # at most this many runs of rows are named in an error
@@ -30,15 +30,15 @@ class Selection:
 
     in_part = True  # whether only a part of the leaf is frozen
     part_index: Any = None  # the `index` of the `Part` that `take` gives, if it gives one
-    array: Any = HOLE  # the array of frozen elements or row numbers, if it is data, which can be replaced
+    array: Any = MASKED_NODE  # the array of frozen elements or row numbers, if it is data, which can be replaced
     of_state: Any = False  # whether the array was read from an optimizer state
 
     def with_array(self, array: Any, of_state: bool = False) -> "Selection":
-        """The selection with another array, or with a hole in its place."""
+        """The selection with another array, or with ``MaskedNode`` in its place."""
         return self
 
     def take(self, leaf: Any) -> Any:
-        """The trainable part of a leaf: a hole, the leaf, a ``Part``, or the leaf with zeros at frozen elements."""
+        """The trainable part: ``MaskedNode``, the leaf, a ``Part``, or the leaf with zeros at frozen elements."""
 
     def rest(self, leaf: Any) -> Any:
         """The other part of :func:`optax_freeze.partition`, from which :meth:`put` makes the leaf again."""
@@ -78,10 +78,10 @@ class _AllOrNone(Selection):
         self.is_frozen, self._name = name == "FROZEN", name
 
     def take(self, leaf: Any) -> Any:
-        return self.choose(HOLE, leaf)
+        return self.choose(MASKED_NODE, leaf)
 
     def rest(self, leaf: Any) -> Any:
-        return self.choose(leaf, HOLE)
+        return self.choose(leaf, MASKED_NODE)
 
     def put(self, full: Any, part: Any) -> Any:
         return self.choose(full, part)
@@ -214,7 +214,7 @@ class RowSelection(_Numbered):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class RowIndex(RowSelection):
-    """Rows of a leaf that are known when a program is traced: those of ``progressions`` train, or all ``others``."""
+    """Static rows: those of ``progressions`` train, or all ``others``."""
 
     mask: Any = dataclasses.field(compare=False)  # as the user wrote it
     axis: int
@@ -286,7 +286,7 @@ def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inv
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicRowIndex(RowSelection):
-    """Rows of a leaf that are known when the program runs: ``array`` has their numbers, int32 and ascending."""
+    """Dynamic rows: ``array`` has the numbers of the trainable ones, int32 and ascending, as a value of the program."""
 
     array: Any = dataclasses.field(compare=False)
     axis: int
@@ -296,7 +296,7 @@ class DynamicRowIndex(RowSelection):
 
     @property
     def part_index(self) -> "DynamicRowIndex":
-        return self.with_array(HOLE)
+        return self.with_array(MASKED_NODE)
 
     def with_array(self, array: Any, of_state: bool = False) -> "DynamicRowIndex":
         return dataclasses.replace(self, array=array, of_state=of_state)

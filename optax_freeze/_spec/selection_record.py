@@ -7,7 +7,7 @@ from typing import Any
 from optax_freeze._errors import is_int
 from optax_freeze._spec.masks import Rows
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
-from optax_freeze._spec.tree import HOLE, Leaf
+from optax_freeze._spec.tree import MASKED_NODE, Leaf
 
 
 def record_of(selection: Selection) -> Any:
@@ -23,7 +23,7 @@ def record_of(selection: Selection) -> Any:
 
 
 def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
-    """The selection of a leaf with this record, with a hole for its array; a ``ValueError`` if there is none."""
+    """The selection of a leaf with this record, without its array; a ``ValueError`` if there is none."""
     match record:
         case bool():
             return FROZEN if record else TRAINABLE
@@ -32,11 +32,11 @@ def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
         case {"compact": bool(compact), "count": count, **others} if not others and (
             is_int(count) and 0 < count <= math.prod(shape) if compact else count is None
         ):
-            return DenseMask(HOLE, compact, count)
+            return DenseMask(MASKED_NODE, compact, count)
         case {"axis": axis, "count": count, "dynamic": True, **others} if (
             not others and is_int(axis) and is_int(count) and axis in range(len(shape)) and 0 < count <= shape[axis]
         ):
-            return DynamicRowIndex(HOLE, axis, shape[axis], count)
+            return DynamicRowIndex(MASKED_NODE, axis, shape[axis], count)
         case {"axis": axis, "rows": [_, *_] as rows, "train": bool(train), **others} if (
             not others and is_int(axis) and axis in range(len(shape)) and _are_progressions(rows, shape[axis])
         ):

@@ -1,7 +1,7 @@
 """Where the rows of a ``Part`` come from, and whether they are those of another selection.
 
-A gradient of rows that can be replaced does not contain their numbers: a leaf of integers would break ``jax.grad`` and
-norms. Its source has them, and whether they were read from an optimizer state. At the border of a program, where JAX
+A gradient of dynamic rows does not contain their numbers: a leaf of integers would break ``jax.grad`` and norms. Its
+source has them, and whether they were read from an optimizer state. At the border of a program, where JAX
 keeps the objects of one call for all calls with equal static data, it forgets the numbers.
 """
 
@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._spec.selection import Selection
-from optax_freeze._spec.tree import Part, is_hole
+from optax_freeze._spec.tree import Part, is_masked_node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Source:
 
 def source_of(selection: Selection, beside: Any) -> Source | None:
     """The source of the trainable part of ``beside``; None if the selection has no array."""
-    if is_hole(selection.array) or selection.part_index is None:
+    if is_masked_node(selection.array) or selection.part_index is None:
         return None
     if not is_concrete(selection.array) or not _is_readable(selection.array):
         return Source(selection.of_state)

@@ -1,7 +1,7 @@
-"""Paths, holes and leaves: how this library traverses a pytree.
+"""How this library traverses a pytree: leaves and their paths, and ``Part``, the trainable part of a leaf.
 
-A *hole* is ``optax.MaskedNode()`` in the place of a leaf that was taken out. Here it counts as a leaf and has a path;
-for Optax it is a node without children.
+``optax.MaskedNode()`` in place of a leaf that was taken out counts as a leaf here and has a path; for JAX it is a node
+without children.
 """
 
 import collections
@@ -21,7 +21,7 @@ from optax_freeze._errors import counted, is_array, is_number, type_error, value
 PyTree: TypeAlias = Any
 """Any nesting of containers known to JAX."""
 
-HOLE = optax.MaskedNode()
+MASKED_NODE = optax.MaskedNode()
 """Stands in the place of a leaf that was taken out; every Optax transformation skips it."""
 
 
@@ -38,9 +38,9 @@ class Part:
         elements.
       index: which rows they are, or how many elements; static.
       shape: the shape of the full leaf; static.
-      trains: in updates of rows whose numbers are a value of the program, a second child: for each row of the leaf
-        whether it trains. :func:`optax_freeze.apply_updates` reads it. Otherwise None.
-      source: where rows or elements that can be replaced come from; static. None in an optimizer state.
+      trains: in updates of dynamic rows a second child: for each row of the leaf whether it trains.
+        :func:`optax_freeze.apply_updates` reads it. Otherwise None.
+      source: where dynamic rows, or elements, come from; static. None in an optimizer state.
 
     Example:
       >>> import optax_freeze as fz
@@ -93,8 +93,8 @@ class Rest:
 class Leaf(NamedTuple):
     """What a selector sees of a leaf, which never includes its values.
 
-    ``shape`` and ``dtype`` are None for holes and objects. ``aliases`` are the other paths of a shared NNX variable; a
-    pattern may match any of them. ``index`` is the index of a ``Part``.
+    ``shape`` and ``dtype`` are None for ``MaskedNode`` and objects. ``aliases`` are the other paths of a shared NNX
+    variable; a pattern may match any of them. ``index`` is the index of a ``Part``.
     """
 
     path: str
@@ -156,18 +156,18 @@ def is_weak(value: Any) -> bool:
     return is_number(value) or bool(getattr(value, "weak_type", False))
 
 
-def is_hole(node: Any) -> bool:
+def is_masked_node(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether ``node`` stands for one leaf of the parameters: a hole, a ``Part`` or a ``Rest``."""
+    """Whether ``node`` stands for one leaf of the parameters: a ``MaskedNode``, a ``Part`` or a ``Rest``."""
     return isinstance(node, (optax.MaskedNode, Part, Rest))
 
 
 def bare(node: Any) -> Any:
     """The array of a ``Part``, even of one around an NNX variable, or the array itself."""
-    return next(iter(jax.tree.leaves(node)), HOLE) if isinstance(node, Part) else node
+    return next(iter(jax.tree.leaves(node)), MASKED_NODE) if isinstance(node, Part) else node
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> tuple[list[Any], Any]:
-    """``jax.tree.flatten`` in which holes, and nodes that stand for a partially frozen leaf, are leaves."""
+    """``jax.tree.flatten`` in which ``MaskedNode``, and nodes that stand for a partially frozen leaf, are leaves."""
     with _refuse_unsortable(tree):
         return jax.tree.flatten(tree, is_leaf=is_leaf)
 
@@ -188,7 +188,7 @@ def flatten_beside(treedef: Any, tree: PyTree) -> tuple[list[Any], Any]:
         return values, other
     with contextlib.suppress(ValueError, TypeError):
         beside = treedef.flatten_up_to(tree)
-        full = jax.tree.unflatten(treedef, [HOLE if value is None else value for value in beside])
+        full = jax.tree.unflatten(treedef, [MASKED_NODE if value is None else value for value in beside])
         if flatten(full)[1] == treedef:
             return beside, treedef
     return values, other
@@ -220,7 +220,7 @@ def _does_not_sort(node: Any) -> bool:
 
 
 class Walk(NamedTuple):
-    """The path and the value of each leaf and hole of a tree, in order, and the treedef.
+    """The path and the value of each leaf and ``MaskedNode`` of a tree, in order, and the treedef.
 
     ``variables`` has for each leaf the key path and the NNX variable, or the leaf itself; it is empty if there are
     none. Paths omit the ``value`` segment of a variable. ``settings`` are the positions of numbers without a gradient.
@@ -233,7 +233,7 @@ class Walk(NamedTuple):
     settings: frozenset[int] = frozenset()
 
     def leaves(self) -> list[Leaf]:
-        """A :class:`Leaf` for each leaf and hole; an error for an object that holds an array, and for equal paths."""
+        """A :class:`Leaf` for each leaf and ``MaskedNode``; an error for objects with an array and for equal paths."""
         described = list(map(_describe, self.paths, self.values))
         for i in self.settings:
             described[i] = Leaf(self.paths[i])
@@ -251,7 +251,7 @@ class Walk(NamedTuple):
 
 
 def walk(tree: PyTree) -> Walk:
-    """The paths, leaves and holes of a tree."""
+    """The paths, leaves and ``MaskedNode`` of a tree."""
     with _refuse_unsortable(tree):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     paths, values, variables = [keystr(key) for key, _ in pairs], [value for _, value in pairs], []
@@ -361,5 +361,5 @@ def refuse_half_a_tree(params: PyTree, what: str, expected: str, fix: str) -> No
     """A ``ValueError`` at the first leaf of which not all is there."""
     for i, value in enumerate(flatten(params)[0]):
         if is_leaf(value):
-            got = "a hole" if is_hole(value) else "part of a leaf"
+            got = "optax.MaskedNode()" if is_masked_node(value) else "part of a leaf"
             raise value_error(what, at=paths(params)[i], got=got, expected=expected, fix=fix)

@@ -206,7 +206,7 @@ def _axis(selection: Selection) -> int | None:
 
 def _same(a: Selection, b: Selection) -> bool:
     """Whether two selections are the same whatever the values of their arrays."""
-    return a is b or (a == b and (_tree.is_hole(a.array) or a.array is b.array))
+    return a is b or (a == b and (_tree.is_masked_node(a.array) or a.array is b.array))
 
 
 def _same_rows(entry: Entry, old: Entry) -> bool:

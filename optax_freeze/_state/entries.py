@@ -105,7 +105,7 @@ def join(*paths: str | None) -> str:
 
 
 class Entry(NamedTuple):
-    """One array, ``Part`` or hole of a state."""
+    """One array, ``Part`` or ``MaskedNode`` of a state."""
 
     address: str | None  # None for a field of this library's own states
     value: Any

@@ -232,12 +232,12 @@ def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
 
 
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Arrays at whose address the other state has neither an array nor the hole of a frozen leaf or subtree."""
+    """Arrays at whose address the other state has no array, and no ``MaskedNode`` of a frozen leaf or subtree."""
     addresses = {entry.address for entry in others}
-    holes = {entry.address for entry in others if not entry.arrays}
+    masked = {entry.address for entry in others if not entry.arrays}
 
     def has_home(address: str) -> bool:
         segments = address.split("/")
-        return address in addresses or any("/".join(segments[:n]) in holes for n in range(len(segments)))
+        return address in addresses or any("/".join(segments[:n]) in masked for n in range(len(segments)))
 
     return [entry for entry in entries if entry.arrays and not entry.optional and not has_home(str(entry.address))]

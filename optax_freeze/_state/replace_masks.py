@@ -49,8 +49,8 @@ def replace_masks(
       tx: the optimizer of the state.
       params: the parameters as given to ``tx.init``, with their current values.
       masks: the new masks. A key is the path of a leaf, or a pattern or selector for all matching leaves with a mask;
-        the first match counts. A value is a boolean array of the leaf's shape, True where frozen. For leaves frozen by
-        :func:`optax_freeze.rows` of a JAX array, it is such rows again, with as many trainable rows as before.
+        the first match counts. A value is a boolean array of the leaf's shape, True where frozen. For dynamic
+        rows (:func:`optax_freeze.rows` of a JAX array) it is dynamic rows again, as many trainable ones as before.
 
     Returns:
       The state with the new masks.
@@ -122,7 +122,7 @@ def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> l
         return [_new_arrays(plan, old, new) if old.groups[name].masks != () else [] for name, plan in pairs]
     return [
         copy_like(_new_array(new[leaf.path], leaf, selection), selection.array)
-        if leaf.path in new and not _tree.is_hole(selection.array)
+        if leaf.path in new and not _tree.is_masked_node(selection.array)
         else selection.array
         for leaf, selection in zip(plans.leaves, plans.selections, strict=True)
     ]
@@ -143,11 +143,11 @@ def _matched(masks: Mapping[Any, Any], leaves: Sequence[Leaf], with_mask: Collec
     for key in keys:
         if key not in found.values():
             raise value_error(
-                "the state has no replaceable mask for this path",
+                "the state has no dense mask or dynamic rows for this path",
                 at=str(key),
                 got=f"a mask for {key!r}",
                 expected=f"the path or a pattern of one of {sorted(with_mask)}" if with_mask else "a state with masks",
-                fix="correct the path; fz.elements(...), boolean arrays and fz.rows(jnp.array([...])) are replaceable",
+                fix="correct the path, or put fz.elements(...) or fz.rows(jnp.array([...])) into the spec",
             )
     return found
 
@@ -166,7 +166,7 @@ def _new_array(mask: Any, leaf: Leaf, old: Selection) -> Any:
     is_mask, is_elements = isinstance(mask, ElementMask), isinstance(mask, Elements)
     fix = "keep the kind of the mask and that number, or convert the state: fz.migrate(state, tx, params)"
     if isinstance(old, DynamicRowIndex):
-        fits, expected = is_mask and not is_elements, "rows of a JAX array: ~fz.rows(jnp.array([...]))"
+        fits, expected = is_mask and not is_elements, "dynamic rows: ~fz.rows(jnp.array([...]))"
     else:
         fits, expected = is_elements or not is_mask, "a boolean array of the leaf's shape, or fz.elements of one"
     if not fits:

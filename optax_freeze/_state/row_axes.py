@@ -49,7 +49,7 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0) -> Shapes:
 
 
 def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> list[Axes]:
-    """The axes of the rows for each leaf and hole of ``tx.init(params)``."""
+    """The axes of the rows for each leaf and ``MaskedNode`` of ``tx.init(params)``."""
     longer = _tree.flatten(init_shapes(tx, params, more=1).state)[0]
     pairs = zip(map(jax.tree.leaves, nodes), map(jax.tree.leaves, longer), strict=True)
     return [tuple(_first_difference(*each) for each in zip(*pair, strict=True)) for pair in pairs]

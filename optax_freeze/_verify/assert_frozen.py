@@ -61,14 +61,14 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         fix = "compare one tree before and after: the parameters, not gradients or a state"
         _tree.refuse_other_structure(after, before, "after", fix)
     _refuse_one_set_of_variables(before, after)
-    whole = [new if _tree.is_hole(old) else old for old, new in zip(olds, news, strict=True)]
+    whole = [new if _tree.is_masked_node(old) else old for old, new in zip(olds, news, strict=True)]
     plan = make_plan(jax.tree.unflatten(treedef, whole), frozen)
     olds = frozen_leaves(plan, olds, "before", traced=False)
     news = frozen_leaves(plan, news, "after", traced=False)
     missing = sorted(olds.keys() ^ news.keys())
     if missing:
-        got = f"a hole in `{'after' if missing[0] in olds else 'before'}`"
-        expected = "the leaf in both trees, or a hole in both"
+        got = f"optax.MaskedNode() in `{'after' if missing[0] in olds else 'before'}`"
+        expected = "the leaf in both trees, or optax.MaskedNode() in both"
         fix = "compare the full parameters: fz.combine(trainable, rest)"
         raise value_error("a frozen leaf is missing", at=missing[0], got=got, expected=expected, fix=fix)
     pairs = [(old, news[path][0], selection) for path, (old, selection) in olds.items()]

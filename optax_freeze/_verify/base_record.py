@@ -135,7 +135,7 @@ def leaf_records(params: PyTree, plan: Plan, *, fingerprints: bool = True) -> li
         weak = bool(_tree.is_weak(value))
         struct = None if leaf.shape is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
         fingerprint = "".join(f"{int(lane):08x}" for lane in lanes.get(leaf.path, ())) or None
-        return LeafRecord(leaf.path, struct, selection.with_array(_tree.HOLE), fingerprint)
+        return LeafRecord(leaf.path, struct, selection.with_array(_tree.MASKED_NODE), fingerprint)
 
     return list(map(record, plan.leaves, plan.selections, _tree.flatten(params)[0]))
 

@@ -22,11 +22,11 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
 
     The digest depends only on the frozen elements: their bits, their positions, and the path, dtype and shape of their
     leaf. It does not depend on the containers, on the form of a mask (rows, or the same rows as a boolean array), on
-    sharding, device, ``jit`` or 64-bit mode, or on trainable elements. Trainable leaves, empty leaves and holes
-    contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the full parameters. A
-    Python float or complex number counts as the array that JAX makes of it, of 64 bits in 64-bit mode. Any other leaf
-    that is not an array contributes its path, and the value of an int, a bool or a string, the name of a function, or
-    the type of any other object.
+    sharding, device, ``jit`` or 64-bit mode, or on trainable elements. Trainable leaves, empty leaves and
+    ``MaskedNode`` contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the full
+    parameters. A Python float or complex number counts as the array that JAX makes of it, of 64 bits in 64-bit mode.
+    Any other leaf that is not an array contributes its path, and the value of an int, a bool or a string, the name of a
+    function, or the type of any other object.
 
     The arrays are read once, without temporary arrays of their size; arrays in host memory are copied to the device in
     blocks. Every element contributes a word to each of four lanes, and a lane is the sum of its words modulo 2**32, so

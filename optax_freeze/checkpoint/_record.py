@@ -50,7 +50,7 @@ def state_records(opt_state: PyTree) -> list[StateRecord]:
     records = []
     for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
         array = _tree.bare(node)
-        if not _tree.is_hole(array):
+        if not _tree.is_masked_node(array):
             index = node.index if isinstance(node, Part) else None
             part = record_of(index) if isinstance(index, Selection) else index
             records.append(StateRecord(path, jax.ShapeDtypeStruct(np.shape(array), jax.numpy.result_type(array)), part))
@@ -58,17 +58,17 @@ def state_records(opt_state: PyTree) -> list[StateRecord]:
 
 
 def mask_struct(leaf: base_record.LeafRecord) -> Any:
-    """The shape of the mask or row numbers of a leaf, which are stored with the arrays; a hole if it has none."""
+    """The shape of the mask or row numbers of a leaf, which are stored with the arrays, or ``MaskedNode``."""
     if isinstance(leaf.selection, DenseMask):
         assert leaf.struct is not None
         return jax.ShapeDtypeStruct(leaf.struct.shape, bool)
     if isinstance(leaf.selection, DynamicRowIndex):
         return jax.ShapeDtypeStruct((leaf.selection.count,), jax.numpy.int32)
-    return _tree.HOLE
+    return _tree.MASKED_NODE
 
 
 def spec_of(leaves: Sequence[base_record.LeafRecord], masks: Sequence[Any]) -> ResolvedSpec:
-    """The spec that was saved. ``masks`` has the mask or row numbers of each leaf, or a hole."""
+    """The spec that was saved. ``masks`` has the mask or row numbers of each leaf, or ``MaskedNode``."""
 
     def choice(selection: Selection, mask: Any) -> Choice:
         if isinstance(selection, DenseMask):

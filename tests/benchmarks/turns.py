@@ -1,8 +1,8 @@
-"""A stack of layers of which two are trainable, where the choice of layers is a value of the running program.
+"""A stack of layers of which two are trainable, chosen by dynamic rows.
 
 1. The gradient of a decoder of 16 layers on the device of the machine: time as a fraction of the time of the gradient
    of all layers, with ``fz.grad`` and ``fz.rows`` of a JAX array, and by hand (a scan with a backward loop written for
-   this model). The last column has ``fz.rows`` of a list, where the rows are part of the program. Times are minima of
+   this model). The last column has static rows. Times are minima of
    many alternating runs.
 2. Llama 8B on four TPU v5e chips with the optimizer of ``scale.py``, any two layers, the norm and the head trainable:
    GiB on one chip, from the compiler, without a TPU.

@@ -32,7 +32,7 @@ REPLICATED = P()
 
 
 def at(x):
-    """Three numbers of rows that are values of the program: 2, 3 or 5."""
+    """Three row numbers that are values of the program: 2, 3 or 5."""
     return 3 + (x[:3, 0] > 0) * 2 - (x[:3, 0] < -1)
 
 

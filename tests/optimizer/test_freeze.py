@@ -106,7 +106,7 @@ class TestWrongArguments:
                 call(params, its, given)
 
     def test_the_gradient_of_the_trainable_part_tells_nothing_of_the_spec(self, params, loss, batch):
-        """It has holes at what another spec freezes, which this one does not."""
+        """It has ``MaskedNode`` at what another spec freezes, which this one does not."""
         spec = fz.rules({"encoder/layer_0/kernel": fz.rows([0]), "encoder": True})
         tx = fz.freeze(optax.sgd(0.1), spec)
         grads = fz.grad(loss, spec)(params, batch)

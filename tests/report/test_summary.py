@@ -82,13 +82,13 @@ def test_what_trains_is_what_an_update_moves(params, spec):
 
 
 def test_awkward_leaves_have_rows(awkward):
-    more = {"fn": jax.nn.relu, "hole": optax.MaskedNode(), "int4": jnp.ones(3, jnp.int4)}
+    more = {"fn": jax.nn.relu, "masked": optax.MaskedNode(), "int4": jnp.ones(3, jnp.int4)}
     summary = fz.summary(awkward | more, "frozen")
     rows = {row.path: row for row in summary.rows}
     assert (rows["frozen/key"].elements, rows["frozen/key"].frozen_elements, rows["frozen/key"].bytes) == (1, 1, 8)
     assert rows["frozen/empty"].shape == (0, 3)
     assert rows["int4"].frozen_elements == 3
-    for path in ("fn", "hole"):
+    for path in ("fn", "masked"):
         assert rows[path][1:] == (None, None, 0, 0, 0, 0, 1, 0)
     assert summary.trainable_elements == 2
     assert "frozen/none" not in rows
@@ -320,7 +320,7 @@ def test_shares_are_nothing_or_everything_only_if_exactly_so():
 
 
 def test_leaves_say_what_they_are():
-    params = {"hole": optax.MaskedNode(), "empty": shape(0, 3), "part": shape(100, 10), "whole": shape(2)}
+    params = {"masked": optax.MaskedNode(), "empty": shape(0, 3), "part": shape(100, 10), "whole": shape(2)}
     cells, totals = shown(fz.summary(params, fz.rules({"part": fz.rows(slice(0, 99))})))
     said = [("(0, 3)", "0 B"), ("no array", "0 B"), ("(100, 10)", "10 train (1 %)"), ("(2,)", "trains")]
     assert [(line[1], line[-1]) for line in cells] == said
@@ -406,7 +406,7 @@ def test_a_picture_without_axes_makes_its_own(params):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a\\$b\\$", "'x\\ny'"]
     plt.close(ax.figure)
     with pytest.raises(ValueError, match="nothing to draw"):
-        fz.summary({"hole": optax.MaskedNode()}, True).plot()
+        fz.summary({"masked": optax.MaskedNode()}, True).plot()
 
 
 @pytest.mark.parametrize(("spec", "extent"), [("**", "everything"), (False, "nothing")])

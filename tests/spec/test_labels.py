@@ -46,7 +46,7 @@ class TestLabelsByPath:
         assert updates["encoder"]["kernel"].tolist() == [-0.5, -0.5]
 
     def test_inside_freeze_when(self, params):
-        """Each group sees the labels of its own leaves; patterns of other groups match holes."""
+        """Each group sees the labels of its own leaves; patterns of other groups match ``MaskedNode``."""
         labels = fz.labels_by_path({"encoder": "slow", "head": "fast"})
         inner = optax.multi_transform({"fast": optax.sgd(1.0), "slow": optax.sgd(0.5)}, labels)
         tx = fz.freeze_when(inner, fz.gradual_unfreeze(["head", "encoder"], 1))

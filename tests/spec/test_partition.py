@@ -11,7 +11,7 @@ from flax import nnx
 
 import optax_freeze as fz
 
-HOLE = optax.MaskedNode()
+MASKED_NODE = optax.MaskedNode()
 
 
 class TestPartition:
@@ -19,7 +19,7 @@ class TestPartition:
         trainable, rest = fz.partition(params, frozen)
         assert bits(trainable) == bits({"head": params["head"]})
         assert bits(rest) == bits({"encoder": params["encoder"]})
-        assert trainable["encoder"]["layer_0"]["kernel"] == rest["head"]["bias"] == HOLE
+        assert trainable["encoder"]["layer_0"]["kernel"] == rest["head"]["bias"] == MASKED_NODE
         again, nothing = fz.partition(trainable, frozen)
         assert bits(again) == bits(trainable)
         assert jax.tree.leaves(nothing) == []
@@ -29,7 +29,7 @@ class TestPartition:
         assert isinstance(trainable["frozen"]["float8"], jax.Array)
         assert isinstance(trainable["frozen"]["complex"], jax.Array)
         for name in ("integer", "boolean", "key"):
-            assert trainable["frozen"][name] == HOLE
+            assert trainable["frozen"][name] == MASKED_NODE
             assert rest["frozen"][name] is awkward["frozen"][name]
 
     def test_optax_runs_on_the_trainable_part(self, params, frozen):
@@ -68,8 +68,11 @@ class TestCombine:
         with pytest.raises(ValueError, match=r"different tree structure(.|\n)*at: head/bias"):
             fz.combine(trainable, rest)
 
-    def test_a_hole_in_both_stays(self):
-        assert fz.combine({"a": HOLE, "b": 1.0}, {"a": HOLE, "b": HOLE}) == {"a": HOLE, "b": 1.0}
+    def test_a_masked_node_in_both_stays(self):
+        assert fz.combine({"a": MASKED_NODE, "b": 1.0}, {"a": MASKED_NODE, "b": MASKED_NODE}) == {
+            "a": MASKED_NODE,
+            "b": 1.0,
+        }
 
 
 class TestStopGradient:
@@ -97,7 +100,7 @@ class TestApplyUpdates:
             assert bits(new["frozen"]) == bits(tree["frozen"])
             assert new["trains"].tolist() == [2.0, 2.0]
 
-    def test_holes_give_the_leaf_back(self, params, frozen):
+    def test_masked_nodes_give_the_leaf_back(self, params, frozen):
         trainable, _ = fz.partition(params, frozen)
         new = jax.jit(fz.apply_updates)(params, trainable)
         assert bits(new["encoder"]) == bits(params["encoder"])
@@ -105,9 +108,9 @@ class TestApplyUpdates:
         assert bits(fz.apply_updates(trainable, trainable)["head"]) == bits(new["head"])
 
     def test_an_update_of_another_leaf_is_refused(self):
-        hole, whole = optax.MaskedNode(), jnp.ones((3, 2))
+        masked, whole = optax.MaskedNode(), jnp.ones((3, 2))
         rows, other = (fz.partition(whole, fz.rows([i]))[0] for i in (0, 1))
-        for leaf, update in [(hole, rows), (hole, whole), (rows, whole), (rows, other), (whole, jnp.ones((1, 2)))]:
+        for leaf, update in [(masked, rows), (masked, whole), (rows, whole), (rows, other), (whole, jnp.ones((1, 2)))]:
             with pytest.raises(ValueError, match=r"updates: an update does not fit its parameter\n  at: w\n"):
                 fz.apply_updates({"w": leaf}, {"w": update})
 

@@ -170,7 +170,7 @@ class TestTrees:
         with pytest.raises(ValueError, match="it is broken"):
             fz.resolve({"a": [Broken()]}, "a")
 
-    def test_a_hole_is_a_frozen_leaf_with_its_path(self):
+    def test_a_masked_node_is_a_frozen_leaf_with_its_path(self):
         tree = {"a": optax.MaskedNode(), "b": jnp.ones(1), "c": jnp.ones(1)}
         assert fz.resolve(tree, ["a", "c"]) == {"a": True, "b": False, "c": True}
         assert fz.resolve(tree, False) == {"a": True, "b": False, "c": False}
@@ -289,7 +289,7 @@ class TestFreezeWarning:
         for use in USES.values():
             use(other, spec)
 
-    def test_trees_with_holes_and_what_cannot_train_are_not_judged(self, other):
+    def test_trees_with_masked_nodes_and_what_cannot_train_are_not_judged(self, other):
         trainable, rest = fz.partition(other, "encoder")
         for spec in ("encoder", fz.where(nothing_or_all), fz.only("encoder")):
             fz.freeze(optax.sgd(1.0), spec).init(trainable)

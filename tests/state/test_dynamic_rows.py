@@ -1,4 +1,4 @@
-"""Rows that are a value of the program: in specs, optimizers, states, reports and checkpoints."""
+"""Dynamic rows in specs, optimizers, states, reports and checkpoints."""
 
 import functools
 import pickle

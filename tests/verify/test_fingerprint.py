@@ -152,7 +152,7 @@ class TestFingerprint:
         assert not same(jitted(w, ~MASK), fz.fingerprint(w, {"w": MASK}))
 
     def test_nothing_frozen(self, params):
-        nothing = {"empty": jnp.zeros((0, 3)), "hole": optax.MaskedNode()}
+        nothing = {"empty": jnp.zeros((0, 3)), "masked": optax.MaskedNode()}
         assert not jax.jit(lambda p: fz.fingerprint(p, False))(params).any()
         assert not (fz.fingerprint({}, True) | fz.fingerprint(nothing, True)).any()
 
@@ -367,9 +367,11 @@ class TestAssertFrozen:
 
     def test_a_missing_leaf(self, params, frozen):
         trainable, rest = fz.partition(params, frozen)
-        with pytest.raises(ValueError, match=r"missing\n  at: encoder/layer_0/bias\n  got: a hole in `after`"):
+        with pytest.raises(
+            ValueError, match=r"missing\n  at: encoder/layer_0/bias\n  got: optax.MaskedNode\(\) in `after`"
+        ):
             fz.assert_frozen(params, trainable, frozen)
-        with pytest.raises(ValueError, match=r"missing\n  at: head/bias\n  got: a hole in `before`"):
+        with pytest.raises(ValueError, match=r"missing\n  at: head/bias\n  got: optax.MaskedNode\(\) in `before`"):
             fz.assert_frozen(rest, params, True)
         part, _ = fz.partition({"w": jnp.ones((4, 2))}, {"w": fz.rows(0)})
         with pytest.raises(ValueError, match=r"after: the trainable part of a leaf(.|\n)*at: w"):

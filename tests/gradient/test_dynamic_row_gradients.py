@@ -1,4 +1,4 @@
-"""The gradient of rows that are a value of the running program."""
+"""The gradient of dynamic rows."""
 
 import functools
 
