@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, at which path, what was got and expected, and the likely fix; and their guards."""
+"""Error messages: what is wrong, at which path, got and expected, and the likely fix; and checks of arguments."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Freezing in Flax NNX, where the type of a variable says what it is for.
+"""Freezes parameters of Flax NNX models, by the types of their variables.
 
 ``nnx.grad`` and ``nnx.Optimizer(wrt=nnx.Param)`` select variables by type, so a frozen parameter is a
 :class:`FrozenParam`, which is not an ``nnx.Param``. :func:`freeze` and :func:`thaw` change the type in place;

@@ -1,4 +1,4 @@
-"""Where freezing leaks according to the runs of an optimizer, the likeliest cause of each leak, and its fix."""
+"""The leaks that the runs of an optimizer show, with the most likely cause and the fix of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias

@@ -1,4 +1,4 @@
-"""What one update, or one step, does to one leaf, in a few numbers, which are computed on the device."""
+"""Describes what one update, or one step, does to one leaf by a few numbers, computed on the device."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Where a training step does not freeze what it should, according to its runs and its program, and the likeliest cause.
+"""The leaks that the runs and the program of a training step show, with the most likely cause and the fix of each.
 
 Runs show which frozen bits move, with whatever part of the step. The program shows what gradients are used for.
 """

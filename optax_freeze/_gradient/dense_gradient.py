@@ -1,4 +1,4 @@
-"""The gradient of what trains: the dense gradient is traced, and only the wanted rows of it are computed."""
+"""The gradient of the trainable parameters: the dense gradient is traced, and only its wanted rows are computed."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any

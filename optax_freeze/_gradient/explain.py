@@ -1,4 +1,4 @@
-"""``explain``: reports of which operations of the gradient only rows are computed, and of which everything.
+"""Reports of which operations of a gradient only rows are computed, and of which everything: :func:`explain`.
 
 It also reports how operations read leaves in host memory.
 """

@@ -1,7 +1,8 @@
 """Differentiates functions with respect to the trainable parameters only.
 
 ``jax.grad`` of the full tree computes a gradient for every leaf, and the compiler cannot remove the work for frozen
-ones if anything reads it, such as a global norm. The functions in this file never request gradients of what is frozen.
+ones if anything reads it, such as a global norm. The functions in this file never request gradients
+of frozen parameters. Specs of whole leaves need nothing but ``jax.value_and_grad``.
 """
 
 import functools

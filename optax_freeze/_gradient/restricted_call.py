@@ -1,4 +1,4 @@
-"""Calls a function of the full parameters with what trains and the rest, with the gradient of the trainable rows alone.
+"""Calls a function with the trainable part and the rest, so that ``jax.grad`` computes only the trainable rows.
 
 A leaf frozen by rows is put together, and the function is traced. In reverse mode, the tasks for the wanted rows that
 do not depend on the cotangents are evaluated in the forward pass, and what the others read is stored.

@@ -1,1 +1,1 @@
-"""What makes a gradient transformation."""
+"""Gradient transformations."""

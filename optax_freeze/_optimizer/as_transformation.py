@@ -1,4 +1,4 @@
-"""What counts as an optimizer."""
+"""Checks that an argument is an optimizer."""
 
 from typing import Any
 

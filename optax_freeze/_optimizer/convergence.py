@@ -1,4 +1,4 @@
-"""Freezing by itself: the groups of :func:`freeze_converged`, which freeze as their gradients settle."""
+"""Freezes each group when its gradients have converged: :func:`freeze_converged`."""
 
 import dataclasses
 import itertools

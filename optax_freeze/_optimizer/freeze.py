@@ -1,7 +1,7 @@
 """Frozen updates for any Optax optimizer: :func:`masked_zero_updates` and :func:`freeze`.
 
-Where ``optax.freeze`` stands in a chain, it is too early (weight decay and momentum come after it) or too late (moments
-are held, and frozen gradients reach norms and finite checks). :func:`freeze` goes around the optimizer instead.
+In a chain ``optax.freeze`` is too early (weight decay and momentum come after it) or too late (moments are stored, and
+frozen gradients reach norms and finite checks). :func:`freeze` wraps the optimizer instead.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""Freezing that changes while training: groups that freeze and thaw in one compiled program.
+"""Freezing that changes during training: groups freeze and thaw in one compiled program.
 
 ``optax.multi_transform`` decides by labels what is frozen: other labels are another state and another program. Here a
-condition decides, a value of the running program. Each group has an optimizer state of its own, which stands still
-while the group is frozen.
+condition decides, from the step and values of the program. Each group has an optimizer state of its own, which does not
+change while the group is frozen.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Divides the parameters into groups: each has a plan in which the rest is frozen, and so has what is in no group."""
+"""Divides the parameters into groups, each with a plan in which the others are frozen; the last plan is for the rest."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""One update of an inner optimizer, on the trainable part of a plan: what it is given, and where its results go."""
+"""What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""The plan in a state: whether it is that of this transformation, without resolving the spec in every update."""
+"""Checks that a state belongs to a transformation: each plan in a state is compared with the spec once."""
 
 import collections
 from collections.abc import Callable

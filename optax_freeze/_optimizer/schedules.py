@@ -1,4 +1,4 @@
-"""Functions of the step for :func:`optax_freeze.freeze_when`, and the groups of gradual unfreezing."""
+"""Conditions of the step for :func:`optax_freeze.freeze_when`, and the groups of gradual unfreezing."""
 
 import dataclasses
 import functools

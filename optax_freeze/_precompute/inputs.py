@@ -1,4 +1,4 @@
-"""The inputs of a function: which are known beforehand, as frozen parameters and recurring arguments are."""
+"""The inputs of a function, and which have the same values in each epoch: frozen parameters, recurring arguments."""
 
 import inspect
 from collections.abc import Callable, Sequence

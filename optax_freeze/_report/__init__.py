@@ -1,1 +1,1 @@
-"""What is frozen, and what that saves."""
+"""Summaries of what is frozen and what this saves."""

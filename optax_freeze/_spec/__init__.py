@@ -1,1 +1,1 @@
-"""What is frozen: a spec meets its parameters, and every leaf has one answer."""
+"""Resolves a spec for given parameters: which elements of each leaf are frozen."""

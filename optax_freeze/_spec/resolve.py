@@ -1,4 +1,4 @@
-"""From a spec, in any form, and parameters to a plan: :func:`make_plan`, which all functions of the library call."""
+"""Resolves a spec of any form into a plan: :func:`make_plan`, which all functions of the library call."""
 
 import dataclasses
 import functools

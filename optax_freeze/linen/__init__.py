@@ -1,4 +1,4 @@
-"""Freezing declared where a Flax Linen model is built, so that training needs no knowledge of the architecture.
+"""Freezes modules of a Flax Linen model where the model is built; training needs no knowledge of the architecture.
 
 :class:`Frozen` wraps a module without changing its paths, initial values, random streams and methods: each call runs in
 ``nn.map_variables``, where the module reads frozen parameters as constants and its statistics do not change.

@@ -1,4 +1,4 @@
-"""What the wrappers in a model freeze, found by tracing a call of it and its gradient; no arithmetic is done.
+"""Finds what the wrappers in a model freeze, by tracing a call of the model and its gradient; nothing is computed.
 
 A gradient depends on the cotangent of the outputs exactly where it reaches a parameter past all wrappers. What each
 wrapper says of its parameters is recorded while it runs.
