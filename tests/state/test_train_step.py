@@ -188,14 +188,14 @@ EXTRA_ARGS = {
 
 
 @pytest.mark.parametrize("name", EXTRA_ARGS)
-@pytest.mark.parametrize("coupled", [None, optax.identity()], ids=["in the update", "before the update"])
+@pytest.mark.parametrize("coupled", [None, optax.scale(0.5)], ids=["in the update", "before the update"])
 def test_extra_arguments(params, name, coupled):
     """A step in which one group trains is that of ``fz.freeze``, and both are those of the arguments given by hand."""
     inner, names = EXTRA_ARGS[name]
     spec = ["a", "b"]
     with_aux = lambda p, x: (loss(p, x), x)  # noqa: E731
     of_params = lambda p: loss(p, X)  # noqa: E731
-    tx = fz.freeze(inner, spec)
+    tx = fz.freeze(optax.chain(coupled or optax.identity(), inner), spec)
     by_hand, state = params, tx.init(params)
     for _ in range(2):
         value, grads = fz.value_and_grad(of_params, spec)(by_hand)
