@@ -35,7 +35,7 @@ extensions = [
     "sphinx_design",
 ]
 source_suffix = {".md": "myst-nb"}
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "development.md", "changelog.md"]
 html_theme = "sphinx_book_theme"
 html_title = "optax_freeze"
 html_theme_options = {
@@ -73,6 +73,8 @@ MODULES = {
     "fz.typing": "optax_freeze.typing",
     "fnnx": "optax_freeze.nnx",
     "checkpoint": "optax_freeze.checkpoint",
+    "features": "optax_freeze.features",
+    "linen": "optax_freeze.linen",
     "optax_freeze.linen": "optax_freeze.linen",
 }
 OTHERS = {name.split()[0] for path in HERE.glob("inventories/*.txt") for name in path.read_text().splitlines()[3:]}
@@ -85,9 +87,12 @@ INTERNAL = {
     "ExtraArgs": "Mapping[str, Any] | Callable[[PyTree, PyTree], Mapping[str, Any]] | None",
     "Kind": "Literal['moved', 'changed', 'state', 'untrained']",
     "_Module": "Module",
+    "GradientExplanation": "Explanation",
+    "CutExplanation": "Explanation",
+    "Leak": "NamedTuple",
     "Tree": "Params",
 }
-SPEC = ("concepts", "specs-the-forms-of-frozen")
+SPEC = ("specs", "all-forms-of-a-spec")
 
 
 class NamesAreLinks(SphinxTransform):

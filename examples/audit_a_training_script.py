@@ -35,7 +35,7 @@ def fixed() -> optax.GradientTransformation:
 
 def passes(tx: optax.GradientTransformation, params: Any) -> bool:
     """Prints each leak with its likely cause; returns whether there is none."""
-    print(audit := fz.audit(tx, params, FROZEN))
+    print(audit := fz.audit(params, FROZEN, tx))
     return bool(audit)
 
 

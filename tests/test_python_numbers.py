@@ -190,8 +190,8 @@ def test_the_bits_of_frozen_numbers_are_compared():
 
 def test_an_audit_follows_numbers():
     params = parameters(0.1)
-    fz.audit(fz.freeze(optax.adamw(0.1), FROZEN), params, FROZEN).raise_for_leaks()
-    leaks = fz.audit(optax.sgd(0.1), params, FROZEN).leaks
+    fz.audit(params, FROZEN, fz.freeze(optax.adamw(0.1), FROZEN)).raise_for_leaks()
+    leaks = fz.audit(params, FROZEN, optax.sgd(0.1)).leaks
     assert {leak.path for leak in leaks} == {*FROZEN}
 
 

@@ -109,7 +109,7 @@ def verified():
 
 
 def audited():
-    fz.audit(fz.freeze(optax.sgd(0.1, momentum=0.9), SPECS["static rows"]()), params(), SPECS["static rows"]())
+    fz.audit(params(), SPECS["static rows"](), fz.freeze(optax.sgd(0.1, momentum=0.9), SPECS["static rows"]()))
 
 
 def linen():

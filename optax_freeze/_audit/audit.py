@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from optax_freeze._audit.diagnosis import Kind, Leak, diagnose
 from optax_freeze._audit.runs import ExtraArgs, Run, Simulation, made_up
 from optax_freeze._errors import counted, is_number, message, value_error, whole_number
-from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import TRAINABLE
@@ -32,7 +32,7 @@ class Audit:
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
-      >>> audit = fz.audit(optax.masked(optax.sgd(0.1), {"encoder": False, "head": True}), params, "encoder")
+      >>> audit = fz.audit(params, "encoder", optax.masked(optax.sgd(0.1), {"encoder": False, "head": True}))
       >>> audit.ok, [(leak.kind, leak.path, leak.cause) for leak in audit.leaks]
       (False, [('moved', 'encoder', 'it trains')])
     """
@@ -70,9 +70,9 @@ class Audit:
 
 
 def audit(
-    tx: optax.GradientTransformation | optax.MultiSteps,
     params: PyTree,
     frozen: Spec,
+    tx: optax.GradientTransformation | optax.MultiSteps,
     steps: int = 3,
     *,
     extra_args: ExtraArgs = None,
@@ -86,10 +86,11 @@ def audit(
     whatever ``tx`` consists of; their causes are inferred. Later steps of a schedule are not checked.
 
     Args:
-      tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters.
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in
         host memory are copied to the device.
       frozen: the spec of the parameters that should be frozen, in any form.
+      tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters. It
+        may also come first: ``fz.audit(tx, params, frozen)``.
       steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The
         ``value``, ``grad``, ``value_fn``, ``obj_fn`` or ``grad_fn`` of a made-up loss are given if ``tx`` takes them.
@@ -108,7 +109,7 @@ def audit(
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
       >>> mask = {"encoder": True, "head": False}
       >>> tx = optax.chain(optax.freeze(mask), optax.add_decayed_weights(0.1), optax.sgd(0.5))
-      >>> print(fz.audit(tx, params, "encoder"))
+      >>> print(fz.audit(params, "encoder", tx))
       audit: 1 leak (1 of 2 leaves frozen, 3 steps a run)
       <BLANKLINE>
       moved: weight decay
@@ -116,9 +117,11 @@ def audit(
         got: 3 of 3 frozen elements move in step 1 with a gradient of zero, by up to 0.05
         expected: an update of zero, whatever the gradient, the parameter and the state
         fix: fz.freeze(optax.chain(..., optax.add_decayed_weights(...)), frozen): decay belongs inside the freeze
-      >>> fz.audit(fz.freeze(optax.adamw(0.1), "encoder"), params, "encoder").raise_for_leaks()
+      >>> fz.audit(params, "encoder", fz.freeze(optax.adamw(0.1), "encoder")).raise_for_leaks()
     """
-    tx = as_transformation(tx, "fz.audit(tx, params, frozen)")
+    arguments: tuple[Any, Any, Any] = (frozen, tx, params) if is_optimizer(params) else (params, frozen, tx)
+    params, frozen, tx = arguments
+    tx = as_transformation(tx, "fz.audit(params, frozen, tx)", other=frozen)
     steps = whole_number("steps", steps, least=1, fix="steps=3")
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)

@@ -146,6 +146,7 @@ def freeze_when(
         plans: GroupPlans = state.current_plan
         if isinstance(updates, GradientOfGroups) and coupled is not None:
             updates = updates.tree()
+            extra_args = {name: updates if isinstance(x, GradientOfGroups) else x for name, x in extra_args.items()}
         late = updates if isinstance(updates, GradientOfGroups) else None
         call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
         frozen = list(frozen_groups(state).values())

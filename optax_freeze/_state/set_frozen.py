@@ -17,13 +17,13 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import map_states, states_in
 
 
-def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptState:
+def set_frozen(state: optax.OptState, groups: Mapping[Any, Any]) -> optax.OptState:
     """Freezes or unfreezes groups that have no schedule, between steps and without recompiling.
 
     Args:
       state: from :func:`optax_freeze.freeze_when`, alone or inside another state (a chain, ``MultiSteps``, a train
         state).
-      frozen: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze. The
+      groups: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze. The
         groups of :func:`optax_freeze.each` are named by the paths of their leaves; ``fz.each`` sets all of them.
 
     Returns:
@@ -43,18 +43,18 @@ def set_frozen(state: optax.OptState, frozen: Mapping[Any, Any]) -> optax.OptSta
       {'encoder': False}
     """
     fix = "name each group by its pattern: fz.set_frozen(state, {'encoder': True})"
-    refuse_no_mapping("fz.set_frozen", frozen, "{pattern: bool}", fix=fix)
+    refuse_no_mapping("fz.set_frozen", groups, "{pattern: bool}", fix=fix)
     plans = [node.plan for node in _states(state)]
-    groups = [each for plan in plans for each in zip(plan.names, plan.keys, plan.conditions, strict=True)]
+    known = [each for plan in plans for each in zip(plan.names, plan.keys, plan.conditions, strict=True)]
     new = {}
-    for key, value in frozen.items():
+    for key, value in groups.items():
         name = group_name(key)
-        own = {each for each, _, _ in groups if each == name} or {each for each, key, _ in groups if key == name}
+        own = {each for each, _, _ in known if each == name} or {each for each, key, _ in known if key == name}
         if not own:
-            what, expected = "there is no group of this name", f"one of {sorted({each for each, _, _ in groups})}"
+            what, expected = "there is no group of this name", f"one of {sorted({each for each, _, _ in known})}"
             fix = "use the pattern that names the group in fz.freeze_when"
             raise KeyError(_Text(message(what, at=name, got=described(key), expected=expected, fix=fix)))
-        for condition in (condition for each, _, condition in groups if each in own):
+        for condition in (condition for each, _, condition in known if each in own):
             if not isinstance(condition, Switch):
                 raise value_error(
                     "this group is frozen by a schedule",

@@ -1,10 +1,11 @@
 """Builds a whole training step, in which the gradient of a group is computed where the group is updated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optax
 
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
@@ -13,12 +14,15 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.spec_of import spec_of
 
 _CALL = "fz.train_step(loss, tx)"
+_EXTRA_ARGS = ("value", "grad", "value_fn", "obj_fn", "grad_fn")
 
 
 def train_step(
     loss: Callable[..., Any],
     tx: optax.GradientTransformation | optax.MultiSteps,
     has_aux: bool = False,
+    *,
+    extra_args: Sequence[str] = (),
 ) -> Callable[..., tuple[PyTree, PyTree, Any]]:
     """Creates a training step that computes the gradients of the trainable parameters and updates them in place.
 
@@ -32,14 +36,17 @@ def train_step(
         ``has_aux`` a pair of a scalar and anything.
       tx: :func:`optax_freeze.freeze_when` or :func:`optax_freeze.freeze`, alone or inside another transformation.
       has_aux: whether ``loss`` returns a pair.
+      extra_args: the names of extra arguments that the update of ``tx`` takes: ``"value"`` (the loss), ``"grad"``,
+        ``"value_fn"`` or ``"obj_fn"`` (the loss as a function of the parameters), ``"grad_fn"`` (its gradient). Line
+        searches such as L-BFGS take the first three.
 
     Returns:
       A function ``(params, state, *args, **kwargs) -> (params, state, value)``, where ``value`` is the result of
       ``loss(params, *args, **kwargs)``. Donate its first two arguments.
 
     Raises:
-      TypeError: if ``loss`` is not a function, or ``tx`` is not an optimizer.
-      ValueError: when the step is called: the errors of the functions above.
+      TypeError: if ``loss`` is not a function, ``tx`` is not an optimizer, or ``extra_args`` is a single string.
+      ValueError: if ``extra_args`` contains another name; when the step is called: the errors of the functions above.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_freeze as fz
@@ -51,16 +58,37 @@ def train_step(
       ({'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}, 4.0)
     """
     refuse_no_function(loss, tx, _CALL)
+    _refuse_unknown(extra_args)
     in_place = isinstance(as_transformation(tx, _CALL, other=loss).update, Update)
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
-        spec = spec_of(state)
+        spec, found = spec_of(state), None
+        of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
         if isinstance(spec, GroupSpec) and not spec.is_known and in_place:
-            of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
-            grads = gradient_of_groups(of_params, spec, params, has_aux)
-            if grads is not None:
-                return *update_params(tx, grads, state, params), grads.value
-        value, grads = value_and_grad(loss, spec, has_aux=has_aux)(params, *args, **kwargs)
-        return *update_params(tx, grads, state, params), value
+            found = gradient_of_groups(of_params, spec, params, has_aux)
+        gradient = value_and_grad(of_params, spec, has_aux=has_aux)
+        value, grads = gradient(params) if found is None else (found.value, found)
+        value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
+        known = {
+            "value": value[0] if has_aux else value,
+            "grad": grads,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": lambda params, *_: gradient(params)[1],
+        }
+        params, state = update_params(tx, grads, state, params, **{name: known[name] for name in extra_args})
+        return params, state, value
 
     return step
+
+
+def _refuse_unknown(extra_args: Sequence[str]) -> None:
+    """Raises unless these are names of extra arguments that a step can compute."""
+    fix = 'extra_args=["value", "grad", "value_fn"]; for others, call fz.value_and_grad and fz.update_params'
+    expected = f"names out of {', '.join(_EXTRA_ARGS)}"
+    if isinstance(extra_args, str) or not isinstance(extra_args, Iterable):
+        what = "`extra_args` is not a list of names"
+        raise type_error(what, at="extra_args", got=described(extra_args), expected=expected, fix=fix)
+    if unknown := [name for name in extra_args if name not in _EXTRA_ARGS]:
+        what = "a training step does not know this extra argument"
+        raise value_error(what, at="extra_args", got=", ".join(map(repr, unknown)), expected=expected, fix=fix)

@@ -79,7 +79,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         what = f"{len(moved)} of {len(olds)} frozen leaves changed"
         got = "bits that differ between `before` and `after`"
         expected = "the same bits in all frozen leaves and elements"
-        fix = "put the whole optimizer inside fz.freeze; fz.audit(tx, params, frozen) finds the cause"
+        fix = "put the whole optimizer inside fz.freeze; fz.audit(params, frozen, tx) finds the cause"
         raise AssertionError(message(what, at=told, got=got, expected=expected, fix=fix))
 
 

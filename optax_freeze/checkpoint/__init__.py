@@ -221,7 +221,7 @@ def restore(
             given = make_plan(params, frozen).selections
             base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
         expected = "the parameters at the start of the run"
-        fix = "load the same base; if the run changed frozen leaves, fz.audit(tx, params, frozen) finds the cause"
+        fix = "load the same base; if the run changed frozen leaves, fz.audit(params, frozen, tx) finds the cause"
         now = base_record.leaf_records(params, plan)
         base_record.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
         if opt_state is not None:

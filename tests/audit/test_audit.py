@@ -75,7 +75,7 @@ LEAKS = {
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_leak_is_caught_and_named_with_its_cure(name):
     tx, expected = LEAKS[name]
-    audit = fz.audit(tx, PARAMS, FROZEN)
+    audit = fz.audit(PARAMS, FROZEN, tx)
     assert not audit
     assert not audit.ok
     found = {(leak.kind, leak.cause, leak.fix) for leak in audit.leaks}
@@ -120,7 +120,7 @@ INSIDE = {
 @pytest.mark.parametrize("name", INSIDE)
 def test_any_optimizer_inside_the_freeze_passes(name):
     tx, spec = INSIDE[name]
-    audit = fz.audit(fz.freeze(tx, SPECS[spec], full_updates=name != "MultiSteps"), PARAMS, SPECS[spec])
+    audit = fz.audit(PARAMS, SPECS[spec], fz.freeze(tx, SPECS[spec], full_updates=name != "MultiSteps"))
     assert audit, str(audit)
     assert audit.note == ""
     audit.raise_for_leaks()
@@ -128,7 +128,7 @@ def test_any_optimizer_inside_the_freeze_passes(name):
 
 def causes(tx, params=PARAMS, frozen=FROZEN, **options):
     """The causes of the leaks by their paths."""
-    return {leak.path: leak.cause for leak in fz.audit(tx, params, frozen, **options).leaks}
+    return {leak.path: leak.cause for leak in fz.audit(params, frozen, tx, **options).leaks}
 
 
 FREEZING = {
@@ -163,7 +163,7 @@ def test_other_dtypes_and_their_strict_promotion(dtype):
 
 
 def test_a_line_search_outside():
-    leaks = fz.audit(chain(SGD, BACKTRACKING, zeroed), PARAMS, FROZEN).leaks
+    leaks = fz.audit(PARAMS, FROZEN, chain(SGD, BACKTRACKING, zeroed)).leaks
     assert {leak.kind for leak in leaks} == {"changed", "state"}
 
 
@@ -175,7 +175,7 @@ def test_a_group_that_waits_is_no_leak_and_one_that_thaws_is():
 
 def test_statistics_of_a_leaf_that_is_frozen_in_part():
     tx = chain(optax.lars(0.1), fz.masked_zero_updates(SPECS["dense"]))
-    audit = fz.audit(tx, PARAMS, SPECS["dense"])
+    audit = fz.audit(PARAMS, SPECS["dense"], tx)
     kernel = {leak.kind: leak for leak in audit.leaks if leak.path == "encoder/kernel"}
     assert set(kernel) == {"changed", "state"}
     assert kernel["changed"].cause == "a statistic over frozen elements"
@@ -197,7 +197,7 @@ def test_a_clip_outside_is_right_for_gradients_of_the_trainable_structure():
 def test_a_zero_that_takes_a_sign():
     params = {"encoder": jnp.array([-0.0, 1.0]), "head": jnp.ones(2)}
     tx = optax.selective_transform(SGD, freeze_mask={"encoder": True, "head": False})
-    [leak] = fz.audit(tx, params, FROZEN).leaks
+    [leak] = fz.audit(params, FROZEN, tx).leaks
     assert leak.cause == "a transformation after the freeze"
     assert leak.got == "1 of 2 frozen elements move in step 1 with a gradient of zero"
     assert not causes(fz.freeze(SGD, FROZEN), params)
@@ -209,7 +209,7 @@ def test_leaves_of_every_kind_pass_and_nothing_is_changed(awkward, odd_bits):
         "trains": jnp.ones(2),
     }
     before = bits(tree)
-    audit = fz.audit(fz.freeze(ADAM, "frozen"), tree, "frozen")
+    audit = fz.audit(tree, "frozen", fz.freeze(ADAM, "frozen"))
     assert audit, str(audit)
     assert bits(tree) == before
 
@@ -224,7 +224,7 @@ def test_an_integer_that_decays():
 def test_shapes_are_enough():
     shapes = jax.eval_shape(lambda: {**PARAMS, "key": jax.random.key(0), "step": jnp.int32(1)})
     assert not causes(FREEZE, shapes)
-    found = {leak.cause for leak in fz.audit(MOMENTUM, shapes, FROZEN).leaks}
+    found = {leak.cause for leak in fz.audit(shapes, FROZEN, MOMENTUM).leaks}
     assert found == {"it trains", "state for frozen elements"}
 
 
@@ -233,12 +233,12 @@ def test_sharded_parameters():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = {"encoder": jax.device_put(jnp.ones((4, 2)), sharding), "head": jnp.ones(2)}
     spec = {"encoder": fz.rows(slice(0, 2)), "head": False}
-    assert fz.audit(fz.freeze(MOMENTUM, spec), params, spec)
+    assert fz.audit(params, spec, fz.freeze(MOMENTUM, spec))
 
 
 def test_a_parameter_with_the_name_of_a_count_has_no_state():
     params = {"count": jnp.ones(()), "mu": jnp.ones(2), "nu": jnp.ones(2)}
-    assert fz.audit(fz.freeze(ADAM, ["count", "nu"]), params, ["count", "nu"])
+    assert fz.audit(params, ["count", "nu"], fz.freeze(ADAM, ["count", "nu"]))
 
 
 def test_an_optimizer_that_looks_at_values_runs_eagerly():
@@ -260,25 +260,25 @@ BATCHED = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(
 def test_extra_arguments_of_your_own():
     of_frozen_parameters = lambda params, grads: {"batch": optax.tree.norm(params)}  # noqa: E731
     for extra_args in ({"batch": 2.0}, of_frozen_parameters):
-        assert fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN, extra_args=extra_args)
+        assert fz.audit(PARAMS, FROZEN, fz.freeze(BATCHED, FROZEN), extra_args=extra_args)
 
 
 def test_errors_of_the_optimizer_are_passed_on():
     with pytest.raises(TypeError, match="batch") as error:
-        fz.audit(fz.freeze(BATCHED, FROZEN), PARAMS, FROZEN)
+        fz.audit(PARAMS, FROZEN, fz.freeze(BATCHED, FROZEN))
     assert "fz.audit: from tx.update" in error.value.__notes__[-1]
     with pytest.raises(ValueError, match="matches no leaf") as error:
-        fz.audit(fz.freeze(SGD, "decoder"), PARAMS, FROZEN)
+        fz.audit(PARAMS, FROZEN, fz.freeze(SGD, "decoder"))
     assert error.value.__notes__ == ["fz.audit: from tx.init(params)"]
 
 
 def test_what_the_runs_cannot_show_is_noted():
-    audit = fz.audit(fz.freeze(optax.MultiSteps(SGD, 9), FROZEN), PARAMS, FROZEN)
+    audit = fz.audit(PARAMS, FROZEN, fz.freeze(optax.MultiSteps(SGD, 9), FROZEN))
     assert audit
     assert "note: trainable parameters had no update in these steps" in str(audit)
-    assert fz.audit(fz.freeze(optax.MultiSteps(SGD, 4), FROZEN), PARAMS, FROZEN, steps=4).note == ""
+    assert fz.audit(PARAMS, FROZEN, fz.freeze(optax.MultiSteps(SGD, 4), FROZEN), steps=4).note == ""
     nan = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u * np.nan, updates))
-    audit = fz.audit(fz.freeze(nan, FROZEN), PARAMS, FROZEN)
+    audit = fz.audit(PARAMS, FROZEN, fz.freeze(nan, FROZEN))
     assert audit.leaks == ()
     assert "NaN whatever is frozen" in audit.note
 
@@ -290,7 +290,7 @@ def test_what_is_random_is_not_compared():
         noise = jax.pure_callback(lambda: np.float32(random.normal()), jax.ShapeDtypeStruct((), np.float32))
         return jax.tree.map(lambda update: update + noise, updates)
 
-    audit = fz.audit(fz.freeze(optax.stateless(update_fn), FROZEN), PARAMS, FROZEN)
+    audit = fz.audit(PARAMS, FROZEN, fz.freeze(optax.stateless(update_fn), FROZEN))
     assert audit
     assert "two equal runs" in audit.note
     noisy = causes(chain(FREEZE, optax.stateless(update_fn)))
@@ -299,20 +299,21 @@ def test_what_is_random_is_not_compared():
 
 def test_the_text_folds_leaves_of_one_cause():
     params = {f"layer_{i}": jnp.ones(4) for i in range(12)} | {"head": jnp.ones(2)}
-    audit = fz.audit(chain(SGD, optax.ema(0.9), fz.masked_zero_updates("layer_*")), params, "layer_*", steps=1)
+    audit = fz.audit(params, "layer_*", chain(SGD, optax.ema(0.9), fz.masked_zero_updates("layer_*")), steps=1)
     assert len(audit.leaks) == audit.frozen == 12
     lines = str(audit).splitlines()
     assert lines[0] == "audit: 1 leak (12 of 13 leaves frozen, 1 step a run)"
     assert "  at: layer_0, layer_1, layer_10 and 9 more" in lines
     assert "  got: 16 bytes, at 1/ema (layer_0); 192 bytes in all" in lines
     assert repr(audit) == str(audit)
-    assert str(fz.audit(SGD, PARAMS, False)) == "audit: no leak (0 of 3 leaves frozen, 3 steps a run)"
+    assert str(fz.audit(PARAMS, FROZEN, SGD)) == str(fz.audit(SGD, PARAMS, FROZEN))  # pyright: ignore
+    assert str(fz.audit(PARAMS, False, SGD)) == "audit: no leak (0 of 3 leaves frozen, 3 steps a run)"
 
 
 def test_made_up_infinities_are_none_of_the_debugger_s_business():
     with jax.debug_nans(True), jax.debug_infs(True):
-        assert fz.audit(FREEZE, PARAMS, FROZEN).ok
-        assert {leak.kind for leak in fz.audit(SGD, PARAMS, FROZEN).leaks} == {"moved"}
+        assert fz.audit(PARAMS, FROZEN, FREEZE).ok
+        assert {leak.kind for leak in fz.audit(PARAMS, FROZEN, SGD).leaks} == {"moved"}
 
 
 @pytest.mark.parametrize(("dtype", "shapes"), [(np.float64, True), (np.complex128, False)])
@@ -327,9 +328,9 @@ def test_double_precision_of_numpy_without_x64(dtype, shapes):
 
 def test_wrong_arguments():
     """Those in ``wrong_calls.md`` are not repeated here."""
-    with pytest.raises(TypeError, match=r"not an optimizer(.|\n)*got: a dict of 3 leaves"):
+    with pytest.raises(TypeError, match=r"not an optimizer(.|\n)*fix: swap the arguments"):
         fz.audit(PARAMS, SGD, FROZEN)  # pyright: ignore
     with pytest.raises(TypeError, match=r"at: steps\n  got: True"):
-        fz.audit(SGD, PARAMS, FROZEN, True)
+        fz.audit(PARAMS, FROZEN, SGD, True)
     with pytest.raises(ValueError, match=r"the full parameters\n  at: encoder/kernel"):
-        fz.audit(SGD, fz.partition(PARAMS, SPECS["rows"])[0], False)
+        fz.audit(fz.partition(PARAMS, SPECS["rows"])[0], False, SGD)

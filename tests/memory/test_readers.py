@@ -213,7 +213,7 @@ class TestStates:
 
     def test_an_audit(self):
         for make in (lambda: offloaded(model()), lambda: offloaded(jax.eval_shape(model))):
-            assert fz.audit(fz.freeze(optax.adam(0.1), SPEC), make(), SPEC, steps=1)
+            assert fz.audit(make(), SPEC, fz.freeze(optax.adam(0.1), SPEC), steps=1)
 
     def test_precompute_needs_rows_that_train_on_the_device(self):
         def loss(params, x):

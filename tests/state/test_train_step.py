@@ -177,6 +177,38 @@ def test_auxiliary_output_and_keywords(params):
     assert aux["n"] == 3
 
 
+EXTRA_ARGS = {
+    "line search": (optax.lbfgs(), ["value", "grad", "value_fn"]),
+    "Hessian": (optax.contrib.sophia(0.1, update_interval=1), ["obj_fn"]),
+    "gradients": (
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2, opaque_mode=True),
+        ["grad_fn"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA_ARGS)
+@pytest.mark.parametrize("coupled", [None, optax.scale(0.5)], ids=["in the update", "before the update"])
+def test_extra_arguments(params, name, coupled):
+    """A step in which one group trains is that of ``fz.freeze``, and both are those of the arguments given by hand."""
+    inner, names = EXTRA_ARGS[name]
+    spec = ["a", "b"]
+    with_aux = lambda p, x: (loss(p, x), x)  # noqa: E731
+    of_params = lambda p: loss(p, X)  # noqa: E731
+    tx = fz.freeze(optax.chain(coupled or optax.identity(), inner), spec)
+    by_hand, state = params, tx.init(params)
+    for _ in range(2):
+        value, grads = fz.value_and_grad(of_params, spec)(by_hand)
+        every = {"value": value, "grad": grads, "value_fn": of_params, "obj_fn": of_params}
+        every["grad_fn"] = lambda p, _: fz.grad(of_params, spec)(p)
+        by_hand, state = fz.update_params(tx, grads, state, by_hand, **{each: every[each] for each in names})
+    for each in (tx, fz.freeze_when(inner, {"a": True, "b": True}, coupled)):
+        step = jax.jit(fz.train_step(with_aux, each, has_aux=True, extra_args=names))
+        new, state, _ = step(params, each.init(params), X)
+        new, state, _ = step(new, state, X)
+        close(new, by_hand)
+
+
 class TestInsideOfShardMap:
     """What is equal on all devices before a step may vary after it."""
 
