@@ -94,7 +94,7 @@ def freeze(module: _Module, frozen: Spec) -> _Module:
 def thaw(module: _Module, frozen: Spec = True) -> _Module:
     """Undoes :func:`freeze` in place: each :class:`FrozenParam` gets its original type back.
 
-    A :class:`Frozen` wrapper still holds its batch statistics; use its ``module`` to release them.
+    A :class:`Frozen` wrapper still freezes batch statistics; call its ``module`` to update them.
 
     Args:
       module: an NNX module.

@@ -26,10 +26,10 @@ def audit_step(
     """Finds out whether a training step freezes what it should, and how to fix it if not.
 
     :func:`optax_freeze.audit` sees an optimizer; leaks are also in the step around it: weight decay after a
-    ``stop_gradient``, a router's bias that is set outside of the optimizer, an average that rounds, statistics. The
-    step runs a few times from copies of the state: as it is, with another batch, with other frozen values, and with
-    another state of frozen elements. No frozen bit may change. Then the program of the step is traced. It shows
-    which gradients of frozen parameters are computed, what they cost, and what reads them.
+    ``stop_gradient``, a router's bias that is set outside of the optimizer, an average that rounds, batch statistics.
+    The step runs a few times from copies of the state: as it is, with another batch, with other frozen values, and with
+    another state of frozen elements. No frozen bit may change. Then the program of the step is traced. It shows which
+    gradients of frozen parameters are computed, what they cost, and what reads them.
 
     Args:
       step: called as ``step(state, *batch)``, returns the new state or a tuple that begins with it. NNX objects may be

@@ -32,8 +32,8 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
     """Turns a function of all parameters into a function of the trainable parameters.
 
     Frozen parameters are constants of the returned function, so they are not differentiated. The gradient of a leaf
-    frozen by rows has the size of its trainable rows. The leaf is put together where it is read: in a loop over its
-    rows one row at a time, elsewhere as one copy, which ``fz.value_and_grad`` of the full parameters does not need. For
+    frozen by rows has the size of its trainable rows. The leaf is assembled where it is read: in a loop over its rows
+    one row at a time, elsewhere as one copy, which ``fz.value_and_grad`` of the full parameters does not need. For
     such leaves ``fun`` is traced first, which executes nothing, so callbacks and other effects happen once, as under
     ``jax.grad``. If ``fun`` needs a value while it is traced (Python branches on it), it is called with whole leaves.
 

@@ -66,8 +66,7 @@ def freeze_when(
     Each group has its own state of ``inner``. While a group is frozen, its updates are -0.0, its optimizer does not
     run, and its state does not change. A group that is first unfrozen at step N is updated as if its optimizer had been
     created at N, and one that is unfrozen again continues where it stopped. Leaves that are in no group always train.
-    Compute gradients with ``fz.value_and_grad(loss, fz.spec_of(state))``, which does not differentiate groups that are
-    frozen now.
+    Train with :func:`optax_freeze.train_step`, which does not differentiate groups that are frozen now.
 
     Args:
       inner: the optimizer of each group, or an ``optax.MultiSteps``. Anything that it computes over a whole tree, such

@@ -41,8 +41,8 @@ def each(*patterns: Selectable) -> Selector:
     """Makes each selected leaf a group of its own, as a key of the groups of :func:`optax_freeze.freeze_when`.
 
     Each group has its own optimizer state and its own gradient statistics, and is named by the path of its leaf. Leaves
-    that belong to earlier groups are left out. (``optax.tree_map_params`` knows the groups only after a call of
-    ``init``.)
+    that belong to earlier groups are left out. Call ``init`` before ``optax.tree_map_params``, which otherwise
+    does not know the groups.
 
     Args:
       *patterns: one or more patterns, as in :func:`optax_freeze.path`, or selectors.

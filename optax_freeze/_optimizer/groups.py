@@ -1,4 +1,4 @@
-"""Divides the parameters into groups, each with a plan in which the others are frozen; the last plan is for the rest."""
+"""Divides the parameters into groups, each with a plan in which the others are frozen; the last one is for the rest."""
 
 import dataclasses
 import functools

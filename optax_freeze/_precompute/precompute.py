@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_pytree_node_class
 class Features(tuple[Any, ...]):
-    """Stores the features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
+    """The features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
 
     Attributes:
       arrays: the arrays in the tuple.
@@ -159,8 +159,8 @@ class Precomputed:
         Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
-          ``params`` with ``optax.MaskedNode()`` in place of each frozen leaf that only ``before`` reads. A
-          leaf frozen by rows whose frozen rows are not read is replaced by its trainable rows, as a ``Part``.
+          ``params`` with ``optax.MaskedNode()`` in place of each frozen leaf that only ``before`` reads. A leaf frozen
+          by rows whose frozen rows are not read is replaced by its trainable rows, as a ``Part``.
 
         Example:
           >>> import jax.numpy as jnp, optax_freeze as fz

@@ -192,8 +192,8 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 
     Returns:
-      An element mask, for a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. Of
-      all rows of a leaf it means True, of none False.
+      An element mask, for a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. A
+      mask of all rows of a leaf means True, of none False.
 
     Raises:
       TypeError: if ``index`` or ``axis`` has another type.

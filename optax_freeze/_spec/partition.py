@@ -33,9 +33,9 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
         error, ``"ignore"`` allows it. Tracers are never checked.
 
     Returns:
-      ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` in place of a
-      leaf that is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``, as a
-      :class:`optax_freeze.Part`, and the full array in ``rest``. What cannot train is in ``rest``.
+      ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` in place of a leaf that
+      is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``, as a
+      :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that cannot train are in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
@@ -76,8 +76,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
       rest: all other leaves, with ``optax.MaskedNode()`` in place of trainable leaves.
 
     Returns:
-      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. A
-      ``MaskedNode`` in both remains.
+      The full tree: ``combine(*partition(params, frozen))`` is ``params``, bit for bit. Where both have
+      ``optax.MaskedNode()``, it stays.
 
     Raises:
       ValueError: if the trees differ in structure, or if both have a leaf at the same path.

@@ -65,9 +65,9 @@ def migrate(
     takes the counts of the groups that its leaves come from. Where a leaf with new moments shares an old count, Adam's
     bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual one.
 
-    An optimizer begins anew where it would in :func:`optax_freeze.replace_masks`, and one with a history of gradients
-    (L-BFGS) or a line search also if any element is gone. Steps of schedules and wrappers continue, except in a group
-    or label of which all leaves are new.
+    An optimizer starts as in ``init`` where it would in :func:`optax_freeze.replace_masks`, and one with a history of
+    gradients (L-BFGS) or a line search also if an element is newly frozen. Steps of schedules and wrappers continue,
+    except in a group or label of which all leaves are new.
 
     Args:
       state: the old state, outside of ``jit``.

@@ -36,12 +36,12 @@ def replace_masks(
     """Replaces the dense masks or dynamic rows in an optimizer state, without recompiling.
 
     Call it between steps or inside a jitted function. Elements that stay trainable keep their moments, and newly
-    trainable ones start as in ``tx.init(params)``. Everything else is as in :func:`optax_freeze.migrate`: what the rows
-    share continues, such as counts, so that Adam's first step on a new row is up to 3.2 times the usual one. If all
+    trainable ones start as in ``tx.init(params)``. Everything else is as in :func:`optax_freeze.migrate`: values that
+    rows share, such as counts, continue, so Adam's first step on a new row is up to 3.2 times the usual one. If all
     elements that an optimizer trains are new (those of a label of ``optax.multi_transform``, of a group of
     :func:`optax_freeze.freeze_when`), everything beside its moments starts as in ``init``, too, and its next step is
-    that of a new optimizer. So does an optimizer with a history of gradients (L-BFGS) or a line search if any element
-    is new. Steps of schedules and wrappers (``optax.MultiSteps``) and random keys always continue.
+    that of a new optimizer. An optimizer with a history of gradients (L-BFGS) or a line search starts as in ``init`` if
+    any element is new. Steps of schedules and wrappers (``optax.MultiSteps``) and random keys always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
@@ -50,7 +50,7 @@ def replace_masks(
       params: the parameters as given to ``tx.init``, with their current values.
       masks: the new masks. A key is the path of a leaf, or a pattern or selector for all matching leaves with a mask;
         the first match counts. A value is a boolean array of the leaf's shape, True where frozen. For dynamic
-        rows (:func:`optax_freeze.rows` of a JAX array) it is dynamic rows again, as many trainable ones as before.
+        rows it is :func:`optax_freeze.rows` of a JAX array again, with as many trainable rows as before.
 
     Returns:
       The state with the new masks.
@@ -58,7 +58,7 @@ def replace_masks(
     Raises:
       ValueError: if the state is not one of ``tx`` for these parameters; if a key matches no leaf with such a mask; if
         an array has the wrong shape; if the number of trainable rows, or of trainable elements of a compact mask,
-        changes; if an array contains other rows of several leaves (``optax.flatten``). The given state is not changed.
+        changes; if one array covers several leaves (``optax.flatten``) whose rows change. The given state stays.
       TypeError: if a mask has another type, or ``tx`` is not an optimizer.
 
     Example:

@@ -16,10 +16,11 @@ from optax_freeze._state.own_states import outermost_states
 def spec_of(state: optax.OptState) -> Selector:
     """Returns the spec in an optimizer state, with the current masks.
 
-    Pass it to :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.apply_updates` inside a jitted step. The
-    masks are then arguments of the compiled program, whereas a mask in a closure would be a constant. The spec of a
-    :func:`optax_freeze.freeze_when` state says which groups are frozen now. Inside a jitted step this is a traced
-    value, which only :func:`optax_freeze.value_and_grad` and :func:`optax_freeze.grad` accept.
+    In a step without :func:`optax_freeze.train_step`, pass it to :func:`optax_freeze.value_and_grad` and
+    :func:`optax_freeze.apply_updates`. The masks are then arguments of the compiled program, whereas a mask in a
+    closure would be a constant. The spec of a :func:`optax_freeze.freeze_when` state says which groups are frozen now.
+    Inside a jitted step this is a traced value, which only :func:`optax_freeze.value_and_grad` and
+    :func:`optax_freeze.grad` accept.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or

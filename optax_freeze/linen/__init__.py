@@ -44,11 +44,11 @@ class Frozen(nn.Module):
       module: the module to freeze. It may have a name; the wrapper has none.
       frozen: the spec, in any form, with paths relative to the module.
       collection: None keeps the parameters in ``params``. A name moves the frozen ones to a collection of that name,
-        which enclosing lifts must carry too (``variable_axes``); whole leaves only.
+        which enclosing lifted transformations must list, too (``variable_axes``); whole leaves only.
       stats: ``"frozen"`` keeps the stored statistics: modules with ``use_running_average`` use them in whatever mode
         they are called, and the writes of others are dropped. ``"live"`` leaves both to the caller.
       stats_collections: the collections that hold statistics, or scales of float8 matmuls, whose new values are their
-        gradients: kept, the gradient of ``_overwrite_with_gradient`` is its value.
+        gradients: if frozen, the gradient of ``_overwrite_with_gradient`` is its value.
 
     Raises:
       TypeError: if ``module`` is not an instance of a Linen module.
