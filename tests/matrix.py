@@ -76,7 +76,7 @@ def run(cell: Cell) -> str:
       Nothing if the cell holds; else the error that the optimizer raises by itself, where nothing is frozen.
 
     Raises:
-      AssertionError: if a frozen bit moved, or what trains differs from what trains alone.
+      AssertionError: if a frozen bit moved, or trainable parameters differ from those trained alone.
     """
     expected = None
     try:

@@ -594,8 +594,8 @@ _BY_FILE = {
         ("[its is node.plan.leaves for its in made]", "[its == node.plan.leaves for its in made]", "-k several_states"),
     ],
     ("_state/set_frozen.py", "tests/optimizer/test_freeze_when.py"): [
-        ("{each for each, _, _ in groups if each == name} or ", "", "-k set_by_path_or_together"),
-        ("in groups if each in own):", "in groups[:1] if each in own):", "-k set_by_path_or_together"),
+        ("{each for each, _, _ in known if each == name} or ", "", "-k set_by_path_or_together"),
+        ("in known if each in own):", "in known[:1] if each in own):", "-k set_by_path_or_together"),
     ],
     ("_state/train_step.py", "tests/state/test_train_step.py"): [
         ("and in_place:", "and True:", "-k other_transformations"),

@@ -55,8 +55,8 @@ AFTER = diagnosis.AFTER._replace(
 )
 AVERAGE = Cause(
     "an average that rounds",
-    "average only what trains: fz.partition(params, frozen)[0]; or average + (1 - decay) * (params - average), which"
-    " keeps a value that it equals",
+    "average only the trainable part: fz.partition(params, frozen)[0]; or average + (1 - decay) * (params - average),"
+    " which keeps a value that it equals",
 )
 STATISTICS = Cause(
     "statistics of a frozen module",

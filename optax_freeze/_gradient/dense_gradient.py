@@ -72,7 +72,7 @@ class DenseGradient:
 def value_and_grad_of_plan(
     fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool
 ) -> tuple[Any, PyTree]:
-    """The value of ``fun(params)`` and its gradient with respect to what trains under a plan."""
+    """The value of ``fun(params)`` and its gradient with respect to the trainable part of a plan."""
     dense = DenseGradient(fun, plan, params, has_aux, holomorphic)
     parts = [plan.selections[i] for i in dense.trains]
     if (dense.on_host or any(isinstance(selection, RowSelection) for selection in parts)) and dense.trace():
@@ -91,7 +91,7 @@ def value_and_grad_of_plan(
 
 
 def taken(selection: Selection, grad: Any) -> Any:
-    """The gradient of what trains of a leaf, of its dense gradient."""
+    """The gradient of the trainable part of a leaf, from its dense gradient."""
     return grad if isinstance(grad, Part) else selection.take(grad)
 
 
@@ -101,7 +101,7 @@ def region_of_leaf(selection: Selection, leaf: Any) -> Region:
 
 
 def as_part(selection: Selection, leaf: Any, grad: Any) -> Any:
-    """The gradient of what trains of a leaf, given that of :func:`region_of_leaf`."""
+    """The gradient of the trainable part of a leaf, from that of :func:`region_of_leaf`."""
     if isinstance(selection, RowSelection) and not isinstance(leaf, Part):
         grad = zero_outside(region_of(selection), grad, leaf.shape)
         return Part(grad, selection.part_index, leaf.shape)

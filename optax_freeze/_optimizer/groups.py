@@ -32,7 +32,7 @@ class GroupPlans:
     keys: tuple[str, ...]  # the names as given to `freeze_when`: several groups may come from one `fz.each`
     conditions: tuple[Condition, ...]
     everything: Plan  # all leaves train
-    plans: tuple[Plan, ...]  # one for each group, then that of what is in no group
+    plans: tuple[Plan, ...]  # one for each group, then that of all other leaves and elements
 
     def __hash__(self) -> int:
         return hash(self.names)
@@ -162,7 +162,7 @@ def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
 def _claim(
     group: GivenGroup, walk: _tree.Walk, leaves: Sequence[Leaf], selected: Sequence[int], taken: list[Choice]
 ) -> list[Choice]:
-    """What is not a group's own at each leaf, if it selects these leaves; ``taken`` gains what it owns."""
+    """The elements of each selected leaf that a group does not own; adds those that it owns to ``taken``."""
     others: list[Choice] = [True] * len(leaves)
     for i, leaf in ((i, leaves[i]) for i in selected if taken[i] is not True and leaves[i].inexact):
         if group.mask is None:

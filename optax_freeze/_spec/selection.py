@@ -119,7 +119,7 @@ class _Numbered(Selection):
     run: Any = None  # the trainable rows as one run (start, stop), if they are known to be one
 
     def indices(self, *array: Any) -> jax.Array:
-        """The numbers of what trains, int32, ascending; ``array``: that of the selection, if it has one."""
+        """The numbers of the trainable rows or elements, int32, ascending; ``array``: that of the selection, if any."""
         raise NotImplementedError
 
     def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -183,7 +183,7 @@ def clip(tx):
 
 
 def partitioned(tx):
-    """Only what trains is in the optimizer and in the average."""
+    """Only trainable parameters are in the optimizer and in the average."""
     trainable, rest = fz.partition(PARAMS, FROZEN)
 
     @functools.partial(jax.jit, donate_argnums=0)

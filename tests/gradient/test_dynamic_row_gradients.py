@@ -126,7 +126,7 @@ def values(tree):
 
 
 def dense(loss, frozen, params, x=X):
-    """The dense gradient, cut to what trains."""
+    """The dense gradient, cut to the trainable rows."""
     return values(fz.partition(jax.grad(loss)(params, x), frozen)[0])
 
 

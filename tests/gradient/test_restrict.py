@@ -1,4 +1,4 @@
-"""The loss as a function of what trains."""
+"""The loss as a function of the trainable parameters."""
 
 import inspect
 

@@ -573,10 +573,10 @@ class TestShardMap:
 
         self.check(local, mesh)
 
-    @pytest.mark.parametrize("varies", ["everything", "what trains", "the rest"])
+    @pytest.mark.parametrize("varies", ["everything", "the trainable part", "the rest"])
     def test_what_varies(self, mesh, varies):
         """JAX sums the gradient of what does not vary over the mesh; ``out_specs`` has it checked."""
-        trains, rests = varies in ("everything", "what trains"), varies in ("everything", "the rest")
+        trains, rests = varies in ("everything", "the trainable part"), varies in ("everything", "the rest")
 
         def vary(x):
             return lax.pcast(x, "data", to="varying") if hasattr(lax, "pcast") else lax.pvary(x, "data")

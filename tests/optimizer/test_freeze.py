@@ -1,4 +1,4 @@
-"""Frozen updates: zeros that keep bits, an optimizer that sees what trains alone, and a state that travels."""
+"""Frozen updates: zeros that keep bits, an optimizer of the trainable parameters alone, and a state that travels."""
 
 import collections
 import copy

@@ -141,6 +141,6 @@ def test_any_program_any_frozen_leaves_any_recurring_arguments(steps, skip, froz
     except ValueError as error:
         hypothesis.assume("nothing to compute once" not in str(error))
         raise
-    features = jax.jit(once.before)(poisoned, *varies)  # neither what trains nor what does not recur is read
+    features = jax.jit(once.before)(poisoned, *varies)  # neither trainable parameters nor varying arguments are read
     got = jax.jit(fz.value_and_grad(once.after, spec))(needed, features, x, y)
     assert bits(got) == bits(jax.jit(fz.value_and_grad(loss, spec))(params, x, y))

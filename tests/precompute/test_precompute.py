@@ -136,7 +136,7 @@ def trained_on_features(once, frozen, params, *args):
 
 
 def check(loss, frozen, params, *args, **options):
-    """The value and the gradient of what trains, from the features, are those of the function."""
+    """The value and the gradient of the trainable part, from the features, are those of the function."""
     got = trained_on_features(fz.precompute(loss, frozen, **options), frozen, params, *args)
     assert_equal_up_to_rounding(got, jax.jit(fz.value_and_grad(loss, frozen))(params, *args))
 
