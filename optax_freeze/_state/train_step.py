@@ -76,8 +76,14 @@ def train_step(
             "obj_fn": value_fn,
             "grad_fn": lambda params, *_: gradient(params)[1],
         }
-        params, state = update_params(tx, grads, state, params, **{name: known[name] for name in extra_args})
-        return params, state, value
+        try:
+            new, state = update_params(tx, grads, state, params, **{name: known[name] for name in extra_args})
+        except (TypeError, ValueError) as error:
+            asked = [name for name in known if f"'{name}'" in str(error) or (name[-3:] == "_fn" and name in str(error))]
+            if asked and not {*asked} & {*extra_args}:
+                error.add_note(f"fix: fz.train_step(loss, tx, extra_args={asked})")
+            raise
+        return new, state, value
 
     return step
 

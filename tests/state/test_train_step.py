@@ -207,6 +207,9 @@ def test_extra_arguments(params, name, coupled):
         new, state, _ = step(params, each.init(params), X)
         new, state, _ = step(new, state, X)
         close(new, by_hand)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fz.train_step(loss, tx)(params, tx.init(params), X)
+    assert caught.value.__notes__[-1] == f"fix: fz.train_step(loss, tx, extra_args={names})"
 
 
 class TestInsideOfShardMap:
