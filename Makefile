@@ -40,19 +40,17 @@ docs: .venv/test  ## build the documentation, in .venv/html
 docs-check: docs  ## check every page of the documentation in a browser, with screenshots
 	$(BIN)/python docs/check_in_browser.py .venv/html
 
-bench: .venv/bench  ## run the benchmarks and write their page
-	$(BIN)/python tests/benchmarks/write_page.py
+bench: .venv/bench  ## run the benchmarks, and write their figures to tests/benchmarks/results; NAMES=... runs only these
+	$(BIN)/python tests/benchmarks/write_results.py $(NAMES)
 
 # JAX's CUDA packages (3 GB) have an environment of their own. Nothing here needs a GPU.
-GPU_FIGURES := .venv/gpu/figures.json
-bench-gpu: .venv/gpu/installed  ## compile training steps for GPUs, and show the memory that they take
-	.venv/gpu/bin/python tests/benchmarks/scale.py --chips h100 a100-40 rtx4090 --sizes 8B 70B --json $(GPU_FIGURES)
-	.venv/gpu/bin/python tests/benchmarks/scale.py --one rtx4090 --json $(GPU_FIGURES)
+bench-gpu: .venv/gpu/installed  ## compile training steps for GPUs, and write the memory that they take
+	.venv/gpu/bin/python tests/benchmarks/write_results.py scale_gpu quantized
 
 # The gallery has an environment of its own, for Python 3.12; its figures stand in a folder beside it. PyTorch and PEFT
 # have another, with any Python.
 gallery: .venv/gallery/installed .venv/pytorch/installed  ## test models of other packages (Python 3.12) and write their page
-	.venv/pytorch/bin/python -m pytest tests/gallery/test_coming_from.py
+	.venv/pytorch/bin/python -m pytest tests/gallery/test_other_frameworks.py
 	rm -rf .venv/gallery/figures && mkdir .venv/gallery/figures
 	GALLERY=.venv/gallery/figures .venv/gallery/bin/python -m pytest tests/gallery
 	.venv/gallery/bin/python tests/gallery/write_page.py .venv/gallery/figures

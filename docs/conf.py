@@ -50,6 +50,7 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 autodoc_typehints = "signature"  # of properties; those of functions are types_as_written
 autodoc_member_order = "bysource"
+napoleon_attr_annotations = False  # the signature of a class has the types of its attributes
 maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["colon_fence"]
@@ -90,6 +91,7 @@ INTERNAL = {
     "GradientExplanation": "Explanation",
     "CutExplanation": "Explanation",
     "Leak": "NamedTuple",
+    "Row": "NamedTuple",
     "Tree": "Params",
 }
 SPEC = ("specs", "all-forms-of-a-spec")
@@ -118,6 +120,21 @@ class NamesAreLinks(SphinxTransform):
             return f"{MODULES[name[1]]}.{name[2]}" if hasattr(module, name[2]) else None
         name = re.match(r"((?:jax|optax)[\w.]*)(\(|$)", text)
         return name[1] if name and name[1] in OTHERS else None
+
+
+class FilesOutsideAreDownloads(SphinxTransform):
+    """A link to a Markdown file that is not a page, such as ``../tests/optimizer_matrix.md``, leads to a copy of it."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs):
+        for link in list(self.document.findall(addnodes.pending_xref)):
+            file = HERE / f"{link['reftarget']}.md"
+            if link.get("refdomain") == "doc" and link["reftarget"] not in self.env.found_docs and file.exists():
+                target = os.path.relpath(file, HERE)
+                link.replace_self(
+                    addnodes.download_reference("", "", *link.children, reftarget=target, refexplicit=True)
+                )
 
 
 class NoEmptyLastLine(SphinxTransform):
@@ -192,7 +209,7 @@ class Signatures(SphinxTransform):
         path = "../" * self.env.docname.count("/") + page
         for parameter in list(self.document.findall(addnodes.desc_parameter)):
             first = next(iter(parameter.findall(addnodes.desc_sig_name)), None)
-            if first is not None and first.astext() == "frozen":
+            if first is not None and first.astext() == "frozen" and parameter.astext() != "frozen: int":
                 link = nodes.reference("", "", internal=True, refuri=f"{path}.html#{anchor}")
                 link += nodes.Text("frozen")
                 first.clear()
@@ -215,6 +232,7 @@ def without_overloads(analyze):
 def setup(app):
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     app.add_transform(NamesAreLinks)
+    app.add_transform(FilesOutsideAreDownloads)
     app.add_transform(NoEmptyLastLine)
     app.add_transform(Signatures)
     app.connect("autodoc-process-signature", types_as_written)

@@ -8,11 +8,9 @@ the whole data set, and the steps start from these outputs.
 Run with ``python examples/autofreeze.py``; it draws ``autofreeze.png``.
 """
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import optax_freeze as fz
@@ -29,19 +27,16 @@ def run_once(loss: Any, layers: tuple[str, ...], params: Any, data: Any) -> tupl
     return (jax.jit(once.before)(params, *data), *data), once.after
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def step(params: Any, state: Any, batch: Any, tx: Any, loss: Any, stored: tuple[str, ...]) -> Any:
-    """A training step; ``stored`` names the frozen layers whose outputs ``loss`` takes."""
-    value, grads = fz.value_and_grad(loss, stored or fz.spec_of(state))(params, *batch)
-    if stored:  # the optimizer takes gradients of all layers
-        grads = fz.combine(grads, jax.tree.map(jnp.zeros_like, fz.partition(params, stored)[1]))
-    return *fz.update_params(tx, grads, state, params), value
+def step_of(loss: Any, tx: Any) -> Any:
+    """A training step from the inputs, or from the outputs of frozen layers."""
+    return jax.jit(fz.train_step(loss, tx))
 
 
 # %%
 import argparse
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -70,17 +65,18 @@ def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 def train(title: str, params: Any, tx: Any, data: Any, epochs: int, once: bool = False) -> Any:
     """The parameters, the frozen layers in each epoch, and the loss of each step."""
-    state, inputs, program, rng = tx.init(params), data, (loss, ()), np.random.default_rng(0)
+    state, inputs, step, rng = tx.init(params), data, step_of(loss, tx), np.random.default_rng(0)
     before, history, losses = [], [], []
     for _ in track(range(epochs), title):
         frozen = tuple(layer for layer, is_frozen in fz.currently_frozen(state).items() if is_frozen)
         if once and frozen and frozen != history[-1]:
-            inputs, *program = *run_once(loss, frozen, params, data), frozen
+            inputs, after = run_once(loss, frozen, params, data)
+            step = step_of(after, tx)
         before.append(params)
         history.append(frozen)
         for chosen in rng.permutation(len(data[1]))[: len(data[1]) // BATCH * BATCH].reshape(-1, BATCH):
             batch = jax.tree.map(lambda array, chosen=chosen: array[chosen], inputs)
-            params, state, value = step(params, state, batch, tx, *program)
+            params, state, value = step(params, state, *batch)
             losses.append(value)
     for start, frozen in zip(before, history, strict=True):
         assert list(frozen) == LAYERS[: len(frozen)], "layers freeze from the input end"

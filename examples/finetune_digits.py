@@ -7,7 +7,6 @@ tuned on validation images and other draws of labels. CPU seconds are of this pr
 from typing import Any
 
 import jax
-import optax
 
 import optax_freeze as fz
 
@@ -15,14 +14,9 @@ FROZEN = "encoder"  # every parameter below this path
 
 
 def training(loss: Any, optimizer: Any, frozen: Any = FROZEN) -> Any:
-    """The optimizer of the trainable parameters and a compiled step, with gradients of these alone."""
-    tx, grad = fz.freeze(optimizer, frozen), fz.grad(loss, frozen)
-
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        updates, state = tx.update(grad(params, *batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return tx, jax.jit(step)
+    """The optimizer of the trainable parameters, and a compiled step that computes gradients of these alone."""
+    tx = fz.freeze(optimizer, frozen)
+    return tx, jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -31,6 +25,7 @@ import time
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
@@ -66,7 +61,7 @@ def pretrain(images: Any, steps: int = 400) -> Any:
     params, (tx, step) = {"encoder": w[:2], "first": w[2], "second": w[3]}, training(contrast, optax.adamw(1e-3), False)
     state = tx.init(params)
     for key in keys[4:]:
-        params, state = step(params, state, rng.choice(images, 256, replace=False), key)
+        params, state, _ = step(params, state, rng.choice(images, 256, replace=False), key)
     return {"encoder": params["encoder"], "head": jnp.zeros((512, 10))}
 
 
@@ -89,7 +84,7 @@ def train(params: Any, method: Any, draws: Any, test: Any, before: Any = lambda 
         trees, clock, start = [params], [0.0], time.process_time()
         state, features = tx.init(params), jax.block_until_ready(before(params, *batch))
         for _ in range(STEPS):
-            new, state = jax.block_until_ready(compiled(trees[-1], state, *features, *batch))
+            new, state, _ = jax.block_until_ready(compiled(trees[-1], state, *features, *batch))
             trees, clock = [*trees, new], [*clock, time.process_time() - start]
         curve = [(logits(tree, test[0]).argmax(-1) == test[1]).mean() for tree in trees[::6]]
         runs.append((trees[-1], curve, clock[::6]))

@@ -28,13 +28,7 @@ def freeze_backbone(model: Any, images: Any) -> tuple[nn.Module, Any]:
 def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
     """An optimizer and a step for ``loss(params, stats, *batch)``, which returns the new statistics as well."""
     tx = fz.freeze(TX, frozen)
-
-    def step(params: Any, stats: Any, state: Any, *batch: Any) -> tuple[Any, Any, Any]:
-        (_, stats), grads = fz.value_and_grad(loss, frozen, has_aux=True)(params, stats, *batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), stats, state
-
-    return tx, jax.jit(step)
+    return tx, jax.jit(fz.train_step(loss, tx, has_aux=True))
 
 
 # %%
@@ -88,7 +82,7 @@ def train(model: nn.Module, variables: Any, frozen: Any, images: Any, labels: An
     state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), title):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
-            params, stats, state = step(params, stats, state, images[chosen], labels[chosen])
+            params, state, (_, stats) = step(params, state, stats, images[chosen], labels[chosen])
     return {"params": params, "batch_stats": stats}
 
 

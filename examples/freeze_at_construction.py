@@ -30,12 +30,7 @@ def training(model: nn.Module, loss: Any, images: jax.Array) -> tuple[Any, Any, 
     """The parameters that a model freezes, as a mask; the optimizer and the training step of the others."""
     frozen = frozen_mask(model, images)
     tx = fz.freeze(optax.adamw(3e-3), frozen)
-
-    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(fz.grad(loss, frozen)(params, *batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return frozen, tx, jax.jit(step)
+    return frozen, tx, jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -94,7 +89,7 @@ def train(model: nn.Module, data: Any, epochs: int) -> tuple[Any, Any, Any, int]
     state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), type(model).__name__):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
-            params, state = step(params, state, images[chosen], labels[chosen])
+            params, state, _ = step(params, state, images[chosen], labels[chosen])
     return frozen, before, params, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 

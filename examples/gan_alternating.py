@@ -23,15 +23,12 @@ def training(adam: Any, losses: Any) -> tuple[Any, Any]:
     """An Adam for each network, and a step for the one that trains now; ``losses`` returns both losses."""
     tx = fz.freeze_when(adam, GROUPS)
 
-    def step(params: Any, state: Any, key: jax.Array) -> tuple[Any, Any]:
-        def loss(params: Any) -> jax.Array:
-            of_generator, of_discriminator = losses(params, key)
-            return jnp.where(fz.currently_frozen(state)["generator"], of_discriminator, of_generator)
+    def loss(params: Any, frozen: Any, key: jax.Array) -> jax.Array:
+        of_generator, of_discriminator = losses(params, key)
+        return jnp.where(frozen["generator"], of_discriminator, of_generator)
 
-        grads = fz.grad(loss, fz.spec_of(state))(params)  # the frozen network is not differentiated
-        return fz.update_params(tx, grads, state, params)
-
-    return tx, jax.jit(step)
+    step = fz.train_step(loss, tx)
+    return tx, jax.jit(lambda params, state, key: step(params, state, fz.currently_frozen(state), key))
 
 
 # %%
@@ -110,7 +107,7 @@ def main() -> None:
         [still] = [name for name, frozen in fz.currently_frozen(state).items() if frozen]
         before, before_state = params, state
         for key in jax.random.split(jax.random.fold_in(jax.random.key(2), turn), TURN):
-            params, state = step(params, state, key)
+            params, state, _ = step(params, state, key)
         fz.assert_frozen(before, params, still)
         fz.assert_frozen(before_state.groups[still], state.groups[still], True)
         if turn < 4:

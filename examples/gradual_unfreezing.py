@@ -30,11 +30,9 @@ def next_state(tx: Any, state: Any, params: Any) -> Any:
     return tx.init(params) if state is None else fz.migrate(state, tx, params)
 
 
-def train_step(tx: Any, loss: Any) -> Any:
-    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
-        return fz.update_params(tx, fz.grad(loss, fz.spec_of(state))(params, *batch), state, params)
-
-    return jax.jit(step)
+def step_of(tx: Any, loss: Any) -> Any:
+    """A step for both, which computes no gradients of frozen layers."""
+    return jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -80,12 +78,12 @@ def unfreeze(title: str, params: Any, epochs: list[Any], plan: list[Any], accura
         if next_tx is not tx:  # the first phase, or a static one
             tx, state = next_tx, next_state(next_tx, state, params)
             # A compiled program, unlike a jitted function, cannot compile again, whatever thaws.
-            programs.append(train_step(tx, loss).lower(params, state, *epochs[0][0]).compile())
+            programs.append(step_of(tx, loss).lower(params, state, *epochs[0][0]).compile())
         moved = programs[-1](params, state, *epochs[0][0])[0][layer]["kernel"] - params[layer]["kernel"]
         first_steps.append(float(jnp.sqrt((moved**2).mean())))
         for batches in track(epochs, f"{title}, {layer} thaws"):
             for batch in batches:
-                params, state = programs[-1](params, state, *batch)
+                params, state, _ = programs[-1](params, state, *batch)
             accuracies.append(accuracy_of(params))
     return programs, first_steps, accuracies
 
@@ -102,10 +100,10 @@ def main() -> None:
     few, epochs = batches_of(images[labels < 5], labels[labels < 5], 10), batches_of(images, labels, args.epochs)
     params = Classifier().init(jax.random.key(0), images[:1])["params"]
     tx = fz.freeze(ADAM, False)
-    state, step = tx.init(params), train_step(tx, loss)
+    state, step = tx.init(params), step_of(tx, loss)
     for batches in few:
         for batch in batches:
-            params, state = step(params, state, *batch)
+            params, state, _ = step(params, state, *batch)
 
     every, logits_of = args.epochs * len(epochs[0]), jax.jit(lambda p: Classifier().apply({"params": p}, test_images))
     accuracy_of = lambda params: np.mean(logits_of(params).argmax(-1) == test_labels)  # noqa: E731

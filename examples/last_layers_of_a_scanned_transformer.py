@@ -21,13 +21,8 @@ FROZEN = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": Fa
 def training(loss: Any, frozen: Any, rate: float) -> tuple[Any, Any]:
     """An optimizer with state for the trainable layers only, and its training step."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
-    tx = fz.freeze(inner, frozen, full_updates=False)  # updates have the size of the trainable layers, too
-
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(fz.grad(loss, frozen)(params, batch), state, params)
-        return fz.apply_updates(params, updates), state
-
-    return tx, jax.jit(step, donate_argnums=1)
+    tx = fz.freeze(inner, frozen)
+    return tx, jax.jit(fz.train_step(loss, tx), donate_argnums=1)
 
 
 # %%
@@ -107,7 +102,7 @@ def main() -> None:
         compiled, seconds = step.lower(params, state, windows[0]).compile(), []
         for batch in windows:
             start = time.perf_counter()
-            params, state = jax.block_until_ready(compiled(params, state, batch))
+            params, state, _ = jax.block_until_ready(compiled(params, state, batch))
             seconds.append(time.perf_counter() - start)
         kept = sum(x.nbytes for x in jax.tree.leaves(state))
         return params, 1e3 * float(np.median(seconds)), kept / 1e3

@@ -24,13 +24,8 @@ def store(directory: str, loss: Any, params: Any, batches: Any, *others: Any) ->
 
 def training(loss: Any, optimizer: Any, frozen: Any = FROZEN) -> Any:
     """The optimizer of the trainable parameters, and a compiled step."""
-    tx, value_and_grad = fz.freeze(optimizer, frozen), fz.value_and_grad(loss, frozen)
-
-    def step(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        value, grads = value_and_grad(params, *batch, key)
-        return *fz.update_params(tx, grads, state, params), value
-
-    return tx, jax.jit(step)
+    tx = fz.freeze(optimizer, frozen)
+    return tx, jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -87,11 +82,11 @@ def train(params: Any, method: Any, batch_of: Any, count: int, epochs: int) -> A
     """The parameters, the loss of each step, and the MFLOPs of a step."""
     (tx, step), rng, losses = method, np.random.default_rng(0), []
     state = tx.init(params)
-    compiled = step.lower(params, state, batch_of(0, np.arange(BATCH)), KEY).compile()
+    compiled = step.lower(params, state, *batch_of(0, np.arange(BATCH)), KEY).compile()
     for epoch in range(epochs):
         for chosen in rng.permutation(count).reshape(-1, BATCH):
             key = jax.random.fold_in(KEY, len(losses))
-            params, state, value = compiled(params, state, batch_of(epoch, chosen), key)
+            params, state, value = compiled(params, state, *batch_of(epoch, chosen), key)
             losses.append(value)
     return params, np.array(losses), (compiled.cost_analysis() or {})["flops"] / 1e6
 

@@ -17,17 +17,11 @@ ANY_TWO = {"embed": False, "layers": ~fz.rows(jax.numpy.arange(TRAIN)), "norm": 
 
 
 def training(loss: Any, optimizer: Any, frozen: Any = ANY_TWO) -> Any:
-    """An optimizer with a step count of the layers' own, and a step that reads from its state which layers train."""
+    """An optimizer that counts the steps of the layers apart, and a step that reads from its state which ones train."""
     labels = {name: name == "layers" for name in ANY_TWO}
     inner = optax.multi_transform({True: optimizer, False: optimizer}, labels)
-    tx = fz.freeze(inner, frozen, full_updates=False)
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        grads = fz.grad(loss, fz.spec_of(state))(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return fz.apply_updates(params, updates), state
-
-    return tx, jax.jit(step)
+    tx = fz.freeze(inner, frozen)
+    return tx, jax.jit(fz.train_step(loss, tx))
 
 
 def choose_layers(state: Any, tx: Any, params: Any, key: Any) -> Any:
@@ -100,7 +94,7 @@ def train(params: Any, method: Any, text: np.ndarray, steps: int, held_out: Any,
             losses.append(loss(params, held_out))
             state = jax.jit(choose_layers, static_argnums=1)(state, tx, params, keys[i]) if turns else state
         start = time.perf_counter()
-        params, state = jax.block_until_ready(step(params, state, batch))
+        params, state, _ = jax.block_until_ready(step(params, state, batch))
         seconds.append(time.perf_counter() - start)
     assert step._cache_size() == 1  # one program, whichever layers train
     return [*losses, loss(params, held_out)], seconds, sum(x.nbytes for x in jax.tree.leaves(state)), params

@@ -29,13 +29,8 @@ def quantized(layer: Any, key: jax.Array) -> Any:
 
 def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
     """An optimizer with state for the trainable parameters only, and its training step."""
-    tx = fz.freeze(TX, frozen, full_updates=False)
-
-    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(fz.grad(loss, frozen)(params, *batch), state, params)
-        return fz.apply_updates(params, updates), state
-
-    return tx, jax.jit(step)
+    tx = fz.freeze(TX, frozen)
+    return tx, jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -80,7 +75,7 @@ def train(title: str, params: Any, frozen: Any, images: Any, labels: Any, epochs
     state, rng = tx.init(params), np.random.default_rng(0)
     for _ in track(range(epochs), title):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
-            params, state = step(params, state, images[chosen], labels[chosen])
+            params, state, _ = step(params, state, images[chosen], labels[chosen])
     return params
 
 

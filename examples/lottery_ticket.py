@@ -25,14 +25,8 @@ def all_but_largest(scores: Any, share: float) -> Any:
 
 def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
     """An optimizer with state for the trainable elements only, and its training step."""
-    tx = fz.freeze(optax.adam(3e-3), frozen, full_updates=False)
-
-    def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any]:
-        spec = fz.spec_of(state)  # the masks are arguments of the program, not constants in it
-        updates, state = tx.update(fz.grad(loss, spec)(params, *batch), state, params)
-        return fz.apply_updates(params, updates, spec), state
-
-    return tx, jax.jit(step)
+    tx = fz.freeze(optax.adam(3e-3), frozen)  # its state has the masks, as arguments of the step
+    return tx, jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -80,7 +74,7 @@ def train(params: Any, frozen: Any, data: Any, epochs: int) -> tuple[Any, float,
     ]
     for _ in range(epochs):
         for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
-            params, state = step(params, state, images[chosen], labels[chosen])
+            params, state, _ = step(params, state, images[chosen], labels[chosen])
     accuracy = float((logits_of(params, test_images).argmax(-1) == test_labels).mean())
     return params, accuracy, " + ".join(f"{size:,}" for size in sizes)
 

@@ -26,16 +26,10 @@ def with_new_rows(params: Any, count: int) -> tuple[Any, Any]:
 
 def train(loss: Any, params: Any, frozen: Any, inner: Any, batches: Iterable[Any]) -> Any:
     """The parameters after a step on each batch."""
-    tx = fz.freeze(inner, frozen, full_updates=False)  # updates have the size of the new rows, too
-
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(fz.grad(loss, frozen)(params, batch), state, params)
-        return fz.apply_updates(params, updates), state
-
-    state = tx.init(params)
+    tx = fz.freeze(inner, frozen)
+    step, state = jax.jit(fz.train_step(loss, tx)), tx.init(params)
     for batch in batches:
-        params, state = step(params, state, batch)
+        params, state, _ = step(params, state, batch)
     return params
 
 

@@ -27,13 +27,8 @@ def features_of(images: Any, params: Any, before: Any, size: int, *rest: Any) ->
 
 def training(loss: Any, optimizer: Any, frozen: Any = FROZEN) -> Any:
     """The optimizer of the trainable parameters, and a compiled step."""
-    tx, value_and_grad = fz.freeze(optimizer, frozen), fz.value_and_grad(loss, frozen)
-
-    def step(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        value, grads = value_and_grad(params, *batch, key)
-        return *fz.update_params(tx, grads, state, params), value
-
-    return tx, jax.jit(step)
+    tx = fz.freeze(optimizer, frozen)
+    return tx, jax.jit(fz.train_step(loss, tx))
 
 
 # %%
@@ -77,12 +72,12 @@ def train(params: Any, method: Any, data: Any, epochs: int) -> Any:
     """The loss of each step, the seconds of each epoch, the FLOPs of a step, bytes of parameters; the parameters."""
     (tx, step), rng, losses, seconds, count = method, np.random.default_rng(0), [], [], len(data[-1])
     batch, state = jax.tree.map(lambda array: array[:BATCH], data), tx.init(params)
-    compiled = step.lower(params, state, batch, KEY).compile()
+    compiled = step.lower(params, state, *batch, KEY).compile()
     for _ in range(epochs):
         start = time.perf_counter()
         for chosen in rng.permutation(count)[: count // BATCH * BATCH].reshape(-1, BATCH):
             batch, key = jax.tree.map(lambda array, chosen=chosen: array[chosen], data), jax.random.key(len(losses))
-            params, state, value = compiled(params, state, batch, key)
+            params, state, value = compiled(params, state, *batch, key)
             losses.append(value)
         jax.block_until_ready(params)
         seconds.append(time.perf_counter() - start)

@@ -1,43 +1,55 @@
-"""The benchmark page and its script, the memory figures of chips and host, and the GPU benchmark on the CPU."""
+"""The figures of the benchmarks, the memory of chips and host, and the GPU benchmark on the CPU."""
 
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
-from benchmarks import measure, write_page
+from benchmarks import measure, write_results
 
-SCRIPTS = pathlib.Path(write_page.HERE)
-WITH_A_MAIN = {path.stem for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()} - {"write_page"}
-
-
-def test_every_benchmark_has_its_section_which_says_what_its_docstring_says():
-    page = write_page.PAGE.read_text()
-    results = write_page.parse(page)
-    shown = WITH_A_MAIN - {"gpu", "quantized"}  # which need a GPU, or the packages for one
-    assert set(write_page.SECTIONS) == set(results) == shown
-    assert write_page.render(results) == page, "python tests/benchmarks/write_page.py --only"
-    for section in results.values():
-        assert all(f"{package} " in section for package in write_page.PACKAGES)
-        assert "\n| --- |" in section
+SCRIPTS = write_results.HERE
+WITH_A_MAIN = {path.name for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()} - {"write_results.py"}
 
 
-def test_a_table_is_shown_on_the_page_with_times_in_italics_and_what_markdown_reads_escaped(
-    monkeypatch, tmp_path, capsys
-):
+def test_every_benchmark_but_that_for_a_gpu_has_its_figures_as_json_and_markdown():
+    assert {command.split()[0] for command in write_results.SCRIPTS.values()} == WITH_A_MAIN
+    files = {path.name for path in write_results.RESULTS.iterdir()}
+    assert files == {f"{name}.{kind}" for name in write_results.SCRIPTS if name != "gpu" for kind in ("json", "md")}
+    for path in write_results.RESULTS.glob("*.json"):
+        run = json.loads(path.read_text())
+        assert run["script"] == write_results.SCRIPTS[path.stem]
+        assert {"jax", "jaxlib", "optax", "flax"} <= set(run["versions"])
+        text = write_results.markdown(path.stem, run)
+        assert path.with_suffix(".md").read_text() == text, "python tests/benchmarks/write_results.py --render"
+
+
+def test_a_table_is_written_with_times_in_italics_and_what_markdown_reads_escaped(monkeypatch, tmp_path, capsys):
     measure.show("Nothing to see.")
-    monkeypatch.setenv(measure.PAGE, str(tmp_path / "page.md"))
+    monkeypatch.setenv(measure.RESULTS, str(tmp_path / "results.json"))
     measure.show("No GPU was at hand.")
     table = measure.table("a title", "exact", timed=["measured"], label="what")
     table.add_row("[bold]a group")
     table.add_row('"layer/**" | a[:-1]', "1.00", "2.00")
     measure.show(table)
-    assert (tmp_path / "page.md").read_text().splitlines() == [
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results == [
+        "No GPU was at hand.",
+        {
+            "title": "a title",
+            "columns": ["what", "exact", "measured"],
+            "timed": ["measured"],
+            "rows": [["a group", "", ""], ['"layer/**" | a[:-1]', "1.00", "2.00"]],
+        },
+    ]
+    run = {"script": "turns.py", "date": "2026-11-23", "versions": {"jax": "1.0"}, "cores": 2, "results": results}
+    assert write_results.markdown("turns", run).splitlines()[-10:] == [
+        "*Figures in italics* are times and vary by several percent; all others are exact.",
+        "",
         "No GPU was at hand.",
         "",
         "**a title**",
@@ -46,7 +58,6 @@ def test_a_table_is_shown_on_the_page_with_times_in_italics_and_what_markdown_re
         "| --- | ---: | ---: |",
         "| **a group** |  |  |",
         r'| "layer/\*\*" \| a[:-1] | 1.00 | *2.00* |',
-        "",
     ]
     assert "Nothing to see." in capsys.readouterr().out
 

@@ -1,9 +1,10 @@
-"""Every optimizer of the installed Optax with every form of spec: a subset of the matrix, and its page.
+"""Every optimizer of the installed Optax with every form of spec: a subset of the matrix, and its pages.
 
-``make compatibility`` runs every cell and writes the page.
+``make compatibility`` runs every cell and writes ``optimizer_matrix.md``.
 """
 
 import itertools
+import pathlib
 import re
 
 import jax
@@ -19,6 +20,7 @@ import optax_freeze as fz
 
 FACTORS = dict(zip(Cell._fields, (OPTIMIZERS, SPECS, DTYPES, MODES), strict=True))
 RECORD = page.parse(page.PAGE.read_text())
+DOCUMENTATION = pathlib.Path("docs/compatibility.md").read_text()
 
 
 def numbers(version):
@@ -55,7 +57,16 @@ class TestThePage:
         assert page.parse(page.render(record._replace(limits={}))).limits == {}
 
     def test_is_what_its_script_writes(self):
-        assert page.render(RECORD) == page.PAGE.read_text().partition(page.MODELS)[0]
+        assert page.render(RECORD) == page.PAGE.read_text()
+
+    def test_agrees_with_the_documentation(self):
+        _, optimizers = DOCUMENTATION.split("\n## Optimizers\n")
+        rows = re.findall(r"^\| (\w+) \| (`.*?`) \|", optimizers, re.MULTILINE)
+        expected = {mark: {name for name, marks in RECORD.optimizers.items() if mark in marks} for mark in MARKS}
+        expected["errors"] = {cell.optimizer for cell in RECORD.limits}
+        assert {what: set(re.findall(r"`([\w.]+)`", names)) for what, names in rows} == expected
+        assert f"All {len(RECORD.optimizers)} optimizers" in optimizers
+        assert f"[{len(RECORD.optimizers) * len(SPECS) * len(DTYPES) * len(MODES):,} combinations]" in optimizers
 
     def test_lists_the_installed_optimizers(self):
         if numbers(optax.__version__) < numbers(RECORD.optax):
@@ -87,6 +98,14 @@ class TestThePage:
         vector = fz.freeze(tx, {"w": fz.elements(np.arange(24).reshape(6, 4) < 9, compact=True)})
         with pytest.raises(ValueError, match="rank >= 2"):
             vector.update(params, vector.init(params), params)
+
+
+def test_the_documentation_has_the_required_versions():
+    project = pathlib.Path("pyproject.toml").read_text()
+    table = dict(re.findall(r"^\| (Python|JAX|Optax|Flax) \| ([\d.]+) \|", DOCUMENTATION, re.MULTILINE))
+    required = {name: re.search(rf'"{name}>=([\d.]+)"', project)[1] for name in ("jax", "optax", "flax")}
+    required["python"] = re.search(r'requires-python = ">=([\d.]+)"', project)[1]
+    assert {name.lower(): version for name, version in table.items()} == required
 
 
 class TestTheListing:

@@ -875,6 +875,12 @@ def test_a_mask_sees_through_control_flow_and_custom_derivatives():
     assert frozen_paths(frozen_mask(Compact(run), X)) == {"frozen/kernel", "frozen/bias"}
 
 
+@pytest.mark.parametrize("rngs", [None, jax.random.key(1), {"dropout": jax.random.key(1)}], ids=["none", "key", "dict"])
+def test_the_mask_needs_no_random_stream_for_parameters(rngs):
+    model = nn.Sequential([Frozen(nn.Dense(4)), nn.Dropout(0.5, deterministic=False), nn.Dense(1)])
+    assert frozen_paths(frozen_mask(model, X, rngs=rngs)) == {"layers_0/kernel", "layers_0/bias"}
+
+
 new_ref = getattr(jax, "new_ref", None) or getattr(jax, "array_ref", None)
 
 

@@ -1,7 +1,7 @@
-"""Runs the whole optimizer matrix and writes ``docs/compatibility.md``: half an hour on two cores.
+"""Runs the whole optimizer matrix and writes ``tests/optimizer_matrix.md``: half an hour on two cores.
 
-The page also serves as a record: the tests parse it and compare it with the installed Optax. Its last section, about
-models, is written by ``tests/gallery/write_page.py``.
+The page also serves as a record: the tests parse it and compare it with the installed Optax, and the exceptions that
+``docs/compatibility.md`` lists with it.
 """
 
 import concurrent.futures
@@ -19,8 +19,7 @@ import jax
 import optax
 from matrix import DTYPES, MARKS, MODES, OPTIMIZERS, SPECS, Cell, every_cell, run
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "compatibility.md"
-MODELS = "\n## Models\n"
+PAGE = pathlib.Path(__file__).parent / "optimizer_matrix.md"
 
 
 class Record(NamedTuple):
@@ -58,9 +57,7 @@ def main() -> None:
             marks[name] = found.marks
     if failures:
         sys.exit(f"{failures} cells failed")
-    _, heading, models = PAGE.read_text().partition(MODELS)
-    record = Record(optax.__version__, jax.__version__, marks, limits)
-    PAGE.write_text(render(record) + heading + models)
+    PAGE.write_text(render(Record(optax.__version__, jax.__version__, marks, limits)), encoding="utf-8")
 
 
 class Found(NamedTuple):
@@ -117,7 +114,7 @@ def render(record: Record) -> str:
 
 def parse(page: str) -> Record:
     """The record on a page."""
-    versions, matrix, limits, _ = page.partition(MODELS)[0].split("\n## ")
+    versions, matrix, limits = page.split("\n## ")
     found = re.search(r"Optax\s(\S+)\sand\sJAX\s(\S+)\.", versions)
     assert found, "the page has no versions"
     return Record(
@@ -152,10 +149,10 @@ def _table(*head: str, rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 _TEXT = """\
-# Compatibility: optimizers and models
+# Optimizer matrix
 
-On this page you can look up whether an Optax optimizer gives the same results with freezing, and what freezing rows
-costs in models of other packages.
+Here you can look up in which cases an Optax optimizer gives the same results with freezing.
+[Compatibility](../docs/compatibility.md#optimizers) has the exceptions in short.
 
 Every optimizer of `optax` and `optax.contrib` is tested. They are found by introspection: public functions that return
 a gradient transformation and take a learning rate or another transformation, except building blocks such as
@@ -211,26 +208,6 @@ Four optimizers are run differently:
 These combinations raise the same error without freezing, with the same parameters and the same mode.
 
 {limits}
-
-## Calls as hijax primitives
-
-JAX plans to bind some calls as primitives of `jax.experimental.hijax`. In JAX 0.12 `JAX_REMAT3=1` and
-`JAX_CUSTOM_VJP3=1` turn this on. A workflow runs the tests of gradients, `precompute`, Linen and NNX with both flags
-and the newest JAX. Where everything is computed, the gradient is the same, and `fz.explain` names the primitive.
-
-| call | primitive | gradient of rows |
-|---|---|---|
-| `jax.checkpoint` | `RematTraced` | only the rows, as without the flag |
-| `checkpoint_name` | `CheckpointName` | only the rows; policies of a `jax.checkpoint` outside see the name |
-| `jax.custom_vjp` | `CustomVJPTraced` | its rule is part of the gradient; everything, where it is not differentiated |
-| `jnp.searchsorted`, `interp`, `digitize` | `SearchSorted`, in JAX 0.12 without a flag | everything |
-| `jnp.nonzero`, `ldexp`, `frexp` | `Nonzero`, `Ldexp`, `Frexp`, in JAX 0.12 without a flag | everything |
-| your own primitive | its class | everything; derivatives of the gradient use its rules |
-| variables of `nnx.var_defaults(hijax=True)` | `NewVariable`, `GetVariable` | everything |
-| `jax.lax.scan` with `JAX_SCAN3=1`, a prototype | `Scan3` | `NotImplementedError`, as from `jax.grad` |
-
-`optax_freeze.nnx` freezes and thaws such variables of NNX. Flax 0.12.12 differentiates them, also in `jax.jit`, but not
-in `nnx.jit`; Flax 0.12.8 does not.
 """
 
 if __name__ == "__main__":

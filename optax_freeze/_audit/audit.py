@@ -23,7 +23,12 @@ class Audit:
     """The result of :func:`audit`: true if there is no leak. ``str`` gives a text for logs.
 
     Attributes:
-      leaks: one for each leaf and cause.
+      leaks: one for each leaf and cause, a named tuple. Its ``kind`` is ``"moved"`` (a frozen element has an update),
+        ``"changed"`` (the update of trainable elements depends on frozen ones), ``"gradient"`` (a step uses a gradient
+        of them), ``"state"`` (state is stored for them) or ``"untrained"`` (the gradient of trainable elements affects
+        neither updates nor state). ``path``, ``cause``, ``got``, ``expected`` and ``fix`` say where, why, and what to
+        do; ``elements``, ``nbytes`` and ``flops`` are the elements concerned, the size of the state, and the cost of
+        the gradient.
       leaves: the number of leaves.
       frozen: the number of leaves that are frozen, in whole or in part.
       steps: the steps of each run.

@@ -90,7 +90,7 @@ class FreezeWarning(UserWarning):
       ...     warnings.simplefilter("error", fz.FreezeWarning)
       ...     fz.partition({"bias": np.ones(2)}, fz.where(lambda path, leaf: leaf.ndim == 2))
       Traceback (most recent call last):
-      optax_freeze._spec.resolve.FreezeWarning: the spec freezes nothing...
+      optax_freeze...FreezeWarning: the spec freezes nothing...
     """
 
 

@@ -76,8 +76,9 @@ def migrate(
       report: whether to also return which arrays were carried over, created and dropped.
 
     Returns:
-      The state for ``tx``. With ``report``, a pair of the state and a :class:`Migration`, which has three tuples of
-      addresses.
+      The state for ``tx``. With ``report``, a pair of the state and a report, to be printed, with three tuples of
+      addresses: ``carried`` (arrays with values from the old state), ``created`` (with initial values) and ``dropped``
+      (arrays of the old state that are not in the new one). An array that is kept in part is in two of them.
 
     Raises:
       ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.

@@ -73,7 +73,9 @@ class ModelCall:
 
     def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self.model = model
-        self.rngs = kwargs.pop("rngs", None)
+        rngs = kwargs.pop("rngs", None)
+        given = rngs if isinstance(rngs, Mapping) else {} if rngs is None else {"params": rngs}
+        self.rngs = {"params": jax.random.key(0), **given}
         self.leaves, self.treedef = jax.tree.flatten((args, kwargs))
         self.arrays = {i: x for i, x in enumerate(self.leaves) if hasattr(x, "shape") and hasattr(x, "dtype")}
 
@@ -110,7 +112,7 @@ class ModelCall:
     def _call(self, function: Callable[..., Any], arrays: Mapping[int, Any]) -> Any:
         """``function`` with the arguments of the call, in which ``arrays`` are the arrays."""
         args, kwargs = jax.tree.unflatten(self.treedef, [arrays.get(i, leaf) for i, leaf in enumerate(self.leaves)])
-        return function(*args, rngs={"params": jax.random.key(0)} if self.rngs is None else self.rngs, **kwargs)
+        return function(*args, rngs=self.rngs, **kwargs)
 
     def _bound(self, scope: Scope, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         """What ``model.apply`` does, which takes no flags."""

@@ -1,18 +1,18 @@
 """Figures of compiled steps, from the TPU compiler without a TPU, and tables of them.
 
 FLOPs and bytes are exact and repeatable. Times are mostly ratios of alternating runs in one process; their columns are
-in italics, on the terminal and in ``docs/benchmarks.md``.
+in italics, on the terminal and in the files of ``tests/benchmarks/results``.
 """
 
 import functools
 import importlib.util
+import json
 import os
 import pathlib
-import re
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-PAGE = "BENCHMARKS_PAGE"
+RESULTS = "BENCHMARK_RESULTS"
 TIMED = "italic"
 
 
@@ -148,28 +148,21 @@ def table(title: str, *columns: str, timed: Sequence[str] = (), label: str = "")
 
 
 def show(result: Table | str) -> None:
-    """Prints a table or a sentence, and appends it as Markdown to the file named by ``BENCHMARKS_PAGE``, if set."""
+    """Prints a table or a sentence, and adds it to the JSON file named by ``BENCHMARK_RESULTS``, if set."""
     Console(width=150).print(result, highlight=False)
-    if path := os.environ.get(PAGE):
-        with pathlib.Path(path).open("a", encoding="utf-8") as page:
-            page.write((markdown(result) if isinstance(result, Table) else result) + "\n\n")
+    if path := os.environ.get(RESULTS):
+        file = pathlib.Path(path)
+        shown = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        shown.append(result if isinstance(result, str) else contents(result))
+        file.write_text(json.dumps(shown), encoding="utf-8")
 
 
-def markdown(table: Table) -> str:
-    """The title and the table in Markdown."""
-
-    def cell(markup: Any, style: Any = "") -> str:
-        text = Text.from_markup(str(markup))
-        plain = re.sub(r"([\\*|<])", r"\\\1", text.plain.strip())
-        styles = {str(style), *(str(span.style) for span in text.spans)}
-        for mark, name in (("**", "bold"), ("*", TIMED)):
-            plain = f"{mark}{plain}{mark}" if plain and name in styles else plain
-        return plain
-
-    def line(cells: Iterable[str]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    rows = zip(*([cell(each, column.style) for each in column.cells] for column in table.columns), strict=True)
-    head = line(cell(column.header, column.style) for column in table.columns)
-    rule = line("---:" if column.justify == "right" else "---" for column in table.columns)
-    return "\n".join([f"**{cell(table.title)}**", "", head, rule, *map(line, rows)])
+def contents(table: Table) -> dict[str, Any]:
+    """The title, the columns, those of times, and the rows of a table, without markup."""
+    plain = lambda markup: Text.from_markup(str(markup)).plain.strip()  # noqa: E731
+    return {
+        "title": plain(table.title),
+        "columns": [plain(column.header) for column in table.columns],
+        "timed": [plain(column.header) for column in table.columns if column.style == TIMED],
+        "rows": [list(map(plain, row)) for row in zip(*(column.cells for column in table.columns), strict=True)],
+    }

@@ -1,8 +1,10 @@
-"""Memory of fine-tuning decoders of 8B to 405B parameters on a mesh of TPU chips, from the TPU compiler, without a TPU.
+"""Memory of fine-tuning decoders of 8B to 405B parameters on meshes of TPUs or GPUs, from the compiler.
 
-A decoder of Llama 3's shape (8B, 70B, 405B), scanned and rematerialized; bfloat16, FSDP times tensor parallelism, 4096
-tokens per data shard, AdamW with float32 moments behind ``clip_by_global_norm(1.0)``. The step donates the trainable
-parameters and the optimizer state. Each of four kinds of fine-tuning is written in five ways:
+A decoder of Llama 3's shape (8B, 70B, 405B), scanned and rematerialized; bfloat16, FSDP times tensor parallelism (of 4,
+8 and 16), one sequence of 4096 tokens per data shard, AdamW with float32 moments behind ``clip_by_global_norm(1.0)``.
+The step donates the trainable parameters and the optimizer state. Trainable is everything; or the last layer of the
+stack, the last norm and the head; or 16 rows of the embedding and 16 columns of the head, which is not tied; or the
+scales of all norms. Each of these four is written in five ways:
 
 * ``fz.offload``: ``fz.restrict`` on parameters whose frozen stacks ``fz.offload`` has moved to host memory. Full
   fine-tuning has no frozen stacks, so its figures are those of ``fz.restrict``;
@@ -16,17 +18,19 @@ Optax cannot freeze rows. There, a partially frozen leaf is trained as a whole, 
 its gradient and update at the frozen rows.
 
 In the tables, ``no`` means that the step does not fit, and ``alone`` that its arguments alone exceed the memory, so
-that nothing was compiled; "host" is followed by the host memory per chip, in GiB.
+that nothing was compiled; "host" is followed by the host memory per chip, in GiB. Meshes that hold the arguments of no
+step are left out, and so are those larger than the first on which every step fits.
 
 Each cell is compiled in its own process. The compiler assigns all buffers within seconds and then generates machine
 code for a minute or more; the process is stopped when the buffer assignment has been written. ``--to-the-end`` waits
-for the machine code and reads ``memory_analysis()``. Both include host memory; in the buffer assignment it is memory
-space 5. A step fits if it fits both memories. The host has 48 GiB for each v5e chip (machine types ct5lp-hightpu-1t,
--4t and -8t) and 112 GiB for each v5p chip (ct5p-hightpu-4t). Meshes of one and two chips are part of a topology of
-four.
+for the machine code and reads ``memory_analysis()``, which agrees to a ten-thousandth. Both include host memory; in the
+buffer assignment it is memory space 5. A step fits if it fits both memories. The host has 48 GiB for each v5e chip
+(machine types ct5lp-hightpu-1t, -4t and -8t) and 112 GiB for each v5p chip (ct5p-hightpu-4t). Meshes of one and two
+chips are part of a topology of four.
 
-GPUs (``--chips h100``) are compiled in the same way, with the CUDA packages of JAX and without a GPU; there is no
-``fz.offload``, and one step more: any two layers, whose numbers are values of the program.
+GPUs (``--chips h100``) are compiled to the end, with the CUDA packages of JAX. There is no ``fz.offload``, because this
+compiler ignores in which memory an argument is, and one step more: any two layers of the stack, whose numbers are
+values of the program (``fz.rows`` of an array).
 
 Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: every size and mesh; ``--sizes`` and
 ``--chips`` select some; ``--json FILE`` saves each figure and resumes from the file).
@@ -401,7 +405,7 @@ def meshes(size: str, chip: str, results: Results) -> dict[int, dict[tuple[str, 
 
 def figures(size: str, chip: str, found: dict[int, dict[tuple[str, str], Memory]]) -> Table:
     """The table of arguments and temporaries of each step."""
-    title = f"{size} on {chip}, GiB per chip of {HBM[chip]}: arguments + temporaries = total"
+    title = f"{size} on {chip}, GiB per chip of {HBM[chip]:.2f}: arguments + temporaries = total"
     table = measure.table(title, *ways(chip), label="chips, trainable")
     for chips, cells in found.items():
         for kind in kinds(chip):
@@ -471,15 +475,16 @@ def main() -> None:
     parser.add_argument("--to-the-end", action="store_true", help="also compile machine code: minutes per cell")
     args = parser.parse_args()
     results = Results(args.json, args.to_the_end)
-    if args.one:
-        built = [longest("8B", args.one, results)]
-    elif args.all or args.sizes or args.chips:
+    built = []
+    if args.all or args.sizes or args.chips:
         built = tables(args.sizes or SHAPES, args.chips or ("v5e", "v5p"), results)
-    else:
+    elif not args.one:
         built = [figures("8B", "v5e", {4: {each: results(Cell("8B", "v5e", 4, *each)) for each in steps("v5e")}})]
+    if args.one:
+        built.append(longest("8B", args.one, results))
     for table in built:
         measure.show(table)
-    same = "the same program" if one_program(args.one or (args.chips or ["v5e"])[0]) else "different programs"
+    same = "the same program" if one_program((args.chips or [args.one or "v5e"])[0]) else "different programs"
     measure.show(f"Full fine-tuning with fz.freeze and with optax.partition: {same}, ignoring the names of results.")
 
 

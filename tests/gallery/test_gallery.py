@@ -7,6 +7,7 @@ the few whose packages the other tests need, too.
 import json
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -30,6 +31,11 @@ def test_a_model(case):
 
 
 @pytest.mark.skipif(bool(FOLDER), reason="the page is written after these tests")
-def test_the_page_has_every_model():
-    page = pathlib.Path("docs/compatibility.md").read_text()
+def test_the_pages_have_every_model():
+    page = pathlib.Path("tests/gallery/models.md").read_text()
     assert [case.name for case in cases.CASES if f"| {case.name} ({case.kind}) |" not in page] == []
+    models = pathlib.Path("docs/compatibility.md").read_text().partition("## Models")[2].partition("\n## ")[0]
+    assert f"\n\nAny pytree of parameters works. {len(cases.CASES)} models" in models
+    assert [
+        case.name for case in cases.CASES if not re.search(rf"[|,] {re.escape(case.name)}( \(|,| \|)", models)
+    ] == []

@@ -1,131 +1,380 @@
-"""The blocks of ``docs/trainers.md``: they are executed, and the steps that they audit are compiled and measured.
+"""The trainers of ``docs/trainers.md``: each with its own freezing, and with the change that the page shows.
 
-``python tests/gallery/trainers.py`` writes what the blocks print, and the table of the page.
+A function per trainer makes a small model, executes the blocks of the page with it, and returns the training steps.
+``python tests/gallery/trainers.py`` writes the table of the page.
 """
 
-import contextlib
-import io
+import functools
+import itertools
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # of MaxText
 
 import jax
+import jax.numpy as jnp
+import optax
 
 import optax_freeze as fz
 
-TITLES = ("Flax", "Tunix", "Kauldron", "Keras", "Brax", "jax-privacy", "MaxText")
-OWN = {"Keras": 0, "MaxText": 0}  # which audited step is the trainer's own; of others the last but one
-UNCHANGED = ("Keras",)
 PAGE = pathlib.Path(__file__).parents[2] / "docs/trainers.md"
+TRAINERS: dict[str, Callable[[], "Trainer"]] = {}
 
 
-class Audited(NamedTuple):
-    """A step that a block of the page audits."""
+class Step(NamedTuple):
+    """A training step, and what ``fz.audit_step`` needs to know of it."""
 
-    step: Callable[..., Any]
+    run: Callable[..., Any]
     state: Any
     batch: tuple[Any, ...]
-    audit: fz.Audit
+    params: Any
+    frozen: Any
+    steps: int = 3
+
+    def audit(self) -> fz.Audit:
+        options = {"params": self.params, "frozen": self.frozen, "steps": self.steps}
+        return fz.audit_step(self.run, self.state, *self.batch, **options)
 
 
-class Section(NamedTuple):
-    """What the blocks of a section gave: their names, their steps, and what each block printed, beside the page."""
+class Trainer(NamedTuple):
+    """The step with the trainer's own freezing, with the change, other steps without a leak, and a training."""
 
-    names: dict[str, Any]
-    audited: list[Audited]
-    printed: list[str]
-    shown: list[str]
-
-
-def blocks() -> dict[str, list[tuple[str, str]]]:
-    """By title of a section, the language and the text of its blocks."""
-    first, *sections = PAGE.read_text(encoding="utf-8").split("\n## ")
-    found = {"": first} | dict(section.split("\n", 1) for section in sections)
-    return {title: re.findall(r"^```(python|text)\n(.*?)^```$", text, re.M | re.S) for title, text in found.items()}
+    own: Step
+    changed: Step | None
+    others: list[Step]
+    train: Callable[[], tuple[Any, Any]]  # the parameters before and after
+    names: dict[str, Any]  # of the function and of the blocks of the page
 
 
-def run(title: str) -> Section:
-    """Executes the blocks of a section, after those at the start of the page."""
-    section = Section({"__name__": "__main__"}, [], [], [])
-    for language, text in blocks()[""] + blocks()[title]:
-        if language == "text":
-            section.shown[-1] = text
-            continue
-        with contextlib.redirect_stdout(io.StringIO()) as out, recorded(section.audited):
-            exec(compile(text, f"<block of {PAGE.name}>", "exec"), section.names)
-        section.printed.append(out.getvalue())
-        section.shown.append("")
-    return section
+def trainer(title: str) -> Callable[[Callable[[], Trainer]], Callable[[], Trainer]]:
+    def register(make: Callable[[], Trainer]) -> Callable[[], Trainer]:
+        TRAINERS[title] = make
+        return make
+
+    return register
 
 
-@contextlib.contextmanager
-def recorded(audited: list[Audited]) -> Iterator[None]:
-    """Records the calls of ``fz.audit_step``."""
-    audit_step = fz.audit_step
-
-    def record(step: Any, state: Any, *batch: Any, **options: Any) -> fz.Audit:
-        audited.append(Audited(step, state, batch, audit_step(step, state, *batch, **options)))
-        return audited[-1].audit
-
-    fz.audit_step = record
-    try:
-        yield
-    finally:
-        fz.audit_step = audit_step
+def blocks(title: str) -> list[str]:
+    """The blocks of a section of the page."""
+    [section] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
 
 
-def cost(audited: Audited) -> tuple[float, int]:
+def execute(title: str, number: int, names: dict[str, Any]) -> dict[str, Any]:
+    """The names after a block of the page, which has the names before, and those that every block has."""
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "fz": fz, **names}
+    exec(compile(blocks(title)[number], f"<block of {PAGE.name}>", "exec"), names)
+    return names
+
+
+def multi_transform(optimizer: Any, frozen: Any) -> Any:
+    return optax.multi_transform({"trainable": optimizer, "frozen": optax.set_to_zero()}, fz.labels(frozen))
+
+
+def run_steps(step: Step, select: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The parameters before and after three steps."""
+    state, before = step.state, jax.tree.map(jnp.copy, select(step.state))
+    for _ in range(3):
+        state, _ = step.run(state, *step.batch)
+    return before, select(state)
+
+
+@trainer("Flax")
+def flax() -> Trainer:
+    import flax.linen as nn
+    from flax.training.train_state import TrainState
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="head")(nn.tanh(nn.Dense(256, name="encoder")(x)))
+
+    @jax.jit
+    def step(state, x):
+        value, grads = jax.value_and_grad(lambda params: jnp.mean((state.apply_fn(params, x) - 1) ** 2))(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    model, x, frozen = Net(), jnp.ones((32, 256)), "params/encoder"
+    params = model.init(jax.random.key(0), x)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), multi_transform(optax.adamw(1e-3), frozen))
+    own = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    names = execute("Flax", 0, locals())
+    of = lambda state: Step(step, state, (x,), "params", frozen)  # noqa: E731
+    changed = of(names["state"])
+    return Trainer(of(own), changed, [], lambda: run_steps(changed, lambda state: state.params), names)
+
+
+@trainer("Tunix")
+def tunix() -> Trainer:
+    from flax import nnx
+    from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+
+    class Model(nnx.Module):
+        def __init__(self, rank=None):
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(256, 64, rngs=rngs)
+            self.hidden = nnx.LoRALinear(64, 64, lora_rank=rank, rngs=rngs) if rank else nnx.Linear(64, 64, rngs=rngs)
+            self.head = nnx.Linear(64, 256, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.head(jnp.tanh(self.hidden(self.embed(tokens))))
+
+    def loss(model, tokens):
+        logits = model(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def with_loss(trainer):
+        return trainer.with_loss_fn(loss).with_gen_model_input_fn(lambda tokens: {"tokens": tokens})
+
+    def of(trainer, frozen):
+        step = nnx.jit(with_loss(trainer).create_train_step_fn())
+        state = trainer.model, trainer.optimizer
+        return Step(lambda state, batch: step(*state, batch), state, (tokens,), "0", frozen, steps=4)
+
+    def train():
+        before = nnx.to_pure_dict(nnx.clone(nnx.state(model := names["model"])))
+        with_loss(names["trainer"]).train([tokens] * 4)
+        return before, nnx.to_pure_dict(nnx.state(model))
+
+    tokens, frozen = jax.random.randint(jax.random.key(0), (8, 17), 0, 256), fz.only("head")
+    config = TrainingConfig(eval_every_n_steps=100, gradient_accumulation_steps=2, max_steps=2)
+    own = of(PeftTrainer(Model(), multi_transform(optax.adamw(1e-3), frozen), config), frozen)
+    lora = PeftTrainer(Model(rank=4), optax.adamw(1e-3), TrainingConfig(eval_every_n_steps=100))
+    model = Model()
+    names = execute("Tunix", 0, locals())
+    return Trainer(own, of(names["trainer"], frozen), [of(lora, fz.only("**/lora_*"))], train, names)
+
+
+@trainer("Kauldron")
+def kauldron() -> Trainer:
+    import flax.linen as nn
+    from kauldron import kd
+
+    class Net(nn.Module):
+        x: kd.kontext.Key = "batch.x"
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="head")(nn.tanh(nn.Dense(256, name="encoder")(x)))
+
+    def trainer_of(optimizer):
+        losses = {"l2": kd.losses.L2(preds="preds", targets="batch.y")}
+        return kd.train.Trainer(seed=0, train_ds=None, model=Net(), train_losses=losses, optimizer=optimizer)
+
+    def of(optimizer):
+        trainstep = trainer_of(optimizer).trainstep
+        return Step(trainstep.step, trainstep.init(shapes), (batch,), "params", frozen)
+
+    batch = {"x": jnp.ones((32, 256)), "y": jnp.ones((32, 1))}
+    shapes, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch), fz.only("head")
+    partial_updates = kd.optim.partial_updates(optax.adamw(1e-3), kd.optim.select("head"))
+    clip, ema = optax.clip_by_global_norm(1.0), kd.optim.ema_params(decay=0.99)
+    own = of(kd.optim.named_chain(clip=clip, adam=partial_updates, ema=ema))
+    names = execute("Kauldron", 0, locals())
+    changed = of(names["optimizer"])
+    train = lambda: run_steps(changed, lambda state: state.params)  # noqa: E731
+    return Trainer(own, changed, [of(partial_updates)], train, names)
+
+
+@trainer("Keras")
+def keras() -> Trainer:
+    import keras
+    import keras_hub
+
+    def of(model, batch, frozen):
+        """``model.train_step`` is what ``fit`` compiles; frozen weights are among its non-trainable variables."""
+        variables = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        weights = {variable.path for variable in model.weights}
+
+        def parameters(state):
+            pairs = zip(itertools.chain(*variables[:2]), itertools.chain(*state[:2]), strict=True)
+            return {variable.path: value for variable, value in pairs if variable.path in weights}
+
+        def step(state, batch):
+            logs, state = model.train_step(state, batch)
+            return state, logs
+
+        state = tuple([variable.value for variable in group] for group in variables)
+        return Step(jax.jit(step), state, (batch,), parameters, frozen)
+
+    x, y = keras.random.normal((32, 256)), keras.ops.ones((32, 1))
+    body = keras.Sequential([keras.layers.Dense(256), keras.layers.BatchNormalization()], name="body")
+    head = keras.layers.Dense(1, name="head")
+    model = keras.Sequential([keras.Input((256,)), body, keras.layers.ReLU(), head], name="net")
+    values = lambda: {variable.path: variable.numpy() for variable in model.weights}  # noqa: E731
+    before = values()
+    names = execute("Keras", 0, locals())
+    after = values()
+
+    sizes = {"hidden_dim": 16, "intermediate_dim": 32, "num_query_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    backbone = keras_hub.models.GemmaBackbone(vocabulary_size=64, num_layers=2, **sizes)
+    backbone.enable_lora(rank=4)
+    decoder = keras_hub.models.GemmaCausalLM(backbone, preprocessor=None)
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    decoder.compile(optimizer=keras.optimizers.AdamW(1e-3), loss=entropy)
+    tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 64)
+    inputs = {"token_ids": tokens[:, :-1], "padding_mask": jnp.ones((8, 16), jnp.int32)}
+    decoder.fit(inputs, tokens[:, 1:], verbose=0)
+    lora = of(decoder, (inputs, tokens[:, 1:]), fz.only("**/lora_kernel_[ab]"))
+    return Trainer(of(model, (x, y), "net/body"), None, [lora], lambda: (before, after), names)
+
+
+@trainer("Brax")
+def brax() -> Trainer:
+    from brax.training import gradients, types
+    from brax.training.agents.ppo import losses, networks
+
+    def of(update, tx):
+        @jax.jit
+        def step(state, data, key):
+            (_, metrics), params, optimizer_state = update(state[0], None, data, key, optimizer_state=state[1])
+            return (params, optimizer_state), metrics
+
+        return Step(step, (params, tx.init(params)), (data, key), "0", "policy")
+
+    net = networks.make_ppo_networks(8, 2, policy_hidden_layer_sizes=(64, 64), value_hidden_layer_sizes=(64,))
+    key = jax.random.key(0)
+    params = losses.PPONetworkParams(policy=net.policy_network.init(key), value=net.value_network.init(key))
+    normal = functools.partial(jax.random.normal, key)
+    sample = {"raw_action": normal((4, 5, 2)), "log_prob": normal((4, 5)), "distribution_params": normal((4, 5, 4))}
+    data = types.Transition(
+        observation=normal((4, 5, 8)),
+        action=jnp.tanh(sample["raw_action"]),
+        reward=normal((4, 5)),
+        discount=jnp.ones((4, 5)),
+        next_observation=normal((4, 5, 8)),
+        extras={"policy_extras": sample, "state_extras": {"truncation": jnp.zeros((4, 5))}},
+    )
+    loss = functools.partial(losses.compute_ppo_loss, ppo_network=net)
+
+    def stopped(params, *args):
+        return loss(params.replace(policy=jax.lax.stop_gradient(params.policy)), *args)
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
+    own = of(gradients.gradient_update_fn(stopped, tx, pmap_axis_name=None, has_aux=True), tx)
+    names = execute("Brax", 0, locals())
+    changed = of(names["update"], names["tx"])
+    return Trainer(own, changed, [], lambda: run_steps(changed, lambda state: state[0]), names)
+
+
+@trainer("jax-privacy")
+def jax_privacy() -> Trainer:
+    from jax_privacy import clipped_grad
+    from jax_privacy.noise_addition import gaussian_privatizer
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["encoder"]) @ params["head"] - 1) ** 2)
+
+    def of(gradient, tx, state):
+        @jax.jit
+        def step(state, x):
+            params, noise_state, opt_state = state
+            grads, noise_state = privatizer.update(gradient(params, x), noise_state)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), noise_state, opt_state), None
+
+        return Step(step, state, (x,), "0", "encoder")
+
+    params = {"encoder": jax.random.normal(jax.random.key(0), (256, 256)) / 16, "head": jnp.ones((256, 1)) / 16}
+    x = jax.random.normal(jax.random.key(1), (32, 256))
+    privatizer = gaussian_privatizer(stddev=0.1, prng_key=jax.random.key(2))
+    tx = multi_transform(optax.adamw(1e-3), "encoder")
+    own = of(clipped_grad(loss, l2_clip_norm=1.0), tx, (params, privatizer.init(params), tx.init(params)))
+    names = execute("jax-privacy", 0, locals())
+    changed = of(names["gradient"], names["tx"], names["state"])
+    return Trainer(own, changed, [], lambda: run_steps(changed, lambda state: state[0]), names)
+
+
+@trainer("MaxText")
+def maxtext() -> Trainer:
+    import maxtext as package
+    from flax import nnx
+    from maxtext.common.train_state_nnx import TrainStateNNX
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import maxtext_utils, model_creation_utils, train_utils
+
+    base = os.path.join(os.path.dirname(package.__file__), "configs/base.yml")
+    run = ["run_name=small", "enable_checkpointing=false", "skip_jax_distributed_system=true", "hardware=cpu"]
+    kind = ["attention=dot_product", "dtype=float32", "scan_layers=false", "base_num_decoder_layers=2"]
+    sizes = ["base_emb_dim=64", "base_mlp_dim=128", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=32"]
+    batch = ["vocab_size=256", "per_device_batch_size=4", "max_target_length=16", "max_prefill_predict_length=8"]
+
+    def of(option, block=None):
+        config = pyconfig.initialize(["", base, *run, *kind, *sizes, *batch, option])
+        mesh = maxtext_utils.get_mesh_from_config(config)
+        with jax.set_mesh(mesh):
+            model = model_creation_utils.create_nnx_abstract_model(config, mesh)[0]()
+            _, tx = train_utils.create_training_optimizer(config, model)
+            names = {"model": model, "tx": tx, "nnx": nnx, "TrainStateNNX": TrainStateNNX}
+            if block is None:
+                names["state"] = TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+            else:
+                names = execute("MaxText", block, names)
+        graphdef, state = nnx.split(names["state"])
+        step = jax.jit(lambda state, data: train.train_step(graphdef, config, None, None, state, data))
+        return Step(step, state, (data,), "model", frozen), names
+
+    tokens, frozen = jax.random.randint(jax.random.key(0), (4, 17), 0, 256), fz.only("**/logits_dense/**")
+    data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    for name in ("inputs", "targets"):
+        data[f"{name}_position"] = jnp.broadcast_to(jnp.arange(16), (4, 16))
+        data[f"{name}_segmentation"] = jnp.ones((4, 16), jnp.int32)
+    own, _ = of("trainable_parameters_mask=['.*logits_dense.*']")
+    changed, names = of("steps=10", block=0)
+    clipped, _ = of("gradient_clipping_threshold=0", block=1)
+    train_it = lambda: run_steps(changed, lambda state: nnx.to_pure_dict(state["model"]))  # noqa: E731
+    return Trainer(own, changed, [clipped], train_it, names)
+
+
+def cost(step: Step) -> tuple[float, int]:
     """The FLOPs of a compiled step with a donated state, and the bytes that it is given, returns and allocates."""
-    step = jax.jit(audited.step, donate_argnums=0)
+    jitted = jax.jit(step.run, donate_argnums=0)
     if nnx := sys.modules.get("flax.nnx"):
-        parts = audited.state if isinstance(audited.state, tuple) else ()
+        parts = step.state if isinstance(step.state, tuple) else ()
         if any(isinstance(part, nnx.Module | nnx.Optimizer) for part in parts):  # which a step changes in place
-            step = nnx.jit(audited.step, donate_argnums=0)
-    compiled: Any = step.lower(audited.state, *audited.batch).compile()
+            jitted = nnx.jit(step.run, donate_argnums=0)
+    compiled: Any = jitted.lower(step.state, *step.batch).compile()
     compiled = getattr(compiled, "compiled", compiled)  # of nnx.jit
     memory = compiled.memory_analysis()
     nbytes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return compiled.cost_analysis()["flops"], nbytes - memory.alias_size_in_bytes
 
 
-def row(title: str, section: Section) -> str:
-    """The line of a section in the table of the page: the trainer's own step, and the one with the change."""
-    own, ours = cost(section.audited[OWN.get(title, -2)]), None if title in UNCHANGED else cost(section.audited[-1])
-    cells = [*cells_of(own), *cells_of(ours)]
-    return f"| {' | '.join([title, *cells])} |"
+def shown(title: str) -> list[str]:
+    """The cells of the page's table after the first two."""
+    [line] = re.findall(rf"^\| \[{title}\]\(.*\|$", PAGE.read_text(encoding="utf-8"), re.M)
+    return [cell.strip() for cell in line.split("|")[3:-1]]
 
 
-def cells_of(figures: tuple[float, int] | None) -> list[str]:
-    """FLOPs in millions, and KiB."""
-    return ["", ""] if figures is None else [f"{figures[0] / 1e6:.2f} M", f"{figures[1] / 1024:,.0f} KiB"]
+def measured(made: Trainer) -> list[str]:
+    """The same cells: kinds of leaks of the own freezing; FLOPs in millions and KiB, own and with the change."""
+    kinds = dict.fromkeys(leak.kind for leak in made.own.audit().leaks)
+    costs = [cost(step) for step in (made.own, made.changed) if step]
+    flops = [f"{flops / 1e6:.2f} M" for flops, _ in costs]
+    memory = [f"{nbytes / 1024:,.0f} KiB" for _, nbytes in costs]
+    nothing = [""] * (2 - len(costs))
+    return [", ".join(f"`{kind}`" for kind in kinds) or "no leak", *flops, *nothing, *memory, *nothing]
 
 
 def write() -> None:
-    """Writes what the blocks print, and the table."""
-    rows = []
-    for title in TITLES:
-        section = run(title)
-        outputs = iter(
-            [printed.strip() for printed, shown in zip(section.printed, section.shown, strict=True) if shown]
-        )
-        head, start, rest = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")
-        body, end, rest = rest.partition("\n## ")
-        first, *others = re.split(r"^```text\n.*?^```$", body, flags=re.M | re.S)
-        body = first + "".join(f"```text\n{output}\n```{other}" for output, other in zip(outputs, others, strict=True))
-        PAGE.write_text(head + start + body + end + rest, encoding="utf-8")
-        rows.append(row(title, section))
-    page, _ = PAGE.read_text(encoding="utf-8").split(HEAD.splitlines()[0])
-    PAGE.write_text("\n".join([page + HEAD, *rows, ""]), encoding="utf-8")
+    """Writes the table."""
+    for title, make in TRAINERS.items():
+        cells, page = measured(make()), PAGE.read_text(encoding="utf-8")
+        [line] = re.findall(rf"^\| \[{title}\]\(.*\|$", page, re.M)
+        first, own = (cell.strip() for cell in line.split("|")[1:3])
+        PAGE.write_text(page.replace(line, f"| {' | '.join([first, own, *cells])} |"), encoding="utf-8")
 
-
-HEAD = """\
-| | its own: FLOPs | memory | this library: FLOPs | memory |
-|---|---:|---:|---:|---:|"""
 
 if __name__ == "__main__":
     write()

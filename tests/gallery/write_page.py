@@ -1,4 +1,4 @@
-"""Writes the last section of ``docs/compatibility.md`` with the figures that the tests left in a folder.
+"""Writes ``models.md`` beside it, with the figures that the tests left in a folder.
 
 Run with ``make gallery``.
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from gallery import cases, gallery  # noqa: E402
 
-PAGE = HERE.parent.parent / "docs" / "compatibility.md"
+PAGE = HERE / "models.md"
 COLUMNS = ("model", "frozen", "compilations", "wrong bits", "gradient")
 COLUMNS += ("FLOPs", "bytes", "memory", "temporaries", "everything by")
 
@@ -26,8 +26,7 @@ COLUMNS += ("FLOPs", "bytes", "memory", "temporaries", "everything by")
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     rows = [row(case, json.loads((folder / f"{case.name}.json").read_text())) for case in cases.CASES]
-    optimizers, _, _ = PAGE.read_text(encoding="utf-8").partition("\n" + _HEAD.partition("\n")[0])
-    PAGE.write_text(f"{optimizers}\n{section(rows)}", encoding="utf-8")
+    PAGE.write_text(page(rows), encoding="utf-8")
 
 
 def row(case: gallery.Case, result: dict[str, Any]) -> list[str]:
@@ -44,8 +43,8 @@ def row(case: gallery.Case, result: dict[str, Any]) -> list[str]:
     return [f"{case.name} ({case.kind})", case.frozen, *exact, *costs, ", ".join(merged)]
 
 
-def section(rows: list[list[str]]) -> str:
-    """The section in Markdown."""
+def page(rows: list[list[str]]) -> str:
+    """The page in Markdown."""
     rule = ["---" if not 2 <= i < 9 else "---:" for i in range(len(COLUMNS))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in [COLUMNS, rule, *rows])
     known = [
@@ -64,10 +63,10 @@ def versions() -> Iterator[str]:
 
 
 _HEAD = f"""\
-## Models
+# Models of other packages
 
 {len(cases.CASES)} models of other packages, each with a test. `make gallery` installs the packages (Python 3.12,
-`tests/gallery/requirements.txt`), runs the tests and writes this section. The models are small and otherwise unchanged;
+`tests/gallery/requirements.txt`), runs the tests and writes this page. The models are small and otherwise unchanged;
 "-like" means layers of a package that are stacked and scanned as in the named library. Three lines of a training script
 change in each case: the gradient (`fz.value_and_grad`), the optimizer (`fz.freeze`) and the update
 (`fz.apply_updates`).
@@ -83,7 +82,7 @@ Each model trains for three steps with AdamW. The columns:
   fewer bytes. **Memory** is temporaries plus outputs, because XLA uses output buffers for temporary values and the
   gradient of a whole leaf is an output. **Temporaries** alone are listed, too.
 - **everything by**: the operation that computes the gradient of the whole leaf ([how the gradient of rows is
-  computed](api/gradient.md#how-the-gradient-of-rows-is-computed)); empty if only rows are computed.
+  computed](../../docs/rows.md#how-the-gradient-of-rows-is-computed)); empty if only rows are computed.
 
 The tests require one compilation, no wrong bits, gradients within rounding, and at most {gallery.LIMIT} times the
 FLOPs, bytes and memory of both. In decoders, encoders, mixtures of experts (MoE), vision transformers (ViT) and

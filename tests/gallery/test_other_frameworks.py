@@ -1,4 +1,4 @@
-"""The code of other libraries in ``docs/coming_from.md``, executed beside ours, and what the page says of both.
+"""The code of Keras, PyTorch and PEFT in the documentation, executed beside ours, and what the pages say of both.
 
 ``make test`` runs the code of Keras. ``make gallery`` also installs PyTorch and PEFT.
 """
@@ -15,22 +15,22 @@ import pytest
 
 import optax_freeze as fz
 
-PAGE = pathlib.Path("docs/coming_from.md")
-OURS = {"jax": jax, "jnp": jnp, "optax": optax, "fz": fz}
+KERAS, PYTORCH = pathlib.Path("docs/equinox_haiku_keras.md"), pathlib.Path("docs/from_pytorch.md")
+OURS = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "fz": fz}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages
 
 
-def section(title):
+def section(page, title):
     """The blocks of a section as source code: theirs (``python``), and ours (``pycon``)."""
-    [text] = [part for part in PAGE.read_text(encoding="utf-8").split("\n## ") if part.startswith(f"{title}\n")]
+    [text] = [part for part in page.read_text(encoding="utf-8").split("\n## ") if part.startswith(f"{title}\n")]
     theirs, ours = (re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S) for kind in ("python", "pycon"))
     parser = doctest.DocTestParser()
     return theirs, ["".join(example.source for example in parser.get_examples(block)) for block in ours]
 
 
 def run(source, names):
-    exec(compile(source, f"<block of {PAGE}>", "exec"), names)
+    exec(compile(source, "<block of the documentation>", "exec"), names)
 
 
 def arrays(module):
@@ -54,9 +54,10 @@ def tree(flat):
     return nested
 
 
-def test_the_page_names_the_versions_of_the_requirements():
-    required = (PAGE.parent.parent / "tests/gallery/pytorch_requirements.txt").read_text()
-    named = re.findall(r"\b(keras|torch|peft|transformers) (\d+\.\d+\.\d+)", PAGE.read_text(encoding="utf-8"))
+def test_the_pages_name_the_versions_of_the_requirements():
+    required = pathlib.Path("tests/gallery/pytorch_requirements.txt").read_text()
+    text = KERAS.read_text(encoding="utf-8") + PYTORCH.read_text(encoding="utf-8")
+    named = re.findall(r"\b(keras|torch|peft|transformers) (\d+\.\d+\.\d+)", text)
     assert len(named) == 4
     assert [version for version in named if "==".join(version) not in required.split()] == []
 
@@ -64,41 +65,58 @@ def test_the_page_names_the_versions_of_the_requirements():
 class TestKeras:
     @pytest.fixture
     def names(self):
-        """Both models, with the same values."""
-        (model, self.step), (ours, self.our_step) = section("Keras 3")
-        names = {**OURS}
-        run(model, names)
-        names["batch"] = names["x"]
-        run(ours, names)
-        for variable, theirs in zip(names["net"].weights, names["model"].weights, strict=True):
-            variable.assign(theirs)
+        """A model, whose body is not trainable after ``self.step``."""
+        import keras
+
+        [self.step], (setup, self.our_step) = section(KERAS, "Keras 3")
+        names = {**OURS, "keras": keras, "x": np.random.default_rng(0).normal(size=(8, 3)).astype("float32")}
+        run(setup, names)
         return names
 
     def test_a_step_equals_ours(self, names, capsys):
-        body, model = names["body"], names["model"]
+        net = names["net"]
+        before = [weight.numpy() for weight in net.weights]
         run(self.our_step, names)
-        before = [weight.numpy().tobytes() for weight in model.weights]
-        run(self.step, names)  # donates the values, which both models share
-        after = [weight.numpy().tobytes() for weight in model.weights]
-        moved = [weight for weight, old, new in zip(model.weights, before, after, strict=True) if old != new]
+        ours = {path: np.asarray(value) for path, value in names["params"].items()}
+        for weight, value in zip(net.weights, before, strict=True):
+            weight.assign(value)
+        run(self.step, names)
+        moved = [weight for weight, old in zip(net.weights, before, strict=True) if (weight.numpy() != old).any()]
         assert [weight.path for weight in moved] == ["net/head/kernel", "net/head/bias"]  # no statistics either
         for weight in moved:
-            np.testing.assert_allclose(weight, names["new"][weight.path], rtol=1e-5, atol=1e-7)
-        assert not body.trainable_weights
-        trained = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
+            np.testing.assert_allclose(weight, ours[weight.path], rtol=1e-5, atol=1e-7)
+        assert not net.body.trainable_weights
+        trained = sum(int(np.prod(weight.shape)) for weight in net.trainable_weights)
         assert f"trainable params: {trained} || all params: 29 ||" in capsys.readouterr().out
 
+    def test_frozen_batch_normalization_runs_in_inference_mode(self, names):
+        norm = names["keras"].layers.BatchNormalization()
+        norm.build((8, 3))
+        for trainable in (True, False):
+            norm.trainable = trainable
+            before = norm.moving_mean.numpy()
+            _ = norm(names["x"], training=True)
+            assert (norm.moving_mean.numpy() != before).any() == trainable
+
+    def test_a_functional_model_passes_training_on_to_every_layer(self, names):
+        keras = names["keras"]
+        norm, inputs = keras.layers.BatchNormalization(), keras.Input((3,))
+        model = keras.Model(inputs, norm(inputs, training=False))
+        before = norm.moving_mean.numpy()
+        _ = model(names["x"], training=True)
+        assert (norm.moving_mean.numpy() != before).all()
+
     def test_a_change_after_the_first_step_needs_compile_with_a_new_optimizer(self, names):
-        keras, body, model, x, y = (names[name] for name in ("keras", "body", "model", "x", "y"))
+        keras, net, x, y = (names[name] for name in ("keras", "net", "x", "y"))
         optimizer = keras.optimizers.AdamW(1e-3)
-        model.compile(optimizer=optimizer, loss="mse")
-        model.train_on_batch(x, y)
-        body.trainable = False
+        net.compile(optimizer=optimizer, loss="mse")
+        net.train_on_batch(x, y)
+        net.body.trainable = False
         with pytest.raises(ValueError, match="optimizer was built with"):
-            model.train_on_batch(x, y)
-        model.compile(optimizer=optimizer, loss="mse")
+            net.train_on_batch(x, y)
+        net.compile(optimizer=optimizer, loss="mse")
         with pytest.raises(ValueError, match="optimizer was built with"):
-            model.train_on_batch(x, y)
+            net.train_on_batch(x, y)
         run(self.step, names)
 
 
@@ -118,7 +136,7 @@ class TestPyTorch:
         model["head"](model["encoder"](torch.ones(2, 3))).square().mean().backward()
 
     def test_a_step_equals_ours(self, torch, capsys):
-        (setup, step), (our_setup, our_step) = section("PyTorch")
+        (setup, step), (our_setup, our_step) = section(PYTORCH, "PyTorch")
         names = {}
         run(setup, names)
         model, before = names["model"], arrays(names["model"])
@@ -128,10 +146,12 @@ class TestPyTorch:
 
         ours = {**OURS}
         run(our_setup, ours)
-        ours["params"] = jax.tree.map(jnp.asarray, tree(before))
+        ours["state_dict"] = before
         run(our_step, ours)
-        assert jax.tree.structure(ours["new"]) == jax.tree.structure(tree(after))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), ours["new"], tree(after))
+        new = {name.replace("/", "."): array for name, array in ours["params"].items()}
+        assert new.keys() == after.keys()
+        for name, array in new.items():
+            np.testing.assert_allclose(array, after[name], rtol=1e-6, atol=1e-7)
         assert float(ours["value"]) == pytest.approx(names["loss"].item(), rel=1e-6)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert fz.summary(ours["params"], "encoder").trainable_elements == trained
@@ -208,7 +228,7 @@ class TestPEFT:
 
     @pytest.fixture
     def blocks(self):
-        return section("Hugging Face PEFT")
+        return section(PYTORCH, "Hugging Face PEFT")
 
     def test_a_step(self, blocks, names, capsys, tmp_path):
         (setup, step), (our_setup, our_step) = blocks
