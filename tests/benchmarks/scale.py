@@ -29,8 +29,7 @@ buffer assignment it is memory space 5. A step fits if it fits both memories. Th
 chips are part of a topology of four.
 
 GPUs (``--chips h100``) are compiled to the end, with the CUDA packages of JAX. There is no ``fz.offload``, because this
-compiler ignores in which memory an argument is, and one step more: any two layers of the stack, whose numbers are
-values of the program (``fz.rows`` of an array).
+compiler ignores in which memory an argument is, and one step more: any two layers of the stack, as dynamic rows.
 
 Run with ``python tests/benchmarks/scale.py`` (8B on 4 chips of v5e; ``--all``: every size and mesh; ``--sizes`` and
 ``--chips`` select some; ``--json FILE`` saves each figure and resumes from the file).
@@ -81,7 +80,7 @@ for _name, _gpu in GPUS.items():
     HBM[_name], HOST[_name] = _gpu.memory / 2**30, float("inf")
 
 KINDS = ("full", "last block and head", "16 new tokens", "norms")
-BY_VALUE = "two layers by value"
+DYNAMIC = "two layers, dynamic rows"
 NEW = 16
 LENGTHS = tuple(2**k for k in range(9, 18))
 
@@ -138,7 +137,7 @@ def trains(kind: str, decoder: Decoder) -> Any:
     if kind == "16 new tokens":
         old = decoder.vocabulary - NEW
         return {"embed": From(old), "blocks": blocks, "norm": False, "head": From(old, axis=1)}
-    if kind == BY_VALUE:
+    if kind == DYNAMIC:
         blocks = dict.fromkeys(blocks, AnyLayers(2))
         return {"embed": False, "blocks": blocks, "norm": False, "head": False}
     if kind == "norms":
@@ -385,8 +384,8 @@ def ways(chip: str) -> list[str]:
 
 def steps(chip: str) -> list[tuple[str, str]]:
     """The kinds and ways of the steps that are compiled for a chip."""
-    by_value = [(BY_VALUE, "fz.freeze")] if chip in GPUS else []
-    return [*itertools.product(KINDS, ways(chip)), *by_value]
+    dynamic = [(DYNAMIC, "fz.freeze")] if chip in GPUS else []
+    return [*itertools.product(KINDS, ways(chip)), *dynamic]
 
 
 def kinds(chip: str) -> list[str]:
