@@ -40,6 +40,7 @@ _BY_FILE = {
             "made_up(value)",
             "-k audit",
         ),
+        ("if is_optimizer(params) else", "if False else", "tests/audit/test_audit.py -k folds_leaves"),
     ],
     ("_audit/diagnosis.py", "tests/audit"): [
         ('    if "again" in reacting:', "    if False:", "-k random"),
@@ -94,6 +95,11 @@ _BY_FILE = {
         ),
     ],
     ("_optimizer/freeze_when.py", "tests/optimizer/test_freeze_when.py"): [
+        (
+            "updates if isinstance(x, GradientOfGroups) else x for",
+            "x for",
+            "tests/state/test_train_step.py -k extra_arguments",
+        ),
         ("jnp.maximum(step, 0)", "step", "tests/state/test_train_step.py -k any_step"),
         ("extra_args, _ALL_GRADIENTS)", "extra_args)", "tests/test_errors.py -k part"),
         ("params, tied, accepted.latest)", "params, tied)", "-k tree_map_params"),
@@ -143,6 +149,8 @@ _BY_FILE = {
         ("values=variable.unflatten([value.values])) if", "values=value.values) if", "-k keeps_its_structure"),
         ("variable.unflatten([dataclasses.replace(node, values=value)])", "node", "-k state_of_variables"),
         (" and i not in self.missing", "", "tests/test_model_libraries.py -k without_a_gradient"),
+        ('extra_args["grad"] = updates', "pass", "tests/state/test_train_step.py -k extra_arguments"),
+        ("functools.wraps(fn)(lambda", "(lambda", "tests/gradient/test_restrict.py -k lbfgs"),
     ],
     ("_optimizer/no_update.py", "tests/test_model_libraries.py"): [
         ("if isinstance(numbers[0], bool) else", "if False else", "-k not_an_array"),
@@ -598,6 +606,9 @@ _BY_FILE = {
         ("in known if each in own):", "in known[:1] if each in own):", "-k set_by_path_or_together"),
     ],
     ("_state/train_step.py", "tests/state/test_train_step.py"): [
+        ('"value": value[0] if has_aux else value', '"value": value', "-k extra_arguments"),
+        ("(lambda params: of_params(params)[0]) if has_aux else of_params", "of_params", "-k extra_arguments"),
+        ("error.add_note(f", "str(f", "-k extra_arguments"),
         ("and in_place:", "and True:", "-k other_transformations"),
     ],
     ("_verify/base_record.py", "tests/test_checkpoint.py"): [
@@ -639,6 +650,9 @@ _BY_FILE = {
         ("    if record.variants != variants:", "    if False:", "-k variants_that_were_stopped"),
         ("            os.unlink(file)", "            pass", "-k one_writer"),
         ("import filelock\n", "import fcntl, filelock\n", "tests/test_package.py -k declared"),
+    ],
+    ("linen/_recording.py", "tests/test_linen.py"): [
+        ('{"params": jax.random.key(0), **given}', "given", "-k random_stream"),
     ],
     ("linen/_frozen_call.py", "tests/test_linen.py"): [
         ('return ["params", *self.stats,', 'return ["params",', "-k stat"),

@@ -18,6 +18,17 @@ MENTION = re.compile(r"`((?:docs|examples|tests)/[\w/]+\.\w+)`")
 NAME = re.compile(r"`(fz|fnnx|checkpoint)\.(?!py`)(\w+)(?:\(.*?\))?`")
 CELL = re.compile(r"^```\{code-cell\} python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOTEBOOKS = {"docs/lisa.md": "lisa", "docs/precompute.md": "train_on_features"}
+OTHER_FRAMEWORKS = "tests/gallery/test_other_frameworks.py"
+RUN_BY = {  # the pages with code that is not a doctest, and what runs it
+    "README.md": "tests/test_readme.py",
+    "docs/command_line.md": "tests/test_main.py",
+    "docs/equinox_haiku_keras.md": OTHER_FRAMEWORKS,
+    "docs/errors.md": "tests/test_errors.py",
+    "docs/from_pytorch.md": OTHER_FRAMEWORKS,
+    "docs/offload.md": "tests/gallery/test_quantized.py",
+    "docs/recipes.md": "tests/test_recipes.py",
+    "docs/trainers.md": "tests/gallery/trainers.py",
+}
 ROOMS = {"fz": fz, "fnnx": fz.nnx, "checkpoint": fz.checkpoint}
 
 
@@ -43,6 +54,13 @@ def test_a_notebook_shows_and_runs_its_example(page):
     used = set(re.findall(rf"\b{name or example}\.(\w+)", cells))
     assert {"compare", "report"} <= used
     assert all(re.search(rf"^(def )?{function}\b", script, re.MULTILINE) for function in used)
+
+
+def test_all_code_is_run():
+    code = re.compile(r"^```(python\n(?!>>>)|console)", re.MULTILINE)
+    assert {str(page) for page in PAGES if code.search(page.read_text())} == {*RUN_BY}
+    named = {page: pathlib.Path(test).read_text() for page, test in RUN_BY.items()}
+    assert [page for page, test in named.items() if pathlib.Path(page).name not in test] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
