@@ -14,6 +14,8 @@ from optax_freeze._spec.apply_updates import apply_updates
 from optax_freeze._spec.tree import PyTree
 
 _CALL = "fz.update_params(tx, grads, state, params)"
+_OUTSIDE = """fix: put the whole optimizer inside fz.freeze
+(a transformation outside of it has a state for all parameters; these gradients are of the trainable ones only)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,5 +88,10 @@ def update_params(
     update: Any = transformation.update
     if isinstance(update, Update):
         return update.run(grads, state, params, extra_args, in_place=True)
-    updates, state = update(grads, state, params, **extra_args)
+    try:
+        updates, state = update(grads, state, params, **extra_args)
+    except (TypeError, ValueError) as error:
+        if any(text in str(error) for text in ("MaskedNode", "pytree structure")):
+            error.add_note(_OUTSIDE)
+        raise
     return apply_updates(params, updates), state

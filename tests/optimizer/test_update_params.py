@@ -254,3 +254,12 @@ def test_on_eight_devices_nothing_is_exchanged(update, exchanged, axis_type):
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(expected), rtol=1e-5, atol=1e-6)
     assert {leaf.sharding for leaf in (*jax.tree.leaves(got[-1]), state.groups["b"].masks["b"])} == {sharding}
     assert not re.search(exchanged, text)
+
+
+@pytest.mark.parametrize("wrapper", [optax.MultiSteps, optax.apply_if_finite])
+def test_what_is_outside_of_the_freeze_is_said_to_belong_inside(wrapper):
+    params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    tx = wrapper(fz.freeze(optax.adam(0.1), "w"), 2)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fz.update_params(tx, fz.partition(params, "w")[0], tx.init(params), params)
+    assert caught.value.__notes__[-1].startswith("fix: put the whole optimizer inside fz.freeze\n")
