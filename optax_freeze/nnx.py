@@ -37,8 +37,9 @@ _ORIGINAL_TYPE = "thaws_to"
 class FrozenParam(nnx.Variable):
     """A frozen parameter: an ``nnx.Variable`` that is not an ``nnx.Param``, so that gradients and optimizers ignore it.
 
-    It keeps the value and metadata of the original parameter, and reads and writes as its type does, with your
-    overrides of ``get_value`` and ``set_value``. One that you create yourself thaws to ``nnx.Param``.
+    It keeps the value and metadata of the original parameter, and reads and writes as the original type does, including
+    overrides of ``get_value`` and ``set_value``. :func:`thaw` turns one that you created yourself into an
+    ``nnx.Param``.
 
     Example:
       >>> import optax_freeze.nnx as fnnx

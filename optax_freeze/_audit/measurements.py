@@ -98,5 +98,5 @@ def decay_rate(before: Any, after: Any, selection: Selection = FROZEN) -> float:
         return 0.0
     rate = float(np.sum(moved * old) / np.sum(old * old))
     epsilon = float(jnp.finfo(jnp.result_type(before)).eps)
-    fits = np.abs(moved - rate * old) <= 2 * epsilon * np.abs(old)
+    fits = (np.abs(moved - rate * old) <= 2 * epsilon * np.abs(old)) & (rate * moved * old >= 0)
     return rate if abs(rate) < 1 and bool(fits.all()) else 0.0

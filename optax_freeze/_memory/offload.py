@@ -41,7 +41,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
 
     For an optimizer state of :func:`optax_freeze.freeze_when`, ``fz.offload(state)`` moves the arrays of groups that
     are frozen now to the host, and those of trainable groups back to the device. Updates work with either. Call it
-    again between steps whenever groups freeze or thaw. Each such change needs another compiled step.
+    again between steps whenever groups freeze or unfreeze. Each such change needs another compiled step.
 
     Args:
       tree: any pytree of arrays. NumPy arrays are moved to pinned host memory directly, without using device memory.

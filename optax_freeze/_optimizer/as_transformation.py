@@ -21,8 +21,10 @@ def as_transformation(
         return optax.with_extra_args_support(tx)
     if is_optimizer(other):
         fix = "swap the arguments"
-    elif callable(tx):
+    elif callable(tx) and hasattr(tx, "__name__"):
         fix = "call the factory: optax.adam(1e-3), not optax.adam"
+    elif callable(tx):
+        fix = "pass an Optax optimizer; for a module of Flax, see optax_freeze.nnx.freeze and optax_freeze.linen.Frozen"
     else:
         fix = "pass an Optax optimizer"
     at = call.partition("(")[0]

@@ -91,9 +91,9 @@ def freeze(
       inner: the optimizer, or an ``optax.MultiSteps``.
       frozen: the spec of the frozen parameters, in any form.
       full_updates: if True, updates have the structure of the parameters, with -0.0 for frozen ones, for
-        ``optax.apply_updates``, which preserves all but denormals and signalling NaNs (for a parameter in host memory,
-        one number or the ``Part`` of its rows). If False, they have ``optax.MaskedNode()`` for frozen parameters, for
-        :func:`optax_freeze.apply_updates`, which preserves every bit.
+        ``optax.apply_updates``, which preserves all but denormals and signalling NaNs. (A parameter in host memory gets
+        a scalar -0.0, or the ``Part`` of its trainable rows.) If False, they have ``optax.MaskedNode()`` for frozen
+        parameters, for :func:`optax_freeze.apply_updates`, which preserves every bit.
       tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
         ``"ignore"`` allows it.
 

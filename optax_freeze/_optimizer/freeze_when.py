@@ -1,4 +1,4 @@
-"""Freezing that changes during training: groups freeze and thaw in one compiled program.
+"""Freezing that changes during training: groups freeze and unfreeze in one compiled program.
 
 ``optax.multi_transform`` decides by labels what is frozen: other labels are another state and another program. Here a
 condition decides, from the step and values of the program. Each group has an optimizer state of its own, which does not
@@ -88,7 +88,7 @@ def freeze_when(
       ``update`` takes and returns updates with the structure of the parameters given to ``init``.
 
     Raises:
-      TypeError, ValueError: if an argument is none of these; in ``init``, if a condition does not return one bool.
+      TypeError, ValueError: if an argument is not as described; in ``init``, if a condition does not return one bool.
 
     Example:
       >>> import optax_freeze as fz

@@ -76,7 +76,7 @@ class Precomputed:
     Attributes:
       fun: the function.
       frozen: the spec of its frozen parameters.
-      recurring: the arguments that recur.
+      recurring: the positions or names of the arguments with the same values whenever the features are used.
       example_axis: the axis of the examples in the recurring arguments, or None.
 
     Example:

@@ -53,7 +53,8 @@ def spec_of(state: optax.OptState) -> Selector:
             at="state",
             got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when",
             expected="one, or several of fz.freeze with the same spec",
-            fix="pass the state of fz.freeze (optax.tree_map_params drops its spec until the next update)",
+            fix="tx = fz.freeze(optimizer, frozen), state = tx.init(params)"
+            " (optax.tree_map_params drops the spec until the next update)",
         )
     return states[0].current_plan.as_spec
 

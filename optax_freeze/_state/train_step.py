@@ -11,6 +11,7 @@ from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.update_params import Update, update_params
 from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.own_states import states_in
 from optax_freeze._state.spec_of import spec_of
 
 _CALL = "fz.train_step(loss, tx)"
@@ -62,6 +63,14 @@ def train_step(
     in_place = isinstance(as_transformation(tx, _CALL, other=loss).update, Update)
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
+        if states_in(params):
+            raise value_error(
+                "the parameters and the state are swapped",
+                at="step",
+                got="a state of an optimizer as the first argument",
+                expected="step(params, state, *args)",
+                fix="swap the first two arguments",
+            )
         spec, found = spec_of(state), None
         of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
         if isinstance(spec, GroupSpec) and not spec.is_known and in_place:

@@ -15,6 +15,7 @@ from optax_freeze._errors import is_array, message, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selector_algebra import Selector
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import bits as _bits
 from optax_freeze._verify.frozen_leaves import frozen_leaves
@@ -59,6 +60,8 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     (olds, treedef), (news, other) = _tree.flatten(before), _tree.flatten(after)
     if treedef != other:
         fix = "compare one tree before and after: the parameters, not gradients or a state"
+        if isinstance(before, (bool, str, Selector)):
+            fix = "the spec comes last: fz.assert_frozen(before, after, frozen)"
         _tree.refuse_other_structure(after, before, "after", fix)
     _refuse_one_set_of_variables(before, after)
     whole = [new if _tree.is_masked_node(old) else old for old, new in zip(olds, news, strict=True)]

@@ -47,8 +47,8 @@ class Frozen(nn.Module):
         which enclosing lifted transformations must list, too (``variable_axes``); whole leaves only.
       stats: ``"frozen"`` keeps the stored statistics: modules with ``use_running_average`` use them in whatever mode
         they are called, and the writes of others are dropped. ``"live"`` leaves both to the caller.
-      stats_collections: the collections that hold statistics, or scales of float8 matmuls, whose new values are their
-        gradients: if frozen, the gradient of ``_overwrite_with_gradient`` is its value.
+      stats_collections: the collections that hold statistics, or scales of float8 matmuls. Flax returns the new value
+        of such a scale as its gradient; if frozen, this gradient is the stored value.
 
     Raises:
       TypeError: if ``module`` is not an instance of a Linen module.

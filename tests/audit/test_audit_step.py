@@ -208,6 +208,12 @@ def labels_that_match_nothing():
     return plain(optax.multi_transform({"train": ADAM, "frozen": optax.set_to_zero()}, labels))
 
 
+def ones_that_decay():
+    """A rate of 1e-7, of which rounding leaves one or two bits."""
+    step, state = plain(optax.adamw(1e-3), stopped)
+    return step, {**state, "params": jax.tree.map(jnp.ones_like, PARAMS)}
+
+
 def frozen_labels():
     labels = {"encoder": "frozen", "head": "frozen"}
     return plain(optax.multi_transform({"train": ADAM, "frozen": optax.set_to_zero()}, labels))
@@ -224,6 +230,7 @@ READ_BY_NORM = ("gradient", "encoder/kernel", "a gradient that is read by a norm
 
 LEAKS = {
     "decay after stop_gradient": (lambda: plain(ADAMW, stopped), [DECAY, STATE]),
+    "decay of one bit": (ones_that_decay, [DECAY, MOMENTS, STATE]),
     "moments behind optax.freeze": (
         lambda: plain(optax.chain(optax.freeze(TRUE), ADAM)),
         [MOMENTS, STATE],

@@ -2,7 +2,7 @@
 
 1. The last block, norm and head of a scanned, rematerialized decoder are trainable, as in ``scale.py``: memory per TPU
    v5e chip with the whole stack differentiated, with the scan split by hand, and with ``fz.restrict`` and the unchanged
-   model (arguments + temporaries; ``no`` and ``alone`` as in ``scale.py``).
+   model (arguments + temporaries; ``no``: does not fit; ``alone``: the arguments alone do not fit).
 2. 16 new rows of an embedding are trainable, with AdamW; the loss is a lookup and a matmul, or a cross entropy over a
    tied head. Peers, written by hand: masks applied with ``jnp.where``, masks that multiply, rows sliced from the dense
    gradient, and a model in which lookup and head have separate old and new rows.

@@ -8,7 +8,7 @@ and optimizer state.
 
 1. The decoder of ``transformer.py``, last block and head trainable. Compiled for one TPU v5e chip.
 2. A decoder of Llama 3's shape as in ``scale.py``; the last block of the stack (``fz.rows``), the norm and the head are
-   trainable. Memory is what the compiler assigns (``no``, ``alone`` and "host" as in ``scale.py``); FLOPs are those of
+   trainable. Memory is what the compiler assigns (``no``, ``alone`` and "host" as in ``scale.md``); FLOPs are those of
    the traced step, with every iteration of a loop counted. ``once.before`` is measured with the parameters on the chips
    and with the frozen stacks in host memory (``fz.offload``); the step reads none of these stacks.
 3. Image classifiers on the CPU, 224 x 224 images in batches of 16: CPU seconds of an epoch of 32 images, the minimum of

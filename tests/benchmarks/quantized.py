@@ -1,7 +1,7 @@
 """Memory of fine-tuning an 8B decoder whose frozen weights have 4 bits, on one GPU, from the compiler, without a GPU.
 
 The matrices of the frozen blocks are 4-bit integers with a bfloat16 scale for each tile of 64 inputs, in the form of a
-``QArray`` of Qwix; each layer is multiplied out where it is read. Embedding, norms and head are bfloat16. Trained are
+``QArray`` of Qwix; each layer is dequantized where it is read. Embedding, norms and head are bfloat16. Trainable are
 LoRA matrices of rank 16 beside every matrix, or the last block (not quantized), the norm and the head; AdamW with
 float32 moments behind ``clip_by_global_norm(1.0)``, one sequence.
 

@@ -444,8 +444,8 @@ def longest(size: str, chip: str, results: Results) -> Table:
     for kind in kinds(chip):
         row = []
         for way in ways(chip):
-            fitting = ""
-            for length in LENGTHS if (kind, way) in steps(chip) else ():
+            fitting = "none" if (kind, way) in steps(chip) else ""
+            for length in LENGTHS if fitting else ():
                 memory = results(Cell(size, chip, 1, kind, way, length))
                 if not memory.fits:
                     break

@@ -86,7 +86,7 @@ Each model trains for three steps with AdamW. The columns:
 
 The tests require one compilation, no wrong bits, gradients within rounding, and at most {gallery.LIMIT} times the
 FLOPs, bytes and memory of both. In decoders, encoders, mixtures of experts (MoE), vision transformers (ViT) and
-convolutional networks, no array may be merged."""
+convolutional networks, the last column must be empty."""
 
 if __name__ == "__main__":
     main()
