@@ -192,6 +192,8 @@ def cases(wrap: Callable[[Any], Any]) -> list[Case]:
     def with_fz(name: str, tx: Any, gradient: Any) -> Case:
         return on_full_tree(f"fz.freeze, {name}", tx, gradient, fz.apply_updates)
 
+    tx = fz.freeze(wrap(both), FROZEN)
+    recommended = Case("fz.freeze, fz.train_step", fz.train_step(loss, tx), lambda params: (params, tx.init(params)))
     gradient = fz.value_and_grad(loss, FROZEN)
     clip_outside = wrap(optax.chain(clip, fz.freeze(adamw, FROZEN, full_updates=False)))
     outside = with_fz("fz.value_and_grad, clip outside", clip_outside, gradient)
@@ -209,8 +211,9 @@ def cases(wrap: Callable[[Any], Any]) -> list[Case]:
         on_full_tree("chain(clip, adamw, optax.freeze)", wrap(optax.chain(both, optax.freeze(mask)))),
         equinox("equinox.partition", wrap(both)),
         nnx_wrt("nnx.Optimizer(wrt=...), nnx.grad", wrap(both)),
-        with_fz("jax.grad", fz.freeze(wrap(both), FROZEN), jax.value_and_grad(loss)),
-        with_fz("fz.value_and_grad", fz.freeze(wrap(both), FROZEN), gradient),
+        recommended,
+        with_fz("jax.grad", tx, jax.value_and_grad(loss)),
+        with_fz("fz.value_and_grad", tx, gradient),
         outside._replace(start=lambda params: (params, clip_outside.init(fz.partition(params, FROZEN)[0]))),
         with_partition("fz.partition, fz.restrict", wrap(both)),
     ]
