@@ -1,7 +1,7 @@
 """Computes the shardings of an optimizer state from the shardings of the parameters.
 
-A jitted ``init`` does not read the values of the parameters, so XLA stores the zeros that it makes as a whole. Here a moment,
-its rows or a mask gets the sharding of its parameter.
+A jitted ``init`` does not read the values of the parameters, so XLA stores the zeros that it makes as a whole. Here a
+moment, its rows or a mask gets the sharding of its parameter.
 """
 
 from collections.abc import Mapping
