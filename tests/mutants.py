@@ -237,7 +237,7 @@ _BY_FILE = {
         ('return {name for name, _ in self.huge | self.nan} <= {"result"}', "return False", "-k known"),
     ],
     ("_audit/step_diagnosis.py", "tests/audit/test_audit_step.py"): [
-        ("rtol=0.1, atol=epsilon", "rtol=0.1, atol=0", "-k one_bit"),
+        ("rtol=0.1, atol=epsilon", "rtol=0.1, atol=0", "-k 'one and bit'"),
         ("if moved_elements(follows[k], equal[k]) and", "if", "-k distance"),
         ("if far < optax.tree.norm([b for _, b in pairs.values()]) / 2 else set()", "", "-k MultiSteps"),
         ("jnp.asarray(step.start[k]) + 1", "jnp.ones_like(step.start[k])", "-k momentum"),
