@@ -91,7 +91,7 @@ def update_params(
     try:
         updates, state = update(grads, state, params, **extra_args)
     except (TypeError, ValueError) as error:
-        if any(text in str(error) for text in ("MaskedNode", "pytree structure")):
+        if "MaskedNode" in str(error):
             error.add_note(_OUTSIDE)
         raise
     return apply_updates(params, updates), state
