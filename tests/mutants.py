@@ -150,7 +150,6 @@ _BY_FILE = {
         ("variable.unflatten([dataclasses.replace(node, values=value)])", "node", "-k state_of_variables"),
         (" and i not in self.missing", "", "tests/test_model_libraries.py -k without_a_gradient"),
         ('extra_args["grad"] = updates', "pass", "tests/state/test_train_step.py -k extra_arguments"),
-        ("functools.wraps(fn)(lambda", "(lambda", "tests/gradient/test_restrict.py -k lbfgs"),
     ],
     ("_optimizer/no_update.py", "tests/test_model_libraries.py"): [
         ("if isinstance(numbers[0], bool) else", "if False else", "-k not_an_array"),

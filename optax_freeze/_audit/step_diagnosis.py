@@ -182,7 +182,8 @@ def _moved(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[Leak]:
         count, got = moves[next(iter(moves)) if name is None else name]
         return _leak("moved", cause, path, got, count)
 
-    reacts, state = _STATE in moves and runs.differ(_STATE, position, selection), next(iter(moves), "")
+    reacts = _STATE in moves and runs.differ(_STATE, position, selection)
+    unexplained = next(iter(moves), "")  # the first run in which it moves
     if moves.keys() - {_STATE}:
         decays = runs.decays(position, selection)
         is_set = program is not None and program.sets(i) and not decays
@@ -191,12 +192,12 @@ def _moved(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[Leak]:
             yield leak(OTHER_SPEC if path in step.trains_in_state else TRAINS if trains else BATCH)
             return
         if is_set or decays:
-            state = _STATE
+            unexplained = _STATE
             yield leak(SET if is_set else DECAY)
         elif not reacts:
             yield leak(AFTER)
     if reacts:
-        yield leak(diagnosis.STATE_AFTER, state)
+        yield leak(diagnosis.STATE_AFTER, unexplained)
     if program is not None and not moves and any(("frozen", i) in g.nan for g in program.gradients):
         yield _leak("moved", diagnosis.PRODUCT, path, "NaN with a gradient of NaN", step.elements(i, frozen=True))
 

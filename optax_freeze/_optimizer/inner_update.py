@@ -1,7 +1,6 @@
 """What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -137,12 +136,10 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
         values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
         return plan.trainable(treedef, values)
 
-    def of_trainable(fn: Any) -> Any:
-        return functools.wraps(fn)(lambda *args, **kwargs: restrict(fn, split(params, plan)[1])(*args, **kwargs))
-
     of_params = {name: fn for name, fn in extra_args.items() if name in _OF_PARAMS and callable(fn)}
-    if params is not None:
-        of_params = {name: of_trainable(fn) for name, fn in of_params.items()}
+    if params is not None and of_params:
+        rest = split(params, plan)[1]
+        of_params = {name: restrict(fn, rest) for name, fn in of_params.items()}
         if grad_fn := of_params.get("grad_fn"):
             of_params["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
     others = {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}

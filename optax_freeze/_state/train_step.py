@@ -63,15 +63,18 @@ def train_step(
     in_place = isinstance(as_transformation(tx, _CALL, other=loss).update, Update)
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
-        if states_in(params):
+        try:
+            spec, found = spec_of(state), None
+        except ValueError as error:
+            if not states_in(params):
+                raise
             raise value_error(
                 "the parameters and the state are swapped",
                 at="step",
                 got="a state of an optimizer as the first argument",
                 expected="step(params, state, *args)",
                 fix="swap the first two arguments",
-            )
-        spec, found = spec_of(state), None
+            ) from error
         of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
         if isinstance(spec, GroupSpec) and not spec.is_known and in_place:
             found = gradient_of_groups(of_params, spec, params, has_aux)
