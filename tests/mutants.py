@@ -258,6 +258,7 @@ _BY_FILE = {
         ("np.stack(variants, axis=1).reshape", "np.stack(variants, axis=0).reshape", "-k variants_that_were_stopped"),
     ],
     ("features/_sequence.py", "tests/test_features.py"): [
+        ("        chosen = chosen.astype(int)  # few bits", "        # few bits", "-k few_bits"),
         ("np.random.Philox([self._seed, self._epoch])", "np.random.Philox([self._seed + self._epoch])", "-k are_drawn"),
         ("(self._directory, record, self._seed, self._epoch)", "(self._directory, record, self._seed)", "-k are_drawn"),
         (

@@ -307,6 +307,28 @@ def test_variants_are_drawn_by_seed_epoch_and_example(of_views):
     np.testing.assert_allclose(np.bincount(np.concatenate(draws)), 400, atol=60)  # 3.7 standard deviations
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
+def test_numbers_of_few_bits_name_the_same_examples(dtype, tmp_path):
+    x = jnp.arange(300.0)[:, None] * jnp.ones(6)
+    write(tmp_path, batches=[[x + 1000 * i for i in range(3)]], variants=3)
+    found, numbers = features.read(tmp_path), [0, 99, 100, 127]
+    expected = bits(found[numbers])
+    for integers in (
+        np.array(numbers, dtype),
+        list(np.array(numbers, dtype)),
+        jnp.array(numbers, jax.dtypes.canonicalize_dtype(dtype)),
+    ):
+        assert bits(found[integers]) == expected
+        assert bits(found[integers[1]]) == bits(found[99])
+        assert found.drawn(integers).tolist() == found.drawn(numbers).tolist()
+    if dtype.startswith("int"):
+        assert bits(found[np.array([-1, -128], dtype)]) == bits(found[[299, 172]])
+    assert bits(found[[np.uint64(3), -1]]) == bits(found[[3, 299]])
+    for wrong in (2**70, [0, 2**64], np.uint64(2**64 - 1)):
+        with pytest.raises(IndexError, match=r"there is no example (1844|1180)"):
+            found[wrong]
+
+
 def test_one_variant_is_always_drawn(stored):
     found = features.read(stored, seed=5)
     assert found.variants == 1

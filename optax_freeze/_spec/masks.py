@@ -266,7 +266,7 @@ def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
         named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
         trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
         return jnp.nonzero(trains, size=count, fill_value=size)[0].astype(jnp.int32)
-    trains, named = np.full(size, not inverted), np.asarray(named)
+    trains, named = np.full(size, not inverted), np.asarray(named).astype(int)
     trains[named[named < size]] = inverted
     numbers = np.append(np.flatnonzero(trains), np.full(count, size))[:count].astype(np.int32)
     array = jnp.asarray(numbers)

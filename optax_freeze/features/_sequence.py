@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import described, in_one_line, type_error, whole_number
+from optax_freeze._errors import described, in_one_line, is_int, type_error, whole_number
 from optax_freeze._precompute.precompute import Features
 from optax_freeze.features._arrays import as_feature, open_array
 from optax_freeze.features._record import Record, damaged
@@ -89,8 +89,9 @@ class FeatureSequence(Sequence[Features]):
             chosen = range(len(self))[index]
             return slice(chosen.start, max(chosen.start, chosen.stop)) if chosen.step == 1 else np.array(chosen, int)
         chosen = np.asarray(index)
-        chosen = chosen if chosen.size else chosen.astype(int)
-        if not np.issubdtype(chosen.dtype, np.integer) or chosen.ndim > 1:
+        if not np.issubdtype(chosen.dtype, np.integer):  # of ints that have no common dtype, a float array
+            chosen = np.array(index, object)
+        if chosen.ndim > 1 or (chosen.dtype == object and not all(map(is_int, chosen.flat))):
             fix = "features[3], features[2:5], features[[4, 0, 2]]; np.flatnonzero(mask) for a mask"
             expected = "an int, a slice, or a list or an array of ints"
             at, got = "features[...]", described(index)
@@ -98,6 +99,7 @@ class FeatureSequence(Sequence[Features]):
         wrong = chosen[(chosen < -len(self)) | (chosen >= len(self))]
         if wrong.size:
             raise IndexError(f"there is no example {wrong.flat[0]}: {len(self)} are stored")
+        chosen = chosen.astype(int)  # few bits would overflow below
         chosen = np.where(chosen < 0, chosen + len(self), chosen)
         return chosen if chosen.ndim else int(chosen)
 

@@ -178,6 +178,9 @@ def test_a_traced_number_may_be_given_twice(axis):
 
     last = jax.jit(lambda index: fz.partition(jnp.arange(200.0), ~fz.rows(index))[0].values)
     assert last(jnp.array([-1], jnp.int8)) == 199
+    assert bits(fz.partition(jnp.arange(200.0), ~fz.rows(jnp.array([-8, 7], jnp.int4)))[0].values) == bits(
+        jnp.array([7.0, 192.0])
+    )
     (rows, whole), (others, again) = parts(jnp.array([2, 2, 5]))
     assert bits(whole) == bits(again) == bits(params)
     take = lambda *index: jnp.take(params["w"], jnp.array(index), axis, mode="fill", fill_value=0)  # noqa: E731
