@@ -103,12 +103,16 @@ def _with(eqn: Equation, again: Mapping[int, _Again]) -> Equation:
 
 
 def _counts(eqn: Equation, place: int) -> np.ndarray | None:
-    """The values in each step of a carried number that counts the steps."""
+    """The values in each step of a carried integer that counts the steps; sums of floats are rounded in each step."""
     body, consts = flatten(eqn.params["jaxpr"]), scan_counts(eqn.params)[0]
     begin, end = eqn.inputs[place], body.outputs[place - consts]
     add = next((each for each in body.eqns if end in each.outputs), eqn)
     sign, numbers = {"add": 1, "sub": -1}.get(add.primitive.name), (begin, *add.inputs[1:])
-    if sign is None or add.inputs[0] != place or body.avals[place].shape or any(isinstance(x, int) for x in numbers):
+    dtype, shape = body.avals[place].dtype, body.avals[place].shape
+    if sign is None or add.inputs[0] != place or shape or any(isinstance(x, int) for x in numbers):
         return None
-    steps = np.arange(eqn.params["length"])[:: -1 if eqn.params["reverse"] else 1]
-    return (begin.val + sign * add.inputs[1].val * steps).astype(body.avals[place].dtype)
+    if dtype.kind not in "iu":
+        return None
+    first, by = (np.array(int(x) % 2**64, np.uint64) for x in (begin.val, sign * int(add.inputs[1].val)))
+    steps = np.arange(eqn.params["length"], dtype=np.uint64)[:: -1 if eqn.params["reverse"] else 1]
+    return (first + by * steps).astype(dtype)  # wraps around as in each step
