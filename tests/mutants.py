@@ -615,6 +615,7 @@ _BY_FILE = {
         ("and in_place:", "and True:", "-k other_transformations"),
     ],
     ("_verify/base_record.py", "tests/test_checkpoint.py"): [
+        ("else os.path.realpath(where)", "else os.path.abspath(where)", "-k 'two_threads and False'"),
         (" and len(value) == 8 * LANES", "", "-k Damaged"),
         ("struct.shape if is_numeric else None", "struct.shape", "-k Damaged"),
         ("is_int(value) and value >= least", "isinstance(value, (int, float)) and value >= least", "-k Damaged"),
@@ -632,7 +633,14 @@ _BY_FILE = {
             "-k bits_of_frozen",
         ),
     ],
+    ("_verify/one_writer.py", "tests/test_features.py"): [
+        ("            os.unlink(file)", "            pass", "-k one_writer"),
+        ("os.path.join(where, LOCK)\n", 'f"{where}.lock"\n', "-k one_writer"),
+        ("                os.rmdir(each)", "                pass", "-k wrong_arguments"),
+        ("import filelock\n", "import fcntl, filelock\n", "tests/test_package.py -k declared"),
+    ],
     ("checkpoint/__init__.py", "tests/test_python_numbers.py"): [
+        ("    with _SAVING, contextlib", "    with contextlib", "tests/test_checkpoint.py -k two_threads"),
         ("name: jnp.asarray(array) if is_number(array) else array for", "name: array for", "-k checkpoint"),
         ('for character in "*?[")', "for character in ())", "tests/test_checkpoint.py -k wildcards"),
     ],
@@ -651,8 +659,6 @@ _BY_FILE = {
     ],
     ("features/_record.py", "tests/test_features.py"): [
         ("    if record.variants != variants:", "    if False:", "-k variants_that_were_stopped"),
-        ("            os.unlink(file)", "            pass", "-k one_writer"),
-        ("import filelock\n", "import fcntl, filelock\n", "tests/test_package.py -k declared"),
     ],
     ("linen/_recording.py", "tests/test_linen.py"): [
         ('{"params": jax.random.key(0), **given}', "given", "-k random_stream"),

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.serialization
 import jax
@@ -31,6 +32,7 @@ from save_until_killed import FROZEN, TX, at_step
 import optax_freeze as fz
 from optax_freeze import checkpoint
 from optax_freeze.__main__ import main
+from optax_freeze._verify.one_writer import only_writer
 
 HERE = pathlib.Path(__file__).parent
 DENSE = np.arange(64).reshape(8, 8) % 3 == 0
@@ -196,6 +198,31 @@ class TestSteps:
         saving.wait()
         assert repr(saving) == f"Saving({str(tmp_path)!r}, done)"
         assert bits(checkpoint.restore(tmp_path, base, step=2)[0]) == bits(params)
+
+    @pytest.mark.parametrize("wait", [True, False])
+    def test_of_two_threads_with_one_step_one_saves(self, base, wait, tmp_path):
+        (tmp_path / "link").symlink_to(tmp_path / "new")
+
+        def save(n, directory):
+            params = {**base, "embed": base["embed"] + n}
+            checkpoint.save(tmp_path / directory, params, "encoder", step=3, wait=wait).wait()
+            return n
+
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(save, *each) for each in enumerate(["new", "link"])]
+        [lost] = [call.exception() for call in calls if call.exception()]
+        assert re.match("a checkpoint of this step already exists", str(lost))
+        [won] = [call.result() for call in calls if not call.exception()]
+        assert bits(checkpoint.restore(tmp_path / "new", base)[0]["embed"]) == bits(base["embed"] + won)
+        assert [path.name for path in (tmp_path / "new").iterdir()] == ["3"]
+
+    def test_another_process_that_saves(self, base, tmp_path):
+        (tmp_path / "link").symlink_to(tmp_path / "here")
+        with only_writer(str(tmp_path / "here")):
+            with pytest.raises(ValueError, match="another process or thread is writing to this directory"):
+                checkpoint.save(tmp_path / "link", base, "encoder", step=0)
+            assert checkpoint.latest_step(tmp_path / "here") is None
+        checkpoint.save(tmp_path / "link", base, "encoder", step=0)
 
     def test_what_is_saved_in_the_background_may_be_donated(self, tmp_path):
         params = {"encoder": jnp.ones(2), "head": jnp.zeros(100_000)}

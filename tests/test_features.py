@@ -671,12 +671,19 @@ def test_numpy_arrays_of_64_bits(tmp_path, dtype):
 
 
 def test_one_writer_at_a_time(tmp_path):
+    """By whatever path; the lock is in the directory, since its parent may be read-only."""
+    here, link = tmp_path / "here", tmp_path / "link"
+    here.mkdir()
+    link.symlink_to(here)
+
     def batches():
         yield X[0]
-        with pytest.raises(ValueError, match="another process is writing to this directory"):
-            write(tmp_path / "here")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link"]
+        for path in (here, link, f"{tmp_path}/link/../here/", os.path.relpath(link)):
+            with pytest.raises(ValueError, match="another process or thread is writing to this directory"):
+                write(path)
         yield X[1]
 
-    write(tmp_path / "here", batches=batches())
-    assert len(features.read(tmp_path / "here")) == 10
-    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    write(link, batches=batches())
+    assert len(features.read(here)) == 10
+    assert not (here / ".lock").exists()

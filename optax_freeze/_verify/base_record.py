@@ -97,7 +97,7 @@ def absolute(directory: Any, fix: str, *, local: bool = False) -> str:
         got = "an address" if is_address else "a file"
         expected = f"a directory{' on a local disk' if local else ''}, or nothing there"
         raise value_error("not a directory", at=where, got=got, expected=expected, fix=fix)
-    return where if is_address else os.path.abspath(where)
+    return where if is_address else os.path.realpath(where)
 
 
 def key_impl(dtype: Any) -> str:

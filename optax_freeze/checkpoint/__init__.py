@@ -5,9 +5,11 @@ the frozen base. Restoring it with a different base or spec raises an error. Orb
 restores it without comparing the base.
 """
 
+import contextlib
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +30,7 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
 from optax_freeze._verify import base_record
 from optax_freeze._verify.bits import hashed
+from optax_freeze._verify.one_writer import another_writer, only_writer
 from optax_freeze.checkpoint import _record
 
 register_with_flax()
@@ -47,8 +50,10 @@ class Saving:
       0
     """
 
-    def __init__(self, manager: ocp.CheckpointManager):
+    def __init__(self, manager: ocp.CheckpointManager, held: contextlib.ExitStack):
         self._manager = manager
+        self._held = held  # until it is done
+        self._waiting = threading.Lock()
         self._done = False
 
     def __repr__(self) -> str:
@@ -56,17 +61,18 @@ class Saving:
 
     def wait(self) -> None:
         """Waits until the checkpoint is complete, and raises any error that occurred while writing it."""
-        if not self._done:
-            try:
-                self._manager.wait_until_finished()
-            finally:
+        with self._waiting:
+            if not self._done:
                 self._done = True
-                self._manager.close()
+                with self._held:
+                    self._manager.wait_until_finished()
 
 
 _CALLS = "checkpoint.save(directory, params, frozen, step=...), checkpoint.restore(directory, params)"
 _UNFINISHED: dict[str, Saving] = {}
 """The last checkpoint of each directory that :func:`save` did not wait for."""
+_SAVING = threading.Lock()
+"""Threads save one after another, since Orbax numbers the operations of a process without locks."""
 
 
 def save(
@@ -100,7 +106,8 @@ def save(
 
     Raises:
       ValueError: if the spec does not fit, or freezes everything; if ``step`` is not greater than the latest; if
-        ``directory`` contains ``*``, ``?`` or ``[``; if processes have different specs or frozen bits.
+        ``directory`` contains ``*``, ``?`` or ``[``, or another process is saving there; if processes of one job have
+        different specs or frozen bits.
       TypeError: if ``step`` is not an int, or arrays are traced.
 
     Example:
@@ -137,19 +144,18 @@ def save(
     for name, flat in nodes.items():
         if arrays := {number: array for number, array in _arrays(flat).items() if np.size(array)}:
             items[name] = ocp.args.StandardSave(arrays)
-    _wait_for(where)
-    manager = _manager(where, create=True)
-    try:
+    with _SAVING, contextlib.ExitStack() as held:
+        _wait_for(where)
+        _refuse_other_writers(where, held)
+        manager = _manager(where, create=True)
+        held.callback(manager.close)
         _refuse_old_step(step, manager)
         manager.save(step, args=ocp.args.Composite(**items), force=True)
-    except BaseException:
-        manager.close()
-        raise
-    saving = Saving(manager)
-    if wait:
-        saving.wait()
-    else:
-        _UNFINISHED[where] = saving
+        saving = Saving(manager, held.pop_all())
+        if wait:
+            saving.wait()
+        else:
+            _UNFINISHED[where] = saving
     return saving
 
 
@@ -276,6 +282,22 @@ def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
         raise value_error(f"{which} already exists", at=at, got=f"step={step}", expected=expected, fix=fix)
 
 
+def _refuse_other_writers(where: str, held: contextlib.ExitStack) -> None:
+    """Locks a directory, in process 0; all processes raise an error if that fails."""
+    if "://" in where:
+        return
+    refused = None
+    if jax.process_index() == 0:
+        try:
+            held.enter_context(only_writer(where))
+        except ValueError as error:
+            refused = error
+    if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.bool_(refused is not None))):
+        refused = refused or another_writer(where)
+    if refused:
+        raise refused
+
+
 def _exists(where: str) -> bool:
     return "://" in where or os.path.isdir(where)
 
@@ -285,8 +307,8 @@ def _manager(where: str, *, create: bool = False) -> ocp.CheckpointManager:
 
 
 def _wait_for(where: str) -> None:
-    if where in _UNFINISHED:
-        _UNFINISHED.pop(where).wait()
+    if saving := _UNFINISHED.pop(where, None):
+        saving.wait()
 
 
 def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from optax_freeze._errors import counted, described, is_array, type_error, value
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import absolute
+from optax_freeze._verify.one_writer import only_writer
 from optax_freeze.features import _record
 from optax_freeze.features._arrays import append, by_example, on_host, open_array
 from optax_freeze.features._batches import computation
@@ -55,8 +56,8 @@ def write(
       ValueError: if ``once`` has no ``example_axis``; if the directory contains other files, or features of a different
         base, spec, program, list of batches or number of variants, which are not changed; if examples differ in shape;
         if a batch has no examples, or a size that the other arguments cannot fit; if the variants of a batch are not
-        as many as ``variants`` or differ in size; if an array spans processes; if another process is writing to the
-        directory; and as ``before`` does.
+        as many as ``variants`` or differ in size; if an array spans processes; if another process or thread is writing
+        to the directory; and as ``before`` does.
       TypeError: if ``once`` is not from ``fz.precompute``, ``batches`` is not an iterable of batches, or ``variants``
         is not an int.
 
@@ -82,7 +83,7 @@ def write(
         raise type_error(
             "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
         )
-    with _record.only_writer(where):
+    with only_writer(where):
         leaves = _record.base_of(params, once)
         record = _record.read_record(where, or_none=True)
         if record:

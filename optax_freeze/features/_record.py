@@ -3,20 +3,18 @@
 It is replaced as a whole after each batch.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
-import filelock
 import jax
 
 from optax_freeze._errors import counted, described, in_one_line, message, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import base_record
+from optax_freeze._verify.one_writer import LOCK
 
 _FILE = "features.json"
 
@@ -47,34 +45,9 @@ def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
 
 
 def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], variants: int) -> Record:
-    os.makedirs(where, exist_ok=True)
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes], variants)
     save(where, record)
     return record
-
-
-@contextlib.contextmanager
-def only_writer(where: str) -> Iterator[None]:
-    """Holds a lock beside a directory, which the system releases if the process ends."""
-    file = f"{where}.lock"
-    os.makedirs(os.path.dirname(where), exist_ok=True)
-    lock = filelock.FileLock(file, blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise value_error(
-            "another process is writing to this directory",
-            at=where,
-            got=f"the lock {file}",
-            expected="one writer",
-            fix="wait until it is done, or use a separate directory for each process",
-        ) from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # on Windows, where `release` removes the file
-            os.unlink(file)
-        lock.release()
 
 
 def save(where: str, record: Record) -> None:
@@ -90,7 +63,7 @@ def save(where: str, record: Record) -> None:
 def read_record(where: str, *, or_none: bool = False) -> Any:
     """The record in a directory; None, if that is allowed, where nothing is stored yet."""
     file = os.path.join(where, _FILE)
-    others = sorted({*os.listdir(where)} - {f"{_FILE}.new"}) if os.path.isdir(where) else []
+    others = sorted({*os.listdir(where)} - {f"{_FILE}.new", LOCK}) if os.path.isdir(where) else []
     if not os.path.isfile(file):
         if others:
             what = "the directory holds other files" if or_none else "there is no record of features"
