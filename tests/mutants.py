@@ -354,6 +354,8 @@ _BY_FILE = {
     ],
     ("_program/operations.py", "tests/program/test_operations.py"): [
         (" mulhi name ", " name ", "-k elementwise"),
+        ("range(_rank(eqn)) if eqn.avals_in[0].dtype == _independent_keys() else ()", "range(_rank(eqn))", "-k random"),
+        ("if eqn.avals_in[0].dtype == _independent_keys() else None", "", "-k fold_in"),
         ("wanted[0].axis not in axes", "False", "tests/precompute/test_example_axis.py -k refused"),
         ("region if aval.shape and aval.shape[region.axis] == size else EVERYTHING for", "EVERYTHING for", "-k add"),
         ("in axes and aval.shape[axes.index(region.axis)] == shape[region.axis]:", "in axes:", "-k broadcast"),
@@ -452,6 +454,10 @@ _BY_FILE = {
         ("read = {number for task in others for number in task.read_numbers} | kept", "read = kept", "-k TestLabels"),
         ("kept if not sets else None)", "None)", "-k dropped"),
         ("self.eqn.source.scope(), self.eqn.context.manager:", "self.eqn.context.manager:", "-k source_and_context"),
+    ],
+    ("_program/traced_function.py", "tests/gradient/test_restrict.py"): [
+        ("is_of_text and not _is_of_user(error)", "is_of_text", "-k words_of_jax"),
+        ("not is_of_jax and frame", "frame", "-k value_is_needed"),
     ],
     ("_program/trace.py", "tests/program/test_schedule.py"): [
         ('"remat", "remat2", "RematTraced")', '"remat", "remat2")', "tests/gradient/test_hijax.py -k what"),

@@ -32,8 +32,8 @@ def gathered(dims, sizes, **params):
     return lambda w, i: lax.gather(w, i, lax.GatherDimensionNumbers(*dims), slice_sizes=sizes, **params)
 
 
-def drawn(keys, numbers):
-    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl="threefry2x32"), numbers)
+def drawn(keys, numbers, impl="threefry2x32"):
+    keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys, impl=impl), numbers)
     return jax.vmap(lambda key: jax.random.bits(key, (4,)))(jax.vmap(jax.random.split)(keys)[:, 1])
 
 
@@ -47,6 +47,7 @@ MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 ROWS = (1,), (0,), (0,)  # dimension numbers of w.at[i].add(updates)
 BLOCKS = (0, 2), (), (0,)
 W, UP = x(6, 4), x(3, 4)
+KEYS = ints(*range(24), dtype=jnp.uint32).reshape(6, 4)
 AT = {  # indices of a scatter
     "negative, twice, out of range": ints([2], [-1], [2]),
     "out of range": ints([5], [0], [6]),
@@ -199,5 +200,14 @@ TABLE = {
     "reduce_window": (lambda w: lax.reduce_window(w, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"), [W], "0 ."),
     "bits": (lambda w: lax.bitcast_convert_type(w, jnp.uint8), [W], "0 1 ."),
     "random": (lambda k, n: drawn(k, n), [ints(*range(12), dtype=jnp.uint32).reshape(6, 2), ints(*range(6))], "00 .."),
+    **{
+        f"random, {impl}": (functools.partial(drawn, impl=impl), [KEYS, ints(*range(6))], ".. ..")
+        for impl in ("rbg", "unsafe_rbg")
+    },
+    "fold_in, rbg": (
+        lambda k, n: jax.random.key_data(jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(k, impl="rbg"), n)),
+        [KEYS, ints(*range(6))],
+        ".. ..",
+    ),
     "sharding": (lambda w: lax.with_sharding_constraint(w, jax.NamedSharding(MESH, P(None, "d"))), [W], "0 1"),
 }

@@ -102,7 +102,6 @@ def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
 
 
-@rule("random_fold_in", cheap=False)
 @rule(*ELEMENTWISE.split())
 def elementwise(eqn: Equation, region: Region) -> Any:
     size, changed = eqn.avals_out[0].shape[region.axis], dict.fromkeys(_laid_out(eqn, region))
@@ -367,6 +366,24 @@ def _rank(eqn: Equation) -> int:
     return len(eqn.avals_in[0].shape)
 
 
+@functools.cache
+def _independent_keys() -> Any:
+    """The dtype of keys of which each has random numbers of its own.
+
+    A batch of keys of ``rbg`` or ``unsafe_rbg`` has those of its first key; nothing is known about other kinds.
+    """
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+
+def _of_keys(eqn: Equation) -> Sequence[int]:
+    return range(_rank(eqn)) if eqn.avals_in[0].dtype == _independent_keys() else ()
+
+
+@rule("random_fold_in", cheap=False)
+def random_fold_in(eqn: Equation, region: Region) -> Any:
+    return elementwise(eqn, region) if eqn.avals_in[0].dtype == _independent_keys() else None
+
+
 def _of_windows(eqn: Equation) -> list[int]:
     names = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
     axes = range(len(eqn.avals_out[0].shape))
@@ -379,13 +396,14 @@ _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
     **dict.fromkeys(_MATRICES.split(), lambda eqn: range(_rank(eqn) - 2)),
     **dict.fromkeys(_WINDOWS.split(), _of_windows),
     **dict.fromkeys(  # each element becomes several, or several become one, along a new last axis
-        ["bitcast_convert_type", "random_wrap", "random_unwrap", "random_split"],
+        ["bitcast_convert_type", "random_wrap", "random_unwrap"],
         lambda eqn: range(min(_rank(eqn), len(eqn.avals_out[0].shape))),
     ),
     "sort": lambda eqn: {*range(_rank(eqn))} - {eqn.params["dimension"]},
     "top_k": lambda eqn: {*range(_rank(eqn))} - {eqn.params.get("axis", -1) % _rank(eqn)},
     "fft": lambda eqn: range(_rank(eqn) - len(eqn.params["fft_lengths"])),
-    "random_bits": lambda eqn: range(_rank(eqn)),
+    "random_bits": _of_keys,
+    "random_split": _of_keys,
     "tile": lambda eqn: [axis for axis, times in enumerate(eqn.params["reps"]) if times == 1],
 }
 """The axes along which all results and operands have the same rows."""

@@ -4,6 +4,7 @@ All other inputs of the function are constants of the program and not arguments,
 of constants, and not on those of arguments, which are tracers.
 """
 
+import dis
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ _OF_NO_VALUE = (
     "must be static integers",
     "must have static start/stop/step",
 )
-"""Texts of other errors about a traced array that has no value: in a string, as a size, or as the edge of a slice."""
+"""Texts of other errors about a traced array that has no value: in a string, as a size, or as the edge of a slice.
+
+Python raises the first itself, JAX the others, so errors of a user with such a text are told apart by what raised them.
+"""
 
 
 class Traced:
@@ -71,6 +75,15 @@ def needs_value(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, says that a traced array has no value."""
     if error is None or isinstance(error, ASKED_FOR_A_VALUE):
         return error is not None
-    if isinstance(error, TypeError | IndexError) and any(text in str(error) for text in _OF_NO_VALUE):
-        return True
-    return needs_value(error.__cause__ or error.__context__)
+    is_of_text = isinstance(error, TypeError | IndexError) and any(text in str(error) for text in _OF_NO_VALUE)
+    return (is_of_text and not _is_of_user(error)) or needs_value(error.__cause__ or error.__context__)
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Whether a ``raise`` statement outside of JAX raised an error."""
+    last: Any = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    frame = last.tb_frame
+    is_of_jax = frame.f_globals.get("__name__", "").partition(".")[0] == "jax"
+    return not is_of_jax and frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -103,6 +103,57 @@ class TestValueAndGradFromState:
         chex.assert_trees_all_close(ours["head"], theirs["head"], rtol=1e-5)
 
 
+OF_NO_VALUE = {  # Python code that needs the value of the sum
+    "text": lambda total: f"{total:.2f}",
+    "shape": lambda total: jnp.zeros(total.astype(int)),
+    "slice": lambda total: jnp.zeros(3)[: total.astype(int)],
+}
+
+
+class TestErrors:
+    """The function is called again if Python needs a value, and only then."""
+
+    TEXTS = ("Slice entries must be static integers.", "unsupported format string passed to MyTracer.__format__")
+
+    def calls(self, way, needs):
+        calls = []
+
+        def loss(params):
+            calls.append(1)
+            needs(jax.lax.stop_gradient(params["w"]).sum())
+            return jnp.sum(params["w"] ** 2)
+
+        params, frozen = {"w": jnp.ones((3, 2))}, {"w": fz.rows([0])}
+        trainable, rest = fz.partition(params, frozen)
+        try:
+            grads = fz.grad(loss, frozen)(params) if way == "grad" else jax.grad(fz.restrict(loss, rest))(trainable)
+        except Exception as error:
+            return len(calls), error
+        assert jnp.array_equal(grads["w"].values, 2 * jnp.ones((2, 2)))
+        return len(calls), None
+
+    @pytest.mark.parametrize("way", ["grad", "restrict"])
+    @pytest.mark.parametrize("kind", OF_NO_VALUE)
+    def test_that_a_value_is_needed(self, way, kind):
+        def chained(total):
+            try:
+                OF_NO_VALUE[kind](total)
+            except (TypeError, IndexError) as error:
+                raise RuntimeError("while logging") from error
+
+        for needs in (OF_NO_VALUE[kind], chained):
+            assert self.calls(way, needs) == (2, None)
+
+    @pytest.mark.parametrize("way", ["grad", "restrict"])
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_of_the_user_with_the_words_of_jax(self, way, text):
+        def raising(_):
+            raise IndexError(text)
+
+        calls, error = self.calls(way, raising)
+        assert (calls, type(error), str(error)) == (1, IndexError, text)
+
+
 def test_a_stack_is_put_together_by_rows():
     """No operation of the gradient makes an array as large as the stack."""
 

@@ -259,6 +259,18 @@ def test_what_computes_everything():
     check(of_rows({"reshape": lambda w, x: w.reshape(8, 3)}), everything={"w": "reshape"})
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_random_numbers_that_are_drawn_again(impl):
+    """Those of a batch of keys are not those of each key."""
+    keys = jax.random.split(jax.random.key(3, impl=impl), 6)
+
+    def noisy(w):
+        split = jax.vmap(jax.random.split)(keys)[:, 1]
+        return jnp.tanh(w * jax.vmap(lambda key: jax.random.normal(key, (4,)))(split))
+
+    check(of_rows({"noise": lambda w, x: jax.checkpoint(noisy)(w)}), everything={"w": "random_bits"})
+
+
 def test_rows_along_two_axes_of_a_square():
     funs = {
         "times": lambda w, x: w * w.T,

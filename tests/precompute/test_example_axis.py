@@ -1,5 +1,7 @@
 """Where the examples lie, operation by operation: features of a shuffled batch are the shuffled features."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +23,9 @@ def over_layers(h, w):
     return lax.scan(lambda c, layer: (jnp.tanh(c * layer), c.sum(-1)), h, jnp.stack([w[0], w[1]]))
 
 
-def noisy(h, _):
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(0), row[0, 0].astype(jnp.int32)))(h)
+def noisy(h, _, impl="threefry2x32"):
+    key = jax.random.key(0, impl=impl)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row[0, 0].astype(jnp.int32)))(h)
     return h + jax.vmap(lambda key: jax.random.uniform(key, (3, 4)))(keys)
 
 
@@ -104,6 +107,7 @@ MIXED = {
     "matmul": lambda h, w: jnp.einsum("btd,bsd->ts", h, h),
     "examples with examples": lambda h, w: jnp.einsum("btd,csd->btcs", h, h),
     "a value for each place": lambda h, w: h * jnp.arange(N, dtype=jnp.float32)[:, None, None],
+    "random numbers of the first key": functools.partial(noisy, impl="rbg"),
     "noise for each place": lambda h, w: h + jax.random.normal(jax.random.key(0), h.shape),
     "examples behind other axes": lambda h, w: h.transpose(1, 0, 2).reshape(3 * N, 4),
     "lookup of an example": lambda h, w: h + h[0],
