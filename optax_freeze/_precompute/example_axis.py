@@ -7,7 +7,7 @@ examples: otherwise a result would depend on the position in the batch.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,30 +62,45 @@ class Mixed(Exception):  # noqa: N818
 class _Value(NamedTuple):
     """Where the examples are in a value; None if all examples share it.
 
-    ``is_same`` says whether a shared value has equal entries for all examples where they are at a position.
+    A shared value has equal entries for all examples where they are at a position if other values do: ``needs`` returns
+    these values, each with a position, or None if the entries are not equal.
     """
 
     at: Examples | Mixed | None
-    is_same: Callable[[Examples], bool] = lambda at: False
+    needs: "Callable[[Examples], _Needs | None]" = lambda at: None
 
-    def has(self, at: Examples) -> bool:
-        """Whether the entries of the examples are at this position, or would be the same there."""
-        return self.is_same(at) if self.at is None else self.at == at
+    def has(self, at: Examples, known: "set[Any] | None" = None) -> bool:
+        """Whether the entries of the examples are at this position, or would be the same there; adds to ``known``."""
+        found, left, known = set(), [(self, at)], set() if known is None else known
+        while left:
+            if (each := left.pop()) in found or each in known:
+                continue
+            found.add(each)
+            value, at = each
+            needed = value.needs(at) if value.at is None else [] if value.at == at else None
+            if needed is None:
+                return False
+            left += needed
+        known |= found
+        return True
 
     def moved(self, by: int) -> "_Value":
         """The value after an axis has been added before the others, or removed."""
         if isinstance(self.at, Examples):
             return _Value(self.at.moved(by))
-        return self._replace(is_same=lambda at: at.axis >= by and self.is_same(at.moved(-by)))
+        return self._replace(needs=lambda at: [(self, at.moved(-by))] if at.axis >= by else None)
 
     def joined(self, other: "_Value") -> "_Value":
         """A value that may be either of two."""
         at = other.at if self.at is None else self.at
         if at is None:
-            return _Value(None, lambda at: self.is_same(at) and other.is_same(at))
+            return _Value(None, lambda at: [(self, at), (other, at)])
         if isinstance(at, Examples) and self.has(at) and other.has(at):
             return _Value(at)
         raise Mixed
+
+
+_Needs: TypeAlias = list[tuple[_Value, Examples]]
 
 
 def examples_of(graph: Graph, inputs: Sequence[Input], axis: int, count: int) -> dict[Key, Any]:
@@ -105,7 +120,7 @@ class _Analysis:
     """The search for the examples in the values of one program."""
 
     def __init__(self, program: Program, inputs: Sequence[_Value], count: int) -> None:
-        self.program, self.count = program, count
+        self.program, self.count, self.known = program, count, set()
         self.values = dict(enumerate(inputs))
         self.values |= {number: self._of_constant(const) for number, const in program.consts.items()}
 
@@ -129,14 +144,14 @@ class _Analysis:
     def _of_constant(self, const: Any) -> _Value:
         """A constant is shared, and compared bit by bit."""
 
-        def is_same(at: Examples) -> bool:
+        def needs(at: Examples) -> _Needs | None:
             array = values_of(const)
             if array is None or not 0 < array.size <= 2**20 or at.axis >= array.ndim:
-                return False
+                return None
             rows = np.moveaxis(array, at.axis, 0).reshape(self.count, -1)
-            return len({row.tobytes() for row in rows}) == 1
+            return [] if len({row.tobytes() for row in rows}) == 1 else None
 
-        return _Value(None, is_same)
+        return _Value(None, needs)
 
     def _through(self, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of an operation."""
@@ -152,33 +167,39 @@ class _Analysis:
 
     def _of_result(self, eqn: Equation, operands: Sequence[_Value], place: int) -> _Value:
         if all(x.at is None for x in operands):
-            return _Value(None, functools.cache(lambda at: self._is_of_example(eqn, operands, place, at)))
+            return _Value(None, functools.cache(lambda at: self._needs(eqn, operands, place, at)))
         shape = getattr(eqn.avals_out[place], "shape", ())
         for axis, size in enumerate(shape):
             at = Examples(axis, size // self.count)
-            if size % self.count == 0 and self._is_of_example(eqn, operands, place, at):
+            needed = self._needs(eqn, operands, place, at) if size % self.count == 0 else None
+            if needed is not None and all(value.has(at, self.known) for value, at in needed):
                 return _Value(at)
         raise Mixed
 
-    def _is_of_example(self, eqn: Equation, operands: Sequence[_Value], place: int, at: Examples) -> bool:
-        """Whether the entries of an example in a result are computed from those of the same example in the operands."""
+    def _needs(self, eqn: Equation, operands: Sequence[_Value], place: int, at: Examples) -> _Needs | None:
+        """Where the examples must be in the operands, so that each result is computed from those of the same example.
+
+        None if some result is not.
+        """
         numbers = sorted({0, self.count - 1})
         wanted = [[at.rows(k) if i == place else None for i in range(len(eqn.outputs))] for k in numbers]
         found: list[Any] = [computation(eqn, regions) for regions in wanted]
         if None in found:
-            return False
+            return None
+        needed = []
         for operand, regions in zip(operands, zip(*(each.regions for each in found), strict=True), strict=True):
             first = regions[0]
             if operand.at is None and all(region == first for region in regions):
                 continue
             if not isinstance(first, Rows):
-                return False
+                return None
             if self.count == 1 and eqn.primitive.name == "reshape" and operand.at is not None:
                 continue  # all of an array has no other place for one example, whichever axis the rows are along
             at = Examples(first.axis, first.count)
-            if regions != tuple(map(at.rows, numbers)) or not operand.has(at):
-                return False
-        return _is_one_computation(eqn, found)
+            if regions != tuple(map(at.rows, numbers)):
+                return None
+            needed.append((operand, at))
+        return needed if _is_one_computation(eqn, found) else None
 
     def inside(self, closed: ClosedJaxpr, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of a program that is a parameter of an operation."""

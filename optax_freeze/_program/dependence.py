@@ -86,15 +86,27 @@ def known_in_part(
 ) -> Known:
     """Where a program can be divided, given the inputs that are known ``in_part``, and which regions are known."""
     partly, made_by = set(in_part), program.made_by
+    known: set[tuple[Any, Region | None]] = set()
 
-    def is_row_known(value: Any, region: Region | None) -> bool:
-        if region is None or not isinstance(value, int) or value not in unknown:
-            return True
-        if value < program.num_inputs or value not in partly:
-            return value in partly and is_known(value, region)
-        eqn = made_by[value]
-        found = computation(eqn, [region]) if len(eqn.outputs) == 1 and region is not EVERYTHING else None
-        return found is not None and all(map(is_row_known, eqn.inputs, found.regions))
+    def are_rows_known(reads: Iterable[tuple[Any, Region | None]]) -> bool:
+        """Whether regions can be computed from known ones."""
+        found, left = set(), [*reads]
+        while left:
+            value, region = key = left.pop()
+            if region is None or value not in unknown or key in known or key in found:
+                continue
+            found.add(key)
+            if value < program.num_inputs or value not in partly:
+                if value not in partly or not is_known(value, region):
+                    return False
+                continue
+            eqn = made_by[value]
+            computed = computation(eqn, [region]) if len(eqn.outputs) == 1 and region is not EVERYTHING else None
+            if computed is None:
+                return False
+            left += ((x, r) for x, r in zip(eqn.inputs, computed.regions, strict=True) if isinstance(x, int))
+        known.update(found)
+        return True
 
     steps = {}
     for eqn in program.eqns:
@@ -106,6 +118,6 @@ def known_in_part(
         stacked = [value for value in eqn.inputs[first:] if value in unknown]
         if stacked and unknown.isdisjoint(value for value in eqn.inputs[:first] if isinstance(value, int)):
             numbers = range(length)[:: -1 if eqn.params["reverse"] else 1]
-            rows = (all(is_row_known(value, Rows(0, [k])) for value in stacked) for k in numbers)
+            rows = (are_rows_known((value, Rows(0, [k])) for value in stacked) for k in numbers)
             steps[eqn.outputs[0]] = next((n for n, known in enumerate(rows) if not known), length)
     return Known(steps, partly)

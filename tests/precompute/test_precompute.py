@@ -1,6 +1,7 @@
 """What is computed once: which values are stored, and that nothing else changes."""
 
 import functools
+import itertools
 import os
 import pickle
 import subprocess
@@ -20,6 +21,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
+from optax_freeze._precompute import example_axis as example_axis_module
+from optax_freeze._program import dependence
+from optax_freeze._program.operations import computation
 from optax_freeze._program.trace import scan_counts
 
 X = jax.random.normal(jax.random.key(0), (32, 8))
@@ -595,6 +599,32 @@ class TestExplain:
         needed = once.needed(shapes, x)
         assert jax.tree.map(jnp.shape, needed) == jax.tree.map(jnp.shape, once.needed(STACKED, X))
         assert tuple(needed["layers"].values.sharding.spec)[:2] == (None, "model")  # 2 rows do not divide among 4
+
+    @pytest.mark.parametrize(("count", "example_axis"), [(1100, None), (400, 0)])
+    def test_a_long_chain_of_values_that_are_read_twice(self, count, example_axis, monkeypatch):
+        """Takes work in proportion to its length, and no depth of Python's stack."""
+        work = itertools.count()
+
+        def chain(x):
+            for _ in range(count):
+                x = x + x
+            return x
+
+        def loss(params, x):
+            if example_axis is None:
+                h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["encoder"], chain(params["layers"]))
+            else:
+                h = x @ params["encoder"] * chain(jnp.broadcast_to(params["scales"].sum(), (len(x), 16)))
+            return jnp.sum(h @ params["head"])
+
+        def counted(*args):
+            assert next(work) < 50 * count
+            return computation(*args)
+
+        for module in (dependence, example_axis_module):
+            monkeypatch.setattr(module, "computation", counted)
+        once = fz.precompute(loss, LAST_TWO | {"scales": True}, example_axis=example_axis)
+        assert "encoder" in once.explain(SCALED, X).not_needed
 
     def test_plot(self):
         axes = MLP.explain(PARAMS, X).plot()
