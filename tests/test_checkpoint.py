@@ -100,6 +100,16 @@ def test_random_keys_and_hyperparameters_in_the_state(base, tmp_path):
     assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
 
 
+def test_arrays_that_jax_would_convert(tmp_path):
+    """They are compared as they were written, and given back as JAX arrays."""
+    noise = np.random.default_rng(0).standard_normal(100)
+    base = {"frozen": jnp.ones(2), "float64": noise, "number": 0.5, "float8": jnp.asarray(noise, jnp.float8_e4m3fn)}
+    state = {"int4": jnp.arange(7).astype(jnp.int4), "count": 3, "int64": np.int64(7), "float64": noise, "flag": True}
+    checkpoint.save(tmp_path, base, "frozen", step=0, opt_state=state)
+    restored = checkpoint.restore(tmp_path, {**base, "float64": noise * 0, "number": 1.5}, opt_state=state)
+    assert bits(restored) == bits(jax.tree.map(jnp.asarray, (base, state)))
+
+
 NO_ROWS = np.zeros((0, 3), bool)
 EMPTY = {
     "beside others": ({"a": jnp.zeros((0, 3)), "b": jnp.ones(2), "c": jnp.zeros((2, 0), jnp.bfloat16)}, "b"),
@@ -322,6 +332,23 @@ class TestWrongInput:
         with pytest.raises(ValueError, match=rf"(?s)cannot be read\n  at: {saved / '2'}.*at {lost}"):
             checkpoint.restore(saved, base, opt_state=tx.init(base))
 
+    @pytest.mark.parametrize("item", ["trainable", "opt_state"])
+    def test_a_flipped_bit_is_not_restored(self, item, tmp_path):
+        """Orbax has no checksums of the arrays."""
+        noise = jnp.asarray(np.random.default_rng(0).standard_normal((2000, 2)), jnp.float32)
+        params, state = {"encoder": jnp.ones(2), "embed": noise}, {"momentum": noise[:1500]}
+        frozen = fz.rules({"encoder": True, "embed": fz.rows(slice(500))})
+        checkpoint.save(tmp_path, params, frozen, step=0, opt_state=state)
+        file = max((path for path in (tmp_path / "0" / item).rglob("*") if path.is_file()), key=os.path.getsize)
+        content = file.read_bytes()
+        path = {"trainable": "embed", "opt_state": "momentum"}[item]
+        for at in range(len(content) // 4, 3 * len(content) // 4, 2000):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(ValueError, match=rf"the checkpoint is damaged\n  at: .*/0: {path}\n  got: 1 of 1 "):
+                checkpoint.restore(tmp_path, params, opt_state=state)
+        file.write_bytes(content)
+        assert bits(checkpoint.restore(tmp_path, params, opt_state=state)) == bits((params, state))
+
     def test_a_checkpoint_of_something_else(self, base, tmp_path):
         with ocp.CheckpointManager(tmp_path) as manager:
             manager.save(0, args=ocp.args.StandardSave({"a": jnp.ones(2)}))
@@ -398,6 +425,9 @@ FIELDS = {
         PART,
     ),
     "leaves[0].fingerprint": ([None, [], "0" * 31, "0" * 33, "g" * 32, 0], "32 hexadecimal digits"),
+    "written": ([None, []], "a JSON object"),
+    "written.trainable.3.dtype": ([None, "float33"], "the name of a dtype"),
+    "written.masks.0.fingerprint": ([None, "0" * 31], "32 hexadecimal digits"),
     "opt_state": ([3, {}, "state", True], "a list of arrays"),
     "opt_state[0]": ([None, [], 3], "a JSON object"),
     "opt_state[0].path": ([None, 3], "a string"),
@@ -439,9 +469,13 @@ class TestDamagedRecords:
         fields = ["format", "leaves", "opt_state"]
         fields += [f"leaves[5].{name}" for name in ("path", "shape", "dtype", "weak", "frozen", "fingerprint")]
         fields += [f"opt_state[3].{name}" for name in ("path", "shape", "dtype", "weak", "part")]
+        fields += ["written", "written.opt_state.12.dtype", "written.masks.0.fingerprint"]
         for field in fields:
             told = refused(json.dumps(put(json.loads(recorded[2]), field)))
             assert f"/1/spec: {field}\n  got: nothing\n" in told
+        recorded[1].write_text(json.dumps(put(json.loads(recorded[2]), "written.trainable.3")))
+        with pytest.raises(ValueError, match=r"damaged\n.*/1/spec: written.trainable.3\n  got: nothing"):
+            checkpoint.restore(recorded[0], TREE)
         told = refused(json.dumps(put(json.loads(recorded[2]), "leaves[0].path", "rows")))
         assert re.search(r"spec: leaves\n(.|\n)*a different path", told)
 

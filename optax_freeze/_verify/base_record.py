@@ -20,7 +20,7 @@ from optax_freeze._spec.selection import TRAINABLE, Selection
 from optax_freeze._spec.selection_record import record_of, selection_of
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.bits import LANES
-from optax_freeze._verify.fingerprint import digests
+from optax_freeze._verify.fingerprint import as_texts, digests
 
 FORMAT = 1
 """The version of the form of a record. It is increased when older releases would misread a record."""
@@ -35,11 +35,14 @@ class Field:
     at: str = ""
 
     def __getitem__(self, name: str) -> "Field":
+        fields = self.entries()
+        if name not in fields:
+            raise self.damaged(f"{self.at}.{name}".lstrip("."), "nothing", "a value")
+        return fields[name]
+
+    def entries(self) -> dict[str, "Field"]:
         record = self.checked("a JSON object", lambda value: isinstance(value, dict))
-        at = f"{self.at}.{name}".lstrip(".")
-        if name not in record:
-            raise self.damaged(at, "nothing", "a value")
-        return dataclasses.replace(self, value=record[name], at=at)
+        return {n: dataclasses.replace(self, value=record[n], at=f"{self.at}.{n}".lstrip(".")) for n in record}
 
     def checked(self, expected: str, is_valid: Callable[[Any], bool]) -> Any:
         if not is_valid(self.value):
@@ -64,8 +67,13 @@ class Field:
         if or_none and self["shape"].value is None:
             return self["dtype"].checked("null, like the shape", lambda name: name is None)
         sizes = self["shape"].checked("a list of sizes", _are_sizes)
-        dtype = _dtype(self["dtype"].checked("the name of a dtype", lambda name: _dtype(name) is not None))
-        return jax.ShapeDtypeStruct(tuple(sizes), dtype, weak_type=self["weak"].flag())
+        return jax.ShapeDtypeStruct(tuple(sizes), self["dtype"].dtype(), weak_type=self["weak"].flag())
+
+    def dtype(self) -> Any:
+        return _dtype(self.checked("the name of a dtype", lambda name: _dtype(name) is not None))
+
+    def fingerprint(self) -> str:
+        return self.checked(f"{8 * LANES} hexadecimal digits", _is_fingerprint)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -129,13 +137,12 @@ class LeafRecord:
 
 def leaf_records(params: PyTree, plan: Plan, *, fingerprints: bool = True) -> list[LeafRecord]:
     """The records of the parameters, with the fingerprints of their frozen parts or without."""
-    lanes = digests(params, plan) if fingerprints else {}
+    found = as_texts(digests(params, plan)) if fingerprints else {}
 
     def record(leaf: _tree.Leaf, selection: Selection, value: Any) -> LeafRecord:
         weak = bool(_tree.is_weak(value))
         struct = None if leaf.shape is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
-        fingerprint = "".join(f"{int(lane):08x}" for lane in lanes.get(leaf.path, ())) or None
-        return LeafRecord(leaf.path, struct, selection.with_array(_tree.MASKED_NODE), fingerprint)
+        return LeafRecord(leaf.path, struct, selection.with_array(_tree.MASKED_NODE), found.get(leaf.path))
 
     return list(map(record, plan.leaves, plan.selections, _tree.flatten(params)[0]))
 
@@ -157,9 +164,10 @@ def _leaf_of_json(leaf: Field) -> LeafRecord:
         expected = f"true{', false, or the frozen part' if is_numeric else ' or false'}"
         raise frozen.damaged(frozen.at, described(frozen.value), expected) from None
     has_bits = selection is not TRAINABLE and (struct is None or struct.dtype != jax.dtypes.float0)
-    expected = f"{8 * LANES} hexadecimal digits" if has_bits else "null, since nothing is frozen"
-    fingerprint = leaf["fingerprint"].checked(expected, _is_fingerprint if has_bits else lambda value: value is None)
-    return LeafRecord(path, struct, selection, fingerprint)
+    fingerprint = leaf["fingerprint"]
+    if not has_bits:
+        fingerprint.checked("null, since nothing is frozen", lambda value: value is None)
+    return LeafRecord(path, struct, selection, fingerprint.fingerprint() if has_bits else None)
 
 
 def _is_fingerprint(value: Any) -> bool:

@@ -12,6 +12,7 @@ from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import bits as _bits
 from optax_freeze._verify.frozen_leaves import frozen_leaves
@@ -73,10 +74,20 @@ def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
         if not is_array(value):
             found[path] = _bits.hashed("object", path, _name(value))
         else:
-            key = _bits.hashed("array", path, str(value.dtype), value.shape)
-            value, selection = _bits.placed(value, selection)
-            found[path] = _bits.digest(value, key, selection, axis=_bits.block_axis(value))
+            found[path] = array_digest(path, value, selection)
     return found
+
+
+def array_digest(name: str, value: Any, selection: Selection = FROZEN) -> tuple[Any, ...]:
+    """The contribution of the frozen elements of an array to each lane."""
+    key = _bits.hashed("array", name, str(value.dtype), value.shape)
+    value, selection = _bits.placed(value, selection)
+    return _bits.digest(value, key, selection, axis=_bits.block_axis(value))
+
+
+def as_texts(found: dict[str, Any]) -> dict[str, str]:
+    """Digests as hexadecimal numbers."""
+    return {name: "".join(f"{int(lane):08x}" for lane in lanes) for name, lanes in jax.device_get(found).items()}
 
 
 def _name(value: Any) -> str:

@@ -1,11 +1,12 @@
 """Saves and restores checkpoints of the trainable parameters with Orbax, without the frozen base.
 
-A checkpoint contains the trainable parameters, the optimizer state, a record of what was frozen, and a fingerprint of
-the frozen base. Restoring it with a different base or spec raises an error. Orbax alone writes the whole tree, and
-restores it without comparing the base.
+A checkpoint contains the trainable parameters, the optimizer state, a record of what was frozen, and fingerprints of
+the frozen base and of each saved array. Restoring it with a different base or spec, or from damaged files, raises an
+error. Orbax alone writes the whole tree, and restores it without comparing anything.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -20,7 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from optax_freeze._errors import described, is_number, message, type_error, value_error, whole_number
+from optax_freeze._errors import described, is_array, message, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze_when import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
@@ -135,15 +136,15 @@ def save(
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
     leaves = functools.partial(base_record.leaf_records, params, plan)
-    _refuse_different_processes("the spec", lambda: _record.Record(leaves(fingerprints=False), None))
+    _refuse_different_processes("the spec", lambda: _record.Record(leaves(fingerprints=False), None, {}))
     state = None if opt_state is None else _record.state_records(opt_state)
-    record = _record.Record(leaves(), state)
+    record = _record.Record(leaves(), state, {})
     _refuse_different_processes("the frozen bits", lambda: record)
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
-    items: dict[str, Any] = {"spec": ocp.args.JsonSave(record.as_json())}
-    for name, flat in nodes.items():
-        if arrays := {number: array for number, array in _arrays(flat).items() if np.size(array)}:
-            items[name] = ocp.args.StandardSave(arrays)
+    written = {item: {n: array for n, array in _arrays(flat).items() if np.size(array)} for item, flat in nodes.items()}
+    items: dict[str, Any] = {item: ocp.args.StandardSave(arrays) for item, arrays in written.items() if arrays}
+    record = dataclasses.replace(record, written={item: _record.array_records(x) for item, x in written.items()})
+    items["spec"] = ocp.args.JsonSave(record.as_json())
     with _SAVING, contextlib.ExitStack() as held:
         _wait_for(where)
         _refuse_other_writers(where, held)
@@ -185,8 +186,8 @@ def restore(
       FileNotFoundError: if there is no checkpoint, or no checkpoint of this step.
       ValueError: if the base has other leaves, shapes, dtypes or frozen bits; if ``frozen`` differs from the saved
         spec; if ``opt_state`` is the state of a different optimizer or spec, or no state was saved; if the checkpoint
-        is damaged (the message names the field of its record) or was written by a newer release; if ``step`` is
-        negative.
+        is damaged (the message names the array, or the field of its record) or was written by a newer release; if
+        ``step`` is negative.
       TypeError: if ``step`` is not an int, or ``opt_state`` is an optimizer.
 
     Example:
@@ -219,11 +220,12 @@ def restore(
         fix = "give the full parameters of the model that was saved"
         now = base_record.leaf_records(params, make_plan(params, False), fingerprints=False)
         base_record.refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
-        saved_masks = _read(manager, at, "masks", list(map(_record.mask_struct, record.leaves)), values)
+        paths = [leaf.path for leaf in record.leaves]
+        read = functools.partial(_read, manager, at, record.written)
+        saved_masks = read("masks", paths, list(map(_record.mask_struct, record.leaves)), values)
         plan = make_plan(params, _record.spec_of(record.leaves, saved_masks))
         if frozen is not None:
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
-            paths = [leaf.path for leaf in record.leaves]
             given = make_plan(params, frozen).selections
             base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
         expected = "the parameters at the start of the run"
@@ -232,9 +234,9 @@ def restore(
         base_record.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
         if opt_state is not None:
             _record.refuse_other_state(record.opt_state, opt_state, at)
-        parts = _read(manager, at, "trainable", jax.eval_shape(lambda: plan.take(values)), values)
+        parts = read("trainable", paths, jax.eval_shape(lambda: plan.take(values)), values)
         nodes, structure = _tree.flatten(opt_state)
-        state = jax.tree.unflatten(structure, _read(manager, at, "opt_state", nodes, nodes))
+        state = jax.tree.unflatten(structure, read("opt_state", _tree.paths(opt_state), nodes, nodes))
     new = [selection.put(value, part) for selection, value, part in zip(plan.selections, values, parts, strict=True)]
     return jax.tree.unflatten(treedef, new), state
 
@@ -314,29 +316,45 @@ def _wait_for(where: str) -> None:
 def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
     """The array of each node that has one, by the number of the node, with random keys as their data."""
     arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
-    arrays = {name: jnp.asarray(array) if is_number(array) else array for name, array in arrays.items()}
+    arrays = {name: array if is_array(array) else jnp.asarray(array) for name, array in arrays.items()}
     return {name: jax.random.key_data(array) if base_record.is_key(array) else array for name, array in arrays.items()}
 
 
-def _read(manager: ocp.CheckpointManager, at: str, item: str, nodes: Sequence[Any], near: Sequence[Any]) -> list[Any]:
+def _read(
+    manager: ocp.CheckpointManager,
+    at: str,
+    written: _record.Written,
+    item: str,
+    paths: Sequence[str],
+    nodes: Sequence[Any],
+    near: Sequence[Any],
+) -> list[Any]:
     """``nodes`` with the arrays of one item of the checkpoint ``at``, each placed like the array in ``near``.
 
-    Empty arrays are not written, since Orbax refuses them; they are created here.
+    They are read in the dtype in which they were written, and compared with what was written. Empty arrays are not
+    written, since Orbax refuses them; they are created here.
     """
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    arrays, written = {}, {}
+    arrays, targets = {}, {}
     for name, struct in jax.eval_shape(_arrays, nodes).items():
         [other] = jax.tree.leaves(near[int(name)])
         sharding = on_device(getattr(other, "sharding", None) or default)
         sharding = beside(struct, Placed(np.shape(other), sharding), replicated(sharding))
-        if struct.size:
-            written[name] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
-        else:
+        if not struct.size:
             arrays[name] = jnp.zeros(struct.shape, struct.dtype, device=sharding)
-    if written:
-        restore = ocp.args.Composite(**{item: ocp.args.StandardRestore(written)})
+        elif name not in written.get(item, ()):
+            raise _record.damaged(at, f"written.{item}.{name}", "nothing", "a dtype and a fingerprint")
+        else:
+            targets[name] = jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+    if targets:
+        as_written = {name: _record.target(struct, written[item][name]) for name, struct in targets.items()}
+        restore = ocp.args.Composite(**{item: ocp.args.StandardRestore(as_written)})
         with _record.reading(at, item):
-            arrays |= manager.restore(int(os.path.basename(at)), args=restore)[item]
+            found = manager.restore(int(os.path.basename(at)), args=restore)[item]
+        _record.refuse_other_bits(written[item], found, paths, at)
+        for name, struct in targets.items():
+            same = found[name].dtype == struct.dtype
+            arrays[name] = found[name] if same else jax.device_put(found[name].astype(struct.dtype), struct.sharding)
     return [_with_array(node, arrays[str(i)]) if str(i) in arrays else node for i, node in enumerate(nodes)]
 
 

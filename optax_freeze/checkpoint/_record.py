@@ -1,20 +1,21 @@
-"""The record of a checkpoint: its base, and the arrays of its optimizer state.
+"""The record of a checkpoint: its base, the arrays of its optimizer state, and a fingerprint of each saved array.
 
 It is compared with the parameters, the spec and the optimizer state given to ``restore``, since Orbax compares only
-shapes, and not always.
+shapes, and not always; and with the arrays that Orbax reads, for which it has no checksums.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from optax_freeze._errors import in_one_line, is_int, value_error
+from optax_freeze._errors import counted, in_one_line, is_int, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
@@ -22,6 +23,7 @@ from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._verify import base_record
+from optax_freeze._verify.fingerprint import array_digest, as_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +39,58 @@ class StateRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class ArrayRecord:
+    """An array that was written: its dtype, and the fingerprint of all of it."""
+
+    dtype: Any
+    fingerprint: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"dtype": str(self.dtype), "fingerprint": self.fingerprint}
+
+
+Written: TypeAlias = Mapping[str, Mapping[str, ArrayRecord]]
+"""The arrays of each item of a checkpoint, by the numbers of their nodes."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Record:
     leaves: Sequence[base_record.LeafRecord]
     opt_state: Sequence[StateRecord] | None
+    written: Written
 
     def as_json(self) -> dict[str, Any]:
         leaves, state = ([x.as_json() for x in each or ()] for each in (self.leaves, self.opt_state))
-        return {"format": base_record.FORMAT, "leaves": leaves, "opt_state": None if self.opt_state is None else state}
+        state = None if self.opt_state is None else state
+        written = {item: {n: x.as_json() for n, x in arrays.items()} for item, arrays in self.written.items()}
+        return {"format": base_record.FORMAT, "leaves": leaves, "opt_state": state, "written": written}
+
+
+def array_records(arrays: Mapping[str, Any]) -> dict[str, ArrayRecord]:
+    found = as_texts({number: array_digest(number, array) for number, array in arrays.items()})
+    return {number: ArrayRecord(arrays[number].dtype, text) for number, text in found.items()}
+
+
+def target(struct: Any, written: ArrayRecord) -> Any:
+    """What Orbax reads an array as: with the dtype in which it was written, in NumPy if JAX would truncate it."""
+    if jax.dtypes.canonicalize_dtype(written.dtype) != written.dtype:
+        return np.empty(struct.shape, written.dtype)
+    return jax.ShapeDtypeStruct(struct.shape, written.dtype, sharding=struct.sharding)
+
+
+def refuse_other_bits(
+    saved: Mapping[str, ArrayRecord], arrays: Mapping[str, Any], paths: Sequence[str], at: str
+) -> None:
+    """Raises a ``ValueError`` if arrays differ from those that were written."""
+    now = array_records(arrays)
+    if differ := [paths[int(number)] for number in arrays if now[number] != saved[number]]:
+        raise value_error(
+            "the checkpoint is damaged",
+            at=f"{at}: {', '.join(path or '(the root)' for path in differ[:3])}",
+            got=f"{len(differ)} of {counted(len(arrays), 'array', 'arrays')} with a different fingerprint",
+            expected="the bits that checkpoint.save wrote",
+            fix="restore another step, or restore the files of this one from a copy",
+        )
 
 
 def state_records(opt_state: PyTree) -> list[StateRecord]:
@@ -94,15 +141,24 @@ def reading(step: str, item: str) -> Iterator[None]:
 def read_record(step: str) -> Record:
     """Reads the record of a checkpoint. A ``ValueError`` names a field that is missing or invalid."""
 
-    def damaged(field: str, got: str, expected: str) -> ValueError:
-        what, fix = "the record of the checkpoint is damaged", "restore another step, or restore this file from a copy"
-        return value_error(what, at=f"{step}/spec: {field}", got=got, expected=expected, fix=fix)
-
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record = base_record.Field(checkpointer.restore(epath.Path(step) / "spec"), damaged)
+        record = base_record.Field(checkpointer.restore(epath.Path(step) / "spec"), functools.partial(damaged, step))
     base_record.refuse_newer(record, step, "the checkpoint was")
     leaves, state = base_record.leaves_of_json(record["leaves"]), record["opt_state"]
-    return Record(leaves, None if state.value is None else [_state_of_json(x) for x in state.items("arrays")])
+    items = {item: arrays.entries() for item, arrays in record["written"].entries().items()}
+    written = {
+        item: {
+            number: ArrayRecord(array["dtype"].dtype(), array["fingerprint"].fingerprint())
+            for number, array in arrays.items()
+        }
+        for item, arrays in items.items()
+    }
+    return Record(leaves, None if state.value is None else [_state_of_json(x) for x in state.items("arrays")], written)
+
+
+def damaged(step: str, field: str, got: str, expected: str) -> ValueError:
+    what, fix = "the record of the checkpoint is damaged", "restore another step, or restore this file from a copy"
+    return value_error(what, at=f"{step}/spec: {field}", got=got, expected=expected, fix=fix)
 
 
 def _state_of_json(array: base_record.Field) -> StateRecord:
