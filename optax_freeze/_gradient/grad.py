@@ -143,9 +143,6 @@ def value_and_grad(
         if isinstance(frozen, GroupSpec):
             return value_and_grad_of_groups(of_params, frozen, args[i], has_aux, holomorphic)
         plan = _something_trains(args[i], frozen)
-        refuse: Any = getattr(getattr(fun, "__self__", None), "_refuse_gradient", None)  # of `after` of fz.precompute
-        if refuse is not None:
-            refuse(plan, args[i])
         return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
 
     return value_and_grad_fn

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 
 from optax_freeze._errors import value_error
 from optax_freeze._precompute.batch_size import number_of_examples, with_examples
@@ -20,7 +22,7 @@ from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.traced_function import Traced, as_array, needs_value
-from optax_freeze._spec.memory_kinds import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part
@@ -83,16 +85,40 @@ class Division(NamedTuple):
     def after(self, features: Sequence[Any]) -> Any:
         tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.after))
         values = self._values(tasks)
+        features = self._without_gradient(features)
         for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
             values.write(*key, at.back(array, self.graph.struct(key).shape))
         return self.traced.result(tasks.run(values))
+
+    def _without_gradient(self, features: Sequence[Any]) -> Sequence[Any]:
+        """The features, whose frozen parameters must not be differentiated, since only a part would be seen here."""
+        frozen = [x for x in self.inputs if x.leaf is not None and x.trainable is None and isinstance(x.value, Tracer)]
+
+        @jax.custom_jvp
+        def given(_: Sequence[Any], features: Sequence[Any]) -> Sequence[Any]:
+            return features
+
+        @functools.partial(given.defjvp, symbolic_zeros=True)
+        def refuse(primals: Any, tangents: Any) -> Any:
+            for leaf, tangent in zip(frozen, tangents[0], strict=True):
+                if not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0:
+                    raise value_error(
+                        "the features were computed with a different spec",
+                        at=leaf.name,
+                        got="a gradient with respect to a leaf that is frozen in fz.precompute",
+                        expected="gradients of the parameters that are trainable in fz.precompute",
+                        fix="pass the same `frozen` to fz.precompute and to fz.grad, fz.value_and_grad or fz.freeze",
+                    )
+            return primals[1], tangents[1]
+
+        return given([x.value for x in frozen], list(features)) if frozen else features
 
     def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
         """Moves the examples of stored values to the first axis."""
         return [at.first(array) for array, at in zip(arrays, self.examples, strict=True)]
 
     def _values(self, tasks: Schedule) -> Values:
-        """The inputs that are given and read; the gradient treats frozen parameters as constants."""
+        """The inputs that are given and read."""
         values = Values()
         read = {number for task in tasks.tasks for number in task.read_numbers}
         read.update(value for value, _ in tasks.outputs if isinstance(value, int))
@@ -103,9 +129,9 @@ class Division(NamedTuple):
                 assert isinstance(given.trainable, Rows)
                 values.write(i, given.trainable, given.value.values)
             else:
-                array = as_array(given.value if i in tasks.program.on_host else to_device(given.value))
-                is_frozen = given.leaf is not None and given.trainable is None and not is_on_host(array)
-                values.write(i, EVERYTHING, jax.lax.stop_gradient(array) if is_frozen else array)
+                values.write(
+                    i, EVERYTHING, as_array(given.value if i in tasks.program.on_host else to_device(given.value))
+                )
         return values
 
 

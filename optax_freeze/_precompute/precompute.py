@@ -138,21 +138,6 @@ class Precomputed:
         _refuse_missing(division, values)
         return division.after(_fitting(features, division))
 
-    def _refuse_gradient(self, plan: Plan, params: PyTree) -> None:
-        """Raises ``ValueError`` if a gradient is taken of what is frozen here, where it would be zero."""
-        if any(map(_tree.is_masked_node, _tree.flatten(params)[0])):
-            return
-        own = make_plan(params, self.frozen)
-        for leaf, theirs, selection in zip(plan.leaves, plan.selections, own.selections, strict=True):
-            if selection is FROZEN and theirs is not FROZEN:
-                raise value_error(
-                    "the features were computed with a different spec",
-                    at=leaf.path,
-                    got="a leaf with more trainable elements",
-                    expected=f"a leaf that {selection}, as in fz.precompute",
-                    fix="pass the same `frozen` to fz.precompute and to the gradient",
-                )
-
     def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Removes the frozen parameters that ``after`` does not read.
 

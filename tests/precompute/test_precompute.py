@@ -330,6 +330,10 @@ class TestArguments:
         assert_equal_up_to_rounding(once.after(once.needed(params, x), features, x), loss(params, x))
 
 
+def in_a_scan(function):
+    return lambda *args: lax.scan(lambda total, _: (total + function(*args), None), 0.0, length=1)[0]
+
+
 class TestTransformations:
     def test_vmap_and_scan_over_batches(self):
         batches = X.reshape(4, 8, 8)
@@ -340,11 +344,16 @@ class TestTransformations:
         _, values = lax.scan(lambda _, pair: (None, MLP.after(needed, *pair)), None, (features, batches))
         all_close(values, expected[0])
 
-    def test_jax_grad_gives_zeros_at_what_is_frozen(self):
+    @pytest.mark.parametrize("wrap", [lambda f: lambda *args: f(*args), jax.jit, jax.checkpoint, in_a_scan])
+    def test_a_gradient_of_what_is_frozen_is_refused_in_any_function(self, wrap):
+        """It would be zero, or lack the path through the features."""
         once = fz.precompute(tied, ["embed", "head"])
-        grads = jax.grad(once.after)(TEXT, once.before(TEXT, TOKENS), TOKENS)
-        assert not grads["embed"].any()
-        assert grads["middle"].any()
+        features, after = once.before(TEXT, TOKENS), wrap(once.after)
+        for grad in (jax.grad(after), jax.jit(fz.grad(after, "head")), fz.grad(after, "middle")):
+            with pytest.raises(ValueError, match=r"different spec\n  at: embed"):
+                grad(TEXT, features, TOKENS)
+        grads = fz.grad(after, ["embed", "head"])(TEXT, features, TOKENS)
+        assert_equal_up_to_rounding(grads, fz.grad(tied, ["embed", "head"])(TEXT, TOKENS))
 
     def test_a_stack_that_trains_is_differentiated_step_by_step(self):
         """Zeros of the size of the whole stack in each step would take as much memory as the stack."""
@@ -356,7 +365,8 @@ class TestTransformations:
 
         params = STACKED | {"scales": STACKED["layers"] + 1}
         once = fz.precompute(loss, LAST_TWO | {"scales": fz.rows(slice(0, 3))})
-        closed = jax.make_jaxpr(jax.grad(once.after))(params, once.before(params, X), X)
+        stacks, features = {name: params[name] for name in ("layers", "scales")}, once.before(params, X)
+        closed = jax.make_jaxpr(jax.grad(lambda stacks: once.after(params | stacks, features, X)))(stacks)
         scans = [eqn for eqn in closed.eqns if eqn.primitive.name == "scan"]
         carried = [v.aval.shape for eqn in scans for v in eqn.outvars[: scan_counts(eqn.params)[1]]]
         assert [eqn.params["length"] for eqn in scans] == [3, 3]
