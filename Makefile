@@ -5,7 +5,7 @@ BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-newest docs docs-check bench bench-gpu gallery mutants compatibility format clean
+.PHONY: help demo test fuzz test-oldest test-newest docs docs-check bench bench-gpu gallery mutants compatibility format clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-24s %s\n' "make $$name" "$$what"; done
@@ -23,6 +23,9 @@ else
 	$(BIN)/pytest -n auto --maxprocesses 4 --durations-page tests/durations.md
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs .venv/html
 endif
+
+fuzz: .venv/test  ## run random programs against JAX and Optax for MINUTES=10, on every core
+	$(BIN)/python tests/fuzz/run.py $(or $(MINUTES),10)
 
 # The tests of the sdist against the wheel, in an environment of their own.
 test-oldest: VERSIONS = $(shell sed -n 's/^dependencies = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",' | sed 's/>=/==/g')

@@ -34,7 +34,13 @@ from optax_freeze._program.trace import scan_counts
 
 SLOW = 3.0
 """The seconds from which a test is on the page that ``--durations-page`` writes."""
-OPTIMIZED = ("tests/gradient/", "tests/precompute/", "tests/test_benchmarks.py", "tests/test_properties.py")
+OPTIMIZED = (
+    "tests/gradient/",
+    "tests/fuzz/",
+    "tests/precompute/",
+    "tests/test_benchmarks.py",
+    "tests/test_properties.py",
+)
 LIBC = ctypes.CDLL(None)
 get_compile_options = jax._src.compiler.get_compile_options
 

@@ -1,0 +1,5 @@
+"""Programs that failed once, as `make fuzz` wrote them."""
+
+from oracle import Case
+
+CASES: dict[str, Case] = {}

@@ -1,0 +1,267 @@
+"""Compares a gradient of the library with JAX's dense one, which is cut to what trains, and a step with Optax's."""
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from conftest import compile_as
+from programs import BATCH, LOG, NAMESPACE
+
+import optax_freeze as fz
+
+ORDER = np.array([3, 1, 5, 0, 2, 4])
+REFUSED = "examples are mixed|nothing to compute once|no common axis of examples|there is nothing to differentiate"
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5, momentum=0.9))
+
+
+def mask(shape, seed=0):
+    """A boolean array, True for about half of the elements."""
+    return np.random.default_rng(seed).integers(0, 2, shape).astype(bool)
+
+
+class Case(NamedTuple):
+    """A loss, its parameters, and what is asked of it."""
+
+    loss: Callable[..., Any]
+    leaves: dict[str, tuple[tuple[int, ...], str]]
+    frozen: Callable[..., Any]  # of the numbers of dynamic rows
+    numbers: Sequence[Sequence[int]] = ()
+    way: str = "grad"
+    how: str = "as users"
+    odd: Any = None  # the first element of each leaf
+
+    def inputs(self, seed: int) -> tuple[Any, Any, Any]:
+        """Row numbers, parameters and a batch."""
+        rng = np.random.default_rng(seed)
+
+        def normal(shape: Any, dtype: Any) -> Any:
+            x = np.asarray(rng.normal(size=shape) + (1j * rng.normal(size=shape) if dtype == "complex64" else 0))
+            if self.odd is not None and x.size:
+                x.flat[0] = self.odd
+            return jnp.asarray(x, "complex64" if jnp.iscomplexobj(x) else "float32").astype(dtype)
+
+        params = {name: normal(*leaf) for name, leaf in self.leaves.items()}
+        batch = {
+            "x": jnp.asarray(rng.normal(size=BATCH["x"].shape), jnp.float32),
+            "i": jnp.asarray(rng.integers(-2, 7, BATCH["i"].shape), jnp.int32),
+            "k": jnp.asarray(rng.integers(0, 2**32, BATCH["k"].shape, np.uint32)),
+        }
+        return tuple(jnp.array(n, jnp.int32) for n in self.numbers), params, batch
+
+
+def made(loss: str, case: str) -> Case:
+    """The case that Python makes."""
+    space = {**NAMESPACE, "fz": fz, "mask": mask, "Case": Case}
+    exec(compile(loss, "<loss>", "exec"), space)
+    return eval(case, space)
+
+
+def cut(grads: Any, spec: Any) -> Any:
+    return fz.partition(grads, spec)[0]
+
+
+def with_features(case: Case, spec: Any, params: Any, batch: Any, order: Any = None) -> Any:
+    once = fz.precompute(case.loss, spec, example_axis=None if order is None else 0)
+    features = once.before(params, batch)
+    if order is not None:
+        features, batch = jax.tree.map(lambda x: x[order], (features, batch))
+    return fz.value_and_grad(once.after, spec)(params, features, batch)
+
+
+def restricted(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    trainable, rest = fz.partition(params, spec)
+    return jax.value_and_grad(fz.restrict(case.loss, rest))(trainable, batch)
+
+
+def trained(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    tx = fz.freeze(TX, spec)
+    state, step = tx.init(params), fz.train_step(case.loss, tx)
+    for _ in range(2):
+        params, state, value = step(params, state, batch)
+    return params, value
+
+
+def trained_by_optax(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    trainable, rest = fz.partition(params, spec)
+    state = TX.init(trainable)
+    for _ in range(2):
+        value, grads = jax.value_and_grad(case.loss)(fz.combine(trainable, rest), batch)
+        updates, state = TX.update(cut(grads, spec), state, trainable)
+        trainable = optax.apply_updates(trainable, updates)
+    return fz.combine(trainable, rest), value
+
+
+CONDITIONS = (True, False, lambda step: step < 1, lambda step: step >= 1)
+
+
+def in_groups(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    """Each leaf is a group; `spec` says which of the conditions is its own."""
+    tx = fz.freeze_when(optax.sgd(0.5, momentum=0.9), {name: CONDITIONS[i] for name, i in spec.items()})
+    state, step = tx.init(params), fz.train_step(case.loss, tx)
+    for _ in range(2):
+        params, state, _ = step(params, state, batch)
+    return params
+
+
+def in_groups_by_hand(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    moments = jax.tree.map(jnp.zeros_like, params)
+    for i in range(2):
+        grads = jax.grad(case.loss)(params, batch)
+        for name, number in spec.items():
+            is_frozen = CONDITIONS[number]
+            if not (is_frozen if isinstance(is_frozen, bool) else is_frozen(i)):
+                moments = {**moments, name: 0.9 * moments[name] + grads[name]}
+                params = {**params, name: params[name] - (0.5 * moments[name]).astype(params[name].dtype)}
+    return params
+
+
+def dense(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    value, grads = jax.value_and_grad(case.loss)(params, batch)
+    return value, cut(grads, spec)
+
+
+def shuffled(case: Case, spec: Any, params: Any, batch: Any) -> Any:
+    return dense(case, spec, params, jax.tree.map(lambda x: x[ORDER], batch))
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "grad": (lambda c, s, p, x: fz.grad(c.loss, s)(p, x), lambda c, s, p, x: cut(jax.grad(c.loss)(p, x), s)),
+    "value_and_grad": (lambda c, s, p, x: fz.value_and_grad(c.loss, s)(p, x), dense),
+    "restrict": (restricted, dense),
+    "train_step": (trained, trained_by_optax),
+    "groups": (in_groups, in_groups_by_hand),
+    "precompute": (with_features, dense),
+    "precompute by example": (lambda c, s, p, x: with_features(c, s, p, x, ORDER), shuffled),
+    "from the host": (lambda c, s, p, x: fz.value_and_grad(c.loss, s)(p, x), dense),
+}
+"""Each way to compute a gradient, and what it has to equal."""
+
+
+class WrongError(AssertionError):
+    """The library and the oracle disagree."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(f"{kind}: {what}")
+        self.kind = kind
+
+
+class NotAskedError(Exception):
+    """The program is none, or none that can be judged."""
+
+
+def run(function: Any, *args: Any) -> list[np.ndarray]:
+    """The arrays of its result, and what callbacks were called with."""
+    LOG.clear()
+    out = jax.block_until_ready(function(*args))
+    jax.effects_barrier()
+    return [np.asarray(x) for x in jax.tree.leaves(out)] + [np.array(LOG)]
+
+
+def shaken(tree: Any, eps: float, seed: int) -> Any:
+    """The same floats up to one rounding."""
+    rng = np.random.default_rng(seed)
+
+    def shake(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return (x * (1 + eps * rng.integers(-1, 2, x.shape).astype(np.float32))).astype(x.dtype)
+
+    return jax.tree.map(shake, tree)
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(complex if jnp.iscomplexobj(x) else float)
+
+
+def difference(got: list[np.ndarray], oracle: list[np.ndarray], others: list[list[np.ndarray]], eps: float) -> str:
+    """Where results differ by more than the oracle's own results for the same inputs up to rounding, or ""."""
+    for i, (a, b) in enumerate(zip(got, oracle, strict=True)):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"result {i} is {a.dtype}{a.shape}, and not {b.dtype}{b.shape}"
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            continue
+        a, b, near = wide(a), wide(b), [wide(each[i]) for each in others]
+        if any(c.shape != b.shape for c in near):
+            continue
+        known = np.isfinite(b)
+        settled = np.all([np.isfinite(c) == known for c in near], axis=0)
+        nan = settled & (np.isnan(a) != np.isnan(b)) & np.all([np.isnan(c) == np.isnan(b) for c in near], axis=0)
+        if nan.any():
+            return f"result {i} is {a[nan][:3]}, and not {b[nan][:3]}"
+        if not known.any() or not (settled & known).any():
+            continue
+        own = eps if b.size and i < len(got) else 1e-3
+        here = settled & known
+        moved = max(np.abs(c[here] - b[here]).max() for c in near)
+        most = 16 * moved + 48 * own * np.abs(b[here]).max() + 1e-30
+        error = np.abs(a[here] - b[here])
+        if not (error <= most).all():
+            sizes = f"its largest is {np.abs(b[here]).max():.2g}, one rounding moves it by {moved:.2g}"
+            return f"result {i} is wrong by {error.max():.2g}; {sizes}"
+    return ""
+
+
+def judge(case: Case) -> None:
+    """Raises `WrongError`, or an error of the library, unless both agree; `NotAskedError` if the oracle has none."""
+    ours, oracle = WAYS[case.way]
+
+    def of(way: Any) -> Any:
+        return lambda numbers, params, batch: way(case, case.frozen(*numbers), params, batch)
+
+    compile_as(users=case.how == "as users", optimized=case.how == "as users")
+    compiled = jax.jit(of(oracle))
+    inputs = case.inputs(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            text = str(jax.make_jaxpr(of(oracle))(*inputs))
+            expected = run(compiled, *inputs)
+    except Exception as error:
+        raise NotAskedError from error
+    types = [(2**-5, "reduce_precision"), (2**-8, "bf16"), (2**-11, "f16"), (2**-24, "f32")]
+    eps = 2 * next(size for size, name in types if re.search(rf"\b{name}\b", text))
+    near = [run(compiled, inputs[0], *shaken(inputs[1:], eps, seed)) for seed in range(3)]
+    place = (
+        (lambda p: fz.offload(p, case.frozen(*inputs[0]), min_bytes=0)) if case.way == "from the host" else lambda p: p
+    )
+    mine = jax.jit(of(ours)) if case.how != "eager" else of(ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            got = run(mine, inputs[0], place(inputs[1]), inputs[2])
+        except ValueError as error:
+            if re.search(REFUSED, str(error)):
+                raise NotAskedError from error
+            raise
+    if len(got) != len(expected):
+        raise WrongError("structure", f"{len(got)} results, and not {len(expected)}")
+    found = difference(got, expected, near, eps)
+    if found:
+        confirm(of, compiled, mine, place, case, eps, found)
+    other = case.inputs(9)
+    if case.how != "eager":
+        run(mine, other[0], place(other[1]), other[2])
+        if mine._cache_size() != 1:
+            raise WrongError("compilations", f"{mine._cache_size()} for two inputs")
+
+
+def confirm(of: Any, compiled: Any, mine: Any, place: Any, case: Case, eps: float, found: str) -> None:
+    """Raises `WrongError` if results differ for most of some inputs, by more than JAX's own do in other programs."""
+    again = []
+    for seed in range(5):
+        numbers, params, batch = case.inputs(seed)
+        try:
+            near = [run(compiled, numbers, *shaken((params, batch), eps * 2, seed)) for seed in range(8)]
+            near.append(run(of(WAYS[case.way][1]), numbers, params, batch))
+        except Exception as error:
+            raise NotAskedError from error
+        expected = run(compiled, numbers, params, batch)
+        again.append(difference(run(mine, numbers, place(params), batch), expected, near, eps))
+    wrong = [each for each in again if each]
+    if len(wrong) >= 2:
+        raise WrongError("gradient" if "wrong by" in found else "values", f"{wrong[0]} ({len(wrong)} of 5 inputs)")

@@ -1,0 +1,94 @@
+"""Runs every random test of this folder with fresh seeds for some minutes, and writes each failure as a case.
+
+``python tests/fuzz/run.py MINUTES``; each core has a process. A failure that is known already is passed over.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import warnings
+
+HERE = pathlib.Path(__file__).parent
+FOUND = pathlib.Path(os.environ.get("FUZZ_FOUND", ".venv/fuzz"))
+
+
+def worker(number: int, until: float) -> None:
+    """One process: searches again and again, and writes what it finds."""
+    sys.path[:0] = [str(HERE), str(HERE.parent)]
+    import conftest  # noqa: F401, the flags of XLA
+    import jax
+    from hypothesis import HealthCheck, Phase, settings
+    from search import SEARCH, FailureError, innermost
+
+    warnings.simplefilter("ignore")
+    phases = [Phase.generate, Phase.shrink]
+    options = settings(
+        phases=phases, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False, print_blob=False,
+    )  # fmt: skip
+    attacks = [a for path in sorted(HERE.glob("test_*.py")) for a in importlib.import_module(path.stem).ATTACKS]
+    log = open(FOUND / f"log-{number}.jsonl", "a")  # noqa: SIM115
+    begun = time.time()
+    while time.time() < until:
+        for attack in attacks:
+            SEARCH.begin()
+            try:
+                attack(options)
+            except Exception as error:
+                kind, rows = innermost(error), frozenset()
+                if isinstance(error, FailureError):
+                    SEARCH.known.append(error)
+                    kind, rows = error.kind, error.rows
+                signature = f"{kind} of {', '.join(sorted(rows))}" if rows else kind
+                text = "\n".join([str(error) or repr(error), *getattr(error, "__notes__", [])])
+                print(json.dumps({"signature": signature, "text": text, "seconds": time.time() - begun}), file=log)
+            print(json.dumps({"tried": SEARCH.tried}), file=log, flush=True)
+            SEARCH.tried = 0
+            jax.clear_caches()
+            if time.time() > until:
+                break
+
+
+def main(minutes: float) -> int:
+    """Starts the processes, and prints what they found."""
+    FOUND.mkdir(parents=True, exist_ok=True)
+    for path in FOUND.glob("*"):
+        path.unlink()
+    until, crashes = time.time() + 60 * minutes, {}
+
+    def start(number: int) -> subprocess.Popen:
+        current = str(FOUND / f"current-{number}.py")
+        env = {**os.environ, "FUZZ_CURRENT": current}
+        return subprocess.Popen([sys.executable, __file__, "--worker", str(number), str(until)], env=env)
+
+    running = {number: start(number) for number in range(int(os.environ.get("FUZZ_CORES", os.cpu_count() or 1)))}
+    while running:
+        time.sleep(1)
+        for number, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            if process.returncode and (FOUND / f"current-{number}.py").exists():
+                crashes[f"exit code {process.returncode}"] = (FOUND / f"current-{number}.py").read_text()
+            running.pop(number)
+            if process.returncode and time.time() < until - 30:
+                running[number] = start(number)
+    lines = [json.loads(line) for path in sorted(FOUND.glob("log-*.jsonl")) for line in path.read_text().splitlines()]
+    failures = {line["signature"]: line["text"] for line in lines if "signature" in line} | crashes
+    (FOUND / "failures.py").write_text("\n\n".join(failures.values()))
+    tried = sum(line.get("tried", 0) for line in lines)
+    print(f"{tried} programs, {len(failures)} kinds of failures" + (f": {FOUND / 'failures.py'}" if failures else ""))
+    for line in lines:
+        if "signature" in line:
+            print(f"  after {line['seconds']:.0f} s: {line['signature']}")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--worker":
+        worker(int(sys.argv[2]), float(sys.argv[3]))
+    else:
+        sys.exit(main(float(sys.argv[1])))

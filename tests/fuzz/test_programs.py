@@ -1,0 +1,96 @@
+"""Random programs by all ways to compute a gradient, and those that failed once."""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+
+import jax
+import pytest
+from cases import CASES
+from conftest import programs
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from oracle import NotAskedError, judge, made
+from programs import BATCH, BINARY, COMPOSED, NAMESPACE, OF_COMPLEX, OF_INTEGERS, ROWS, UNARY, Drawn, alternatives
+from search import SEARCH
+
+from optax_freeze._program.operations import RULES
+
+QUICK = settings(
+    derandomize=True, deadline=None, database=None, max_examples=25, suppress_health_check=list(HealthCheck)
+)
+ELEMENTWISE = [(UNARY, 1.0), (BINARY, 1.0), (OF_INTEGERS, 1), (OF_COMPLEX, 1j)]
+NO_PROGRAM_HAS = """
+all_gather_invariant copy_p expand_dims geqrf log2 mesh_cast one_minus_square pcast polynomial reduce_window_prod
+reshard scatter_add scatter_max scatter_min scatter_mul scatter_sub unreduced_reduce_scatter
+"""
+
+
+@st.composite
+def drawn(draw):
+    return Drawn(lambda n: draw(st.integers(0, n - 1)))
+
+
+def check(case):
+    """Fails unless the library agrees with the oracle, by the Python of the case."""
+    name = f"loss_{hashlib.sha256((case.loss + case.case).encode()).hexdigest()[:6]}"
+    text = "\n".join([case.loss, "", "", f'CASES["{name[5:]}"] = {case.case}', ""]).replace(
+        "loss(p, x)", f"{name}(p, x)"
+    )
+    text = text.replace("Case(\n    loss,", f"Case(\n    {name},")
+
+    def of_case():
+        if path := os.environ.get("FUZZ_CURRENT"):
+            with open(path, "w") as file:
+                file.write(text)
+        try:
+            judge(made(case.loss, case.case))
+        except NotAskedError:
+            assume(False)
+
+    SEARCH.judge(text, of_case, case.rows)
+
+
+def attack(settings):
+    """Searches for one failure."""
+    settings(given(drawn())(check))()
+
+
+ATTACKS = [attack]
+
+
+@QUICK
+@given(drawn())
+def test_random_programs(case):
+    check(case)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_failed_once(name):
+    judge(CASES[name])
+
+
+def primitives(function, *args):
+    return {eqn.primitive.name for jaxpr in programs(jax.make_jaxpr(function)(*args).jaxpr) for eqn in jaxpr.eqns}
+
+
+def test_every_rule_is_drawn():
+    """By the alternatives of the elementwise rows, or by one of some programs of each other row."""
+    missing = set(RULES) - set(NO_PROGRAM_HAS.split())
+    for text, x in ELEMENTWISE:
+        for alternative in alternatives(text):
+            expression = alternative.format(a="a", b="a")
+            missing -= primitives(lambda a, e=expression: eval(e, {**NAMESPACE, "a": a}), x)
+    for name in sorted(ROWS.keys() - COMPOSED):
+        last = 0
+        for seed in itertools.takewhile(lambda seed: missing and seed < last + 20, itertools.count()):  # noqa: B023
+            case = Drawn(random.Random(seed).randrange, rows=[name])
+            given = {n: jax.ShapeDtypeStruct(*leaf) for n, leaf in case.leaves.items()}
+            loss, before = made(case.loss, case.case).loss, len(missing)
+            for function in (loss, jax.grad(loss)):
+                with contextlib.suppress(Exception):  # JAX cannot differentiate all that it computes
+                    missing -= primitives(function, given, BATCH)
+            last = last if len(missing) == before else seed
+    assert not missing
