@@ -32,10 +32,15 @@ def _naming() -> Equation:
 
 
 class Late:
-    """The late values of a program, given its inputs in host memory and the other inputs that are stored anyway."""
+    """The late values of a program, given its inputs in host memory and the other inputs that are stored anyway.
 
-    def __init__(self, program: Program, on_host: Mapping[int, Origins], available: Collection[int]) -> None:
-        self.program, self.on_host = program, on_host
+    What is ``decisive`` is computed once.
+    """
+
+    def __init__(
+        self, program: Program, on_host: Mapping[int, Origins], available: Collection[int], decisive: set[int]
+    ) -> None:
+        self.program, self.on_host, self.decisive = program, on_host, decisive
         self.available = {*program.consts, *available} - set(on_host)
         self.sizes: dict[int, int] = dict.fromkeys(on_host, 1)
         self.made_by: dict[int, Equation] = {}
@@ -46,7 +51,7 @@ class Late:
         return isinstance(value, int) and value in self.sizes
 
     def _add(self, eqn: Equation) -> None:
-        if eqn.has_effects:
+        if eqn.has_effects or not self.decisive.isdisjoint(eqn.outputs):
             return
         if eqn.primitive.name == "optimization_barrier":
             for value, out, aval in zip(eqn.inputs, eqn.outputs, eqn.avals_out, strict=True):

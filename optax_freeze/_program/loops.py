@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from optax_freeze._program.decisions import results_that_decide
 from optax_freeze._program.late import late_inputs
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import (
@@ -61,7 +62,7 @@ def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
     branches = []
     for program in programs:
         outs = [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
-        branches.append(walk.inside(program, outs, on_host, available))
+        branches.append(walk.inside(program, outs, on_host, available, walk.decide(eqn)))
     reads = []
     for place, (value, aval) in enumerate(zip(eqn.inputs[1:], eqn.avals_in[1:], strict=True)):
         wanted_of = [region for branch in branches for region in branch.given.get(place, ())]
@@ -125,6 +126,7 @@ class _Loop:
         self.consts, self.carried = scan_counts(eqn.params)
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.body = walk.body(eqn.params["jaxpr"])
+        self.marks = results_that_decide(eqn, self.body, walk.decide(eqn))
         self.outputs = _outputs(eqn, wanted[self.carried :], self.carried)
         on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
         self.on_host = {p: o for p, o in on_host.items() if p < self.consts or walk.has_rows(eqn.inputs[p])}
@@ -271,7 +273,7 @@ class _Segment:
             for o in self.outputs:
                 label = self.conditions.get(o, o.label)
                 wanted.append((loop.body.outputs[loop.carried + o.place], o.region, label))
-            self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available)
+            self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available, loop.marks)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
             if in_each:  # what each step would bring to the device is brought once
                 loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
@@ -407,7 +409,7 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
         regions.append(region if region is None or is_cut else EVERYTHING)
     program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
     outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
-    inner = walk.inside(program, outs, on_host, available)
+    inner = walk.inside(program, outs, on_host, available, walk.decide(eqn))
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
     reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
 

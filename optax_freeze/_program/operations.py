@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
-from optax_freeze._program.trace import Equation, is_reference
+from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.sharding import fitting
 
 UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
@@ -29,6 +29,12 @@ polynomial population_count pow real regularized_incomplete_beta rem round rsqrt
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
 """The elementwise operations; those in `UNARY` have one operand."""
+
+_DECIDING = """
+acos acosh asin atan2 atanh ceil convert_element_type eq erf_inv floor ge gt is_finite le log log1p lt ne nextafter pow
+reduce_precision rem round rsqrt sign sqrt
+""".split()  # noqa: SIM905
+"""Those that are not continuous, or not defined for all numbers: one bit of an operand may change all of the result."""
 
 
 class Computation(NamedTuple):
@@ -46,17 +52,20 @@ class Rule(NamedTuple):
     cheap: bool  # an operation that is repeated for each wanted region
     many: bool  # whether the rule is given the regions of all results
     apart: bool  # whether the rule is given the region of one result of several, by its number
+    decides: bool  # whether one bit of an operand may change all of the result
 
 
 RULES: dict[str, Rule] = {}
 """The rules by the names of their primitives."""
 
 
-def rule(*names: str, cheap: bool = True, many: bool = False, apart: bool = False) -> Callable[[Any], Any]:
+def rule(
+    *names: str, cheap: bool = True, many: bool = False, apart: bool = False, decides: bool = False
+) -> Callable[[Any], Any]:
     """Returns a decorator that registers a function as the rule for the primitives with these names."""
 
     def register(function: Any) -> Any:
-        RULES.update(dict.fromkeys(names, Rule(function, cheap, many, apart)))
+        RULES.update(dict.fromkeys(names, Rule(function, cheap, many, apart, decides)))
         return function
 
     return register
@@ -67,7 +76,7 @@ def rule_of(eqn: Equation) -> Rule:
     return RULES.get(eqn.primitive.name, _NO_RULE)
 
 
-_NO_RULE = Rule(lambda *_: None, cheap=False, many=True, apart=False)
+_NO_RULE = Rule(lambda *_: None, cheap=False, many=True, apart=False, decides=True)
 
 
 def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
@@ -83,6 +92,15 @@ def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation 
 def is_cheap(eqn: Equation) -> bool:
     """Whether an operation may be repeated for each wanted region of its result."""
     return rule_of(eqn).cheap
+
+
+def decides(eqn: Equation) -> bool:
+    """Whether one bit of a float operand may change all of a result. Casts to floats of many bits only round."""
+    if eqn.primitive.name == "convert_element_type":
+        new = eqn.avals_out[0]
+        if is_inexact(new) and jnp.finfo(new.dtype).eps <= jnp.finfo(jnp.bfloat16).eps:
+            return False
+    return rule_of(eqn).decides and any(hasattr(aval, "dtype") and is_inexact(aval) for aval in eqn.avals_in)
 
 
 def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
@@ -102,6 +120,7 @@ def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
 
 
+@rule(*_DECIDING, decides=True)
 @rule(*ELEMENTWISE.split())
 def elementwise(eqn: Equation, region: Region) -> Any:
     size, changed = eqn.avals_out[0].shape[region.axis], dict.fromkeys(_laid_out(eqn, region))
@@ -165,6 +184,7 @@ REDUCTIONS = [*(f"reduce_{kind}" for kind in ["and", "max", "min", "or", "prod",
 
 
 @rule("squeeze")
+@rule("argmax", "argmin", cheap=False, decides=True)
 @rule(*REDUCTIONS, cheap=False)
 def without_axes(eqn: Equation, region: Region) -> Any:
     dropped = eqn.params["dimensions" if "dimensions" in eqn.params else "axes"]
@@ -410,7 +430,8 @@ _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
 
 
 @rule("tile", many=True)
-@rule(*_KEPT_AXES.keys() - {"tile"}, cheap=False, many=True)
+@rule("bitcast_convert_type", "sort", "top_k", *_MATRICES.split(), cheap=False, many=True, decides=True)
+@rule(*_KEPT_AXES.keys(), cheap=False, many=True)
 def alike(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     wanted = [region for region in regions if region is not None]
     axes = _KEPT_AXES[eqn.primitive.name](eqn)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from optax_freeze._program.decisions import decisive
 from optax_freeze._program.late import is_repeated
 from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
 
@@ -21,10 +22,11 @@ def program_of(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
     if not enter_remat:
         return program
     made_by: dict[int, tuple[Equation, int]] = {}
+    decides = decisive(program)
     for k, eqn in enumerate(program.eqns):
         if eqn.primitive.name == "cond" or (eqn.primitive.name == "scan" and eqn.params["length"]):
             stored = {i: made_by[x] for i, x in enumerate(eqn.inputs) if isinstance(x, int) and x in made_by}
-            again = {i: _again(program, eqn, i, *maker) for i, maker in stored.items()}
+            again = {i: _again(program, eqn, i, *maker, eqn.inputs[i] in decides) for i, maker in stored.items()}
             program.eqns[k] = _with(eqn, {i: each for i, each in again.items() if each is not None})
             made_by.update({n: (eqn, result) for result, n in enumerate(eqn.outputs)})
     return program
@@ -47,8 +49,11 @@ def _bodies(eqn: Equation) -> tuple[Sequence[ClosedJaxpr], int, int, int]:
     return [eqn.params["jaxpr"]], 0, consts, consts + carried
 
 
-def _again(program: Program, eqn: Equation, place: int, maker: Equation, result: int) -> _Again | None:
-    """How an equation computes its operand at ``place``, which is a result of another one, if it can."""
+def _again(program: Program, eqn: Equation, place: int, maker: Equation, result: int, decides: bool) -> _Again | None:
+    """How an equation computes its operand at ``place``, which is a result of another one, if it can.
+
+    What decides, or is decided, from a value that the other one computes is not computed again.
+    """
     bodies, lacks, consts, last = _bodies(maker)
     if maker.primitive is not eqn.primitive or result < last - consts:
         return None
@@ -69,7 +74,12 @@ def _again(program: Program, eqn: Equation, place: int, maker: Equation, result:
                 value = program.add(aval)
                 program.consts[value] = counts
             again.operands[i] = value, aval, closed.jaxpr.invars[i - lacks].aval
-    is_cheap = all(is_repeated(each) for closed in again.programs for each in flatten(closed).eqns)
+    programs = [flatten(closed) for closed in again.programs]
+    for each in programs:
+        computed = {n for eqn in each.eqns for n in eqn.outputs}
+        if not computed.isdisjoint(decisive(each, each.outputs if decides else ())):
+            return None
+    is_cheap = all(is_repeated(each) for program in programs for each in program.eqns)
     return again if is_cheap and (lacks or any(i >= consts for i in again.operands)) else None
 
 

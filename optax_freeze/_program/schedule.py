@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 
 from optax_freeze._program import loops
 from optax_freeze._program.by_row import operand_by_row
+from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, Origins, part_of
@@ -39,6 +41,7 @@ def schedule(
     late: Late | None = None,
     is_late: bool = False,
     known: Known | None = None,
+    deciding: Collection[Any] = (),
 ) -> Schedule:
     """The tasks that compute these regions of values, each with its label.
 
@@ -47,11 +50,13 @@ def schedule(
       is_late: whether the program computes such a value: slices and loops read only the rows that they need.
       known: of a program that will be differentiated: loops are divided after their known steps. What later steps read
         is cut, since the transpose of a row that is read in place is an array of zeros in each step.
+      deciding: the values of which one bit decides about what is computed from the outputs.
     """
+    decides = decisive(program, deciding)
     if late is None and program.on_host and not is_late:
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
-        late = Late(program, origins, range(program.num_inputs))
-    walk = Walk(program, log, late, is_late, known)
+        late = Late(program, origins, range(program.num_inputs), decides)
+    walk = Walk(program, log, late, is_late, known, decides)
     for value, region, label in outputs:
         walk.want(value, region, label)
     walk.run()
@@ -71,6 +76,7 @@ class Walk:
     late: Late | None
     is_late: bool
     known: Known | None
+    decisive: Collection[int]
 
     def __post_init__(self) -> None:
         self.wanted: dict[int, Wanted] = {}
@@ -137,11 +143,22 @@ class Walk:
         return program_of(closed, enter_remat=self.known is None)
 
     def inside(
-        self, program: Program, outputs: Sequence[Any], on_host: Mapping[int, Origins], available: Collection[int]
+        self,
+        program: Program,
+        outputs: Sequence[Any],
+        on_host: Mapping[int, Origins],
+        available: Collection[int],
+        marks: Sequence[bool],
     ) -> Schedule:
-        """The tasks of a step or a branch that compute these regions of values."""
-        late = Late(program, on_host, available) if on_host else None
-        return schedule(program, outputs, self.log, late, self.is_late, None if self.known is None else Known())
+        """The tasks of a step or a branch that compute these regions of values; ``marks``: whether results decide."""
+        deciding = list(compress(program.outputs, marks))
+        late = Late(program, on_host, available, decisive(program, deciding)) if on_host else None
+        known = None if self.known is None else Known()
+        return schedule(program, outputs, self.log, late, self.is_late, known, deciding)
+
+    def decide(self, eqn: Equation) -> list[bool]:
+        """Which results of an operation decide."""
+        return [number in self.decisive for number in eqn.outputs]
 
     def run(self) -> None:
         """Walks over all equations, the last first."""
@@ -204,9 +221,14 @@ class Walk:
         chosen = regions_apart(wanted, shape)
         in_part = self._is_in_part(eqn)
         is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
-        if is_cheap(eqn) and not is_stored:
+        decides = eqn.outputs[place] in self.decisive and not in_part
+        if is_cheap(eqn) and not is_stored and not decides:
             chosen = wanted
-        elif any(is_scattered(region, shape) for region in chosen) or self._everything_is_as_cheap(eqn, chosen, shape):
+        elif (
+            (decides and len(chosen) > 1)
+            or any(is_scattered(region, shape) for region in chosen)
+            or self._everything_is_as_cheap(eqn, chosen, shape)
+        ):
             chosen = {EVERYTHING: joined_label([wanted])}
         part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
         if EVERYTHING in chosen and not rule_of(eqn).apart and part is None:
