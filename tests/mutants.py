@@ -671,6 +671,9 @@ _BY_FILE = {
         ("if known is not None or len(errors) == 1:", "if known is not None or errors:", "-k batches_that_do_not_fit"),
     ],
     ("features/_record.py", "tests/test_features.py"): [
+        ("        out.seek(record.size)\n        out.truncate()", "        out.seek(0, 2)", "-k between_the_arrays"),
+        ("            if 1 < number == len(lines):", "            if False:", "-k between_the_arrays"),
+        ("            if 1 < number == len(lines):", "            if 1 < number:", "-k damaged_features"),
         ("    if record.variants != variants:", "    if False:", "-k variants_that_were_stopped"),
     ],
     ("linen/_recording.py", "tests/test_linen.py"): [

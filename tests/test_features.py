@@ -1,5 +1,6 @@
 """Features on disk have the bits that `before` computed, in any order; those of another run are refused."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -224,23 +225,45 @@ def test_stopped_anywhere_it_goes_on(sizes, tmp_path, computed):
     assert computed == list(sizes)
 
 
+@pytest.mark.parametrize("torn", [0, 1, 30, 10_000])
 @pytest.mark.parametrize("at", [2, 3, 4, 5])
-def test_stopped_between_the_arrays_and_the_record(at, tmp_path, monkeypatch):
-    calls, save = [], _record.save
+def test_stopped_between_the_arrays_and_the_record(at, torn, tmp_path, monkeypatch, computed):
+    """Or while a line of the record is written, of which a part is there: also all but the line break."""
+    calls, line = [], _record.Record.line
 
-    def dying(where, record):
+    def dying(record, content):
+        found = line(record, content)
         calls.append(record)
         if len(calls) == at:
+            with (tmp_path / "features.record").open("ab") as file:
+                file.write(found[:-1][:torn])
             raise InterruptedError
-        save(where, record)
+        return found
 
-    monkeypatch.setattr(_record, "save", dying)
+    monkeypatch.setattr(_record.Record, "line", dying)
     with pytest.raises(InterruptedError):
         write(tmp_path)
     with pytest.raises(ValueError, match="not complete"):
         features.read(tmp_path)
     write(tmp_path)
     assert bits(features.read(tmp_path)[:]) == bits(of_all(X))
+    sizes = [5, 5, 2]
+    assert computed == [*sizes[: at - 1], *sizes[at - 2 :]]
+
+
+def test_the_record_grows_by_a_line_for_each_batch(tmp_path):
+    """And nothing that was written is written again."""
+    file, before = tmp_path / "features.record", []
+
+    def batches():
+        for x in [*X, X[0]]:
+            before.append(file.read_bytes() if file.exists() else b"")
+            yield x
+
+    write(tmp_path, batches=batches())
+    texts = [*before[2:], file.read_bytes()]  # one batch is computed while the one before it is written
+    assert all(new.startswith(old) for old, new in itertools.pairwise(texts))
+    assert [text.count(b"\n") for text in texts] == [2, 3, 6]
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -257,7 +280,7 @@ def test_a_killed_process_leaves_complete_batches(tmp_path, computed):
     assert child.returncode == -signal.SIGKILL
     with pytest.raises(ValueError, match="not complete"):
         features.read(directory)
-    stored = len(json.loads((directory / "features.json").read_text())["batches"])
+    stored = len(_record.read_record(str(directory)).batches)
     assert until - 1 <= stored < len(BATCHES)
     write(directory, ONCE, PARAMS, BATCHES)
     assert computed == [len(batch) for batch in BATCHES[stored:]]
@@ -535,27 +558,39 @@ def rewritten(pattern, change):
     return damage
 
 
-def edited(**fields):
-    """A record with other fields, or without those that are None."""
-    change = lambda text: {k: v for k, v in (json.loads(text) | fields).items() if v is not None}  # noqa: E731
-    return rewritten("features.json", lambda text: json.dumps(change(text)).encode())
+def edited(at=0, **fields):
+    """A record with other fields in one of its lines, or without those that are None, and with right checksums."""
+
+    def change(content):
+        texts = [json.loads(line[:-9]) for line in content.splitlines()]
+        texts[at] = {k: v for k, v in (texts[at] | fields).items() if v is not None}
+        record = _record.Record([], "", [])
+        return b"".join(map(record.line, texts))
+
+    return rewritten("features.record", change)
 
 
 SHAPE = {"shape": [9], "dtype": "float32", "weak": False}
 DAMAGES = {
-    "a truncated record": (rewritten("features.json", lambda text: text[:99]), "features.json.*JSONDecodeError"),
-    "an empty record": (rewritten("features.json", lambda _: b""), "features.json.*JSONDecodeError"),
-    "no JSON object": (rewritten("features.json", lambda _: b"[]"), "features.json: the whole file"),
-    **{f"no {name}": (edited(**{name: None}), name) for name in ("complete", "cut", "features", "batches", "examples")},
+    "a truncated record": (rewritten("features.record", lambda text: text[:99]), "features.record: line 1"),
+    "an empty record": (rewritten("features.record", lambda _: b""), "features.record.*an empty file"),
+    "no JSON object": (rewritten("features.record", lambda _: _record.Record([], "", []).line([])), "the whole file"),
+    "a line that is lost": (
+        rewritten("features.record", lambda text: re.sub(b"\n.*\n", b"\n", text, count=1)),
+        "line 2",
+    ),
+    "a flipped bit in the record": (rewritten("features.record", lambda text: text.replace(b"5", b"4", 1)), "line 1"),
+    **{f"no {name}": (edited(**{name: None}), name) for name in ("cut", "features", "format", "leaves")},
+    **{f"no {name}": (edited(2, **{name: None}), name) for name in ("batch", "examples")},
     "a shape that is none": (edited(features=[{**SHAPE, "shape": [-1]}]), "features.*-1"),
     "a dtype that is none": (edited(features=[{**SHAPE, "dtype": "float31"}]), "features.*float31"),
     "another shape": (edited(features=[SHAPE]), r"/0\n.*float32\[12, 8\].*float32\[12, 9\]"),
     "another dtype": (edited(features=[{**SHAPE, "shape": [8], "dtype": "int32"}]), r"/0\n.*float32.*int32"),
-    "no number of variants": (edited(variants=None), "features.json: variants"),
-    "zero variants": (edited(variants=0), "features.json: variants.*0.*1 or more"),
+    "no number of variants": (edited(variants=None), "features.record: variants"),
+    "zero variants": (edited(variants=0), "features.record: variants.*0.*1 or more"),
     "more variants": (edited(variants=2), r"float32\[12, 8\].*float32\[24, 8\]"),
-    "fewer examples": (edited(examples=11), r"float32\[12, 8\].*float32\[11, 8\]"),
-    "more examples": (edited(examples=13), r"float32\[12, 8\].*float32\[13, 8\]"),
+    "fewer examples": (edited(3, examples=11), r"float32\[12, 8\].*float32\[11, 8\]"),
+    "more examples": (edited(3, examples=13), r"float32\[12, 8\].*float32\[13, 8\]"),
     "no array": (lambda path: shutil.rmtree(path / "0"), "zarr.json"),
     "no metadata": (lambda path: (path / "0" / "zarr.json").unlink(), "zarr.json"),
     "truncated metadata": (rewritten("0/zarr.json", lambda text: text[:99]), "zarr.json"),

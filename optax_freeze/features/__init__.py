@@ -5,7 +5,6 @@ TensorStore, which comes with Orbax. A record next to them identifies the progra
 the complete batches, so that a killed run continues where it stopped.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -98,9 +97,9 @@ def write(
 
             def store(digest: str, features: list[Features]) -> None:
                 on_hosts = [[on_host(array, "the features") for array in each] for each in features]
-                append(stores, record, [*map(by_example, zip(*on_hosts, strict=True))])
-                record.batches.append(digest)
-                _record.save(where, record)
+                arrays = [*map(by_example, zip(*on_hosts, strict=True))]
+                append(stores, record, arrays)
+                _record.add_batch(where, record, digest, len(arrays[0]))
                 speed = bar.tasks[task].speed or 0
                 bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0][0]):.3g} examples/s")
 
@@ -128,7 +127,7 @@ def write(
                 fix="give the same batches each time: a list, or a new iterator",
             )
         if not record.complete:
-            _record.save(where, dataclasses.replace(record, complete=True))
+            _record.complete(where, record)
 
 
 def read(

@@ -24,7 +24,6 @@ def append(stores: list[Any], record: Record, arrays: Sequence[np.ndarray]) -> N
         writes.append(stores[i][start:stop].write(array))
     for each in writes:
         each.result()
-    record.examples = stop // record.variants
 
 
 def open_array(where: str, record: Record, i: int, batch: int | None = None) -> Any:

@@ -1,22 +1,24 @@
-"""The record of stored features: their base, program and batches, and how many batches are complete.
+"""The record of stored features: their base and program, and a line for each batch that is stored completely.
 
-It is replaced as a whole after each batch.
+Each line is JSON and a checksum of this line and all before it. The last line may be torn, by a killed process or a
+full disk: it is left out, and overwritten by the next.
 """
 
 import dataclasses
 import json
 import os
+import zlib
 from typing import Any
 
 import jax
 
-from optax_freeze._errors import counted, described, in_one_line, message, value_error
+from optax_freeze._errors import counted, described, message, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import base_record
 from optax_freeze._verify.one_writer import LOCK
 
-_FILE = "features.json"
+_FILE = "features.record"
 
 
 @dataclasses.dataclass
@@ -28,16 +30,19 @@ class Record:
     batches: list[str] = dataclasses.field(default_factory=list)  # the digests of the variants of each stored batch
     examples: int = 0
     complete: bool = False
+    checksum: int = 0  # of the lines of the record
+    size: int = 0  # of the lines, in bytes
 
     @property
     def entries(self) -> int:
         """The stored variants of all examples; those of an example are one after another."""
         return self.examples * self.variants
 
-    def as_json(self) -> dict[str, Any]:
-        leaves = [leaf.as_json() for leaf in self.leaves]
-        features = list(map(base_record.struct_as_json, self.features))
-        return {**vars(self), "format": base_record.FORMAT, "leaves": leaves, "features": features}
+    def line(self, content: dict[str, Any]) -> bytes:
+        """The next line of the record."""
+        text = json.dumps(content).encode()
+        self.checksum = zlib.crc32(text, self.checksum)
+        return b"%s %08x\n" % (text, self.checksum)
 
 
 def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
@@ -46,18 +51,41 @@ def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
 
 def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], variants: int) -> Record:
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes], variants)
-    save(where, record)
+    file = os.path.join(where, _FILE)
+    header = {
+        "cut": record.cut,
+        "variants": variants,
+        "features": list(map(base_record.struct_as_json, record.features)),
+    }
+    header |= {"format": base_record.FORMAT, "leaves": [leaf.as_json() for leaf in leaves]}
+    open(f"{file}.new", "wb").close()
+    _append(f"{file}.new", record, header)
+    os.replace(f"{file}.new", file)
     return record
 
 
-def save(where: str, record: Record) -> None:
-    """Replaces the record atomically: after a crash the file contains the old or the new record."""
-    file = os.path.join(where, _FILE)
-    with open(f"{file}.new", "w", encoding="utf-8") as out:
-        json.dump(record.as_json(), out)
+def add_batch(where: str, record: Record, digest: str, entries: int) -> None:
+    """Records a batch whose features are stored."""
+    examples = record.examples + entries // record.variants
+    _append(os.path.join(where, _FILE), record, {"batch": digest, "examples": examples})
+    record.batches.append(digest)
+    record.examples = examples
+
+
+def complete(where: str, record: Record) -> None:
+    _append(os.path.join(where, _FILE), record, {"complete": True})
+    record.complete = True
+
+
+def _append(file: str, record: Record, content: dict[str, Any]) -> None:
+    line = record.line(content)
+    with open(file, "r+b") as out:
+        out.seek(record.size)
+        out.truncate()
+        out.write(line)
         out.flush()
         os.fsync(out.fileno())
-    os.replace(f"{file}.new", file)
+    record.size += len(line)
 
 
 def read_record(where: str, *, or_none: bool = False) -> Any:
@@ -77,22 +105,39 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
         expected = "a directory written by features.write"
         fix = "first call features.write(directory, once, params, batches)"
         raise FileNotFoundError(message("there are no features", at=where, got=got, expected=expected, fix=fix))
-    try:
-        with open(file, encoding="utf-8") as lines:
-            stored = json.load(lines)
-    except json.JSONDecodeError as error:
-        raise damaged(file, f"{type(error).__name__}: {in_one_line(error)[:300]}") from error
-    record = base_record.Field(stored, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
-    base_record.refuse_newer(record, where, "the features were")
-    return Record(
-        base_record.leaves_of_json(record["leaves"]),
-        record["cut"].text(),
-        [feature.struct() for feature in record["features"].items("arrays")],
-        record["variants"].number(1),
-        [batch.text() for batch in record["batches"].items("digests")],
-        record["examples"].number(),
-        record["complete"].flag(),
+    with open(file, "rb") as stored:
+        lines = stored.read().splitlines(keepends=True)
+    contents, checksum, size = [], 0, 0
+    for number, line in enumerate(lines, 1):
+        text, _, told = line.rpartition(b" ")
+        if told != b"%08x\n" % zlib.crc32(text, checksum):
+            if 1 < number == len(lines):
+                break
+            raise damaged(f"{file}: line {number}", f"{len(line)} bytes with another checksum")
+        checksum, size = zlib.crc32(text, checksum), size + len(line)
+        contents.append(json.loads(text))
+    if not contents:
+        raise damaged(file, "an empty file")
+    header, *others = [
+        base_record.Field(content, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
+        for content in contents
+    ]
+    base_record.refuse_newer(header, where, "the features were")
+    record = Record(
+        base_record.leaves_of_json(header["leaves"]),
+        header["cut"].text(),
+        [feature.struct() for feature in header["features"].items("arrays")],
+        header["variants"].number(1),
+        checksum=checksum,
+        size=size,
     )
+    for line in others:
+        if "complete" in line.entries():
+            record.complete = line["complete"].flag()
+        else:
+            record.batches.append(line["batch"].text())
+            record.examples = line["examples"].number(record.examples + 1)
+    return record
 
 
 def damaged(at: str, got: str, expected: str = "everything that features.write wrote") -> ValueError:
