@@ -181,9 +181,9 @@ _BY_FILE = {
         ),
         ("if node.eqn.has_effects or (not node.is_known and", "if (not node.is_known and", "-k runs_nothing"),
     ],
-    ("_precompute/digest.py", "tests/precompute/test_precompute.py"): [
+    ("_precompute/words.py", "tests/precompute/test_precompute.py"): [
         (
-            "else _of_constant(x.val)",
+            "else of_constant(x.val)",
             "else int(np.ravel(x.val)[0])",
             "tests/precompute/test_example_axis.py -k in_their_values",
         ),

@@ -13,6 +13,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from optax_freeze._precompute.graph import Graph, Key, Node
 from optax_freeze._precompute.inputs import Input
+from optax_freeze._precompute.words import is_comparable
 from optax_freeze._program import operations
 from optax_freeze._program.dependence import CALLS, programs_in
 
@@ -70,6 +71,8 @@ def first_dependent(graph: Graph, inputs: Sequence[Input]) -> list[tuple[Node, s
             computed.update(node.writes if reads_computed else ())
             continue
         other = "an effect" if node.eqn.has_effects else "a value of an enclosing trace"
+        if not is_comparable(node.eqn):
+            other = "a Python function, which cannot be compared"
         reason = next((why[key] for key in node.reads if key in why), other)
         why.update(dict.fromkeys(node.writes, reason))
         is_behind = not behind.isdisjoint(node.reads)

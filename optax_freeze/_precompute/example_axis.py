@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from optax_freeze._precompute.digest import values_of
 from optax_freeze._precompute.graph import Graph, Key
 from optax_freeze._precompute.inputs import Input
+from optax_freeze._precompute.words import values_of
 from optax_freeze._program.dependence import CALLS, programs_in
 from optax_freeze._program.operations import computation
 from optax_freeze._program.regions import EVERYTHING, Region, Rows

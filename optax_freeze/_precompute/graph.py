@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.core import Tracer
 
 from optax_freeze._precompute.inputs import Input
+from optax_freeze._precompute.words import has_values, is_comparable
 from optax_freeze._program.dependence import dependent, known_in_part
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, stored_region
 from optax_freeze._program.schedule import schedule
@@ -68,7 +68,7 @@ def graph(program: Program, inputs: Sequence[Input]) -> Graph:
     is_known = lambda number, region: inputs[number].is_known(region)  # noqa: E731
     in_part = [number for number, given in enumerate(inputs) if isinstance(given.trainable, Rows)]
     unknown = {number for number in range(program.num_inputs) if not is_known(number, EVERYTHING)}
-    unknown |= {number for number, const in program.consts.items() if isinstance(const, Tracer)}
+    unknown |= {number for number, const in program.consts.items() if not has_values(const)}
     divided = known_in_part(program, dependent(program, unknown), in_part, is_known)
     tasks = schedule(program, [(value, EVERYTHING, ALWAYS) for value in program.outputs], known=divided)
     known: dict[Key, bool] = {}
@@ -89,7 +89,7 @@ def graph(program: Program, inputs: Sequence[Input]) -> Graph:
         operands = (keys[0] if keys else getattr(x, "value", None) for keys, x in zip(given, task.reads, strict=True))
         reads = frozenset(key for keys in given for key in keys)
         writes = tuple(write for write in task.writes if write is not None)
-        is_known_too = all(known[key] for key in reads) and not task.eqn.has_effects
+        is_known_too = all(known[key] for key in reads) and not task.eqn.has_effects and is_comparable(task.eqn)
         nodes.append(Node(task, tuple(operands), reads, writes, is_known_too))
         known |= dict.fromkeys(writes, is_known_too)
         for value, region in writes:

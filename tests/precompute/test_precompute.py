@@ -698,6 +698,37 @@ class TestDigest:
 
         assert len(set(map(digest, HARDLY_DIFFERENT[name]))) == len(HARDLY_DIFFERENT[name])
 
+    def test_covers_each_value_of_a_large_constant(self):
+        large = np.zeros((2**24 + 2, 1), np.float32)
+        other = large.copy()
+        other[1] = 1
+
+        def digest(constant):
+            def loss(p, x):
+                return jnp.sum(lax.bessel_i1e(x @ p["encoder"] + jnp.take(constant, 1)) @ p["middle"])
+
+            return jax.eval_shape(fz.precompute(loss, "encoder").before, PARAMS, X).cut
+
+        assert digest(large) != digest(other)
+
+    @pytest.mark.parametrize("wrap", [lambda f, h: f(h), lambda f, h: lax.map(f, h), lambda f, h: jax.jit(f)(h)])
+    def test_a_python_function_is_called_in_each_step(self, wrap):
+        """Whether two are the same cannot be known, so their results are no features."""
+
+        def after_of(function):
+            def loss(params, x):
+                def called(h):
+                    return jax.pure_callback(lambda h: function(h), jax.eval_shape(lambda: h), h)
+
+                return jnp.sum(wrap(called, x @ params["encoder"]) @ params["middle"] @ params["head"])
+
+            return fz.precompute(loss, FROZEN), loss
+
+        (one, _), (other, loss) = after_of(np.sin), after_of(np.cos)
+        assert_equal_up_to_rounding(other.after(PARAMS, one.before(PARAMS, X), X), loss(PARAMS, X))
+        [(_, why)] = one.explain(PARAMS, X).stopped_by
+        assert why == "a Python function, which cannot be compared"
+
     def test_of_a_parameter_and_an_argument_of_one_name(self):
         params, x = {"x": jnp.ones((3, 3)), "head": jnp.ones((3, 1))}, jnp.ones((3, 3))
         one = fz.precompute(lambda p, x: jnp.sum(jnp.sort(p["x"] @ x) @ p["head"]), "x")
