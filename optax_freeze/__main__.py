@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             frozen = fz.path(*args.freeze)
         elif args.only:
             frozen = fz.only(*args.only)
-        tx = _optimizer(args.optimizer) if args.optimizer else None
+        tx = None if args.optimizer is None else _optimizer(args.optimizer)
         found = fz.summary(shapes, frozen, tx, depth=args.depth)
     except (ImportError, OSError, TypeError, ValueError) as error:
         lines = map(printable, f"error: {error}".split("\n"))  # an error may be that of another library

@@ -53,7 +53,6 @@ _BY_FILE = {
         ("Operation(operation_of(eqn)[0],", "Operation(eqn.primitive.name,", "-k primitive_of_a_user"),
     ],
     ("_gradient/group_gradients.py", "tests/state/test_train_step.py"): [
-        ("{*dense.inputs} - own", "set()", "-k in_place"),
         ("False], numbers, strict=True)", "True], numbers, strict=True)", "-k toggles"),
         ("[~jnp.asarray(each) for each", "[~each for each", "tests/gradient/test_group_gradients.py -k constants"),
         ("selection.put(others, grad)\n", "others\n", "tests/gradient/test_group_gradients.py -k two_groups_of_rows"),
@@ -164,8 +163,8 @@ _BY_FILE = {
     ("_optimizer/update_unless.py", "tests/test_python_numbers.py"): [
         ("    old = jnp.asarray(old, new.dtype) if is_number(old) else old\n", "", "-k closes_over"),
         (
-            "jax.tree.map(vary_alike, step(carry[1]), carry[1])",
-            "step(carry[1])",
+            "list(map(vary_alike, new(carry[1]), carry[1]))",
+            "new(carry[1])",
             "tests/state/test_train_step.py -k ShardMap",
         ),
     ],
@@ -437,11 +436,15 @@ _BY_FILE = {
             "bit & label & largest]",
             "tests/gradient/test_group_gradients.py -k groups_that_train",
         ),
-        ("== 1 or not _overlap(", "== 1 and not _overlap(", "tests/gradient/test_group_gradients.py -k rows_cost"),
-        ("and set(apart).isdisjoint(task.read_numbers)", "and True", "tests/state/test_train_step.py -k in_place"),
         (
-            "needed.isdisjoint(task.written_numbers) and",
-            "True and",
+            "number >= self.program.num_inputs or number in inputs[label]",
+            "True",
+            "tests/state/test_train_step.py -k in_place",
+        ),
+        ("== 1 or not _overlap(", "== 1 and not _overlap(", "tests/gradient/test_group_gradients.py -k rows_cost"),
+        (
+            "if own and needed[label].isdisjoint(task.written_numbers):",
+            "if own:",
             "tests/gradient/test_group_gradients.py -k of_each_other",
         ),
         (
@@ -450,7 +453,7 @@ _BY_FILE = {
             "tests/state/test_train_step.py -k toggles",
         ),
         ("key=lambda label: -label.bit_count())", "key=lambda label: label.bit_count())", "-k TestLabels"),
-        ("read = {number for task in others for number in task.read_numbers} | kept", "read = kept", "-k TestLabels"),
+        ("if number in kept or read_by.get(number, set()) - {label}}", "if number in kept}", "-k TestLabels"),
         ("kept if not sets else None)", "None)", "-k dropped"),
         ("self.eqn.source.scope(), self.eqn.context.manager:", "self.eqn.context.manager:", "-k source_and_context"),
     ],
@@ -472,6 +475,9 @@ _BY_FILE = {
         ("if name in _REMAT and enter_remat:", "if name in _REMAT:", "-k remat"),
     ],
     ("_report/stored_shapes.py", "tests/test_main.py"): [
+        ("if version not in _BYTES_OF_LENGTH:", "if version[0] > 9:", "-k header_that_numpy"),
+        ("if size > _LONGEST_HEADER:", "if False:", "-k header_that_numpy"),
+        ('and ".." not in path.parts', "", "-k names_no_other"),
         ("child.name.isascii() and child.name.isdigit()", "child.name.isdigit()", ""),
         ("if archive.namelist() and not names:", "if not names:", "-k without_leaves"),
         (
@@ -594,7 +600,7 @@ _BY_FILE = {
     ("_state/migrate.py", "tests/state/test_migrate.py"): [
         ("', '.join(map(printable, addresses))", "', '.join(addresses)", "tests/test_errors.py"),
         ("        _refuse_swapped(state, tx, params, error)", "        pass", "tests/test_errors.py -k Migrating"),
-        ("if first[id(array)] == i else", "if True else", "-k group_of_each_leaf"),
+        ("each_once(carry.values())", "carry.values()", "-k group_of_each_leaf"),
     ],
     ("_state/replace_masks.py", "tests/state/test_dynamic_rows.py"): [
         ("old._replace(plan=new.plan)", "old", "-k without_static_data"),

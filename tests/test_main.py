@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import json
+import os
 import pathlib
 import pickle
 import re
@@ -238,6 +239,30 @@ class TestFiles:
         (tmp_path / "b.safetensors").write_bytes(b"")
         assert f"at: {tmp_path}/b.safetensors\n" in refused(capsys, indexed("b"))
 
+    @pytest.mark.parametrize("name", ["model.safetensors.index.json", "../a.safetensors", "/a.safetensors"])
+    def test_an_index_names_no_other_files(self, tmp_path, capsys, name):
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"w": name}}))
+        assert f"got: an index that names {name}\n" in refused(capsys, index)
+
+    def test_of_npz_only_a_header_that_numpy_knows_is_read(self, tmp_path, capsys, monkeypatch):
+        read = []
+        to_read = lambda file, n=-1, of=zipfile.ZipExtFile.read: read.append(n) or of(file, n)  # noqa: E731
+        monkeypatch.setattr(zipfile.ZipExtFile, "read", to_read)
+        for start, expected in {
+            b"\x93NUMPY\2\0" + (1 << 30).to_bytes(4, "little"): "w.npy: a header of 1,073,741,824 bytes",
+            b"\x93NUMPY\x09\x09" + bytes(4): "w.npy: the version 9.9 of the format is not known",
+        }.items():
+            with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+                archive.writestr("w.npy", start + b" " * 20_000)
+            assert expected in refused(capsys, tmp_path / "a.npz")
+        assert max(read) < 20
+        assert min(read) >= 0
+
+    def test_a_pipe(self, tmp_path, capsys):
+        os.mkfifo(tmp_path / "x.npz")
+        assert "got: a pipe, a socket or a device\n" in refused(capsys, tmp_path / "x.npz")
+
     def test_dtypes_of_safetensors_alone(self, tmp_path, capsys):
         dtypes = {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
         dtypes |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
@@ -324,6 +349,7 @@ class TestWrongInput:
             "adamx": "nearest names: adamax, adam",
             "AdamW": "nearest names: adamw, adam",
             "contrib.muom": "nearest names: muon",
+            "": "no such function",
             "apply_updatez": "for an optimizer of your own call fz.summary",
             "dpsgd": "missing 3 required positional arguments",
             "apply_updates": "missing 1 required",

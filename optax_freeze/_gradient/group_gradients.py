@@ -106,11 +106,8 @@ class GradientOfGroups:
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
         numbers = [{number for number, i in enumerate(dense.trains) if own[i] is not FROZEN} for own in spec.selections]
-        self._postponed = [
-            self._schedule.postponable(label, {*dense.inputs} - own)
-            for label, own in zip(self._owners[:-1], numbers, strict=False)
-        ]
-        postponed = {i for each in self._postponed for i in each}
+        self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
+        postponed = {i for each in self._postponed.values() for i in each}
         after = self._schedule.run_except(postponed, self._values, self._context)
         self.frozen = [
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
@@ -121,12 +118,9 @@ class GradientOfGroups:
 
     def of_group(self, n: int) -> list[Any]:
         """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
-        from optax_freeze._program.tasks import Read
-
-        values = self._values
-        if n < len(self._postponed):
-            values = self._schedule.run_postponed(self._postponed[n], self._owners[n], values, self._context)
-        grads, found = [Read(*output).of(values) for output in self._grads[n]], [MASKED_NODE] * len(self._dense.values)
+        label, found = self._owners[n], [MASKED_NODE] * len(self._dense.values)
+        postponed = self._postponed.get(label, ())
+        grads = self._schedule.run_postponed(postponed, self._grads[n], label, self._values, self._context)
         owned = [i for i in self._dense.trains if self._spec.selections[n][i] is not FROZEN]
         for i, grad in zip(owned, grads, strict=True):
             leaf, selection = self._dense.values[i], self._spec.selections[n][i]

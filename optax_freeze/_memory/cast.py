@@ -1,6 +1,7 @@
 """Stores frozen parameters in fewer bits than trainable ones."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
 
     Raises:
       TypeError: if ``dtype`` is not a real floating-point type.
-      ValueError: if the spec does not fit; outside ``jit``, if a finite value of a leaf is not finite in ``dtype``.
+      ValueError: if the spec does not fit; outside ``jit``, if ``dtype`` does not have a value of a leaf: a number
+        outside of its range, a negative number or 0 in ``float8_e8m0fnu``, a NaN in ``float4_e2m1fn``.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -66,7 +68,7 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
 
 def _floating(dtype: Any) -> np.dtype:
     try:
-        to = jnp.dtype(dtype)
+        to = None if dtype is None else jnp.dtype(dtype)  # None would be float64
     except TypeError:
         to = None
     if to is None or not jnp.issubdtype(to, jnp.floating):
@@ -87,18 +89,31 @@ def _converted(value: Any, to: np.dtype, path: str) -> Any:
     if is_shape:
         return value.update(dtype=to)
     if isinstance(value, np.ndarray):
-        with np.errstate(over="ignore"):
-            new, finite = value.astype(to), np.isfinite
+        with np.errstate(over="ignore", invalid="ignore"):
+            between = value.astype(np.float32) if value.itemsize == 1 else value  # NumPy needs it
+            new = between.astype(to)
     else:
-        new, finite = to_memory_of(value, to_device(value).astype(to)), lambda x: jnp.isfinite(to_device(x))
-    if jnp.finfo(to).max < jnp.finfo(value.dtype).max and is_concrete(value):
-        lost = int((finite(value) & ~finite(new)).sum())
+        new = to_memory_of(value, to_device(value).astype(to))
+    largest = jnp.finfo(to).max
+    has_all = to.itemsize > 1 and jnp.finfo(value.dtype).max <= largest  # also negative numbers, zeros and NaN
+    if is_concrete(value) and not has_all:
+        lost = int(_is_lost(np if isinstance(value, np.ndarray) else jnp, to_device(value), to_device(new)).sum())
         if lost:
+            is_signed = float(jnp.finfo(to).min) < 0
             raise value_error(
-                f"frozen values are too large for {to}",
+                f"{to} does not have all frozen values",
                 at=path,
-                got=f"{counted(lost, 'number', 'numbers')} of {value.dtype} outside of its range",
-                expected=f"values of at most {float(jnp.finfo(to).max):g}",
+                got=f"{counted(lost, 'number', 'numbers')} of {value.dtype} that it does not have",
+                expected=f"values of at most {float(largest):g}" if is_signed else "positive values",
                 fix="fz.cast(params, frozen, jnp.bfloat16) has the range of float32",
             )
     return new
+
+
+def _is_lost(numpy: Any, value: Any, new: Any) -> Any:
+    """Where a value is outside of the range of its new type; some types have no NaN, no zero or no negative numbers."""
+    limits = jnp.finfo(new.dtype)
+    rounded_to_largest = float(limits.max) + float(limits.eps) * 2.0 ** (math.frexp(float(limits.max))[1] - 2)
+    value = value if value.dtype == np.float64 else value.astype(np.float32)
+    too_large = numpy.isfinite(value) & (numpy.abs(value) > rounded_to_largest)
+    return too_large | (numpy.isfinite(value) != numpy.isfinite(new.astype(np.float32)))

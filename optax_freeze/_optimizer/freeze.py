@@ -13,7 +13,7 @@ import optax
 
 from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
-from optax_freeze._optimizer.init_with import changed
+from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
@@ -145,7 +145,8 @@ def freeze(
             accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, masks) if has_masks else (), ()
         )
         plan = state.current_plan
-        return state._replace(inner_state=init_inner(transform(plan, treedef), plan, params))
+        inner_state = init_inner(transform(plan, treedef), plan, params)
+        return with_own_buffers(state._replace(inner_state=inner_state), params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool

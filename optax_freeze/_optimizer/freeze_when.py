@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import described, value_error
 from optax_freeze._gradient.group_gradients import GradientOfGroups, zeroed
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.given_groups import GivenGroup, parse_groups
 from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
-from optax_freeze._optimizer.init_with import changed
+from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
@@ -134,7 +135,8 @@ def freeze_when(
             )
         }
         plan = accepted.add(plans.without_masks())
-        return FreezeWhenState(jnp.zeros([], jnp.int32), plan, group_states, ungrouped_state, coupled_state)
+        state = FreezeWhenState(jnp.zeros([], jnp.int32), plan, group_states, ungrouped_state, coupled_state)
+        return with_own_buffers(state, params)
 
     def update(
         updates: Any, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool
@@ -184,6 +186,14 @@ def freeze_when(
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
     """Whether each group is frozen in the next update, by its name."""
     [step] = jax.tree.leaves(state.step)
+    if isinstance(step, jax.ShapeDtypeStruct) or np.shape(step) != ():
+        raise value_error(
+            "the state does not say which groups are frozen",
+            at="step",
+            got=described(step),
+            expected="the state of one optimizer, with values",
+            fix="pass a state with values; after vmap, select one state: jax.tree.map(lambda x: x[0], state)",
+        )
     names = state.plan.names
     states = [state.groups[name].condition_state for name in names]
     return dict(zip(names, decide(state.plan.conditions, "frozen", jnp.maximum(step, 0), states), strict=True))

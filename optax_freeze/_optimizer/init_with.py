@@ -1,10 +1,11 @@
 """Calls ``init`` of an optimizer: for shapes alone, or with other masks than those of its specs."""
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from optax_freeze._errors import is_array
 from optax_freeze._spec.tree import PyTree
@@ -26,6 +27,21 @@ def init_with(change: Callable[[Any], Any], init: Init, params: PyTree) -> PyTre
         return init(params)
     finally:
         _CHANGE.reset(token)
+
+
+def each_once(arrays: Iterable[Any], others: Iterable[Any] = ()) -> list[Any]:
+    """The arrays, copied if they were there before or are among ``others``: a buffer can be donated only once."""
+    seen, found = {id(array) for array in others}, []
+    for array in arrays:
+        found.append(jnp.copy(array) if id(array) in seen and isinstance(array, jax.Array) else array)
+        seen.add(id(array))
+    return found
+
+
+def with_own_buffers(state: PyTree, params: PyTree) -> PyTree:
+    """A state that can be donated with the parameters: some optimizers return the parameters themselves in it."""
+    arrays, treedef = jax.tree.flatten(state)
+    return jax.tree.unflatten(treedef, each_once(arrays, jax.tree.leaves(params)))
 
 
 def eval_init(init: Init, params: PyTree) -> PyTree:

@@ -24,16 +24,24 @@ def update_unless(
         leaves, treedef = jax.tree.flatten(updates)
         pairs = zip(leaves, leaves if params is None else jax.tree.leaves(params), strict=True)
         return jax.tree.unflatten(treedef, [zero(Leaf("", p.shape, p.dtype), u, p) for u, p in pairs]), state
-    # Traced once, though called for its shapes and in the loop.
-    train = jax.jit(lambda updates, state, params: update(updates, state, params, **extra_args))
-    shapes, treedef = jax.tree.flatten(jax.eval_shape(train, updates, state, params)[0])
+    leaves, treedef = jax.tree.flatten(state)
+    structures = []
+
+    @jax.jit  # traced once, though called for its shapes and in the loop
+    def train(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        new, state = update(updates, jax.tree.unflatten(treedef, leaves), params, **extra_args)
+        new, structure = jax.tree.flatten(new)
+        structures.append(structure)
+        return new, treedef.flatten_up_to(state)
+
+    shapes = jax.eval_shape(train, leaves)[0]
     # What a loop starts from is written to: one buffer for each, as long as no two are equal.
     still = [
         _filled(u, jnp.where(frozen, negative_zero(shape.dtype), jnp.asarray(i, shape.dtype)), shape)
         for i, (u, shape) in enumerate(zip(jax.tree.leaves(updates), shapes, strict=True))
     ]
-    start = (jax.tree.unflatten(treedef, still), state)
-    return unless(frozen, lambda carry: train(updates, carry[1], params), start)
+    new, leaves = unless(frozen, lambda carry: train(carry[1]), (still, leaves))
+    return jax.tree.unflatten(structures[0], new), jax.tree.unflatten(treedef, leaves)
 
 
 def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
@@ -44,16 +52,22 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
     """
     if not isinstance(frozen, Tracer):
         return carry if frozen else step(carry)
-    step = jax.jit(step)  # traced once, though called for its shapes and in the loop
-    carry = jax.tree.map(lambda old, new: _of_type(old, new, frozen), carry, jax.eval_shape(step, carry))
+    # Of a group most leaves are holes, and JAX opens a tree several times for each function that it traces.
+    leaves, treedef = jax.tree.flatten(carry)
+
+    @jax.jit  # traced once, though called for its shapes and in the loop
+    def new(leaves: list[Any]) -> list[Any]:
+        return treedef.flatten_up_to(step(jax.tree.unflatten(treedef, leaves)))
+
+    leaves = [_of_type(*each, frozen) for each in zip(leaves, jax.eval_shape(new, leaves), strict=True)]
 
     def once(carry: Any) -> Any:
         # A constant, or XLA would copy the carry; inside `jax.shard_map` it varies over devices as `frozen` does.
         vary_alike = lambda new, old: cast_to_vary(new, varies(jax.typeof(old)))  # noqa: E731
-        return jnp.ones_like(carry[0]), jax.tree.map(vary_alike, step(carry[1]), carry[1])
+        return jnp.ones_like(carry[0]), list(map(vary_alike, new(carry[1]), carry[1]))
 
-    start: Any = (frozen, carry)
-    return jax.lax.while_loop(lambda carry: ~carry[0], once, start)[1]
+    start: Any = (frozen, leaves)
+    return jax.tree.unflatten(treedef, jax.lax.while_loop(lambda carry: ~carry[0], once, start)[1])
 
 
 def _of_type(old: Any, new: Any, frozen: Any) -> Any:

@@ -108,7 +108,7 @@ class Context(NamedTuple):
 
     def inside(self, label: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this label."""
-        return Context({**self.conditions, **conditions}, label)
+        return Context({**self.conditions, **conditions} if conditions else self.conditions, label)
 
 
 class Task(NamedTuple):
@@ -170,7 +170,7 @@ class Schedule(NamedTuple):
     def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
 
-        Returns False for each value that is read under a condition, as a bool that is known only after it was read.
+        Returns False for each input that is read under a condition, as a bool that is known only after it was read.
         """
         for number in self.program.on_host:
             if values.has(number) and not isinstance(values.read(number, LAZY), Unread):
@@ -185,33 +185,57 @@ class Schedule(NamedTuple):
             if i not in postponed:
                 sets.setdefault(ALWAYS if task.label & context.label == context.label else task.label, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
+        read_by: dict[int, set[int]] = {}  # the labels of the tasks that read a value
+        for label, tasks in sets.items():
+            for number in {number for task in tasks for number in task.read_numbers}:
+                read_by.setdefault(number, set()).add(label)
         conditions, after = context.each_holds(sets), {}
         for label in sorted(sets, key=lambda label: -label.bit_count()):
-            others = [task for each, tasks in sets.items() if each != label for task in tasks]
-            has_run = _run_if(conditions[label], sets[label], values, context.inside(label), others, kept)
-            for number in {number for task in sets[label] for number in task.read_numbers}:
-                after[number] = after.get(number, False) | (has_run != conditions[label])
+            tasks = sets[label]
+            written = {number for task in tasks for number in task.written_numbers}
+            outside = {number for number in written if number in kept or read_by.get(number, set()) - {label}}
+            has_run = _run_if(conditions[label], tasks, values, context.inside(label), outside)
+            is_read = has_run != conditions[label]
+            for number in {number for task in tasks for number in task.read_numbers}:
+                if number < self.program.num_inputs:
+                    after[number] = after[number] | is_read if number in after else is_read
         return after
 
-    def postponable(self, label: int, apart: Collection[int]) -> list[int]:
-        """The tasks of a label that read none of the values ``apart``, and whose results no other task reads first."""
-        needed: set[int] = set()
-        found = []
+    def postponable(self, inputs: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
+        """For each label the tasks whose results no other task reads first, and that read only these of the inputs."""
+        needed: dict[int, set[int]] = {label: set() for label in inputs}
+        found: dict[int, list[int]] = {label: [] for label in inputs}
         for i in reversed(range(len(self.tasks))):
-            task = self.tasks[i]
-            if task.label != label:
+            label, task = self.tasks[i].label, self.tasks[i]
+            if label not in inputs:
                 continue
-            if needed.isdisjoint(task.written_numbers) and set(apart).isdisjoint(task.read_numbers):
-                found.append(i)
+            own = all(number >= self.program.num_inputs or number in inputs[label] for number in task.read_numbers)
+            if own and needed[label].isdisjoint(task.written_numbers):
+                found[label].append(i)
             else:
-                needed.update(task.read_numbers)
-        return found[::-1]
+                needed[label].update(task.read_numbers)
+        return {label: positions[::-1] for label, positions in found.items()}
 
-    def run_postponed(self, postponed: Sequence[int], label: int, values: Values, context: Context) -> Values:
-        """The values with those of the tasks of a label at these positions."""
-        inside = values.copy()
-        _run_all([self.tasks[i] for i in postponed], inside, context.inside(label), None)
-        return inside
+    def run_postponed(
+        self,
+        postponed: Sequence[int],
+        outputs: Sequence[tuple[Any, Region]],
+        label: int,
+        values: Values,
+        context: Context,
+    ) -> list[Any]:
+        """Evaluates the tasks of a label at these positions, and returns regions of values that they compute."""
+        tasks = [self.tasks[i] for i in postponed]
+        inside = _inside(tasks, values, outputs)
+        _run_all(tasks, inside, context.inside(label), None)
+        return [Read(*output).of(inside) for output in outputs]
+
+
+def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:
+    """A copy of the values that tasks and outputs read, to which the tasks can write."""
+    numbers = {number for task in tasks for number in (*task.read_numbers, *task.written_numbers)}
+    numbers.update(number for number, _ in outputs if isinstance(number, int))
+    return values.only(number for number in numbers if values.has(number))
 
 
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
@@ -227,15 +251,15 @@ def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[
             values.drop(number)
 
 
-def _run_if(
-    condition: Any, tasks: Sequence[Task], values: Values, context: Context, others: Sequence[Task], kept: set[int]
-) -> Any:
-    """Evaluates tasks if a condition holds, or else writes zeros; returns the condition as a result of the tasks."""
-    read = {number for task in others for number in task.read_numbers} | kept
-    writes = [write for task in tasks for write in task.writes if write is not None and write[0] in read]
+def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Context, outside: Collection[int]) -> Any:
+    """Evaluates tasks if a condition holds, or else writes zeros for the values that are read ``outside``.
+
+    Returns the condition as a result of the tasks.
+    """
+    writes = [write for task in tasks for write in task.writes if write is not None and write[0] in outside]
 
     def run() -> tuple[list[Any], Any]:
-        inside = values.copy()
+        inside = _inside(tasks, values)
         _run_all(tasks, inside, context, None)
         return [inside.read(*write) for write in writes], jnp.ones((), bool)
 

@@ -5,6 +5,7 @@ unpickled, and no JAX array is made.
 """
 
 import difflib
+import io
 import json
 import mmap
 import pathlib
@@ -86,6 +87,8 @@ def _of_file(file: epath.Path) -> Any:
         if (file.parent / "_METADATA").exists():
             fix = f"give the directory that Orbax wrote: {file.parent}"
         raise _wrong(file, f"a {file.suffix} file" if file.suffix else "a file", fix)
+    if not file.is_dir() and not pathlib.Path(file).is_file():  # `epath` calls a pipe a file
+        raise _wrong(file, "a pipe, a socket or a device", "write what it gives to a file, and name that")
     try:
         found = read(pathlib.Path(file))
     except (ImportError, OSError):
@@ -143,6 +146,10 @@ def _shards_of_safetensors(index: pathlib.Path) -> dict[str, str]:
 
 def _of_shards(index: epath.Path, shards: Mapping[str, str]) -> dict[str, Any]:
     """All tensors of a model that is stored in several files, each as it is in the file that the index names."""
+    elsewhere = sorted(shard for shard in set(shards.values()) if not _is_shard(shard))
+    if elsewhere:
+        got = f"an index that names {', '.join(elsewhere[:3])}"
+        raise _wrong(index, got, "take the index and its .safetensors files, in one directory, from the same model")
     missing = sorted(shard for shard in set(shards.values()) if not (index.parent / shard).is_file())
     if missing:
         got = f"an index whose files are missing: {_listed([index.parent / shard for shard in missing])}"
@@ -155,6 +162,12 @@ def _of_shards(index: epath.Path, shards: Mapping[str, str]) -> dict[str, Any]:
     return {name: files[shard][name] for name, shard in shards.items()}
 
 
+def _is_shard(name: str) -> bool:
+    """Whether an index may name this file: it is beside the index, or below it, and contains tensors."""
+    path = pathlib.PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors"
+
+
 def _of_npz(file: pathlib.Path) -> dict[str, Any]:
     with zipfile.ZipFile(file) as archive:
         names = [name for name in archive.namelist() if name.endswith(".npy")]
@@ -163,11 +176,22 @@ def _of_npz(file: pathlib.Path) -> dict[str, Any]:
         return {name.removesuffix(".npy"): _of_npy(archive, name) for name in names}
 
 
+_BYTES_OF_LENGTH = {(1, 0): 2, (2, 0): 4, (3, 0): 4}  # of the header, by the version of the format
+_LONGEST_HEADER = 10_000
+
+
 def _of_npy(archive: zipfile.ZipFile, name: str) -> Any:
     with archive.open(name) as member:
+        version = npy.read_magic(member)
+        if version not in _BYTES_OF_LENGTH:
+            raise ValueError(f"{name}: the version {version[0]}.{version[1]} of the format is not known here")
+        length = member.read(_BYTES_OF_LENGTH[version])
+        size = int.from_bytes(length, "little")
+        if size > _LONGEST_HEADER:  # NumPy reads a header before it refuses a long one
+            raise ValueError(f"{name}: a header of {size:,} bytes")
         # A header of version 3 is one of version 2 with field names in UTF-8; an array with fields is not a parameter.
-        is_short = npy.read_magic(member) == (1, 0)
-        shape, _, dtype = (npy.read_array_header_1_0 if is_short else npy.read_array_header_2_0)(member)
+        header = io.BytesIO(length + member.read(size))
+        shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(header)
     if dtype == np.dtype("V2"):
         return _struct(shape, jnp.bfloat16)  # NumPy writes its size without its name
     return _struct(shape, dtype.newbyteorder("=")) if dtype.kind in "biufc" else str(dtype)

@@ -140,8 +140,11 @@ class Plan:
         """The trainable part of each leaf for an optimizer; of a ``Part`` the values alone."""
         taken = []
         for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
+            if selection is FROZEN:
+                taken.append(_tree.MASKED_NODE)
+                continue
             refuse_on_host(leaf.path, selection, value)
-            if isinstance(value, Part) and selection is not FROZEN:
+            if isinstance(value, Part):
                 taken.append(dataclasses.replace(value, values=values_of(value, selection), trains=None, source=None))
             else:
                 taken.append(selection.take(value))

@@ -7,7 +7,7 @@ can replace one another.
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -17,6 +17,7 @@ import optax
 
 from optax_freeze._errors import described, is_array, printable, type_error
 from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.init_with import each_once
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.carry import Carry, no_fit
@@ -107,7 +108,7 @@ def migrate(
         raise
     carry = Carry(new, _sources(old, new), tx, params)
     carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
-    migrated = jax.tree.unflatten(jax.tree.structure(fresh), _each_once(carry.values()))
+    migrated = jax.tree.unflatten(jax.tree.structure(fresh), each_once(carry.values()))
     return (migrated, _report(carry, old)) if report else migrated
 
 
@@ -129,13 +130,6 @@ def _report(carry: Carry, old: Sequence[Entry]) -> Migration:
     olds = [entry for entry in old if entry.arrays and entry.address is not None]
     dropped = [entry.name for entry in olds if (entry.held & ~taken[id(entry)]).any()]
     return Migration(tuple(carried), tuple(created), tuple(dropped))
-
-
-def _each_once(arrays: Iterable[Any]) -> list[Any]:
-    """The arrays, copied if they have been there before, since a buffer can be donated only once."""
-    every = list(arrays)
-    first = {id(array): i for i, array in reversed(list(enumerate(every)))}
-    return [array if first[id(array)] == i else jnp.copy(array) for i, array in enumerate(every)]
 
 
 def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) -> None:

@@ -98,15 +98,6 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     """
     answers = {}
     for node in _states(state):
-        [step] = jax.tree.leaves(node.step)
-        if isinstance(step, jax.ShapeDtypeStruct) or step.shape != ():
-            raise value_error(
-                "the state does not say which groups are frozen",
-                at="step",
-                got=described(step),
-                expected="the state of one optimizer, with values",
-                fix="pass a state with values; after vmap, select one state: jax.tree.map(lambda x: x[0], state)",
-            )
         for name, frozen in frozen_groups(node).items():
             frozen = frozen if isinstance(frozen, Tracer) else bool(frozen)
             if isinstance(frozen, bool) and answers.get(name, frozen) is not frozen:

@@ -30,7 +30,8 @@ def spec_of(state: optax.OptState) -> Selector:
       A selector, for trees with the same leaves as the parameters given to ``init``.
 
     Raises:
-      ValueError: if the state contains no such state, or several with different specs.
+      ValueError: if the state contains no such state, or several with different specs; if a state of
+        :func:`optax_freeze.freeze_when` has no values.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 from optax_freeze._precompute.flops import flops
+from optax_freeze._program.regions import Values
+from optax_freeze._program.tasks import Task
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 NAMES = ("a", "b", "c", "head")
@@ -139,6 +141,27 @@ def test_28_groups_are_one_program_of_the_size_of_few():
     state = fz.freeze_when(optax.sgd(0.1), groups).init(params)
     program = jax.make_jaxpr(lambda state, params: fz.grad(loss, fz.spec_of(state))(params, X))(state, params)
     assert equations(program.jaxpr) < 6 * equations(jax.make_jaxpr(jax.grad(loss))(params, X).jaxpr)
+
+
+def test_each_task_is_visited_as_often_with_few_groups_as_with_many(monkeypatch):
+    visits = []
+    monkeypatch.setattr(Task, "read_numbers", property(lambda task, read=Task.read_numbers.fget: counted(read(task))))
+    monkeypatch.setattr(Values, "only", lambda values, numbers, only=Values.only: only(values, counted(numbers)))
+
+    def counted(numbers):
+        numbers = list(numbers)
+        visits.append(1 + len(numbers))
+        return numbers
+
+    def of(count):
+        params = {f"w{i:03d}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(count)}
+        tx = fz.freeze_when(optax.sgd(0.1), dict.fromkeys(params, False))
+        step = fz.train_step(lambda params: jnp.sum(functools.reduce(jnp.matmul, params.values(), X)), tx)
+        visits.clear()
+        jax.eval_shape(step, params, jax.eval_shape(tx.init, params))
+        return sum(visits)
+
+    assert of(48) < 4.2 * of(12)
 
 
 class TestSharedOperations:

@@ -66,6 +66,31 @@ def test_shapes_numpy_arrays_and_an_array_at_two_paths():
     assert new["c"] == 1.0
 
 
+@pytest.mark.parametrize("make", [np.array, jnp.array])
+@pytest.mark.parametrize(
+    ("source", "dtype", "kept", "lost"),
+    [
+        ("float16", "float8_e8m0fnu", (1.0, 3.0), (0.0, -1.0)),
+        ("float8_e4m3fn", "float8_e8m0fnu", (1.0, 3.0), (0.0, -1.0)),
+        ("float4_e2m1fn", "float8_e8m0fnu", (1.0, 3.0), (0.0, -1.0)),
+        ("float32", "float4_e2m1fn", (0.0, -6.9), (7.1, np.nan, np.inf)),
+        ("float32", "float8_e4m3fn", (460.0, np.nan), (465.0,)),
+        ("float32", "float16", (65519.0, np.inf), (65521.0,)),
+    ],
+)
+def test_a_value_that_the_type_does_not_have(make, source, dtype, kept, lost):
+    array = make(kept, source)
+    assert bits(fz.cast({"w": array}, True, dtype)) == bits({"w": array.astype(np.float32).astype(dtype)})
+    for value in lost:
+        with pytest.raises(ValueError, match=f"{dtype} does not have all frozen values"):
+            fz.cast({"w": make([*kept, value], source)}, True, dtype)
+
+
+def test_no_type():
+    with pytest.raises(TypeError, match="needs a floating-point type"):
+        fz.cast({"w": np.ones(2, np.float32)}, True, None)
+
+
 def test_reports_checkpoints_and_migration_take_the_converted_tree(tmp_path):
     params = fz.cast(PARAMS, FROZEN, jnp.bfloat16)
     assert "bfloat16" in str(fz.summary(params, FROZEN))

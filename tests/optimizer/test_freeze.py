@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizers
 import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
 
 import optax_freeze as fz
+
+OPTIMIZERS = optimizers.found()
 
 
 def train(tx, params, grads, steps=2):
@@ -255,3 +258,17 @@ def test_gradients_of_single_examples_for_private_training(frozen):
     squares = [jnp.sum(g.reshape(2, -1) ** 2, 1) for g in jax.tree.leaves(grads) if g.dtype == jnp.float32]
     expected = jnp.mean(grads["b"] / jnp.maximum(1.0, jnp.sqrt(sum(squares)))[:, None], 0)
     np.testing.assert_allclose(updates["b"], -0.1 * expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", [lambda tx: fz.freeze(tx, "frozen"), lambda tx: fz.freeze_when(tx, {"w": False})])
+@pytest.mark.parametrize("transform", [lambda init: init, jax.jit], ids=["eager", "jitted"])
+def test_parameters_and_state_can_be_donated(make, transform):
+    """No buffer is twice in them, though some optimizers return the parameters in their state."""
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(3), "frozen": jnp.ones(2)}
+    names = OPTIMIZERS if transform is not jax.jit else ["contrib.prodigy", "contrib.cocob"]
+    for name in names:
+        state = transform(make(OPTIMIZERS[name].make()).init)(params)
+        arrays = [leaf for leaf in jax.tree.leaves((params, state)) if isinstance(leaf, jax.Array) and leaf.size]
+        arrays = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
+        pointers = [array.unsafe_buffer_pointer() for array in arrays]
+        assert len(set(pointers)) == len(pointers), name

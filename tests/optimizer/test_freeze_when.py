@@ -376,6 +376,8 @@ class TestSetFrozen:
         for state in (jax.eval_shape(init, params), jax.vmap(init)(jax.tree.map(lambda p: p[None], params))):
             with pytest.raises(ValueError, match="does not say which groups are frozen"):
                 fz.currently_frozen(state)
+            with pytest.raises(ValueError, match="does not say which groups are frozen"):
+                fz.spec_of(state)
 
 
 def test_a_clip_over_all_groups():
