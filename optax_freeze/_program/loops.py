@@ -110,7 +110,7 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output
     everything, found = Rows(0, np.arange(eqn.params["length"])), []
     for place, each in enumerate(wanted):
         chosen = regions_apart(each, eqn.avals_out[carried + place].shape)
-        if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "offset", 0) for r in chosen):
+        if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "is_shifted", False) for r in chosen):
             chosen = {EVERYTHING: joined_label([each])}
         for region, label in chosen.items():
             steps = region if isinstance(region, Rows) and region.axis == 0 else everything
@@ -251,7 +251,7 @@ class _Segment:
 
     def _conditions(self, others: Sequence[int]) -> dict[_Output, int]:
         """The outputs at steps that are known while the program runs, with a label of each set of steps."""
-        dynamic = {o: (id(o.dynamic.numbers), o.label) for o in self.outputs if o.dynamic is not None}
+        dynamic = {o: (o.dynamic, o.label) for o in self.outputs if o.dynamic is not None}
         if self.waits:
             return dict.fromkeys(dynamic, ALWAYS)
         keys = list(dict.fromkeys(dynamic.values()))
@@ -330,7 +330,7 @@ class _Segment:
                     values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
             for (place, read), part in zip(carried, carry, strict=True):
                 values.write(place, read.region, part)
-            steps = {o: o.written.numbers == i for o in self.conditions}  # type: ignore[attr-defined]
+            steps = {o: o.written.unclamped == i for o in self.conditions}  # type: ignore[attr-defined]
             hits = {o: jnp.any(here) for o, here in steps.items()}
             conditions = {
                 bit: hits[o] if o.label in (ALWAYS, self.label) else hits[o] & context.holds(o.label)
@@ -374,7 +374,7 @@ class _Segment:
     def _until_last(self, step: Any, state: Any) -> Any:
         """Runs the steps until the last one with a wanted result, whose number is a value of the program."""
         (start, stop, _), reverse = self.steps, self.loop.reverse
-        numbers = [o.written.numbers for o in self.conditions]  # type: ignore[attr-defined]
+        numbers = [o.written.unclamped for o in self.conditions]  # type: ignore[attr-defined]
         if reverse:
             steps = stop - jnp.maximum(functools.reduce(jnp.minimum, [each[0] for each in numbers]), start)
         else:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, cast_to_vary, varies
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, varies
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.sharding import fitting
 
@@ -209,10 +209,6 @@ def reshape(eqn: Equation, region: Any) -> Any:
     def reshaped(x: Any, region: Region = region) -> Any:
         return eqn.bind(x, new_sizes=region.shape(new), **_laid_out(eqn, region))
 
-    def rows_of(axis: int, numbers: Any) -> Any:
-        return [Rows(axis, numbers) if isinstance(region, Rows) else DynamicRows(axis, numbers)], reshaped
-
-    numbers = region.numbers if isinstance(region, Rows) else region.indices
     for axis, length in enumerate(old):
         if math.prod(old[:axis]) != before:
             continue
@@ -220,9 +216,7 @@ def reshape(eqn: Equation, region: Any) -> Any:
         if old_inner == inner and length == size:
             return [region.along(axis)], reshaped
         if length > 1 and length * old_inner == size * inner and length % size == 0:  # a row is some of its rows
-            each = length // size
-            finer = (numbers[:, None] * each + np.arange(each, dtype=np.int32)).reshape(-1)
-            return rows_of(axis, finer)
+            return [region.along(axis).finer(length // size)], reshaped
         if (
             size > 1
             and length > 1
@@ -231,7 +225,7 @@ def reshape(eqn: Equation, region: Any) -> Any:
             and isinstance(region, Rows)
         ):
             each = size // length  # a row is a part of one of its rows
-            coarse = np.unique(numbers // each)
+            coarse = np.unique(region.numbers // each)
             full = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))
             cut: Any = region.within(full)
             return [Rows(axis, coarse)], lambda x, cut=cut, full=full: cut.take(reshaped(x, full))
@@ -243,11 +237,7 @@ def reshape(eqn: Equation, region: Any) -> Any:
         repeats = math.prod(new[first : region.axis])
         same = math.prod(new[:first]) == outer and math.prod(old[axis + 1 :]) == inner
         if same and length == repeats * size:
-            steps = np.arange(repeats, dtype=np.int32)[:, None] * size
-            if isinstance(region, Rows):
-                return rows_of(axis, (steps + numbers).reshape(-1))
-            valid = (numbers >= 0) & (numbers < size)
-            return rows_of(axis, jnp.where(valid, steps + numbers, length).reshape(-1))
+            return [region.along(axis).repeated(repeats, size)], reshaped
     return None
 
 
@@ -290,13 +280,14 @@ def pad(eqn: Equation, region: Any) -> Any:
     if not isinstance(region, Rows):
         if between:
             return None
-        inside = region.shifted(-low)
+        if not size:
+            return [None, EVERYTHING], lambda x, value: jnp.broadcast_to(value, region.shape(eqn.avals_out[0].shape))
 
         def select(x: Any, value: Any) -> Any:
-            x, i = eqn.bind(x, value, padding_config=others), inside.indices
+            x, i = eqn.bind(x, value, padding_config=others), region.indices - low
             return jnp.where(_where_rows((i >= 0) & (i < size), x.ndim, axis), x, value)
 
-        return [inside, EVERYTHING], select
+        return [region.shifted(-low).clamped(size), EVERYTHING], select
     found, rest = np.divmod(region.numbers - low, between + 1)
     valid = (rest == 0) & (found >= 0) & (found < size)
     positions = np.flatnonzero(valid)
@@ -329,7 +320,7 @@ def concatenate(eqn: Equation, region: Any) -> Any:
         each = [region.numbers[(region.numbers >= a) & (region.numbers < b)] - a for a, b in spans]
         regions = [Rows(axis, numbers) if numbers.size else None for numbers in each]
         return regions, lambda *parts: eqn.bind(*(part for part in parts if part is not None))
-    shifted = [region.shifted(-a) if a < b else None for a, b in spans]
+    shifted = [region.shifted(-a).clamped(b - a) if a < b else None for a, b in spans]
 
     def selected(*parts: Any) -> Any:
         (_, out), *others = [(a, part) for (a, _), part in zip(spans, parts, strict=True) if part is not None]
@@ -520,6 +511,8 @@ def dynamic_slice(eqn: Equation, region: Any) -> Any:
 def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
     operand, update = (aval.shape for aval in eqn.avals_in[:2])
     axis, starts = region.axis, [EVERYTHING] * (len(eqn.inputs) - 2)
+    if not math.prod(update):
+        return [region, *[None] * (len(eqn.inputs) - 1)], lambda x, *_: x
     if update[axis] == operand[axis]:
         return [region, region, *starts], eqn.bind
 
@@ -605,6 +598,7 @@ def scatter(eqn: Equation, region: Any) -> Any:
         unique, ordered = (eqn.params[name] and distinct for name in ("unique_indices", "indices_are_sorted"))
         ordered = ordered and sizes[axis] == 1  # blocks may overlap
         updates = jax.lax.transpose(updates, order)
-        return eqn.bind(x, indices, updates, unique_indices=unique, indices_are_sorted=ordered, **changed)
+        out = eqn.bind(x, indices, updates, unique_indices=unique, indices_are_sorted=ordered, **changed)
+        return region.joined(out, operand[axis])
 
     return [region, EVERYTHING, EVERYTHING], shifted

@@ -7,7 +7,7 @@ numbers are values of the program. All rows are ascending. A value may be stored
 import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,11 +113,18 @@ class _SomeRows(Region):
         Without others, only those within ``size`` rows count.
         """
         i = jnp.asarray(i)
-        table = jnp.full(size, -1, jnp.int32)
-        positions = jnp.arange(self.count, dtype=jnp.int32)
-        table = table.at[self.indices].set(positions, mode="drop", wrap_negative_indices=False)
-        position = jnp.take(table, i, mode="clip")
+        position = jnp.take(self._positions(size), i, mode="clip")
         return jnp.where((i >= 0) & (i < size), position, -1), False
+
+    def _positions(self, size: int) -> jax.Array:
+        """The position of each of ``size`` rows among these rows, the same for equal ones, or -1."""
+        positions = jnp.arange(self.count, dtype=jnp.int32)
+        table = jnp.full(size, -1, jnp.int32)
+        return table.at[self.indices].max(positions, mode="drop", wrap_negative_indices=False)
+
+    def joined(self, array: Any, size: int) -> Any:
+        """An array of these rows in which only those that :meth:`find` finds were changed, with the change in all."""
+        return array
 
 
 class Rows(_SomeRows):
@@ -185,6 +192,14 @@ class Rows(_SomeRows):
         """The rows that have these numbers plus ``by``."""
         return Rows(self.axis, self.numbers + by)
 
+    def finer(self, each: int) -> "Rows":
+        """The rows of a value that has ``each`` rows for one."""
+        return Rows(self.axis, (self.numbers[:, None] * each + np.arange(each)).reshape(-1))
+
+    def repeated(self, times: int, size: int) -> "Rows":
+        """The rows of a value in which all rows, ``size`` of them, are repeated."""
+        return Rows(self.axis, (np.arange(times)[:, None] * size + self.numbers).reshape(-1))
+
     def within(self, other: "Rows") -> "Rows | None":
         """The positions of these rows among ``other`` rows, if it has them all."""
         if self.axis != other.axis:
@@ -204,33 +219,87 @@ class Rows(_SomeRows):
 
 
 class DynamicRows(_SomeRows):
-    """Rows whose numbers, int32 and ascending, are values of the program, plus ``offset``; zeros if out of range."""
+    """Rows whose numbers are values of the program, computed from ``numbers``, int32 and ascending, in some ``steps``.
 
-    def __init__(self, axis: int, numbers: Any, offset: int = 0) -> None:
-        self.axis, self.numbers, self.offset, self.count = axis, numbers, offset, numbers.shape[0]
+    Where a row of a value is in no row of an operand, its number there is clamped: a row is read that exists, because
+    the derivative of what is computed from zeros, and not used, may be NaN. Clamped numbers may be equal.
+    """
+
+    def __init__(self, axis: int, numbers: Any, steps: tuple[tuple[Any, ...], ...] = ()) -> None:
+        self.axis, self.numbers, self.steps = axis, numbers, steps
+        self.count = numbers.shape[0] * math.prod(step[1] for step in steps if step[0] in ("finer", "repeated"))
 
     @functools.cached_property
     def _key(self) -> Any:
-        return self.axis, id(self.numbers), self.offset
+        return self.axis, id(self.numbers), self.steps
 
     @property
     def indices(self) -> jax.Array:
-        return self.numbers + self.offset if self.offset else self.numbers
+        return functools.reduce(_after, self.steps, self.numbers)
+
+    @property
+    def unclamped(self) -> jax.Array:
+        """The numbers of the rows, out of range for rows that are not there."""
+        return functools.reduce(_after, [step for step in self.steps if step[0] != "clamped"], self.numbers)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the numbers have a distance to those of the outermost value."""
+        return any(step[0] == "shifted" for step in self.steps)
+
+    @property
+    def _is_clamped(self) -> bool:
+        return any(step[0] == "clamped" for step in self.steps)
 
     def take(self, array: Any) -> Any:
         array = jnp.asarray(array)
         sharding = explicit_sharding(array, self.shape(array.shape))
-        return with_sharding(sharding, functools.partial(get_rows, self.axis), self.indices, array)
+        rows = functools.partial(get_rows, self.axis, is_unique=not self._is_clamped)
+        return with_sharding(sharding, rows, self.indices, array)
 
     def along(self, axis: int) -> "DynamicRows":
-        return DynamicRows(axis, self.numbers, self.offset)
+        return DynamicRows(axis, self.numbers, self.steps)
+
+    def _then(self, *step: Any) -> "DynamicRows":
+        return DynamicRows(self.axis, self.numbers, (*self.steps, step))
 
     def shifted(self, by: int) -> "DynamicRows":
         """The rows that have these numbers plus ``by``."""
-        return DynamicRows(self.axis, self.numbers, self.offset + by)
+        return self._then("shifted", by) if by else self
+
+    def clamped(self, size: int) -> "DynamicRows":
+        """The rows of a value that has ``size`` of them."""
+        return self._then("clamped", size)
+
+    def finer(self, each: int) -> "DynamicRows":
+        """The rows of a value that has ``each`` rows for one."""
+        return self._then("finer", each)
+
+    def repeated(self, times: int, size: int) -> "DynamicRows":
+        """The rows of a value in which all rows, ``size`` of them, are repeated."""
+        return self._then("repeated", times, size)
+
+    def joined(self, array: Any, size: int) -> Any:
+        if not self._is_clamped:
+            return array
+        return DynamicRows(self.axis, self._positions(size)[self.indices], (("clamped", self.count),)).take(array)
 
     def __repr__(self) -> str:
-        return f"DynamicRows({self.axis}, {self.numbers} + {self.offset})"
+        return f"DynamicRows({self.axis}, {self.numbers}, {self.steps})"
+
+
+def _after(numbers: jax.Array, step: tuple[Any, ...]) -> jax.Array:
+    """The numbers of dynamic rows after one of the steps by which they are computed."""
+    name, by, *size = step
+    if name == "shifted":
+        return numbers + by
+    if name == "clamped":
+        return jnp.clip(numbers, 0, by - 1)
+    if name == "finer":
+        return (numbers[:, None] * by + np.arange(by, dtype=np.int32)).reshape(-1)
+    [size] = size
+    rows = np.arange(by, dtype=np.int32)[:, None] * size + numbers
+    return jnp.where((numbers >= 0) & (numbers < size), rows, by * size).reshape(-1)
 
 
 def region_of(selection: Selection) -> Region:
@@ -238,7 +307,7 @@ def region_of(selection: Selection) -> Region:
     if isinstance(selection, RowIndex):
         return Rows(selection.axis, selection.numbers)
     if isinstance(selection, DynamicRowIndex):
-        return DynamicRows(selection.axis, jnp.asarray(selection.array))
+        return DynamicRows(selection.axis, jnp.asarray(selection.array)).clamped(selection.size)
     return EVERYTHING
 
 
@@ -246,7 +315,7 @@ def zero_outside(region: Region, array: Any, shape: Sequence[int]) -> Any:
     """An array with this region of a value, zero in rows whose numbers are out of range."""
     if not isinstance(region, DynamicRows):
         return array
-    inside = (region.indices >= 0) & (region.indices < shape[region.axis])
+    inside = (region.unclamped >= 0) & (region.unclamped < shape[region.axis])
     inside = jnp.expand_dims(inside, tuple(i for i in range(array.ndim) if i != region.axis))
     return jnp.where(inside, array, jnp.zeros((), array.dtype))
 
@@ -314,6 +383,26 @@ def stored_region(stored: Collection[Region], region: Region) -> Region | None:
     if not isinstance(region, Rows):
         return None
     return next((other for other in stored if isinstance(other, Rows) and region.within(other) is not None), None)
+
+
+class Empty(NamedTuple):
+    """A part of a value that has no elements, as an operand whose ``val`` is known."""
+
+    aval: Any
+    shape: tuple[int, ...]
+
+    @property
+    def val(self) -> jax.Array:
+        """The array without elements."""
+        return zeros(self.aval, self.shape)
+
+
+def without_elements(region: Region, aval: Any) -> Empty | None:
+    """A region of rows of a value of this type, if it has no elements."""
+    shape = getattr(aval, "shape", ())
+    if not isinstance(region, _SomeRows) or 0 not in (shape := region.shape(shape)):
+        return None
+    return None if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else Empty(aval, shape)
 
 
 class Values:

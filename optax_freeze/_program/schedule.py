@@ -27,6 +27,7 @@ from optax_freeze._program.regions import (
     Values,
     is_scattered,
     is_whole,
+    without_elements,
 )
 from optax_freeze._program.residuals import program_of
 from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
@@ -57,14 +58,14 @@ def schedule(
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
         late = Late(program, origins, range(program.num_inputs), decides)
     walk = Walk(program, log, late, is_late, known, decides)
-    for value, region, label in outputs:
-        walk.want(value, region, label)
+    wanted = [(*walk.operand(value, region), label) for value, region, label in outputs]
+    for each in wanted:
+        walk.want(*each)
     walk.run()
     computed = {n for eqn in program.eqns for n in eqn.outputs}
     computed.update(n for task in walk.tasks for n in task.written_numbers)
     given = {n: wanted for n, wanted in walk.wanted.items() if n not in computed}
-    tasks, wanted = walk.tasks[::-1], [(value, region) for value, region, _ in outputs]
-    return Schedule(program, tasks, given, wanted)
+    return Schedule(program, walk.tasks[::-1], given, [(value, region) for value, region, _ in wanted])
 
 
 @dataclasses.dataclass
@@ -82,6 +83,11 @@ class Walk:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
         self.fused = Fusions(self.program)
+
+    def operand(self, value: Any, region: Region) -> tuple[Any, Region]:
+        """A region of a value; of one without elements nothing is computed."""
+        empty = without_elements(region, self.program.avals[value]) if isinstance(value, int) else None
+        return (value, region) if empty is None else (empty, EVERYTHING)
 
     def want(self, value: Any, region: Region, label: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
@@ -113,6 +119,7 @@ class Walk:
 
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
+        value, region = self.operand(value, region)
         read = Read(value, region, in_place)
         if region is not LAZY and (self.late is None or value not in self.late):
             return read

@@ -52,9 +52,10 @@ def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
     return {"tpu": on_tpu, "default": functools.partial(scatter, axis)}
 
 
-def get_rows(axis: int, indices: Any, full: Any) -> jax.Array:
+def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True) -> jax.Array:
     """:func:`gather` of values that are moved as they are; it can be transposed."""
-    return at(full, axis, indices).get(**_ASCENDING, mode="fill", fill_value=0, wrap_negative_indices=False)
+    how: dict[str, Any] = {**_ASCENDING, "unique_indices": is_unique}
+    return at(full, axis, indices).get(**how, mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:

@@ -221,6 +221,25 @@ def test_examples_may_have_rows_of_their_own():
             close(jax.tree.map(lambda g, i=i: g[i], got), expected)
 
 
+@jax.custom_vjp
+def normed(w):
+    """The identity, whose cotangents are divided by their norms."""
+    return w
+
+
+normed.defvjp(lambda w: (w, w), lambda w, ct: (w * ct / jnp.sqrt(jnp.sum(ct**2, 1, keepdims=True)),))
+READ = jnp.array([0, 1, 1, 2, 3, 6])
+
+OF_PIECES = {  # of a number, which is differentiated after the rows of the table
+    "concatenate": lambda v, w: jnp.sum(jnp.concatenate([v * jnp.log(w), v / w, jnp.sqrt(w * v)])),
+    "pad": lambda v, w: jnp.sum(v * jnp.log(w[:2])) + jnp.sum(v / w[2:]) + jnp.sum((v * w[3:]) ** 1.5),
+    "update": lambda v, w: jnp.sum(v / jax.lax.dynamic_update_slice(w, 1 / w[1:2], (2, 0))),
+    "iota": lambda v, w: jnp.sum(v * jnp.concatenate([w, w / (1 + jnp.arange(4.0))[:, None]])),
+    "repeat": lambda v, w: jnp.sum(v / jnp.repeat(w, 3, 0)[:5]) + jnp.sum(v / jnp.tile(w, (3, 1))[1:5]),
+    "scatter": lambda v, w: jnp.sum(v * jnp.log(jnp.concatenate([normed(w), 2 * w])[READ])),
+}
+
+
 class TestSecondDerivatives:
     FROZEN = {**ROWS_ALONE, "layers": trains(1, 2)}  # noqa: RUF012
 
@@ -249,6 +268,26 @@ class TestSecondDerivatives:
         got = of_rest(lambda t, rest: fz.restrict(of_scan(), rest)(t, X))
         dense = of_rest(lambda t, rest: of_scan()(fz.combine(t, rest), X))
         close(got["layers"]["kernel"].array, dense["layers"]["kernel"].array)
+
+    @pytest.mark.parametrize("numbers", [[1, 3], [2, 3], [0, 7]], ids=str)
+    def test_of_what_is_selected(self, numbers):
+        """What is read for rows of another piece is not used, and has no derivative that is NaN."""
+        w, index = jnp.sin(jnp.arange(8.0)).reshape(4, 2) + 2, jnp.array(numbers)
+
+        def sums(derivative):
+            def total(loss, v):
+                return jnp.sum(jnp.sin(derivative(functools.partial(OF_PIECES[loss], v))))
+
+            return [f(functools.partial(total, loss)) for loss in OF_PIECES for f in (jax.grad, jax.hessian)]
+
+        @jax.jit
+        def ours(v, index):
+            of_rows = lambda loss: fz.grad(loss, ~fz.rows(index))(w).values  # noqa: E731
+            return [f(v) for f in sums(of_rows)]
+
+        inside = index[index < len(w)]
+        expected = jax.jit(lambda v: [f(v) for f in sums(lambda loss: jax.grad(loss)(w)[inside])])(1.0)
+        close(ours(1.0, index), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

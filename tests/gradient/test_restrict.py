@@ -5,6 +5,7 @@ import inspect
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import assert_equal_up_to_rounding, bits
@@ -101,6 +102,27 @@ class TestValueAndGradFromState:
         assert bits(ours["encoder"]) == bits(params["encoder"])
         assert loss(ours, batch) < loss(params, batch)
         chex.assert_trees_all_close(ours["head"], theirs["head"], rtol=1e-5)
+
+
+TABLE, STACK = jnp.sin(jnp.arange(8.0)).reshape(4, 2), jnp.sin(jnp.arange(24.0)).reshape(4, 3, 2)
+X = jnp.cos(jnp.arange(18.0)).reshape(6, 3)
+SIZES = np.array([1, 2, 0, 3], np.int32)
+OF_LEAVES = {
+    "finer rows": (lambda w: jnp.repeat(w, 3, 0)[:5] ** 2, TABLE),
+    "kron": (lambda w: jnp.tanh(jnp.kron(w, jnp.ones((2, 3)))), TABLE),
+    "sizes of NumPy": (lambda w: jnp.tanh(jax.lax.ragged_dot(X, w, SIZES)), STACK),
+}
+
+
+@pytest.mark.parametrize("index", [jnp.array([1, 3]), [1, 3]], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", OF_LEAVES)
+def test_of_a_leaf_in_rows(name, index):
+    of_leaf, w = OF_LEAVES[name]
+    loss = lambda params: jnp.sum(of_leaf(params["w"]))  # noqa: E731
+    trainable, rest = fz.partition({"w": w}, {"w": ~fz.rows(index)})
+    value, grads = jax.value_and_grad(fz.restrict(loss, rest))(trainable)
+    assert_equal_up_to_rounding(value, loss({"w": w}))
+    assert_equal_up_to_rounding(grads["w"].values, jax.grad(loss)({"w": w})["w"][jnp.array([1, 3])])
 
 
 OF_NO_VALUE = {  # Python code that needs the value of the sum

@@ -259,6 +259,28 @@ def test_what_computes_everything():
     check(of_rows({"reshape": lambda w, x: w.reshape(8, 3)}), everything={"w": "reshape"})
 
 
+OF_NOTHING = {
+    "split": lambda w, x: jnp.split(jnp.concatenate([w, x]), [0, 6, 6]),
+    "split columns": lambda w, x: jnp.split(jnp.concatenate([w, x], 1), [0, 4, 4], axis=1),
+    "concatenate": lambda w, x: [jnp.tanh(jnp.concatenate([w[:0], x[:0]])) @ w.T, w],
+    "pad": lambda w, x: jnp.pad(w[:0], ((1, 2), (0, 0)), constant_values=1.0) * w[:3],
+    "update": lambda w, x: lax.dynamic_update_slice(w, w[1:1], (1, 0)) ** 2,
+    "lookup": lambda w, x: [w[jnp.zeros((0, 2), int)], w.at[jnp.zeros(0, int)].add(w[:0]) * x],
+    "scan": lambda w, x: [lax.scan(lambda c, row: (jnp.tanh(c * row), c), x[0], w[:0]), w * x],
+    "scan in a scan": lambda w, x: lax.scan(
+        lambda c, row: (lax.scan(lambda d, each: (d * each, None), c, w[:0])[0] * row, c * row), x[0], w
+    ),
+}
+
+
+@pytest.mark.parametrize("index", [[0, 2, 5], jnp.array([0, 2, 5])], ids=["static", "dynamic"])
+def test_parts_without_elements(index):
+    cases = of_rows(OF_NOTHING)
+    check(
+        {name: (fun, p, {**frozen, "w": fz.rows(index)}) for name, (fun, p, frozen) in cases.items()}, jit, "not asked"
+    )
+
+
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_random_numbers_that_are_drawn_again(impl):
     """Those of a batch of keys are not those of each key."""

@@ -178,7 +178,7 @@ class TestRegions:
     def test_take_indices_and_find(self, numbers):
         numbers = np.array(numbers)
         table = jnp.arange(1000.0).reshape(500, 2)
-        for region in (Rows(0, numbers), DynamicRows(0, jnp.asarray(numbers - 7), 7)):
+        for region in (Rows(0, numbers), DynamicRows(0, jnp.asarray(numbers - 7)).shifted(7)):
             np.testing.assert_array_equal(region.take(table), table[numbers])
             np.testing.assert_array_equal(region.indices, numbers)
             asked = np.array([-1, *numbers, 499, 500])
@@ -187,12 +187,19 @@ class TestRegions:
             np.testing.assert_array_equal(found, [-1, *range(len(numbers)), -1, -1])
             assert not distinct or len(set(np.asarray(region.find(np.arange(500), 500)[0]).tolist())) == 500
 
-    def test_dynamic_rows_out_of_range_are_zeros(self):
-        region = DynamicRows(0, jnp.array([0, 1, 3, 5], jnp.int32), -1)
-        np.testing.assert_array_equal(region.take(W[:4]), jnp.stack([W[0] * 0, W[0], W[2], W[0] * 0]))
-        assert region.shifted(1).offset == 0
-        assert region.shifted(1) != region == region.shifted(0)
-        assert region != DynamicRows(0, jnp.array([0, 1, 3, 5], jnp.int32), -1)  # their numbers may be different
+    def test_dynamic_rows_out_of_range_are_those_that_exist(self):
+        numbers = jnp.array([0, 1, 3, 5], jnp.int32)
+        region = DynamicRows(0, numbers).shifted(-1).clamped(4)
+        np.testing.assert_array_equal(region.take(W[:4]), W[jnp.array([0, 0, 2, 3])])
+        np.testing.assert_array_equal(region.unclamped, [-1, 0, 2, 4])
+        assert region == DynamicRows(0, numbers).shifted(-1).clamped(4) != region.shifted(1)
+        assert region != DynamicRows(0, numbers + 0).shifted(-1).clamped(4)  # their numbers may be different
+
+    def test_what_is_written_to_one_of_equal_rows_is_in_all(self):
+        region = DynamicRows(0, jnp.array([0, 1, 3, 5], jnp.int32)).shifted(-1).clamped(4)
+        place, _ = region.find(jnp.array([0]), 4)
+        written = region.take(W[:4]).at[place].set(7.0)
+        np.testing.assert_array_equal(region.joined(written, 4), region.take(W[:4].at[0].set(7.0)))
 
     def test_covering(self):
         shape, other = (6, 4), DynamicRows(0, jnp.array([0]))
