@@ -141,8 +141,11 @@ def register_with_flax(static: type = Plan) -> None:
     if serialization is not None:
         register = functools.partial(serialization.register_serialization_state, override=True)
         register(static, lambda _: {}, lambda target, _: target)
-        restored = lambda part, state: dataclasses.replace(part, values=state["values"])  # noqa: E731
-        register(Part, lambda part: {"values": part.values}, restored)
+
+        def restored(part: Part, state: Any) -> Part:
+            return dataclasses.replace(part, values=serialization.from_state_dict(part.values, state["values"]))
+
+        register(Part, lambda part: {"values": serialization.to_state_dict(part.values)}, restored)
 
 
 def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:

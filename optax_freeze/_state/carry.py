@@ -69,14 +69,16 @@ class Carry:
     """The values of an old state in a new one, with ``entries``: for each, ``sources`` are those of the old one.
 
     ``anew`` says whether the transformation at a place begins anew: if all its elements are new, or if some are and it
-    has a history, whose numbers are about all of them together, or the gradient of a line search.
+    has a history, whose numbers are about all of them together, the gradient of a line search, or an array of which it
+    is not known along which axis the rows are.
     """
 
     def __init__(self, entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> None:
         """``entries`` are those of ``tx.init(params)``, and ``olds`` for each of them the old ones at its address."""
         self.entries = entries
         in_part = any(entry.parts or isinstance(entry.value, Part) for entry in entries)
-        axes = row_axes([entry.value for entry in entries], tx, params) if in_part else [()] * len(entries)
+        nodes = [entry.value for entry in entries]
+        axes, certain = row_axes(nodes, tx, params) if in_part else ([()] * len(entries), [True] * len(entries))
         self.sources = [
             [found for old in each if (found := _source(entry, old, its_axes)) is not None]
             for entry, each, its_axes in zip(entries, olds, axes, strict=True)
@@ -89,7 +91,7 @@ class Carry:
             moments = [i for i in inside if entries[i].leaf is not None]
             flags = [_not(_any([source.kept for i in moments for source in self.sources[i]]))]
             fields = {_place(entries[i])[1] for i in inside}
-            if {"grad", "value"} <= fields or any(_is_history(entries[i]) for i in moments):
+            if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
                 flags += [source.changed for i in moments for source in self.sources[i]]
                 flags += [bool(entries[i].arrays or olds[i]) for i in moments if not self.sources[i]]
             self.anew[place] = any(entries[i].arrays for i in moments) and _any(flags)

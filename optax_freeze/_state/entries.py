@@ -163,12 +163,13 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 
 
-def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[[str], str | None]) -> Entry:
+def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[..., str | None]) -> Entry:
     """Adds the parameter that an entry belongs to, if there is one."""
-    leaf = owner_of(str(entry.address))
+    leaf = owner_of(str(entry.address), isinstance(entry.value, Part))
     if leaf is None:
         return entry
-    shape = shapes[leaf] or ()
+    # A leaf that is a hole among trainable parameters has no shape.
+    shape = shapes[leaf] or (entry.value.shape if isinstance(entry.value, Part) else ())
     if leaf == "" and not isinstance(entry.value, Part) and np.shape(entry.value)[-len(shape) :] != shape:
         return entry  # neither of the shape of the only parameter, nor a history of it
     around = [parts[leaf] for parts in entry.parts if leaf in parts]

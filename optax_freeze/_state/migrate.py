@@ -21,7 +21,7 @@ from optax_freeze._optimizer.init_with import each_once
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.carry import Carry, no_fit
-from optax_freeze._state.entries import Entry, Scope, entries_of
+from optax_freeze._state.entries import Entry, Scope, entries_of, join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,12 +227,19 @@ def _is_within(entry: Entry, others: Sequence[Entry]) -> bool:
 
 
 def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
-    """Arrays at whose address the other state has no array, and no ``MaskedNode`` of a frozen leaf or subtree."""
+    """Arrays at whose address the other state has no array, and no ``MaskedNode`` of a frozen leaf or subtree.
+
+    Of several arrays for one leaf, those of a ``Part`` are one entry, at the address that others begin with.
+    """
     addresses = {entry.address for entry in others}
-    masked = {entry.address for entry in others if not entry.arrays}
+    around = {entry.address for entry in others if not entry.arrays or isinstance(entry.value, Part)}
+    above = {join(*str(address).split("/")[:n]) for address in addresses for n in range(str(address).count("/") + 1)}
 
-    def has_home(address: str) -> bool:
-        segments = address.split("/")
-        return address in addresses or any("/".join(segments[:n]) in masked for n in range(len(segments)))
+    def has_home(entry: Entry) -> bool:
+        segments = str(entry.address).split("/")
+        is_around = isinstance(entry.value, Part) and entry.address in above
+        return (
+            entry.address in addresses or is_around or any(join(*segments[:n]) in around for n in range(len(segments)))
+        )
 
-    return [entry for entry in entries if entry.arrays and not entry.optional and not has_home(str(entry.address))]
+    return [entry for entry in entries if entry.arrays and not entry.optional and not has_home(entry)]

@@ -4,12 +4,12 @@ import collections
 from collections.abc import Callable, Collection, Iterable
 
 
-def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[[str], str | None]:
+def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[..., str | None]:
     """Returns a function from the address of an array to the path of its parameter, or to None.
 
     The end of an address may be ambiguous: a parameter may have the name of a field of the state. Of the trees that may
     contain the array, the one with the most parameters decides. Trees with at most half as many parameters as the
-    largest tree are ignored.
+    largest tree are ignored, unless the array is known to be that of a parameter (``is_part``).
 
     >>> addresses = ["0/count", "0/mu/count", "0/mu/mu/kernel", "0/nu/count", "0/nu/mu/kernel"]
     >>> list(map(parameter_of(addresses, {"count", "mu/kernel"}), addresses))
@@ -24,8 +24,8 @@ def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[
     sizes = collections.Counter(tree for address in set(addresses) for tree, _ in readings(address))
     largest = max(sizes.values(), default=0)
 
-    def owner(address: str) -> str | None:
-        found = [(sizes[tree], path) for tree, path in readings(address) if 2 * sizes[tree] > largest]
+    def owner(address: str, is_part: bool = False) -> str | None:
+        found = [(sizes[tree], path) for tree, path in readings(address) if is_part or 2 * sizes[tree] > largest]
         return max(found, key=lambda reading: reading[0])[1] if found else None
 
     return owner

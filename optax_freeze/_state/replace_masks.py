@@ -41,7 +41,8 @@ def replace_masks(
     elements that an optimizer trains are new (those of a label of ``optax.multi_transform``, of a group of
     :func:`optax_freeze.freeze_when`), everything beside its moments starts as in ``init``, too, and its next step is
     that of a new optimizer. An optimizer with a history of gradients (L-BFGS) or a line search starts as in ``init`` if
-    any element is new. Steps of schedules and wrappers (``optax.MultiSteps``) and random keys always continue.
+    any element is new, and so does Adafactor where the shapes do not tell which of its factors is that of the rows.
+    Steps of schedules and wrappers (``optax.MultiSteps``) and random keys always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or

@@ -1,11 +1,13 @@
 """Finds the axis of each array of an optimizer state along which the rows of a leaf are.
 
-The shapes of ``tx.init`` are asked for with one row more: the axis that is longer then is that of the rows.
+The shapes of ``tx.init`` are asked for with one row more, and with one row less: the axis that is longer and shorter
+then is that of the rows. An optimizer whose layout depends on which axis of a leaf is the longest (Adafactor) may
+answer differently, where there are as many rows as another axis is long. Shapes do not tell then.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import eval_init, init_with
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import DynamicRowIndex, RowIndex
+from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, RowSelection
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import states_in
 
@@ -48,19 +50,38 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0) -> Shapes:
     return Shapes(state, [[its is node.plan.leaves for its in made].index(True) for node in states_in(state)])
 
 
-def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> list[Axes]:
-    """The axes of the rows for each leaf and ``MaskedNode`` of ``tx.init(params)``."""
-    longer = _tree.flatten(init_shapes(tx, params, more=1).state)[0]
-    pairs = zip(map(jax.tree.leaves, nodes), map(jax.tree.leaves, longer), strict=True)
-    return [tuple(_first_difference(*each) for each in zip(*pair, strict=True)) for pair in pairs]
+def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes], list[bool]]:
+    """For each leaf and ``MaskedNode`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
+
+    def changed(more: int) -> list[Any]:
+        others = _tree.flatten(init_shapes(tx, params, more).state)[0]
+        pairs = zip(map(jax.tree.leaves, nodes), map(jax.tree.leaves, others), strict=True)
+        return [tuple(_first_difference(*each) for each in zip(*pair, strict=True)) for pair in pairs]
+
+    longer = changed(1)
+    axes = [tuple(None if axis == "rank" else axis for axis in each) for each in longer]
+    if all(map(_has_shape_of_part, nodes)):
+        return axes, [True] * len(axes)
+    return axes, [a == b and "rank" not in a for a, b in zip(longer, changed(-1), strict=True)]
 
 
-def _first_difference(a: Any, b: Any) -> int | None:
+def _has_shape_of_part(node: Any) -> bool:
+    """Whether all arrays of a ``Part`` have the shape of the trainable part, or none."""
+    if not isinstance(node, Part):
+        return True
+    index, shape = node.index, tuple(node.shape or ())
+    part = index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
+    return all(array.shape in (part, ()) for array in jax.tree.leaves(node))
+
+
+def _first_difference(a: Any, b: Any) -> int | Literal["rank"] | None:
+    if a.ndim != b.ndim:
+        return "rank"
     return next((i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m), None)
 
 
 def _resized(selection: Any, more: int) -> Any:
-    """A selection of more rows, whichever they are, or compact elements."""
+    """A selection of so many more rows, whichever they are, or compact elements."""
     if selection.part_index is None:
         return selection
     count = selection.count + more

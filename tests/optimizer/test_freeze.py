@@ -229,6 +229,13 @@ class TestTheStateTravels:
         after = update(grads, mapped, params)[1]
         assert bits(fz.partition(params, fz.spec_of(after))[0]) == bits(fz.partition(params, PARTS)[0])
 
+    def test_by_flax_with_labels_by_leaf(self):
+        """A `Part` in the state holds a `MaskedNode`."""
+        by_rank = lambda p: jax.tree.map(lambda leaf: f"rank {leaf.ndim}", p)  # noqa: E731
+        inner = optax.multi_transform({"rank 1": optax.adam(0.1), "rank 2": optax.sgd(0.1, 0.9)}, by_rank)
+        state = fz.freeze(inner, PARTS).init(self.params)
+        assert bits(flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))) == bits(state)
+
     def test_through_scan_and_donation(self):
         def body(carry, _):
             params, state = carry

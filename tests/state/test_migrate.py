@@ -119,6 +119,24 @@ class TestParts:
         zeros = {"w": jnp.zeros((6, 3)), "v": jnp.zeros(2)}
         return fz.combine(moment, fz.partition(zeros, fz.spec_of(state))[1])["w"]
 
+    @pytest.mark.parametrize("masks", [("leaf", "columns"), ("columns", "elements"), ("compact", "few rows")])
+    def test_several_arrays_for_a_leaf(self, masks):
+        """A list of arrays in SM3, of which a ``Part`` is around them all."""
+        txs = [fz.freeze(optax.sm3(0.1), fz.rules({"w": MASKS[mask][0]})) for mask in masks]
+        for tx, other in (txs, txs[::-1]):
+            _, state = train(tx, self.params)
+            new, report = fz.migrate(state, other, self.params, report=True)
+            assert jax.tree.structure(new) == jax.tree.structure(other.init(self.params))
+            assert bits(optax.tree.get(new, "mu")["v"]) == bits(optax.tree.get(state, "mu")["v"])
+            assert any("mu/w" in place for place in report.dropped)
+            train(other, self.params, 1, new)
+
+    @pytest.mark.parametrize("mask", ["few rows", "compact", "elements"])
+    def test_a_leaf_in_part_to_a_hole_of_the_trainable_part(self, mask):
+        _, state = train(fz.freeze(optax.adam(0.1), fz.rules({"w": MASKS[mask][0]})), self.params)
+        new = fz.migrate(state, optax.adam(0.1), fz.partition(self.params, "w")[0])
+        assert bits(new[0].mu["v"]) == bits(optax.tree.get(state, "mu")["v"])
+
     def test_rows_of_the_trainable_part(self):
         tx = optax.adam(0.1)
         few, more = (fz.partition(self.params, fz.rules({"w": fz.rows(slice(0, n))}))[0] for n in (4, 2))
