@@ -26,6 +26,7 @@ from optax_freeze._gradient.grad import grad as grad
 from optax_freeze._gradient.grad import restrict as restrict
 from optax_freeze._gradient.grad import value_and_grad as value_and_grad
 from optax_freeze._gradient.grad import value_and_grad_from_state as value_and_grad_from_state
+from optax_freeze._gradient.freeze_loss import freeze_loss as freeze_loss
 from optax_freeze._gradient.explain import Explanation as Explanation
 from optax_freeze._gradient.explain import explain as explain
 

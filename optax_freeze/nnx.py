@@ -13,14 +13,16 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import jax
 import numpy as np
 from flax import nnx
 
 from optax_freeze._errors import described, refuse_unknown_choice, type_error, value_error
+from optax_freeze._gradient.freeze_loss import call_frozen
+from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN
@@ -28,6 +30,8 @@ from optax_freeze._spec.selection import FROZEN
 register_with_flax()
 
 _Module = TypeVar("_Module", bound=nnx.Pytree)
+P = ParamSpec("P")
+T = TypeVar("T")
 Stats = Literal["frozen", "live"]
 
 _ORIGINAL_TYPE = "thaws_to"
@@ -168,6 +172,68 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
         expected, fix = "at least one trainable parameter", "freeze less: fz.only('head'); or thaw(module) first"
         raise value_error("no parameter is trainable", at=at, got=got, expected=expected, fix=fix)
     return _Trainable(frozenset(paths))
+
+
+def freeze_loss(fun: Callable[Concatenate[_Module, P], T], frozen: Spec) -> Callable[Concatenate[_Module, P], T]:
+    """:func:`optax_freeze.freeze_loss` for a function of an NNX module: for trainers, and for freezing rows.
+
+    ``nnx.grad`` of it computes only the gradient of the trainable parameters, and gives zeros for frozen ones. Freeze
+    the optimizer with the same spec: ``nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)``. The types of the
+    variables do not change.
+
+    Args:
+      fun: the function that is differentiated, called as ``fun(module, *args, **kwargs)``. It may return anything, and
+        change the variables of its arguments: batch statistics, counts of random streams, caches.
+      frozen: the spec for the tree of the module's ``nnx.Param``, in any form except dynamic rows and the spec of a
+        :func:`optax_freeze.freeze_when` state. A shared variable has the first of its paths, as in an optimizer.
+
+    Returns:
+      A function with the arguments, the result and the side effects of ``fun``.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, or if its first argument is not an NNX module.
+      ValueError: in the same cases as :func:`optax_freeze.freeze_loss`.
+
+    Example:
+      >>> import optax_freeze as fz, optax_freeze.nnx as fnnx
+      >>> model = nnx.Embed(4, 1, rngs=nnx.Rngs(0))
+      >>> loss = fnnx.freeze_loss(lambda model, tokens: model(tokens).sum(), {"embedding": fz.rows(slice(0, 2))})
+      >>> nnx.grad(loss)(model, np.array([1, 2, 2]))["embedding"][...].ravel()
+      Array([0., 0., 2., 0.], dtype=float32)
+    """
+    refuse_no_function(fun, frozen, "fnnx.freeze_loss(fun, frozen)")
+
+    @functools.wraps(fun)
+    @nnx.update_context("freeze_loss")
+    def frozen_fn(module: _Module, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        _check_module(module, "freeze_loss", frozen)
+        with nnx.split_context("freeze_loss") as context:
+            pure, *others = _split(context, (module, args, kwargs))
+        params, rest = nnx.split_state(pure.state, nnx.Param, ...)
+        before, unchanged, structure = jax.tree.leaves(params), {}, None
+
+        def of_params(params: Any) -> Any:
+            nonlocal unchanged, structure
+            with nnx.merge_context("freeze_loss", True) as context:
+                given = _merge(context, (pure._replace(state=nnx.merge_state(params, rest)), *others))
+            module, args, kwargs = given
+            out = fun(module, *args, **kwargs)
+            nodes = [node for node in jax.tree.leaves(given, is_leaf=_is_node) if _is_node(node)]
+            with nnx.split_context("freeze_loss") as context:
+                leaves, structure = jax.tree.flatten(_split(context, nodes))
+                out = _split(context, out)
+            places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(params))}
+            unchanged = {i: before[places[id(x)]] for i, x in enumerate(leaves) if id(x) in places}
+            return [leaf for i, leaf in enumerate(leaves) if i not in unchanged], out
+
+        changed, out = call_frozen(of_params, params, frozen)
+        others = iter(changed)
+        leaves = [unchanged[i] if i in unchanged else next(others) for i in range(len(changed) + len(unchanged))]
+        with nnx.merge_context("freeze_loss", False) as context:
+            _merge(context, jax.tree.unflatten(structure, leaves))
+            return _merge(context, out)
+
+    return frozen_fn
 
 
 class Frozen(nnx.Module):
@@ -382,6 +448,24 @@ def _refuse_linen_params(module: nnx.Pytree, params: Sequence[_Param]) -> None:
             expected = "an NNX module, or parameters that remain nnx.Params"
             fix = "nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), or wrt=fnnx.trainable(model, frozen)"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
+
+
+class _Split(NamedTuple):
+    """A module or variable as a pytree."""
+
+    graphdef: Any
+    state: Any
+
+
+def _split(context: Any, tree: Any) -> Any:
+    """A tree with its modules and variables split."""
+    return jax.tree.map(lambda x: _Split(*context.split(x)) if _is_node(x) else x, tree, is_leaf=_is_node)
+
+
+def _merge(context: Any, tree: Any) -> Any:
+    """The inverse of :func:`_split`; the context knows the modules that already exist, and changes them."""
+    is_split = lambda x: isinstance(x, _Split)  # noqa: E731
+    return jax.tree.map(lambda x: context.merge(*x) if is_split(x) else x, tree, is_leaf=is_split)
 
 
 def _is_node(value: Any) -> bool:

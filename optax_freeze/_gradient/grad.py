@@ -65,7 +65,7 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
             fix="trainable, rest = fz.partition(params, frozen); or pass the spec to fz.grad(fun, frozen)",
         )
 
-    return functools.wraps(fun)(_restricted(fun, rest))
+    return functools.wraps(fun)(restricted_to(fun, rest))
 
 
 @overload
@@ -115,35 +115,14 @@ def value_and_grad(
       (6.0, {'encoder': MaskedNode(), 'head': Array(2., dtype=float32)})
     """
     refuse_no_function(fun, frozen, "fz.value_and_grad(fun, frozen)")
-    if not is_int(argnums):
-        raise value_error(
-            "`argnums` must be a single int",
-            at="argnums",
-            got=described(argnums),
-            expected="one int: the position of the parameters",
-            fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
-        )
+    refuse_several(argnums)
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        if not -len(args) <= argnums < len(args):
-            raise value_error(
-                "`argnums` is out of range",
-                at=f"argnums={argnums}",
-                got=f"a call with {len(args)} positional arguments",
-                expected="the parameters at that position",
-                fix="pass the parameters by position, not by keyword",
-            )
-        i = argnums % len(args)
-
-        def of_params(params: PyTree) -> Any:
-            with_params: Any = (*args[:i], params, *args[i + 1 :])
-            return fun(*with_params, **kwargs)
-
+        of_params, params = of_parameters(fun, argnums, args, kwargs)
         if isinstance(frozen, GroupSpec):
-            return value_and_grad_of_groups(of_params, frozen, args[i], has_aux, holomorphic)
-        plan = _something_trains(args[i], frozen)
-        return value_and_grad_of_plan(of_params, plan, args[i], has_aux, holomorphic)
+            return value_and_grad_of_groups(of_params, frozen, params, has_aux, holomorphic)
+        return value_and_grad_of_plan(of_params, plan_of(params, frozen), params, has_aux, holomorphic)
 
     return value_and_grad_fn
 
@@ -238,9 +217,9 @@ def value_and_grad_from_state(
 
     @functools.wraps(fun)
     def value_and_grad_fn(params: Tree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, Any]:
-        plan = _something_trains(params, frozen)
+        plan = plan_of(params, frozen)
         values, treedef = plan.align(params, "params")
-        restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1]))
+        restricted = optax.value_and_grad_from_state(restricted_to(fun, split(params, plan)[1]))
         # Optax also returns the gradient in the state, whose parts have no source.
         value, grads = restricted(plan.trainable(treedef, values), *args, state=state, **kwargs)
         return value, jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))
@@ -248,7 +227,7 @@ def value_and_grad_from_state(
     return value_and_grad_fn
 
 
-def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
+def restricted_to(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:
@@ -271,7 +250,36 @@ def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
         )
 
 
-def _something_trains(params: PyTree, frozen: Spec) -> Plan:
+def refuse_several(argnums: Any) -> None:
+    """Raises ``ValueError`` unless ``argnums`` is one int."""
+    if not is_int(argnums):
+        raise value_error(
+            "`argnums` must be a single int",
+            at="argnums",
+            got=described(argnums),
+            expected="one int: the position of the parameters",
+            fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
+        )
+
+
+def of_parameters(
+    fun: Callable[..., T], argnums: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[PyTree], T], PyTree]:
+    """A call of ``fun`` as a function of its parameters alone, and the parameters."""
+    if not -len(args) <= argnums < len(args):
+        raise value_error(
+            "`argnums` is out of range",
+            at=f"argnums={argnums}",
+            got=f"a call with {len(args)} positional arguments",
+            expected="the parameters at that position",
+            fix="pass the parameters by position, not by keyword",
+        )
+    i = argnums % len(args)
+    return lambda params: fun(*args[:i], params, *args[i + 1 :], **kwargs), args[i]
+
+
+def plan_of(params: PyTree, frozen: Spec) -> Plan:
+    """The plan of a spec; a ``ValueError`` if nothing trains."""
     plan = make_plan(params, frozen)
     plan.refuse_all_frozen("there is nothing to differentiate", frozen)
     return plan

@@ -35,6 +35,7 @@ from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
+from optax_freeze._spec.sharding import explicit_sharding
 from optax_freeze._spec.tree import Part, PyTree, Rest
 
 T = TypeVar("T")
@@ -142,7 +143,9 @@ class _Call:
         # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
         if on_host != set(range(len(leaves))) and not jax.sharding.get_abstract_mesh().manual_axes:
             wanted = self._outputs().given
-            on_host |= {i for i in range(len(leaves)) if EVERYTHING not in wanted.get(i, ())}
+            on_host |= {
+                i for i, x in enumerate(leaves) if EVERYTHING not in wanted.get(i, ()) and not _divides_rows(x)
+            }
         self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
@@ -281,6 +284,12 @@ class _Call:
         needed = {number for task in of_backward for number in task.read_numbers}
         needed |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
         return of_forward, of_backward, [key for key in keys if key[0] in needed]
+
+
+def _divides_rows(leaf: Any) -> bool:
+    """Whether the rows of a leaf are on different devices of an explicit mesh, on which JAX writes no single rows."""
+    sharding = explicit_sharding(leaf.array) if isinstance(leaf, _InRows) else None
+    return sharding is not None and leaf.selection.axis < len(sharding.spec) and sharding.spec[leaf.selection.axis] is not None
 
 
 def _gradient(program: Program, values: Values, x: Any, region: Region) -> Any:

@@ -35,12 +35,13 @@ SCRIPTS = {
     "fingerprint": "fingerprint.py",
     "scale": "scale.py --all",
     "scale_gpu": "scale.py --sizes 8B 70B --chips h100 a100-40 --one rtx4090",
+    "trainer": "trainer.py",
     "quantized": "quantized.py",
     "gpu": "gpu.py",
 }
 """The script of each pair of files, with its arguments."""
 
-APART = ("scale", "scale_gpu", "quantized", "gpu")
+APART = ("scale", "scale_gpu", "trainer", "quantized", "gpu")
 """Run only if named: the first takes an hour or two, the others need JAX's CUDA packages, the last a GPU, too."""
 
 
