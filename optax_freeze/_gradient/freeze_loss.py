@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
-from optax_freeze._gradient.grad import of_parameters, plan_of, refuse_no_function, refuse_several, restricted_to
+from optax_freeze._gradient.grad import of_parameters, plan_of, refuse_no_function, refuse_several
 from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec
@@ -61,6 +61,8 @@ def freeze_loss(fun: Callable[P, T], frozen: Spec, argnums: int = 0) -> Callable
 
 def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
     """``fun(params)``, with a gradient for the trainable parameters only."""
+    from optax_freeze._gradient.restricted_call import call_restricted  # loads jax.extend: slow
+
     if isinstance(frozen, GroupSpec):
         _refuse_change("the frozen groups change during training", repr(frozen))
     plan = plan_of(fun, params, frozen)
@@ -69,7 +71,7 @@ def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
             _refuse_change("the trainable rows change during training", f"{leaf.path}: a leaf that {selection}")
     trainable, rest = split(params, plan)
     rest = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x, rest)
-    return restricted_to(fun, rest)(trainable)
+    return call_restricted(fun, trainable, rest, complete=True)
 
 
 def _refuse_change(what: str, got: str) -> None:

@@ -75,15 +75,31 @@ class _InRows(NamedTuple):
         return LateValue(program, Values(dict(enumerate([array, rows, *numbers]))))
 
 
-def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree) -> T:
-    """``fun(combine(trainable, rest))``."""
+class _Complete(_InRows):
+    """A leaf whose array already contains the rows, which are there for their gradient: nothing is put together."""
+
+    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
+        @jax.custom_jvp
+        def put(array: Any, rows: Any) -> jax.Array:
+            return array
+
+        def jvp(primals: Any, tangents: Any) -> Any:
+            return primals[0], _InRows.put_together(self, *tangents, numbers)
+
+        put.defjvp(jvp)
+        return put(array, rows)
+
+
+def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, complete: bool = False) -> T:
+    """``fun(combine(trainable, rest))``; if ``complete``, the arrays of ``rest`` contain the trainable rows."""
 
     def combine_part(rest: Rest, part: Any) -> Any:
         if isinstance(rest.selection, RowSelection):
             array = jnp.asarray(rest.array)
             rows = jnp.asarray(part.values, array.dtype if rest.dtype is None else rest.dtype)
             axes = varies(jax.typeof(array)) | varies(jax.typeof(rows))
-            return _InRows(cast_to_vary(array, axes), rest.selection, cast_to_vary(rows, axes))
+            cls = _Complete if complete and not is_on_host(array) else _InRows
+            return cls(cast_to_vary(array, axes), rest.selection, cast_to_vary(rows, axes))
         return put_part(rest, part)
 
     leaves, treedef = assemble(trainable, rest, combine_part)
@@ -144,7 +160,7 @@ class _Call:
         if on_host != set(range(len(leaves))) and not jax.sharding.get_abstract_mesh().manual_axes:
             wanted = self._outputs().given
             on_host |= {
-                i for i, x in enumerate(leaves) if EVERYTHING not in wanted.get(i, ()) and not _divides_rows(x)
+                i for i, x in enumerate(leaves) if EVERYTHING not in wanted.get(i, ()) and not _is_read_whole(x)
             }
         self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
@@ -286,10 +302,11 @@ class _Call:
         return of_forward, of_backward, [key for key in keys if key[0] in needed]
 
 
-def _divides_rows(leaf: Any) -> bool:
-    """Whether the rows of a leaf are on different devices of an explicit mesh, on which JAX writes no single rows."""
+def _is_read_whole(leaf: Any) -> bool:
+    """Whether a leaf is complete, or its rows are divided by an explicit mesh, on which JAX writes no single rows."""
     sharding = explicit_sharding(leaf.array) if isinstance(leaf, _InRows) else None
-    return sharding is not None and leaf.selection.axis < len(sharding.spec) and sharding.spec[leaf.selection.axis] is not None
+    spec = sharding.spec[leaf.selection.axis :] if sharding else ()
+    return isinstance(leaf, _Complete) or (len(spec) > 0 and spec[0] is not None)
 
 
 def _gradient(program: Program, values: Values, x: Any, region: Region) -> Any:
