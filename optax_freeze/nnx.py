@@ -30,8 +30,8 @@ from optax_freeze._spec.selection import FROZEN
 register_with_flax()
 
 _Module = TypeVar("_Module", bound=nnx.Pytree)
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 Stats = Literal["frozen", "live"]
 
 _ORIGINAL_TYPE = "thaws_to"
@@ -174,7 +174,7 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
     return _Trainable(frozenset(paths))
 
 
-def freeze_loss(fun: Callable[Concatenate[_Module, P], T], frozen: Spec) -> Callable[Concatenate[_Module, P], T]:
+def freeze_loss(fun: Callable[Concatenate[_Module, _P], _T], frozen: Spec) -> Callable[Concatenate[_Module, _P], _T]:
     """:func:`optax_freeze.freeze_loss` for a function of an NNX module: for trainers, and for freezing rows.
 
     ``nnx.grad`` of it computes only the gradient of the trainable parameters, and gives zeros for frozen ones. Freeze
@@ -205,7 +205,7 @@ def freeze_loss(fun: Callable[Concatenate[_Module, P], T], frozen: Spec) -> Call
 
     @functools.wraps(fun)
     @nnx.update_context("freeze_loss")
-    def frozen_fn(module: _Module, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def frozen_fn(module: _Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         _check_module(module, "freeze_loss", frozen)
         with nnx.split_context("freeze_loss") as context:
             pure, *others = _split(context, (module, args, kwargs))

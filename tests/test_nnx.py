@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import bits
+from conftest import assert_equal_up_to_rounding, bits
 from flax import linen as nn
 from flax import nnx
 
@@ -805,3 +805,75 @@ import optax_freeze.nnx, optax_freeze as fz, flax.serialization
 assert flax.serialization.to_state_dict(fz.Part(1.0)) == {"values": 1.0}
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class _ScannedBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.norm(jnp.tanh(self.linear(x))))
+
+
+class _Scanned(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(6, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=5)(nnx.vmap(_ScannedBlock, in_axes=0, out_axes=0))(rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, tokens):
+        x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            self.embed(tokens), self.blocks
+        )
+        self.calls[...] += 1
+        self.last = nnx.Variable(x.mean())  # a variable that the call creates
+        return self.head(x)
+
+
+class TestFreezeLoss:
+    FROZEN = fz.rules({"embed/embedding": fz.rows(slice(0, 4)), "blocks/**": fz.rows(slice(0, 3)), "head/bias": True})
+
+    @staticmethod
+    def loss(model, tokens, labels, rngs):
+        logits = model(tokens) + 0.1 * jax.random.normal(rngs.noise(), (4, 3))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def train(self, loss):
+        model, rngs = _Scanned(nnx.Rngs(0)), nnx.Rngs(noise=3)
+        optimizer = nnx.Optimizer(model, fz.freeze(optax.adamw(1e-2), self.FROZEN), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, rngs):
+            gradient = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.Param))
+            value, grads = gradient(model, jnp.array([0, 5, 3, 1]), jnp.array([0, 1, 2, 0]), rngs=rngs)
+            optimizer.update(model, grads)
+            return value, grads
+
+        values, grads = zip(*[step(model, optimizer, rngs) for _ in range(2)], strict=True)
+        return nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(rngs)), values, grads[0]
+
+    def test_a_scanned_model_trains_as_without_it(self):
+        """Parameters, batch statistics, counts of random streams, and a variable that the call creates."""
+        *plain, dense = self.train(self.loss)
+        *ours, grads = self.train(fnnx.freeze_loss(self.loss, self.FROZEN))
+        assert bits(ours) == bits(plain)
+        assert "last" in ours[0]
+        kernel = np.asarray(grads["blocks"]["linear"]["kernel"][...])
+        assert not kernel[:3].any()
+        assert_equal_up_to_rounding(kernel[3:], np.asarray(dense["blocks"]["linear"]["kernel"][...])[3:])
+
+    def test_modules_in_and_out(self):
+        model = nnx.Embed(4, 1, rngs=nnx.Rngs(0))
+
+        def fun(model, head, text):
+            model.embedding[...] *= 2
+            model.new = nnx.Variable(jnp.ones(2))
+            return model.embedding[...].sum() + head.bias[...].sum(), model, {text: head}
+
+        before, head = model.embedding[...], nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        _, same, aux = fnnx.freeze_loss(fun, {"embedding": fz.rows([0])})(model, head, "text")
+        assert same is model
+        assert aux["text"] is head
+        assert bits(model.embedding[...]) == bits(before * 2)
+        assert model.new[...].tolist() == [1, 1]

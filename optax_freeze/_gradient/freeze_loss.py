@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -35,7 +35,8 @@ def freeze_loss(fun: Callable[P, T], frozen: Spec, argnums: int = 0) -> Callable
 
     Returns:
       A function with the arguments and the result of ``fun``. It can be called, transformed and differentiated with
-      respect to any arguments like ``fun``; with rows frozen, in reverse mode only, as by :func:`optax_freeze.restrict`.
+      respect to any arguments like ``fun``; if rows are frozen, in reverse mode only, as with
+      :func:`optax_freeze.restrict`.
 
     Raises:
       TypeError: if ``fun`` is not a function.

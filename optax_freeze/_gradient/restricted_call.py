@@ -5,6 +5,7 @@ do not depend on the cotangents are evaluated in the forward pass, and what the 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
@@ -79,15 +80,19 @@ class _Complete(_InRows):
     """A leaf whose array already contains the rows, which are there for their gradient: nothing is put together."""
 
     def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
-        @jax.custom_jvp
-        def put(array: Any, rows: Any) -> jax.Array:
-            return array
+        return _rows_of(self.with_numbers(numbers), array, rows)
 
-        def jvp(primals: Any, tangents: Any) -> Any:
-            return primals[0], _InRows.put_together(self, *tangents, numbers)
 
-        put.defjvp(jvp)
-        return put(array, rows)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rows_of(selection: RowSelection, array: Any, rows: Any) -> jax.Array:
+    """``array``, whose derivative with respect to its trainable elements is that with respect to ``rows``."""
+    return array
+
+
+@_rows_of.defjvp
+def _rows_of_jvp(selection: RowSelection, primals: Any, tangents: Any) -> Any:
+    array, rows = tangents
+    return primals[0], selection.put(array, Part(rows, selection.part_index, array.shape))
 
 
 def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, complete: bool = False) -> T:

@@ -40,7 +40,7 @@ def of_optimizer(loss: Callable[..., jax.Array], params: Any, which: Any) -> sca
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = jax.value_and_grad(loss)(params, tokens)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, (value, optax.global_norm(grads))
+        return optax.apply_updates(params, updates), state, (value, optax.tree.norm(grads))
 
     return (params, scale.in_float32(tx, params)), step
 
