@@ -66,7 +66,7 @@ def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
 
     if isinstance(frozen, GroupSpec):
         _refuse_change("the frozen groups change during training", repr(frozen))
-    plan = plan_of(fun, params, frozen)
+    plan = plan_of(params, frozen)
     for leaf, selection in zip(plan.leaves, plan.selections, strict=True):
         if isinstance(selection, DynamicRowIndex):
             _refuse_change("the trainable rows change during training", f"{leaf.path}: a leaf that {selection}")

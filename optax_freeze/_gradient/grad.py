@@ -65,7 +65,7 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
             fix="trainable, rest = fz.partition(params, frozen); or pass the spec to fz.grad(fun, frozen)",
         )
 
-    return functools.wraps(fun)(restricted_to(fun, rest))
+    return functools.wraps(fun)(_restricted(fun, rest))
 
 
 @overload
@@ -219,7 +219,7 @@ def value_and_grad_from_state(
     def value_and_grad_fn(params: Tree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, Any]:
         plan = plan_of(params, frozen)
         values, treedef = plan.align(params, "params")
-        restricted = optax.value_and_grad_from_state(restricted_to(fun, split(params, plan)[1]))
+        restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1]))
         # Optax also returns the gradient in the state, whose parts have no source.
         value, grads = restricted(plan.trainable(treedef, values), *args, state=state, **kwargs)
         return value, jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))
@@ -227,7 +227,7 @@ def value_and_grad_from_state(
     return value_and_grad_fn
 
 
-def restricted_to(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
+def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 
     def restricted(trainable: PyTree, /, *args: Any, **kwargs: Any) -> T:

@@ -5,7 +5,6 @@ do not depend on the cotangents are evaluated in the forward pass, and what the 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
+from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -28,71 +28,16 @@ from optax_freeze._program.regions import (
     zero_outside,
     zeros,
 )
-from optax_freeze._program.schedule import LateValue, schedule
+from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
-from optax_freeze._program.trace import Program, flatten, is_inexact
+from optax_freeze._program.trace import Program, is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, needs_value
-from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
-from optax_freeze._spec.sharding import explicit_sharding
-from optax_freeze._spec.tree import Part, PyTree, Rest
+from optax_freeze._spec.tree import PyTree, Rest
 
 T = TypeVar("T")
-
-
-class _InRows(NamedTuple):
-    """A leaf frozen by rows, in parts."""
-
-    array: Any
-    selection: RowSelection
-    rows: Any
-
-    def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
-        """The selection with these numbers of dynamic rows."""
-        return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
-
-    def without_values(self) -> "_InRows":
-        """The types of the parts: JAX keeps a custom derivative longer than the trace of its arrays."""
-        return jax.tree.map(lambda x: jax.eval_shape(to_device, x), self)
-
-    def whole(self) -> jax.Array:
-        """The leaf."""
-        return self.put_together(self.array, self.rows, jax.tree.leaves(self.selection))
-
-    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
-        """The leaf, put together from these arrays."""
-        selection, array = self.with_numbers(numbers), to_device(array).astype(self.rows.dtype)
-        return selection.put(array, Part(rows, selection.part_index, array.shape))
-
-    def unread(self, array: Any, rows: Any, numbers: Sequence[Any]) -> LateValue:
-        """The leaf, of which only the rows are put together that are read."""
-
-        def put(array: Any, rows: Any, *numbers: Any) -> jax.Array:
-            return set_rows(self.selection.axis, self.selection.indices(*numbers), array.astype(rows.dtype), rows)
-
-        program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows, *numbers))
-        return LateValue(program, Values(dict(enumerate([array, rows, *numbers]))))
-
-
-class _Complete(_InRows):
-    """A leaf whose array already contains the rows, which are there for their gradient: nothing is put together."""
-
-    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
-        return _rows_of(self.with_numbers(numbers), array, rows)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rows_of(selection: RowSelection, array: Any, rows: Any) -> jax.Array:
-    """``array``, whose derivative with respect to its trainable elements is that with respect to ``rows``."""
-    return array
-
-
-@_rows_of.defjvp
-def _rows_of_jvp(selection: RowSelection, primals: Any, tangents: Any) -> Any:
-    array, rows = tangents
-    return primals[0], selection.put(array, Part(rows, selection.part_index, array.shape))
 
 
 def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, complete: bool = False) -> T:
@@ -103,12 +48,12 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
             array = jnp.asarray(rest.array)
             rows = jnp.asarray(part.values, array.dtype if rest.dtype is None else rest.dtype)
             axes = varies(jax.typeof(array)) | varies(jax.typeof(rows))
-            cls = _Complete if complete and not is_on_host(array) else _InRows
+            cls = CompleteLeaf if complete and not is_on_host(array) else LeafInRows
             return cls(cast_to_vary(array, axes), rest.selection, cast_to_vary(rows, axes))
         return put_part(rest, part)
 
     leaves, treedef = assemble(trainable, rest, combine_part)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _InRows) or is_on_host(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, LeafInRows) or is_on_host(leaf)]
 
     def of_leaves(*arrays: Any) -> T:
         filled = dict(zip(places, arrays, strict=True))
@@ -122,7 +67,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
     except Exception as error:
         if not needs_value(error):
             raise
-        return of_leaves(*(x.whole() if isinstance(x, _InRows) else to_device(x) for x in found))
+        return of_leaves(*(x.whole() if isinstance(x, LeafInRows) else to_device(x) for x in found))
     return call(found)
 
 
@@ -156,25 +101,29 @@ class _Call:
     """
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        self.leaves: list[Any] = [x.without_values() if isinstance(x, _InRows) else None for x in leaves]
-        self.structs = [jax.eval_shape(_InRows.whole, x) if isinstance(x, _InRows) else as_argument(x) for x in leaves]
+        self.leaves: list[Any] = [x.without_values() if isinstance(x, LeafInRows) else None for x in leaves]
+        self.structs = [
+            jax.eval_shape(LeafInRows.whole, x) if isinstance(x, LeafInRows) else as_argument(x) for x in leaves
+        ]
         self.traced = Traced(fun, self.structs)
-        on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, _InRows) else x)}
+        on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, LeafInRows) else x)}
         self.program = self.traced.program._replace(on_host=range(len(leaves)))
         # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
         if on_host != set(range(len(leaves))) and not jax.sharding.get_abstract_mesh().manual_axes:
             wanted = self._outputs().given
             on_host |= {
-                i for i, x in enumerate(leaves) if EVERYTHING not in wanted.get(i, ()) and not _is_read_whole(x)
+                i
+                for i, x in enumerate(leaves)
+                if EVERYTHING not in wanted.get(i, ()) and not (isinstance(x, LeafInRows) and x.is_read_whole)
             }
         self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        in_rows = [x if isinstance(x, _InRows) else None for x in leaves]
+        in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
         inputs = _Inputs(
             [x and x.rows for x in in_rows],
-            [as_array(x.array if isinstance(x, _InRows) else x) for x in leaves],
+            [as_array(x.array if isinstance(x, LeafInRows) else x) for x in leaves],
             [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
             [self.program.consts[number] for number in self.others],
         )
@@ -305,13 +254,6 @@ class _Call:
         needed = {number for task in of_backward for number in task.read_numbers}
         needed |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
         return of_forward, of_backward, [key for key in keys if key[0] in needed]
-
-
-def _is_read_whole(leaf: Any) -> bool:
-    """Whether a leaf is complete, or its rows are divided by an explicit mesh, on which JAX writes no single rows."""
-    sharding = explicit_sharding(leaf.array) if isinstance(leaf, _InRows) else None
-    spec = sharding.spec[leaf.selection.axis :] if sharding else ()
-    return isinstance(leaf, _Complete) or (len(spec) > 0 and spec[0] is not None)
 
 
 def _gradient(program: Program, values: Values, x: Any, region: Region) -> Any:

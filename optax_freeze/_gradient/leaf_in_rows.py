@@ -1,0 +1,81 @@
+"""A leaf frozen by rows in a restricted call: its frozen array and its trainable rows."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_freeze._program.regions import Values
+from optax_freeze._program.schedule import LateValue
+from optax_freeze._program.trace import flatten
+from optax_freeze._program.traced_function import as_argument
+from optax_freeze._spec.indexing import set_rows
+from optax_freeze._spec.memory_kinds import to_device
+from optax_freeze._spec.selection import RowSelection
+from optax_freeze._spec.sharding import explicit_sharding
+from optax_freeze._spec.tree import Part
+
+
+class LeafInRows(NamedTuple):
+    """A leaf frozen by rows, in parts."""
+
+    array: Any
+    selection: RowSelection
+    rows: Any
+
+    def with_numbers(self, numbers: Sequence[Any]) -> RowSelection:
+        """The selection with these numbers of dynamic rows."""
+        return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
+
+    def without_values(self) -> "LeafInRows":
+        """The types of the parts: JAX keeps a custom derivative longer than the trace of its arrays."""
+        return jax.tree.map(lambda x: jax.eval_shape(to_device, x), self)
+
+    def whole(self) -> jax.Array:
+        """The leaf."""
+        return self.put_together(self.array, self.rows, jax.tree.leaves(self.selection))
+
+    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
+        """The leaf, put together from these arrays."""
+        selection, array = self.with_numbers(numbers), to_device(array).astype(self.rows.dtype)
+        return selection.put(array, Part(rows, selection.part_index, array.shape))
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether no rows are read alone: an explicit mesh divides them, on which JAX writes no single rows."""
+        sharding = explicit_sharding(self.array)
+        spec = sharding.spec[self.selection.axis :] if sharding else ()
+        return len(spec) > 0 and spec[0] is not None
+
+    def unread(self, array: Any, rows: Any, numbers: Sequence[Any]) -> LateValue:
+        """The leaf, of which only the rows are put together that are read."""
+
+        def put(array: Any, rows: Any, *numbers: Any) -> jax.Array:
+            return set_rows(self.selection.axis, self.selection.indices(*numbers), array.astype(rows.dtype), rows)
+
+        program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows, *numbers))
+        return LateValue(program, Values(dict(enumerate([array, rows, *numbers]))))
+
+
+class CompleteLeaf(LeafInRows):
+    """A leaf whose array already contains the rows, which are there for their gradient: nothing is put together."""
+
+    def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
+        return _rows_of(self.with_numbers(numbers), array, rows)
+
+    @property
+    def is_read_whole(self) -> bool:
+        return True
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rows_of(selection: RowSelection, array: Any, rows: Any) -> jax.Array:
+    """``array``, whose derivative with respect to its trainable elements is that with respect to ``rows``."""
+    return array
+
+
+@_rows_of.defjvp
+def _rows_of_jvp(selection: RowSelection, primals: Any, tangents: Any) -> Any:
+    array, rows = tangents
+    return primals[0], selection.put(array, Part(rows, selection.part_index, array.shape))
