@@ -202,6 +202,7 @@ def freeze_loss(fun: Callable[Concatenate[_Module, _P], _T], frozen: Spec) -> Ca
       Array([0., 0., 2., 0.], dtype=float32)
     """
     refuse_no_function(fun, frozen, "fnnx.freeze_loss(fun, frozen)")
+    call: Any = fun
 
     @functools.wraps(fun)
     @nnx.update_context("freeze_loss")
@@ -217,7 +218,7 @@ def freeze_loss(fun: Callable[Concatenate[_Module, _P], _T], frozen: Spec) -> Ca
             with nnx.merge_context("freeze_loss", True) as context:
                 given = _merge(context, (pure._replace(state=nnx.merge_state(params, rest)), *others))
             module, args, kwargs = given
-            out = fun(module, *args, **kwargs)
+            out = call(module, *args, **kwargs)
             nodes = [node for node in jax.tree.leaves(given, is_leaf=_is_node) if _is_node(node)]
             with nnx.split_context("freeze_loss") as context:
                 leaves, structure = jax.tree.flatten(_split(context, nodes))
