@@ -110,12 +110,12 @@ CONDITIONS = st.one_of(
     st.tuples(st.just("alternate"), st.integers(1, 2), st.integers(0, 2)),
 )
 GROUPS = st.lists(
-    st.tuples(st.sampled_from(["a", "n/b", "n", "n/c", "n/d", "o", "each"]), CHOICES, CONDITIONS),
+    st.tuples(st.one_of(st.integers(0, 3), st.sampled_from(["n", "each"])), CHOICES, CONDITIONS),
     min_size=1,
     max_size=3,
 )
 ARRANGEMENTS = st.one_of(
-    st.tuples(st.sampled_from(["plain", "freeze", "holes"]), st.dictionaries(st.sampled_from("abcdxyz"), CHOICES)),
+    st.tuples(st.sampled_from(["plain", "freeze", "holes"]), st.lists(CHOICES, max_size=4)),
     st.tuples(st.sampled_from(["when", "coupled"]), GROUPS),
 )
 
@@ -163,7 +163,7 @@ class Arranged:
             self._spec(given, leaves)
 
     def _spec(self, given, leaves):
-        choices = {LEAVES[letter][0]: choice for letter, choice in given.items() if LEAVES[letter][0] in leaves}
+        choices = dict(zip(sorted(leaves), given, strict=False))
         if self.kind == "plain":  # a plain state does not say which elements a mask selects
             choices = {
                 p: c if isinstance(c, bool) else c[0] == "rows" and (*c[:3], "static") for p, c in choices.items()
@@ -184,6 +184,7 @@ class Arranged:
         taken, groups, self.cuts = {}, {}, {}
         rest = lambda path: Cut("whole", np.ones(leaves[path].shape, bool)) if path not in taken else taken[path]  # noqa: E731
         for pattern, choice, condition in given:
+            pattern = [*sorted(leaves), "n"][pattern % (len(leaves) + 1)] if isinstance(pattern, int) else pattern
             selected = [p for p in leaves if pattern == "each" or p == pattern or p.startswith(f"{pattern}/")]
             selected = [path for path in selected if path not in taken or taken[path] is not None]
             mask = None if len(selected) != 1 or isinstance(choice, bool) else cut_of(choice, leaves[selected[0]].shape)
