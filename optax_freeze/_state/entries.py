@@ -169,7 +169,7 @@ def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[..., 
     if leaf is None:
         return entry
     # A leaf that is a hole among trainable parameters has no shape.
-    shape = shapes[leaf] or (entry.value.shape if isinstance(entry.value, Part) else ())
+    shape: Any = shapes[leaf] or (entry.value.shape if isinstance(entry.value, Part) else ())
     if leaf == "" and not isinstance(entry.value, Part) and np.shape(entry.value)[-len(shape) :] != shape:
         return entry  # neither of the shape of the only parameter, nor a history of it
     around = [parts[leaf] for parts in entry.parts if leaf in parts]
