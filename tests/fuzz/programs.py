@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 WAYS = (
-    *("grad", "value_and_grad", "restrict", "train_step", "groups"),
+    *("grad", "restrict", "value_and_grad", "restrict", "train_step", "groups"),
     *("precompute", "precompute by example", "from the host"),
 )
 HOW = ("quick", "as users", "quick", "quick", "as users", "quick", "quick", "eager")
@@ -132,16 +132,16 @@ class Body:
 
         return jax.eval_shape(run, self.inputs, [self.values[name] for name in names])
 
-    def write(self, expression: str, lines: Any = (), visible: Any = None) -> None:
+    def write(self, expression: str, lines: Any = ()) -> None:
         """Adds the line that assigns the results of an expression, after the lines of the functions that it calls."""
         types = self.types(expression, lines)
         leaves = jax.tree.leaves(types)
-        if not leaves or any(np.prod(leaf.shape) > MOST or 0 in leaf.shape for leaf in leaves):
+        if not leaves or any(np.prod(leaf.shape) > MOST for leaf in leaves):
             raise NoValueError
         names = [self.name() for _ in leaves]
-        nested = type(types) not in (tuple, list) or len(leaves) != len(types)
-        found = f"jax.tree.leaves({expression})" if nested and len(names) > 1 else expression
-        comma = "," if len(names) == 1 and isinstance(types, tuple | list) else ""
+        flat = type(types) in (tuple, list) and len(leaves) == len(types)
+        found = expression if flat or hasattr(types, "shape") else f"jax.tree.leaves({expression})"
+        comma = "," if len(names) == 1 and not hasattr(types, "shape") else ""
         self.lines += [*lines, f"{', '.join(names)}{comma} = {found}"]
         text = "\n".join([*lines, expression])
         self.unread = [name for name in self.unread if not re.search(rf"\b{re.escape(name)}(?!\w)", text)]
@@ -165,7 +165,7 @@ class Body:
                 self.row()
 
     def row(self) -> None:
-        table = [name for name in ROWS if self.depth < 2 or name not in COMPOSED]
+        table = [name for name in (*ROWS, *OFTEN) if self.depth < 2 or name not in COMPOSED]
         self.apply(self.one(table))
 
     def apply(self, name: str) -> bool:
@@ -196,6 +196,8 @@ class Body:
 
 
 ROWS: dict[str, Callable[[Body], None]] = {}
+OFTEN = ("reduced", "reduced", "ordered", "random", "scanned", "scanned", "checkpointed", "custom_vjp", "empty")
+"""The rows that are drawn more often: those that wrong gradients came from."""
 COMPOSED: set[str] = set()
 """The rows that write functions."""
 
@@ -298,6 +300,8 @@ def of_complex(b: Body) -> None:
 
 @row
 def reduced(b: Body) -> None:
+    if b.choose(2):
+        unary(b)
     v, shape = b.array()
     axis = axis_of(b, shape)
     name = b.one(
@@ -367,6 +371,7 @@ def extended(b: Body) -> None:
     kinds += [
         f"jnp.tile({v}, {tuple(b.one((1, 2)) for _ in shape)})",
         f"jnp.repeat({v}, 3, {b.choose(len(shape) or 1)})",
+        f"jnp.kron({v}, jnp.ones({(2,) * len(shape)}))",
     ]
     b.write(b.one(kinds))
 
@@ -771,7 +776,8 @@ def custom_jvp(b: Body) -> None:
     c, name = b.name("c"), b.name("f")
     body = b.inner({c: b.values[v]}, closed=b.chance(2))
     result = body.results().split(", ")[0]
-    tangent = b.one([f"2 * jnp.cos({c}) * t", f"jax.jvp({name}.fun, ({c},), (t,))[1] * 1.5"])
+    tangent = f"jax.jvp({name}.fun, ({c},), (t,))[1] * {b.one(['1.5', f'jnp.cos(jnp.mean({c}))'])}"
+    tangent = f"jnp.asarray({tangent}).astype({name}({c}).dtype)"
     lines = [
         "@jax.custom_jvp",
         *body.function(name, c, result),
@@ -817,6 +823,8 @@ def empty(b: Body) -> None:
         f"lax.scan(lambda c, r: (c * jnp.sum(r), None), {v}, {zero})[0]",
         f"jnp.concatenate([{zero}, {v}])[{b.choose(shape[0])}:]",
         f"jnp.sum({zero}) + {v}",
+        zero,
+        f"jnp.split(jnp.concatenate([{v}, {b.pick()}]), [0])",
         f"jnp.split(jnp.concatenate([{v}, {v} * 2]), [0])[1]",
         f"{v}.at[jnp.zeros((0,), int)].add(1.0)",
         f"jax.vmap(jnp.sin)({zero}).sum() * {v}",
@@ -840,7 +848,7 @@ class Drawn:
     """A case, as the Python that makes it."""
 
     def __init__(self, choose: Callable[[int], int], rows: Any = None) -> None:
-        leaves, shapes = {}, (SHAPES, SHAPES, LARGE)[choose(3)]
+        leaves, shapes = {}, (SHAPES, LARGE)[choose(2)]
         for name in "abc"[: 1 + choose(3)]:
             shape = shapes[choose(len(shapes))]
             leaves[name] = shape, DTYPES[choose(len(DTYPES))]
@@ -861,7 +869,7 @@ class Drawn:
             spec["a"] = "False"
         chosen = ", ".join(f'"{name}": {said}' for name, said in spec.items())
         names = "".join(f"n{i}, " for i in range(len(self.numbers)))[:-2]
-        odd = body.one([*[None] * 9, 0.0, "np.nan", "np.inf", 1e38])
+        odd = body.one([*[None] * 30, 0.0, "np.nan", "np.inf", 1e38])
         self.case = (
             f"Case(\n    loss,\n    {leaves},\n    lambda{names and ' ' + names}: {{{chosen}}},\n"
             f"    {tuple(self.numbers)},\n    way={way!r},\n    how={how!r},\n    odd={odd},\n)"
