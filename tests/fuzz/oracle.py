@@ -256,6 +256,19 @@ def judge(case: Case) -> None:
             run(mine, numbers, place(params), batch)
             if mine._cache_size() != 1:
                 raise WrongError("compilations", f"{mine._cache_size()} for two inputs")
+        if case.how == "as users" and case.way == "grad":
+            compare_costs(case, text, mine, jax.jit(jax.grad(case.loss)), inputs)
+
+
+def compare_costs(case: Case, text: str, mine: Any, whole: Any, inputs: Any) -> None:
+    """Raises `WrongError` if rows cost more than the whole gradient does; of loops the compiler counts one step."""
+    masks = jax.tree.leaves(case.frozen(*inputs[0]), is_leaf=lambda x: not isinstance(x, dict))
+    if re.search(r"\b(scan|while|cond|callback|custom_call)\b", text) or any("elements" in repr(x) for x in masks):
+        return
+    flops = [f.lower(*x).compile().cost_analysis().get("flops", 0) for f, x in ((mine, inputs), (whole, inputs[1:]))]
+    few = 4 * sum(x.size for x in jax.tree.leaves(inputs[1]))  # of cheap operations of the size of the leaves
+    if flops[0] > 1.02 * flops[1] + few:
+        raise WrongError("cost", f"{flops[0]:.0f} FLOPs, and {flops[1]:.0f} of the whole gradient")
 
 
 def confirm(of: Any, compiled: Any, mine: Any, place: Any, case: Case, eps: float, found: str) -> None:

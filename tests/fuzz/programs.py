@@ -395,9 +395,7 @@ def reversed_(b: Body) -> None:
 def padded(b: Body) -> None:
     v, shape = b.array()
     config = [(b.number(-1, 2), b.number(-2, 2), b.one((0, 0, 1, 2))) if b.choose(2) else (0, 0, 0) for _ in shape]
-    value = b.one(
-        [f"jnp.ones((), {v}.dtype)", *(f"{n}.astype({v}.dtype)" for n, x in b.values.items() if x.shape == ())]
-    )
+    value = b.one([f"jnp.ones((), {v}.dtype)", f"jnp.mean({v})"])  # JAX cannot differentiate the value alone
     b.write(f"lax.pad({v}, {value}, {config})")
 
 
