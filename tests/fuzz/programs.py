@@ -225,7 +225,7 @@ lax.integer_pow(A, 3) ; lax.square(A) ; lax.reduce_precision(A, 8, 5) ; lax.stop
 checkpoint_name(A, "kept") ; A.astype(jnp.bfloat16) ; A.astype(jnp.float16) ; A.astype(jnp.float32)
 jnp.where(lax.is_finite(A), A, 0) ; jnp.clip(A, -0.5, 0.5) ; jax.nn.leaky_relu(A) ; jnp.modf(A)[0] ; jnp.log(A)
 lax.polygamma(jnp.ones_like(A), POSITIVE) ; lax.igamma(POSITIVE, jnp.ones_like(A)) ; lax.nextafter(A, jnp.ones_like(A))
-lax.clamp(A - 1, A * 2, A + 1) ; lax.betainc(POSITIVE, POSITIVE, lax.logistic(A)) ; lax.exp(WITHIN)
+lax.clamp(A - 1, A * 2, A + 1) ; lax.betainc(jnp.ones_like(A), jnp.ones_like(A), lax.logistic(A)) ; lax.exp(WITHIN)
 """
 BINARY = """
 A + B ; A * B ; A - B ; A / (1.5 + jnp.abs(B)) ; jnp.maximum(A, B) ; jnp.minimum(A, B) ; jnp.arctan2(A, B + 2)
@@ -845,11 +845,12 @@ BATCH = {
 class Drawn:
     """A case, as the Python that makes it."""
 
-    def __init__(self, choose: Callable[[int], int], rows: Any = None) -> None:
-        leaves, shapes = {}, (SHAPES, LARGE)[choose(2)]
-        for name in "abc"[: 1 + choose(3)]:
-            shape = shapes[choose(len(shapes))]
-            leaves[name] = shape, DTYPES[choose(len(DTYPES))]
+    def __init__(self, choose: Callable[[int], int], rows: Any = None, leaves: Any = None) -> None:
+        if leaves is None:
+            leaves, shapes = {}, (SHAPES, LARGE)[choose(2)]
+            for name in "abc"[: 1 + choose(3)]:
+                shape = shapes[choose(len(shapes))]
+                leaves[name] = shape, DTYPES[choose(len(DTYPES))]
         params = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in leaves.items()}
         values = {f'p["{name}"]': leaf for name, leaf in params.items()} | {f'x["{n}"]': v for n, v in BATCH.items()}
         body = Body(choose, values, {"p": params, "x": BATCH})
@@ -882,7 +883,7 @@ class Drawn:
             return str(b.chance(3))
         axis = axis_of(b, shape)
         size = shape[axis]
-        if kind > 3:
+        if kind > 4:
             return f"fz.elements(mask({shape}, {b.choose(3)}), compact={b.chance(2)})"
         numbers = sorted({b.choose(size) for _ in range(3)})
         some = b.one([numbers, numbers[:1], f"slice({b.choose(size)}, None)"])

@@ -22,6 +22,7 @@ QUICK = settings(
     derandomize=True, deadline=None, database=None, max_examples=25, suppress_health_check=list(HealthCheck)
 )
 ELEMENTWISE = [(UNARY, 1.0), (BINARY, 1.0), (OF_INTEGERS, 1), (OF_COMPLEX, 1j)]
+LEAVES = {"a": ((6, 4), "float32"), "b": ((3, 4, 4), "float32"), "c": ((6,), "float32")}
 NO_PROGRAM_HAS = """
 all_gather_invariant copy_p expand_dims geqrf log2 mesh_cast one_minus_square pcast polynomial reduce_window_prod
 reshard scatter_add scatter_max scatter_min scatter_mul scatter_sub unreduced_reduce_scatter
@@ -82,11 +83,14 @@ def test_every_rule_is_drawn():
     for text, x in ELEMENTWISE:
         for alternative in alternatives(text):
             expression = alternative.format(a="a", b="a")
-            missing -= primitives(lambda a, e=expression: eval(e, {**NAMESPACE, "a": a}), x)
+            function = lambda a, e=expression: eval(e, {**NAMESPACE, "a": a})  # noqa: E731
+            missing -= primitives(function, x)
+            with contextlib.suppress(TypeError, NotImplementedError):
+                missing -= primitives(jax.grad(function), x)
     for name in sorted(ROWS.keys() - COMPOSED):
         last = 0
         for seed in itertools.takewhile(lambda seed: missing and seed < last + 20, itertools.count()):  # noqa: B023
-            case = Drawn(random.Random(seed).randrange, rows=[name])
+            case = Drawn(random.Random(seed).randrange, [name], LEAVES)
             given = {n: jax.ShapeDtypeStruct(*leaf) for n, leaf in case.leaves.items()}
             loss, before = made(case.loss, case.case).loss, len(missing)
             for function in (loss, jax.grad(loss)):
