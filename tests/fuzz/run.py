@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -22,8 +23,12 @@ def worker(number: int, until: float) -> None:
     import conftest  # noqa: F401, the flags of XLA
     import jax
     from hypothesis import HealthCheck, Phase, settings
-    from search import SEARCH, FailureError, innermost
+    from search import SEARCH, SLOW, FailureError, innermost
 
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"a program takes more than {SLOW} seconds")
+
+    signal.signal(signal.SIGALRM, too_long)  # `Search.judge` sets the alarm
     warnings.simplefilter("ignore")
     phases = [Phase.generate, Phase.shrink]
     options = settings(

@@ -1,5 +1,6 @@
 """What the random tests share: how many were tried, which failures are known, and when shrinking has to end."""
 
+import signal
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -8,6 +9,10 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 SHRINK = 60.0
 """The seconds of work after which a failure is as small as it gets."""
+
+
+SLOW = 100
+"""The seconds after which a program takes too long."""
 
 
 class FailureError(AssertionError):
@@ -40,6 +45,8 @@ class Search:
                 return
             self.tried += 1
             self.verdicts[text] = None
+            if signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
+                signal.alarm(SLOW)
             try:
                 check()
             except UnsatisfiedAssumption:
@@ -52,6 +59,8 @@ class Search:
                     found.args = (comment + text,)
                     self.verdicts[text] = found
                     self.until = min(self.until, time.process_time() + SHRINK)
+            finally:
+                signal.alarm(0)
         if (found := self.verdicts[text]) is not None:
             raise found
 
