@@ -1,5 +1,60 @@
 """Programs that failed once, as `make fuzz` wrote them."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from oracle import Case
+from programs import total
 
-CASES: dict[str, Case] = {}
+import optax_freeze as fz
+
+SMALL = {"a": ((6, 4), "float32")}
+
+
+def float_counter(p, x):
+    step = lambda c, _: ((c[0] + p["a"].sum() * jnp.sin(c[1]), c[1] + 1.0), None)  # noqa: E731
+    return total(*lax.scan(step, (0.0, 16777216.0), None, length=8)[0])
+
+
+def keys_of_rbg(p, x):
+    noise = jax.vmap(lambda r, k: jnp.sin(r * jax.random.uniform(k, (4,))))
+    return total(jax.checkpoint(noise)(p["a"], jax.random.split(jax.random.key(0, impl="rbg"), 6)))
+
+
+def maximum(p, x):
+    return total(jnp.max(p["a"] * p["a"] + 0.3 * p["a"], axis=1))
+
+
+def sizes_of_numpy(p, x):
+    return total(lax.ragged_dot(p["a"], p["b"], np.array([0, 0, 6], "int32")))
+
+
+def no_rows(p, x):
+    return total(p["a"][0:0])
+
+
+def loop_over_no_rows(p, x):
+    return total(lax.scan(lambda c, r: (c * jnp.sum(r), None), p["a"], p["a"][0:0])[0])
+
+
+def empty_piece(p, x):
+    return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
+
+
+CASES = {
+    "a float counter": Case(float_counter, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
+    "keys of rbg": Case(keys_of_rbg, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
+    "a maximum": Case(maximum, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((1, 3),)),
+    "sizes of NumPy": Case(
+        sizes_of_numpy,
+        {**SMALL, "b": ((3, 4, 4), "float32")},
+        lambda: {"a": ~fz.rows([0]), "b": ~fz.rows([0])},
+        way="restrict",
+    ),
+    "no rows": Case(no_rows, SMALL, lambda: {"a": ~fz.rows([0])}, way="restrict"),
+    "a loop over no rows": Case(
+        loop_over_no_rows, {"a": ((3, 4, 4), "float32")}, lambda: {"a": ~fz.rows([0])}, way="from the host"
+    ),
+    "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
+}
