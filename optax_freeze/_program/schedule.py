@@ -34,6 +34,9 @@ from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, jo
 from optax_freeze._program.trace import Equation, Program, flatten
 from optax_freeze._spec.memory_kinds import is_in_blocks
 
+_NEARLY_WHOLE = 0.98
+"""Of a larger share of a value everything is computed, and cut: rows may cost more than they save."""
+
 
 def schedule(
     program: Program,
@@ -93,7 +96,11 @@ class Walk:
         """Adds a region to those wanted of a value; literals are known."""
         if isinstance(value, int):
             aval = self.program.avals[value]
-            region = EVERYTHING if aval is not None and is_whole(region, getattr(aval, "shape", ())) else region
+            shape = getattr(aval, "shape", ())
+            is_cuttable = label == ALWAYS and region.axis >= 0 and self.known is None and not self.is_late
+            is_cuttable &= self.late is None or value not in self.late
+            is_nearly_whole = is_cuttable and region.share(shape) > _NEARLY_WHOLE
+            region = EVERYTHING if aval is not None and (is_nearly_whole or is_whole(region, shape)) else region
             is_cut = self.known is None or value in self.known.in_part or region is LAZY
             if not is_cut or (region is LAZY and not self.is_late and (self.late is None or value not in self.late)):
                 region = EVERYTHING

@@ -121,3 +121,15 @@ def test_no_dearer_than_the_whole_leaf(i, body_trains):
     found, expected = in_parts(PARAMS, X), fz.partition(whole(PARAMS, X), specs[0])[0]
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-6 + 1e-5 * np.abs(wanted).max())
+
+
+def attends(params):
+    codes = params["codes"]
+    return jnp.sum((jax.nn.softmax(codes @ codes.T) @ codes) ** 2)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 127), np.arange(127)], ids=["static", "dynamic"])
+def test_all_rows_but_one_cost_as_much_as_all(rows):
+    spec = dict.fromkeys(PARAMS, True) | {"codes": ~fz.rows(rows if isinstance(rows, slice) else jnp.array(rows))}
+    in_parts, whole = (jax.jit(fz.grad(attends, {**spec, **own})).lower(PARAMS) for own in ({}, {"codes": False}))
+    assert (cost(in_parts.compile())[:2] <= 1.02 * cost(whole.compile())[:2] + 128 * WIDTH * 16).all()
