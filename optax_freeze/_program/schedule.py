@@ -85,6 +85,7 @@ class Walk:
     def __post_init__(self) -> None:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
+        self.completed: set[int] = set()  # of which everything is computed, though not all is wanted
         self.fused = Fusions(self.program)
 
     def operand(self, value: Any, region: Region) -> tuple[Any, Region]:
@@ -99,8 +100,11 @@ class Walk:
             shape = getattr(aval, "shape", ())
             is_cuttable = label == ALWAYS and region.axis >= 0 and self.known is None and not self.is_late
             is_cuttable &= self.late is None or value not in self.late
-            is_nearly_whole = is_cuttable and region.share(shape) > _NEARLY_WHOLE
-            region = EVERYTHING if aval is not None and (is_nearly_whole or is_whole(region, shape)) else region
+            if aval is not None and is_whole(region, shape):
+                region = EVERYTHING
+            elif is_cuttable and region.share(shape) > _NEARLY_WHOLE:
+                self.completed.add(value)
+                region = EVERYTHING
             is_cut = self.known is None or value in self.known.in_part or region is LAZY
             if not is_cut or (region is LAZY and not self.is_late and (self.late is None or value not in self.late)):
                 region = EVERYTHING
@@ -182,6 +186,8 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects:
                 continue
+            if not self.completed.isdisjoint(eqn.outputs):
+                self.record(eqn, "everything")
             if (self._slices(eqn) if self.is_late else self._by_row(eqn, wanted)) or self._enters(eqn, wanted):
                 continue
             if len(wanted) == 1 or (rule_of(eqn).apart and (self.known is None or self._is_in_part(eqn))):

@@ -104,6 +104,7 @@ def cost(compiled):
 
 
 FUSED_OTHERWISE = (3, False), (7, False), (7, True), (8, False)  # sums are fused otherwise; runs of columns are cut
+NEARLY_ALL = (7,)  # more than 98 % of the rows
 
 
 @pytest.mark.parametrize("body_trains", [False, True])
@@ -117,7 +118,7 @@ def test_no_dearer_than_the_whole_leaf(i, body_trains):
     assert (ratios <= (1.13 if (i, body_trains) in FUSED_OTHERWISE else 1.05)).all(), dict(
         zip(("FLOPs", "bytes", "memory"), ratios, strict=True)
     )
-    assert all(row.merged is None for row in fz.explain(loss, PARAMS, specs[0], X).rows)
+    assert all((row.merged is None) == (i not in NEARLY_ALL) for row in fz.explain(loss, PARAMS, specs[0], X).rows)
     found, expected = in_parts(PARAMS, X), fz.partition(whole(PARAMS, X), specs[0])[0]
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-6 + 1e-5 * np.abs(wanted).max())
@@ -133,3 +134,4 @@ def test_all_rows_but_one_cost_as_much_as_all(rows):
     spec = dict.fromkeys(PARAMS, True) | {"codes": ~fz.rows(rows if isinstance(rows, slice) else jnp.array(rows))}
     in_parts, whole = (jax.jit(fz.grad(attends, {**spec, **own})).lower(PARAMS) for own in ({}, {"codes": False}))
     assert (cost(in_parts.compile())[:2] <= 1.02 * cost(whole.compile())[:2] + 128 * WIDTH * 16).all()
+    assert [leaf.merged.name for leaf in fz.explain(attends, PARAMS, spec).rows if leaf.merged] == ["add_any"]
