@@ -66,9 +66,14 @@ _BY_FILE = {
     ("_gradient/grad.py", "tests/state/test_dynamic_rows.py"): [
         ("jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))", "grads", "-k line_search"),
     ],
+    ("_gradient/freeze_loss.py", "tests/gradient/test_freeze_loss.py"): [
+        ("jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x", "x", "-k 'frozen_gradients_are and leaves'"),
+        ("if isinstance(selection, DynamicRowIndex):", "if False:", "tests/test_errors.py -k 'loss and trainer'"),
+    ],
     ("_gradient/restricted_call.py", "tests/gradient/test_from_the_host.py"): [
         ("self.given(inputs, True)", "self.given(inputs)", "-k reads_an_unrolled_layer_again"),
         ("if EVERYTHING not in wanted.get(i, ())", "if False", "tests/gradient/test_restrict.py -k put_together"),
+        ('"fz.freeze_loss" if self.of_loss else "fz.restrict"', '"fz.restrict"', "tests/test_errors.py -k Forward"),
     ],
     ("_optimizer/conditions.py", "tests/gradient/test_group_gradients.py"): [
         ("old.updates + counts.astype(jnp.int32)", "old.updates + counts", "-k strict"),
@@ -223,6 +228,7 @@ _BY_FILE = {
     ],
     ("_audit/step_program.py", "tests/audit/test_audit_step.py"): [
         ("read(n, np.negative)", "read(n, np.positive)", "-k masked"),
+        (" & ~zeros(n)", "", "tests/gradient/test_freeze_loss.py -k 'no_leak and rows-grad'"),
         ("and own <= {*left}:", "and own <= {*alike[n]}:", "-k single_trainable"),
         ("if all(map(step.is_frozen, left)) and", "if", "-k known"),
         ("reached = dependent(self._program, backward)", "reached = set()", "-k right"),

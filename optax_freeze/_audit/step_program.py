@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._audit.constant_zeros import constant_zeros
 from optax_freeze._audit.step_runs import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._precompute.flops import flops_of_program
@@ -183,6 +184,7 @@ class StepProgram:
     def _reader(self, ends: list[int]) -> Any:
         """Returns a function from a gradient and a change of it, at the frozen elements of a leaf or everywhere.
 
+        Frozen elements that are zeros of the program, whatever its inputs are, remain: nobody computes them.
         The backward pass is evaluated once for each step.
         """
         program = self._program
@@ -212,12 +214,16 @@ class StepProgram:
             points.append((values, update(values)))
 
         @functools.cache
+        def zeros(n: int) -> np.ndarray:
+            return constant_zeros(program, n)
+
+        @functools.cache
         def read(n: int, change: Any, i: int | None = None) -> Answer:
             place, answer = len(passed) + ends.index(n), frozenset()
             for values, expected in points:
                 new = jnp.asarray(change(values[place]), values[place].dtype)
                 if i is not None:
-                    new = jnp.where(self._step.mask(i), new, values[place])
+                    new = jnp.where(self._step.mask(i) & ~zeros(n), new, values[place])
                 outs = update([*values[:place], new, *values[place + 1 :]])
                 answer |= self._compare(outs, expected)
             return answer

@@ -63,7 +63,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
     if not places:
         return of_leaves()
     try:
-        call = _Call(of_leaves, found)
+        call = _Call(of_leaves, found, complete)
     except Exception as error:
         if not needs_value(error):
             raise
@@ -98,9 +98,11 @@ class _Call:
     Attributes:
       leaves: the types of the leaves that are frozen by rows, in parts; None for others.
       others: the numbers of the other tracers that the function reads.
+      of_loss: whether it is a call of ``fz.freeze_loss``.
     """
 
-    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
+    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], of_loss: bool) -> None:
+        self.of_loss = of_loss
         self.leaves: list[Any] = [x.without_values() if isinstance(x, LeafInRows) else None for x in leaves]
         self.structs = [
             jax.eval_shape(LeafInRows.whole, x) if isinstance(x, LeafInRows) else as_argument(x) for x in leaves
@@ -136,10 +138,12 @@ class _Call:
                 raise
             raise type_error(
                 "a function restricted to rows has derivatives in reverse mode only",
-                at="fz.restrict",
+                at="fz.freeze_loss" if self.of_loss else "fz.restrict",
                 got="forward mode (jax.jvp, jax.jacfwd)",
                 expected="jax.grad, jax.vjp or jax.jacrev",
-                fix="differentiate lambda t: fun(fz.combine(t, rest))",
+                fix="differentiate lambda params, *args: fun(fz.stop_gradient(params, frozen), *args)"
+                if self.of_loss
+                else "differentiate lambda t: fun(fz.combine(t, rest))",
             ) from error
 
     def given(self, inputs: _Inputs, was_read: bool = False) -> list[Any]:

@@ -40,11 +40,16 @@ def of_one(function):
     return lambda params, token, label: function(params, token[None], label[None])
 
 
-def accumulated(function):
-    def body(total, batch):
-        return jax.tree.map(jnp.add, total, jax.grad(of_one(function))(PARAMS, *batch)), None
+def summed(function):
+    """The gradients that a scan over the examples adds up."""
 
-    return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, PARAMS), (TOKENS, LABELS))[0]
+    def gradient(params, *batch):
+        def body(total, each):
+            return jax.tree.map(jnp.add, total, jax.grad(of_one(function))(params, *each)), None
+
+        return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), batch)[0]
+
+    return gradient
 
 
 def sharded(function):
@@ -63,7 +68,7 @@ DIFFERENTIATED = {
     "aux": lambda f: jax.grad(lambda *args: (f(*args), {"n": 3}), has_aux=True)(PARAMS, TOKENS, LABELS)[0],
     "argnums": lambda f: jax.grad(f, argnums=(3, 0))(PARAMS, TOKENS, LABELS, 2.0),
     "examples": lambda f: jax.vmap(jax.grad(of_one(f)), (None, 0, 0))(PARAMS, TOKENS, LABELS),
-    "accumulated": accumulated,
+    "accumulated": lambda f: summed(f)(PARAMS, TOKENS, LABELS),
     "shard_map": sharded,
     "pmap": lambda f: jax.pmap(jax.grad(of_one(f)), in_axes=(None, 0, 0))(PARAMS, TOKENS, LABELS),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(PARAMS, TOKENS, LABELS),
@@ -168,11 +173,11 @@ def test_zeros_have_the_sharding_of_their_leaf_on_an_explicit_mesh(mask):
 
 
 class TestCost:
-    def step(self, function, frozen):
+    def step(self, function, frozen, grad=jax.grad):
         tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze(optax.adamw(1e-3), frozen))
 
         def step(params, state, tokens, labels):
-            grads = jax.grad(function)(params, tokens, labels)
+            grads = grad(function)(params, tokens, labels)
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
 
@@ -207,15 +212,28 @@ class TestCost:
         ]
         assert accessed[0] < accessed[1] + 1e5
 
-    @pytest.mark.parametrize("spec", ["leaves"])
-    def test_the_step_of_a_trainer_has_no_leak_even_with_a_clip_outside(self, spec):
-        step, tx = self.step(fz.freeze_loss(loss, SPECS[spec]), SPECS[spec])
-        audit = fz.audit_step(
+    @pytest.mark.parametrize(
+        ("spec", "grad"), [*((spec, jax.grad) for spec in SPECS), ("rows", summed), ("leaves", summed)]
+    )
+    def test_the_step_of_a_trainer_has_no_leak_even_with_a_clip_outside(self, spec, grad):
+        self.audit(fz.freeze_loss(loss, SPECS[spec]), spec, grad).raise_for_leaks()
+
+    @pytest.mark.parametrize(("spec", "grad"), [("rows", jax.grad), ("dense", summed)])
+    def test_a_gradient_that_is_computed_is_a_leak_with_a_clip_outside(self, spec, grad):
+        """Even where it is zero for the tokens of the batch."""
+        leaks = self.audit(loss, spec, grad).leaks
+        frozen = {name for name, mask in SPECS[spec].items() if mask is not False}
+        assert {leak.path for leak in leaks if leak.kind == "gradient"} == frozen
+        assert {leak.kind for leak in leaks} == {"gradient", "changed"}
+
+    def audit(self, function, spec, grad):
+        step, tx = self.step(function, SPECS[spec], grad)
+        return fz.audit_step(
             lambda state, *batch: (step(*state, *batch)[:2],),
             (PARAMS, tx.init(PARAMS)),
             TOKENS,
             LABELS,
             params=lambda state: state[0],
             frozen=SPECS[spec],
+            steps=1,
         )
-        audit.raise_for_leaks()

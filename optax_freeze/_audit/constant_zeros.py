@@ -1,0 +1,92 @@
+"""Which elements of a value are zero whatever the inputs of the program are, such as the padding of a gradient of rows.
+
+The operations that compute the value are evaluated with NaN in place of all numbers that depend on the inputs. Since
+NaN remains in the sums and products of the operations below, which otherwise only move numbers, a zero in the result
+comes from constants alone. The results of other operations are not known.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._program.dependence import dependent, programs_in
+from optax_freeze._program.trace import Equation, Program, flatten, is_inexact, scan_counts
+
+_KEEPS_NAN = frozenset(
+    """
+    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p div dynamic_slice dynamic_update_slice
+    gather mul neg optimization_barrier pad reduce_sum reshape rev scatter scatter-add select_n sharding_constraint
+    slice squeeze sub transpose
+    """.split()  # noqa: SIM905
+)
+_ROUNDS = 4
+
+
+def constant_zeros(program: Program, number: int) -> np.ndarray:
+    """Where a value is zero, whatever the inputs are; broadcasts against it."""
+    with jax.debug_nans(False):
+        [value] = _evaluate(program, [None] * program.num_inputs, [number])
+    return np.asarray(False if value is None else value == 0)
+
+
+def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, with NaN where they depend on NaN in the inputs; None if nothing is known."""
+    unknown = [i for i, x in enumerate(inputs) if x is None or (is_inexact(x) and bool(jnp.isnan(x).any()))]
+    depends, wanted, found = dependent(program, unknown), {n for n in outputs if isinstance(n, int)}, []
+    for eqn in reversed(program.eqns):
+        is_constant = depends.isdisjoint(eqn.outputs)
+        if not wanted.isdisjoint(eqn.outputs) and (is_constant or eqn.primitive.name in _KEEPS_NAN | {"scan"}):
+            found.append((eqn, is_constant))
+            wanted |= eqn.reads
+    env = {**program.consts, **dict(enumerate(inputs))}
+    for eqn, is_constant in found[::-1]:
+        operands = [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs]
+        evaluated = _scan if eqn.primitive.name == "scan" and not is_constant else _with_nan
+        outs = evaluated(eqn, operands)
+        env |= {n: x for n, x in zip(eqn.outputs, outs, strict=True) if is_constant or is_inexact(program.avals[n])}
+    return [env.get(n) if isinstance(n, int) else n.val for n in outputs]
+
+
+def _with_nan(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
+    """The results of an operation, with NaN in place of numbers that are not known; nothing without its integers."""
+    pairs = list(zip(operands, eqn.avals_in, strict=True))
+    if any(x is None and not is_inexact(aval) for x, aval in pairs):
+        return [None] * len(eqn.outputs)
+    with eqn.context.manager:
+        return eqn.bind_all(*(jnp.full(aval.shape, jnp.nan, aval.dtype) if x is None else x for x, aval in pairs))
+
+
+def _scan(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
+    """The results of a loop: what is the same in all of its steps."""
+    first, carried = scan_counts(eqn.params)
+    body = flatten(programs_in(eqn)[0])
+    consts, carry, xs = operands[:first], operands[first : first + carried], operands[first + carried :]
+    xs = [None if x is None or not len(x) else _same([*x]) for x in xs]
+    for attempt in range(_ROUNDS):
+        outs = _evaluate(body, [*consts, *carry, *xs], body.outputs)
+        new = [_same(pair) for pair in zip(carry, outs, strict=False)]
+        if all(map(_equal, carry, new)):
+            break
+        carry = [b if _equal(a, b) or attempt < _ROUNDS - 2 else None for a, b in zip(carry, new, strict=True)]
+    else:
+        return [None] * len(eqn.outputs)
+    ys = zip(outs[carried:], eqn.avals_out[carried:], strict=True)
+    return [*carry, *(None if y is None else jnp.broadcast_to(y, aval.shape) for y, aval in ys)]
+
+
+def _same(arrays: Sequence[Any]) -> Any:
+    """The elements that all of some arrays have, NaN elsewhere; None if nothing is known."""
+    if any(x is None or jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.extended) for x in arrays):
+        return None
+    stacked = jnp.stack(arrays)
+    same = (stacked == stacked[0]).all(0)
+    if is_inexact(stacked):
+        return jnp.where(same, stacked[0], jnp.nan).astype(stacked.dtype)
+    return stacked[0] if bool(same.all()) else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return (a is None and b is None) or (a is not None and b is not None and np.array_equal(a, b, equal_nan=True))
