@@ -116,9 +116,9 @@ class GradientOfGroups:
         outputs = [Read(*output).of(self._values) for output in self._schedule.outputs[: dense.of_value]]
         self.value = dense.traced.result([*outputs, *dense.grads])[0]
 
-    def of_group(self, n: int) -> list[Any]:
-        """The gradient of what a group owns of each leaf, computed here; the rest has the number after the last."""
-        label, found = self._owners[n], [MASKED_NODE] * len(self._dense.values)
+    def of_group(self, n: int) -> dict[int, Any]:
+        """The gradient of what a group owns of its leaves, computed here; the rest has the number after the last."""
+        label, found = self._owners[n], {}
         postponed = self._postponed.get(label, ())
         grads = self._schedule.run_postponed(postponed, self._grads[n], label, self._values, self._context)
         owned = [i for i in self._dense.trains if self._spec.selections[n][i] is not FROZEN]
@@ -136,9 +136,8 @@ class GradientOfGroups:
         for n, own in enumerate(self._spec.selections):
             run = functools.partial(self.of_group, n)
             grads = if_(self._trains[n], run) if n < len(self._trains) else run()
-            for i in self._dense.trains:
-                if own[i] is not FROZEN:
-                    found[i] = _joined(found[i], grads[i], own[i], self._dense.values[i])
+            for i, grad in grads.items():
+                found[i] = _joined(found[i], grad, own[i], self._dense.values[i])
         return jax.tree.unflatten(self._dense.treedef, found)
 
 

@@ -158,7 +158,10 @@ def freeze_when(
             grads, coupled_state = call.run(coupled, everything, coupled_state, everything.all_frozen, grads)
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
-            own, norm = call.grads if late is None else late.of_group(n), jnp.zeros([], jnp.float32)
+            own, norm = call.grads, jnp.zeros([], jnp.float32)
+            if late is not None:
+                computed = late.of_group(n)
+                own = [computed.get(i, _tree.MASKED_NODE) for i in range(len(own))]
             if n < len(plans.names) and plans.conditions[n].takes_norm:
                 norm = global_norm(plans.plans[n].trainable(call.treedef, own))
             return grads if late is None else own, norm

@@ -79,7 +79,8 @@ class InnerUpdate(NamedTuple):
 
             carry = {i: new[i] for i in own}, state, jnp.zeros([], jnp.float32)
             leaves, state, norm = unless(is_frozen, step, carry)
-            new = [leaves.get(i, leaf) for i, leaf in enumerate(new)]
+            for i in own:
+                new[i] = leaves[i]
             new_states.append(state)
             norms.append(norm)
         return jax.tree.unflatten(self.params_treedef, new), new_states, norms

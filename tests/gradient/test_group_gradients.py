@@ -164,6 +164,17 @@ def test_each_task_is_visited_as_often_with_few_groups_as_with_many(monkeypatch)
     assert of(48) < 4.2 * of(12)
 
 
+def test_leaves_of_other_groups_are_no_results_of_a_condition(monkeypatch):
+    """Otherwise each group would pass as many placeholders as the parameters have leaves."""
+    made = []
+    monkeypatch.setattr(optax.MaskedNode, "__new__", lambda cls: made.append(cls) or tuple.__new__(cls))
+    params = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in "abcd"}
+    state = jax.eval_shape(fz.freeze_when(optax.sgd(0.1), dict.fromkeys(params, False)).init, params)
+    loss = lambda params: jnp.sum(functools.reduce(jnp.matmul, params.values(), X))  # noqa: E731
+    jax.eval_shape(lambda params, state: fz.grad(loss, fz.spec_of(state))(params), params, state)
+    assert not made
+
+
 class TestSharedOperations:
     """What groups share, whatever is frozen."""
 
