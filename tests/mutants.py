@@ -118,8 +118,8 @@ _BY_FILE = {
             "tests/optimizer/test_freeze_converged.py -k norms_in_float32",
         ),
         (
-            "call.grads if late is None",
-            "grads if late is None",
+            "own, norm = call.grads,",
+            "own, norm = grads,",
             "tests/optimizer/test_freeze_converged.py -k given_to_update",
         ),
     ],
