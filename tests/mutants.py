@@ -346,7 +346,7 @@ _BY_FILE = {
             "hits[o]",
             "tests/program/test_schedule.py -k regions_of_a_loop",
         ),
-        ("dynamic = {o: (id(o.dynamic.numbers), o.label)", "dynamic = {o: (0, 0)", "-k dynamic"),
+        ("dynamic = {o: (o.dynamic, o.label)", "dynamic = {o: (0, 0)", "-k dynamic"),
         (
             "label & ~bit | output.label if label >= 0 and label & bit else label",
             "label",
@@ -366,7 +366,7 @@ _BY_FILE = {
         ('eqn.params["permutation"][region.axis])', 'eqn.params["permutation"].index(region.axis))', "-k transpose"),
         ("[region.along(kept[region.axis])],", "[region.along(region.axis)],", "-k squeeze"),
         ("            and length > 1\n", "", "-k reshape"),
-        ("coarse = np.unique(numbers // each)", "coarse = numbers // each", "-k reshape"),
+        ("coarse = np.unique(region.numbers // each)", "coarse = region.numbers // each", "-k reshape"),
         ("repeats = math.prod(new[first : region.axis])", "repeats = math.prod(new[: region.axis])", "-k reshape"),
         ("= Rows(axis, start[axis] + step * region.numbers)", "= Rows(axis, start[axis] + region.numbers)", "-k slice"),
         ('"strides": _at(strides, axis, 1),', '"strides": strides,', "-k slice"),
