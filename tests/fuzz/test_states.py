@@ -330,11 +330,11 @@ class Training(RuleBasedStateMachine):
             assert bits(got) == bits(expected), f"{where}: {got} instead of {expected}"
         else:
             is_low = any(p.dtype in (jnp.bfloat16, jnp.float16) for p in self.params.values())
-            assert_equal_up_to_rounding(got, expected, jnp.bfloat16 if is_low else jnp.float32, 64)
+            assert_equal_up_to_rounding(got, expected, jnp.bfloat16 if is_low else jnp.float32, 1024)
 
-    def signature(self):
+    def signature(self, is_weak=True):
         leaves, treedef = jax.tree.flatten((self.tree, self.state))
-        return treedef, tuple(str(jax.typeof(x)) for x in leaves)
+        return treedef, tuple((x.shape, x.dtype, is_weak and x.weak_type) for x in map(jax.typeof, leaves))
 
     @rule(
         seed=st.integers(0, 3),
@@ -493,7 +493,7 @@ class Training(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["copy", "pickle", "flax", "checkpoint"]))
     def save_and_restore(self, how):
-        its, before = self.its, self.signature()
+        its, before = self.its, self.signature(is_weak=how != "flax")  # whose arrays are those of NumPy
         template = its.tx.init(its.own(self.tree))
         if how == "copy":
             self.state = copy.deepcopy(self.state)
@@ -514,7 +514,7 @@ class Training(RuleBasedStateMachine):
             assert bits(flat(params)) == bits(self.params)
         self.compare()
         if how != "pickle":
-            assert self.signature() == before
+            assert self.signature(is_weak=how != "flax") == before
 
 
 def attack(options):
