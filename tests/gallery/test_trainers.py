@@ -12,7 +12,7 @@ import pytest
 from conftest import bits
 
 import optax_freeze as fz
-from gallery import trainers
+from gallery import trainer_rows, trainers
 
 PACKAGES = {
     "Flax": ["flax"],
@@ -85,8 +85,43 @@ def test_the_page_names_the_versions(title):
 def test_every_block_is_executed():
     page = trainers.PAGE.read_text(encoding="utf-8")
     numbers = {title: len(trainers.blocks(title)) for title in trainers.TRAINERS}
-    assert numbers == dict.fromkeys(trainers.TRAINERS, 1) | {"MaxText": 2}
-    assert page.count("```") == 2 * sum(numbers.values())
+    assert numbers == dict.fromkeys(trainers.TRAINERS, 2) | {"Kauldron": 1, "Keras": 1, "MaxText": 4}
+    assert page.count("```") == 2 * (sum(numbers.values()) + 2)  # the section "In a trainer"
+
+
+@pytest.fixture(scope="module", params=[*trainer_rows.ROWS, "MaxText, Linen"])
+def rows(request):
+    title = request.param.split(",")[0]
+    for package in PACKAGES[title]:
+        pytest.importorskip(package, reason=f"{package} is not installed (make gallery)", exc_type=ImportError)
+    return title, trainer_rows.maxtext_with(linen=True) if "," in request.param else trainer_rows.ROWS[title]()
+
+
+def test_rows_cost_rows(rows):
+    title, ways = rows
+    shown, measured = (
+        [float(re.sub("[^0-9.]", "", cell)) for cell in cells]
+        for cells in (trainer_rows.shown(title), trainer_rows.measured(ways))
+    )
+    np.testing.assert_allclose(shown, measured, rtol=0.1)
+    own, optimizer, both = measured[:3]
+    assert both < optimizer <= own
+
+
+def test_frozen_rows_keep_their_bits_and_the_others_train(rows):
+    _, ways = rows
+    before, after = trainers.run_steps(ways.both, ways.select)
+    fz.assert_frozen(before, after, ways.both.frozen)
+    (old, _), (new, _) = (fz.partition(tree, ways.both.frozen) for tree in (before, after))
+    assert all(bits(a) != bits(b) for a, b in zip(*map(jax.tree.leaves, (old, new)), strict=True))
+
+
+def test_with_both_wrappers_rows_have_no_leak(rows):
+    title, ways = rows
+    if title == "MaxText":
+        pytest.skip("it takes minutes")
+    assert not ways.own.audit()
+    assert ways.both.audit(), ways.both.audit()
 
 
 @pytest.mark.parametrize("title", ["Flax", "Kauldron"])
@@ -111,17 +146,3 @@ def test_rows_train_in_a_trainer_of_an_optax_optimizer(title):
     [kernel] = [value for path, value in moved.items() if "encoder" in path and "kernel" in path]
     assert not kernel[:200].any()
     assert kernel[200:].all()
-
-
-def test_rows_train_in_tunix():
-    names = trainers.TRAINERS["Tunix"]().names
-    rows = fz.rules({"embed/embedding": fz.rows(slice(0, 200)), "head/**": False}, default=True)
-    model, tokens, nnx = names["Model"](), names["tokens"], names["nnx"]
-    trainer = names["PeftTrainer"](model, fz.freeze(optax.adamw(1e-2), rows), names["config"])
-    before = nnx.to_pure_dict(nnx.clone(nnx.state(model)))
-    names["with_loss"](trainer).train([tokens] * 4)
-    after = nnx.to_pure_dict(nnx.state(model))
-    fz.assert_frozen(before, after, rows)
-    moved = np.asarray(before["embed"]["embedding"] != after["embed"]["embedding"]).any(axis=1)
-    assert not moved[:200].any()
-    assert moved[200:].any()  # of tokens in the batch

@@ -295,27 +295,48 @@ def jax_privacy() -> Trainer:
     return Trainer(own, changed, [], lambda: run_steps(changed, lambda state: state[0]), names)
 
 
-@trainer("MaxText")
-def maxtext() -> Trainer:
+def maxtext_config(*options: str) -> tuple[Any, Any]:
+    """The configuration of a small decoder, and its mesh."""
     import maxtext as package
-    from flax import nnx
-    from maxtext.common.train_state_nnx import TrainStateNNX
     from maxtext.configs import pyconfig
-    from maxtext.trainers.pre_train import train
-    from maxtext.utils import maxtext_utils, model_creation_utils, train_utils
+    from maxtext.utils import maxtext_utils
 
     base = os.path.join(os.path.dirname(package.__file__), "configs/base.yml")
     run = ["run_name=small", "enable_checkpointing=false", "skip_jax_distributed_system=true", "hardware=cpu"]
-    kind = ["attention=dot_product", "dtype=float32", "scan_layers=false", "base_num_decoder_layers=2"]
     sizes = ["base_emb_dim=64", "base_mlp_dim=128", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=32"]
     batch = ["vocab_size=256", "per_device_batch_size=4", "max_target_length=16", "max_prefill_predict_length=8"]
+    kind = ["attention=dot_product", "dtype=float32"]
+    config = pyconfig.initialize(["", base, *run, *kind, *sizes, *batch, *options])
+    return config, maxtext_utils.get_mesh_from_config(config)
+
+
+def maxtext_optimizer(config: Any, model: Any) -> Any:
+    from maxtext.utils import train_utils
+
+    return train_utils.create_training_optimizer(config, model)[1]
+
+
+def maxtext_data() -> dict[str, jax.Array]:
+    tokens = jax.random.randint(jax.random.key(0), (4, 17), 0, 256)
+    data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    for name in ("inputs", "targets"):
+        data[f"{name}_position"] = jnp.broadcast_to(jnp.arange(16), (4, 16))
+        data[f"{name}_segmentation"] = jnp.ones((4, 16), jnp.int32)
+    return data
+
+
+@trainer("MaxText")
+def maxtext() -> Trainer:
+    from flax import nnx
+    from maxtext.common.train_state_nnx import TrainStateNNX
+    from maxtext.trainers.pre_train import train
+    from maxtext.utils import model_creation_utils
 
     def of(option, block=None):
-        config = pyconfig.initialize(["", base, *run, *kind, *sizes, *batch, option])
-        mesh = maxtext_utils.get_mesh_from_config(config)
+        config, mesh = maxtext_config("scan_layers=false", "base_num_decoder_layers=2", option)
         with jax.set_mesh(mesh):
             model = model_creation_utils.create_nnx_abstract_model(config, mesh)[0]()
-            _, tx = train_utils.create_training_optimizer(config, model)
+            tx = maxtext_optimizer(config, model)
             names = {"model": model, "tx": tx, "nnx": nnx, "TrainStateNNX": TrainStateNNX}
             if block is None:
                 names["state"] = TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
@@ -325,11 +346,7 @@ def maxtext() -> Trainer:
         step = jax.jit(lambda state, data: train.train_step(graphdef, config, None, None, state, data))
         return Step(step, state, (data,), "model", frozen), names
 
-    tokens, frozen = jax.random.randint(jax.random.key(0), (4, 17), 0, 256), fz.only("**/logits_dense/**")
-    data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    for name in ("inputs", "targets"):
-        data[f"{name}_position"] = jnp.broadcast_to(jnp.arange(16), (4, 16))
-        data[f"{name}_segmentation"] = jnp.ones((4, 16), jnp.int32)
+    data, frozen = maxtext_data(), fz.only("**/logits_dense/**")
     own, _ = of("trainable_parameters_mask=['.*logits_dense.*']")
     changed, names = of("steps=10", block=0)
     clipped, _ = of("gradient_clipping_threshold=0", block=1)
