@@ -24,7 +24,11 @@ def autofreeze(adam: Any, layers: list[str], interval: int) -> optax.GradientTra
 def run_once(loss: Any, layers: tuple[str, ...], params: Any, data: Any) -> tuple[Any, Any]:
     """Runs layers that ``fz.currently_frozen`` names for all examples; returns inputs and the loss that takes them."""
     once = fz.precompute(loss, layers, example_axis=0)
-    return (jax.jit(once.before)(params, *data), *data), once.after
+
+    def after(params: Any, *batch: Any) -> Any:
+        return once.after(fz.stop_gradient(params, layers), *batch)
+
+    return (jax.jit(once.before)(params, *data), *data), after
 
 
 def step_of(loss: Any, tx: Any) -> Any:

@@ -25,6 +25,7 @@ from optax_freeze._program.regions import (
     cast_to_vary,
     region_of,
     varies,
+    without_elements,
     zero_outside,
     zeros,
 )
@@ -262,4 +263,8 @@ class _Call:
 
 def _gradient(program: Program, values: Values, x: Any, region: Region) -> Any:
     """A region of a gradient, zero in rows whose numbers are out of range."""
-    return zero_outside(region, values.read(x, region), program.avals[x].shape) if isinstance(x, int) else x.val
+    if not isinstance(x, int):
+        return x.val
+    empty = without_elements(region, program.avals[x])
+    found = values.read(x, region) if empty is None else empty.val
+    return zero_outside(region, found, program.avals[x].shape)

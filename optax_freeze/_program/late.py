@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._program.host_array import FEWEST_AXES
-from optax_freeze._program.operations import is_cheap
+from optax_freeze._program.operations import is_cheap, is_move
 from optax_freeze._program.regions import LAZY, Region
 from optax_freeze._program.trace import Equation, Program, flatten, opened
 
@@ -34,13 +34,14 @@ def _naming() -> Equation:
 class Late:
     """The late values of a program, given its inputs in host memory and the other inputs that are stored anyway.
 
-    What is ``decisive`` is computed once.
+    What is ``decisive`` is computed once, unless operations only moved it.
     """
 
     def __init__(
         self, program: Program, on_host: Mapping[int, Origins], available: Collection[int], decisive: set[int]
     ) -> None:
         self.program, self.on_host, self.decisive = program, on_host, decisive
+        self.moved = set(on_host)
         self.available = {*program.consts, *available} - set(on_host)
         self.sizes: dict[int, int] = dict.fromkeys(on_host, 1)
         self.made_by: dict[int, Equation] = {}
@@ -51,7 +52,11 @@ class Late:
         return isinstance(value, int) and value in self.sizes
 
     def _add(self, eqn: Equation) -> None:
-        if eqn.has_effects or not self.decisive.isdisjoint(eqn.outputs):
+        if eqn.primitive.name == "optimization_barrier":
+            self.moved.update(out for value, out in zip(eqn.inputs, eqn.outputs, strict=True) if self.is_moved(value))
+        elif eqn.reads <= self.moved | self.available and is_move(eqn):
+            self.moved.update(eqn.outputs)
+        if eqn.has_effects or not (self.decisive - self.moved).isdisjoint(eqn.outputs):
             return
         if eqn.primitive.name == "optimization_barrier":
             for value, out, aval in zip(eqn.inputs, eqn.outputs, eqn.avals_out, strict=True):
@@ -69,6 +74,10 @@ class Late:
             if size <= _MOST_OPERATIONS and self._is_late(eqn):
                 self.sizes.update(dict.fromkeys(eqn.outputs, size))
                 self.made_by.update(dict.fromkeys(eqn.outputs, eqn))
+
+    def is_moved(self, value: Any) -> bool:
+        """Whether a value has the bits of arrays in host memory."""
+        return isinstance(value, int) and value in self.moved
 
     def is_given(self, value: Any) -> bool:
         """Whether a value is there, or can be, without storing much."""

@@ -103,6 +103,14 @@ def decides(eqn: Equation) -> bool:
     return rule_of(eqn).decides and any(hasattr(aval, "dtype") and is_inexact(aval) for aval in eqn.avals_in)
 
 
+def is_move(eqn: Equation) -> bool:
+    """Whether an operation moves numbers without arithmetic, so that they are the same bits wherever it is repeated."""
+    if eqn.primitive.name == "convert_element_type":
+        [old], [new] = eqn.avals_in, eqn.avals_out
+        return jnp.promote_types(old.dtype, new.dtype) == new.dtype
+    return is_cheap(eqn) and eqn.primitive.name not in ELEMENTWISE.split()
+
+
 def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
     """A shape with another size at one axis."""
     return (*sizes[:axis], size, *sizes[axis + 1 :])
