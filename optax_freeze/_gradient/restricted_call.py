@@ -4,8 +4,10 @@ A leaf frozen by rows is put together, and the function is traced. In reverse mo
 do not depend on the cotangents are evaluated in the forward pass, and what the others read is stored.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,8 +70,14 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
     except Exception as error:
         if not needs_value(error):
             raise
-        return of_leaves(*(x.whole() if isinstance(x, LeafInRows) else to_device(x) for x in found))
-    return call(found)
+    else:
+        with contextlib.suppress(_NeedsFunction):
+            return call(of_leaves, found)
+    return of_leaves(*(x.whole() if isinstance(x, LeafInRows) else to_device(x) for x in found))
+
+
+class _NeedsFunction(Exception):
+    """Only JAX can differentiate the function: a custom derivative in it holds tracers, and its arguments others."""
 
 
 class _Inputs(NamedTuple):
@@ -100,7 +108,10 @@ class _Call:
       leaves: the types of the leaves that are frozen by rows, in parts; None for others.
       others: the numbers of the other tracers that the function reads.
       of_loss: whether it is a call of ``fz.freeze_loss``.
+      fun: the function, during a call of it: JAX keeps a custom derivative longer than tracers that this may hold.
     """
+
+    fun: Callable[..., Any] | None = None
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], of_loss: bool) -> None:
         self.of_loss = of_loss
@@ -122,7 +133,7 @@ class _Call:
         self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
         inputs = _Inputs(
             [x and x.rows for x in in_rows],
@@ -132,6 +143,7 @@ class _Call:
         )
         call = jax.custom_vjp(self.evaluate)
         call.defvjp(self.forward, self.backward, symbolic_zeros=True)
+        self.fun = fun
         try:
             return self.traced.result(call(inputs))
         except TypeError as error:
@@ -146,6 +158,8 @@ class _Call:
                 if self.of_loss
                 else "differentiate lambda t: fun(fz.combine(t, rest))",
             ) from error
+        finally:
+            self.fun = None
 
     def given(self, inputs: _Inputs, was_read: bool = False) -> list[Any]:
         """The leaves, of which parts are read, or put together."""
@@ -213,29 +227,51 @@ class _Call:
     def _transposed(self, perturbed: _Inputs, others: Sequence[Any]) -> _Transposed:
         """Traces the outputs and the gradients with respect to what is perturbed.
 
-        The function is called as it was written: with ``jax.checkpoint``, which its program does not keep.
+        The function is called as it was written: with ``jax.checkpoint``, which its program does not keep. A custom
+        derivative in it may hold tracers of its trace, which has ended: then its derivative is traced from Python.
         """
-        of_leaf = [bool(a or b) for a, b in zip(perturbed.rows, perturbed.arrays, strict=True)]
-        marks, closed = [*of_leaf, *perturbed.others], self.traced.closed
+        closed = self.traced.closed
+        is_tracer = [isinstance(const, Tracer) for const in closed.consts]
         is_out_inexact = [is_inexact(aval) for aval in closed.out_avals]
+        of_leaf = [bool(a or b) for a, b in zip(perturbed.rows, perturbed.arrays, strict=True)]
 
-        def value_and_vjp(*given: Any) -> Any:
+        def of_program(*arrays: Any) -> list[Any]:
+            left = iter(arrays[len(of_leaf) :])
+            consts = [next(left) if here else const for const, here in zip(closed.consts, is_tracer, strict=True)]
+            return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arrays[: len(of_leaf)])
+
+        def of_function(*arrays: Any) -> list[Any]:
+            assert self.fun is not None
+            return [out for out in jax.tree.leaves(self.fun(*arrays)) if isinstance(out, Tracer)]
+
+        def value_and_vjp(fun: Callable[..., Any], marks: Sequence[bool], *given: Any) -> Any:
             arrays, cotangents = given[: len(marks)], given[len(marks) :]
 
             def of_perturbed(some: Sequence[Any]) -> Any:
                 left = iter(some)
-                filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
-                left = iter(filled[len(of_leaf) :])
-                consts = [next(left) if isinstance(const, Tracer) else const for const in closed.consts]
-                outs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*filled[: len(of_leaf)])
+                outs = fun(*(next(left) if here else x for x, here in zip(arrays, marks, strict=True)))
                 return list(compress(outs, is_out_inexact)), outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
-            return outs, vjp(list(cotangents))
+            return *outs, *vjp(list(cotangents))[0]
 
         cotangents = [zeros(aval) for aval in compress(closed.out_avals, is_out_inexact)]
-        program = Traced(value_and_vjp, [*self.structs, *others, *cotangents]).program
-        return _Transposed(program._replace(on_host=self.program.on_host), len(is_out_inexact), perturbed)
+        inputs = [*self.structs, *others, *cotangents]
+        traced = Traced(partial(value_and_vjp, of_program, [*of_leaf, *perturbed.others]), inputs)
+        if self.fun is not None and any(isinstance(const, Tracer) for const in traced.closed.consts):
+            if any(perturbed.others):
+                raise _NeedsFunction
+            of_vjp = Traced(partial(value_and_vjp, of_function, of_leaf), [*self.structs, *cotangents]).closed
+            number_of = {id(const): n for n, const in enumerate(compress(closed.consts, is_tracer), len(of_leaf))}
+
+            def with_others(*given: Any) -> list[Any]:
+                consts = [given[number_of[id(x)]] if id(x) in number_of else x for x in of_vjp.consts]
+                arrays = (*given[: len(of_leaf)], *given[len(of_leaf) + len(others) :])
+                return jaxpr_as_fun(ClosedJaxpr(of_vjp.jaxpr, consts))(*arrays)
+
+            traced = Traced(with_others, inputs)
+        program = traced.program._replace(on_host=self.program.on_host)
+        return _Transposed(program, len(is_out_inexact), perturbed)
 
     def _wanted(self, transposed: _Transposed, numbers: Sequence[Any]) -> list[tuple[Any, Region, int]]:
         """The outputs and the gradients, with the regions that are wanted of them."""

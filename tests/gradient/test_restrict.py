@@ -189,3 +189,27 @@ def test_a_stack_is_put_together_by_rows():
     assert (8, 4, 4) not in made
     expected = jax.grad(loss)(params, x)["stack"][6:]
     assert_equal_up_to_rounding(jax.jit(gradient)(trainable, x)["stack"].values, expected)
+
+
+@pytest.mark.parametrize("with_scale", [False, True])
+def test_a_custom_derivative_closes_over_a_value_of_the_loss(compiled, with_scale):
+    """JAX holds its functions, and with them tracers of the trace of the loss."""
+
+    def loss(params, x, scale):
+        total = (x * params["frozen"]).sum()
+        scaled = jax.custom_vjp(lambda y: jnp.sin(y) * total)
+        scaled.defvjp(lambda y: (scaled(y), y), lambda y, ct: (2 * ct * jnp.cos(y) * total,))
+        return scaled(params["w"]).sum() * scale
+
+    params = {"w": jnp.arange(12.0).reshape(4, 3) / 7, "frozen": jnp.array([0.5, 2.0])}
+    trainable, rest = fz.partition(params, {"w": fz.rows([0, 2]), "frozen": True})
+    x, scale = jnp.array([1.0, 3.0]), jnp.float32(0.5)
+    argnums = (0, 2) if with_scale else (0,)
+    found = compiled(jax.grad(fz.restrict(loss, rest), argnums))(trainable, x, scale)
+
+    def dense(w, x, scale):
+        return loss({**params, "w": w}, x, scale)
+
+    expected = compiled(jax.grad(dense, argnums))(params["w"], x, scale)
+    assert_equal_up_to_rounding(found[0]["w"].values, expected[0][jnp.array([1, 3])])
+    assert_equal_up_to_rounding(list(found[1:]), list(expected[1:]))
