@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_freeze._program.regions import Values
+from optax_freeze._program.regions import Region, Values, without_elements, zero_outside
 from optax_freeze._program.schedule import LateValue
-from optax_freeze._program.trace import flatten
+from optax_freeze._program.trace import Program, flatten
 from optax_freeze._program.traced_function import as_argument
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import to_device
@@ -79,3 +79,12 @@ def _rows_of(selection: RowSelection, array: Any, rows: Any) -> jax.Array:
 def _rows_of_jvp(selection: RowSelection, primals: Any, tangents: Any) -> Any:
     array, rows = tangents
     return primals[0], selection.put(array, Part(rows, selection.part_index, array.shape))
+
+
+def gradient_in_rows(program: Program, values: Values, x: Any, region: Region) -> Any:
+    """A region of a gradient, zero in rows whose numbers are out of range."""
+    if not isinstance(x, int):
+        return x.val
+    empty = without_elements(region, program.avals[x])
+    found = values.read(x, region) if empty is None else empty.val
+    return zero_outside(region, found, program.avals[x].shape)

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._errors import type_error
-from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows
+from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -27,8 +27,6 @@ from optax_freeze._program.regions import (
     cast_to_vary,
     region_of,
     varies,
-    without_elements,
-    zero_outside,
     zeros,
 )
 from optax_freeze._program.schedule import schedule
@@ -71,12 +69,12 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
         if not needs_value(error):
             raise
     else:
-        with contextlib.suppress(_NeedsFunction):
+        with contextlib.suppress(_NeedsFunctionError):
             return call(of_leaves, found)
     return of_leaves(*(x.whole() if isinstance(x, LeafInRows) else to_device(x) for x in found))
 
 
-class _NeedsFunction(Exception):
+class _NeedsFunctionError(Exception):
     """Only JAX can differentiate the function: a custom derivative in it holds tracers, and its arguments others."""
 
 
@@ -208,7 +206,7 @@ class _Call:
             values.write(number, region, array)
         for task in of_backward:
             task.run(Context(), values)
-        grads = iter([_gradient(program, values, x, region) for x, region, _ in wanted[transposed.outs :]])
+        grads = iter([gradient_in_rows(program, values, x, region) for x, region, _ in wanted[transposed.outs :]])
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
         marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, strict=True)
         for leaf, in_rows, in_array, numbers in marks:
@@ -260,7 +258,7 @@ class _Call:
         traced = Traced(partial(value_and_vjp, of_program, [*of_leaf, *perturbed.others]), inputs)
         if self.fun is not None and any(isinstance(const, Tracer) for const in traced.closed.consts):
             if any(perturbed.others):
-                raise _NeedsFunction
+                raise _NeedsFunctionError
             of_vjp = Traced(partial(value_and_vjp, of_function, of_leaf), [*self.structs, *cotangents]).closed
             number_of = {id(const): n for n, const in enumerate(compress(closed.consts, is_tracer), len(of_leaf))}
 
@@ -295,12 +293,3 @@ class _Call:
         needed = {number for task in of_backward for number in task.read_numbers}
         needed |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
         return of_forward, of_backward, [key for key in keys if key[0] in needed]
-
-
-def _gradient(program: Program, values: Values, x: Any, region: Region) -> Any:
-    """A region of a gradient, zero in rows whose numbers are out of range."""
-    if not isinstance(x, int):
-        return x.val
-    empty = without_elements(region, program.avals[x])
-    found = values.read(x, region) if empty is None else empty.val
-    return zero_outside(region, found, program.avals[x].shape)
