@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import is_array, printable
+from optax_freeze._errors import described, is_array, printable, type_error
 from optax_freeze._gradient.dense_gradient import region_of_leaf
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
@@ -131,7 +131,9 @@ class GradientExplanation(Explanation):
         return [line for leaf in leaves for line in leaf.lines] or ["no leaf is frozen by rows"]
 
 
-def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, **kwargs: Any) -> GradientExplanation:
+def explain(
+    fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, has_aux: bool = False, **kwargs: Any
+) -> GradientExplanation:
     """Reports how the gradient of leaves that are frozen by rows is computed, and how leaves in host memory are read.
 
     Of most operations only the rows that are wanted are computed. An operation computes everything if nothing is known
@@ -143,6 +145,8 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``).
       frozen: the spec of the frozen parameters, in any form.
       *args: the other positional arguments of ``fun``; arrays may be given as shapes, too.
+      has_aux: whether ``fun`` returns a pair of the differentiated value and of auxiliary outputs, as in
+        :func:`jax.value_and_grad`. Otherwise all outputs are differentiated.
       **kwargs: the keyword arguments of ``fun``.
 
     Returns:
@@ -153,7 +157,7 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
       of ``rows`` also have the numbers ``rows`` and ``trainable_rows``.
 
     Raises:
-      TypeError: if ``fun`` is not a function.
+      TypeError: if ``fun`` is not a function, or does not return a pair although ``has_aux`` says so.
       ValueError: if the spec does not fit the parameters.
 
     Example:
@@ -189,14 +193,17 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         params, args, kwargs = jax.tree.unflatten(treedef, leaves)
         values, params_treedef = _tree.flatten(params)
 
-        def outs(leaves: Sequence[Any]) -> list[Any]:
+        def outs(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             filled = dict(zip(trains, leaves, strict=True))
             tree = jax.tree.unflatten(params_treedef, [filled.get(i, x) for i, x in enumerate(values)])
-            found = jax.tree.leaves(fun(tree, *args, **kwargs))
-            return [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
+            out = fun(tree, *args, **kwargs)
+            found, aux = map(jax.tree.leaves, _pair(out) if has_aux else (out, ()))
+            return [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)], list(
+                filter(is_array, aux)
+            )
 
-        found, vjp = jax.vjp(outs, [values[i] for i in trains])
-        return vjp([jnp.ones_like(x) for x in found])[0], found
+        found, vjp, aux = jax.vjp(outs, [values[i] for i in trains], has_aux=True)
+        return vjp([jnp.ones_like(x) for x in found])[0], found, aux
 
     try:
         program = Traced(gradient, list(compress(everything, abstract))).program
@@ -228,6 +235,18 @@ def explain(fun: Callable[..., Any], params: PyTree, frozen: Spec, *args: Any, *
         if from_host or {operation.name for operation in everything} == {"gather"}:
             of_reads.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=from_host))
     return GradientExplanation(tuple(of_gradient), tuple(of_reads))
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    raise type_error(
+        "`fun` returns no auxiliary outputs",
+        at="fz.explain(..., has_aux=True)",
+        got=described(out),
+        expected="a pair (value, aux)",
+        fix="leave out has_aux",
+    )
 
 
 def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:

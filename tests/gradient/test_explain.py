@@ -90,3 +90,14 @@ def test_executes_nothing():
         jax.effects_barrier()
         assert not ran
         assert (row.merged is None) == (fun is not branching)
+
+
+def test_auxiliary_outputs_are_not_differentiated():
+    def with_aux(params, tokens):
+        steps = jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x * 2, params["embed"])
+        return loss(params, tokens), {"steps": steps}
+
+    assert (
+        fz.explain(with_aux, PARAMS, FROZEN, TOKENS, has_aux=True).lines
+        == fz.explain(loss, PARAMS, FROZEN, TOKENS).lines
+    )
