@@ -24,6 +24,7 @@ from optax_freeze._errors import described, refuse_unknown_choice, type_error, v
 from optax_freeze._gradient.freeze_loss import call_frozen
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.module_parameters import variables_of
 from optax_freeze._spec.resolve import Spec, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN
 
@@ -380,7 +381,7 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     _check_module(module, name, frozen)
     by_path: dict[str, nnx.Variable] = {}
     names: dict[int, dict[str, tuple[Any, ...]]] = collections.defaultdict(dict)  # of a variable, by its paths
-    for keys, variable in _walk(module):
+    for keys, variable in variables_of(module):
         if isinstance(variable, (nnx.Param, FrozenParam)):
             path = "/".join(map(str, keys))
             by_path[path] = variable
@@ -412,20 +413,6 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
     return list(params.values())
 
 
-def _walk(
-    node: nnx.Pytree, above: tuple[nnx.Pytree, ...] = (), path: tuple[Any, ...] = ()
-) -> Iterator[tuple[tuple[Any, ...], nnx.Variable]]:
-    """Each variable of a module at each of its paths; ``nnx.iter_graph`` gives only the first."""
-    for name, value in vars(node).items():
-        index = isinstance(node, nnx.List) and str(name).isdigit()
-        for key, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_node)[0]:
-            here = (*path, int(name) if index else name, *map(_tree.name_of, key))
-            if isinstance(leaf, nnx.Variable):
-                yield here, leaf
-            elif isinstance(leaf, nnx.Pytree) and not any(leaf is other for other in (*above, node)):
-                yield from _walk(leaf, (*above, node), here)
-
-
 def _replace_variables(module: nnx.Pytree, new: Mapping[int, nnx.Variable]) -> None:
     """Replaces the variables with these ids, wherever they occur in a module."""
     for node in [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]:
@@ -442,7 +429,7 @@ def _refuse_linen_params(module: nnx.Pytree, params: Sequence[_Param]) -> None:
     """Refuses parameters of a Linen module: its bridge passes only ``nnx.Param`` on as ``params``."""
     paths = {id(param.variable): param.paths[0] for param in params}
     bridges = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.bridge.ToNNX)] if paths else []
-    for variable in (variable for bridge in bridges for _, variable in _walk(bridge)):
+    for variable in (variable for bridge in bridges for _, variable in variables_of(bridge)):
         if id(variable) in paths:
             what, at = "a parameter of a Linen module cannot become a FrozenParam", paths[id(variable)]
             got = "an nnx.bridge.ToNNX, which passes only nnx.Params to Linen as `params`"

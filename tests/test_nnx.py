@@ -877,3 +877,81 @@ class TestFreezeLoss:
         assert aux["text"] is head
         assert bits(model.embedding[...]) == bits(before * 2)
         assert model.new[...].tolist() == [1, 1]
+
+
+def norm_and_dropout(model, x):
+    """Changes the batch statistics and the counter of the dropout."""
+    model.train()
+    model(x)
+    assert int(model.dropout.rngs.count[...])
+    return model
+
+
+class TestOnlyParametersOfAModule:
+    @pytest.mark.parametrize("frozen", [True, "linear", ["norm", "linear"], nnx.Param, fz.only("norm/bias")])
+    def test_what_a_call_counts_is_not_compared(self, rngs, x, frozen):
+        model = fnnx.freeze(Block(rngs), "linear")
+        before, digest = nnx.clone(model), fz.fingerprint(model, frozen)
+        norm_and_dropout(model, x)
+        assert bits(fz.fingerprint(model, frozen)) == bits(digest)
+        fz.assert_frozen(before, model, frozen)
+        fz.assert_frozen({"a": before}, {"a": model}, True)
+
+    @pytest.mark.parametrize("cls", [nnx.Linear, nnx.LoRA])
+    def test_a_bit_of_a_parameter_is(self, rngs, cls):
+        model = fnnx.freeze(nnx.Sequential(cls(2, 4, 4, rngs=rngs) if cls is nnx.LoRA else cls(2, 4, rngs=rngs)), True)
+        for variable in [*nnx.to_flat_state(nnx.state(model)), *nnx.to_flat_state(nnx.state(fnnx.thaw(model)))]:
+            before, digest = nnx.clone(model), fz.fingerprint(model, "layers/0")
+            name = variable[0][-1]
+            changed = getattr(model.layers[0], name)
+            changed[...] = changed[...].at[0].set(-changed[...][0] - 0.0)
+            assert bits(fz.fingerprint(model, "layers/0")) != bits(digest)
+            with pytest.raises(AssertionError, match=f"layers/0/{name}"):
+                fz.assert_frozen(before, model, "layers/0")
+
+    def test_a_state_is_compared_whole(self, rngs, x):
+        model = Block(rngs)
+        for types in (nnx.BatchStat, nnx.RngCount, nnx.Variable):
+            before = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey))))
+            digest = fz.fingerprint(nnx.state(model, types), True)
+            norm_and_dropout(model, x)
+            assert bits(fz.fingerprint(nnx.state(model, types), True)) != bits(digest)
+            with pytest.raises(AssertionError, match="norm/mean"):
+                fz.assert_frozen(before, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey))), True)
+
+    def test_a_module_has_the_digest_of_the_state_of_its_parameters(self, rngs):
+        model = fnnx.freeze(Block(rngs), "linear")
+        state = nnx.state(model, (nnx.Param, fnnx.FrozenParam))
+        assert bits(fz.fingerprint(model, "linear")) == bits(fz.fingerprint(state, "linear"))
+        resolved = fz.resolve(model, "linear")
+        assert bits(fz.fingerprint(model, resolved)) == bits(fz.fingerprint(model, "linear"))
+
+    @pytest.mark.parametrize("name", ["a", "b"])
+    def test_a_shared_variable_has_each_of_its_paths(self, rngs, name):
+        model = nnx.Sequential(nnx.Linear(2, 2, rngs=rngs))
+        model.a = model.b = nnx.Linear(2, 2, rngs=rngs)
+        digest = fz.fingerprint(model, name)
+        model.a.bias[...] += 1
+        assert bits(fz.fingerprint(model, name)) != bits(digest)
+
+    def test_a_module_that_is_not_a_pytree(self, rngs):
+        class Plain(nnx.Module, pytree=False):
+            def __init__(self):
+                self.layer = nnx.Linear(2, 2, rngs=rngs)
+
+        model = Plain()
+        digest = fz.fingerprint(model, "layer")
+        model.layer.bias[...] += 1
+        assert bits(fz.fingerprint(model, "layer")) != bits(digest)
+
+    @pytest.mark.parametrize("frozen", ["dropout", ["linear", "norm/mean"], fz.rules({"dropout/**": True})])
+    def test_a_spec_of_other_variables_is_refused(self, rngs, frozen):
+        model = Block(rngs)
+        calls = [fz.fingerprint, lambda model, frozen: fz.assert_frozen(model, nnx.clone(model), frozen)]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"not parameters\n  at: frozen\n(.|\n)*nnx.state\(model"):
+                call(model, frozen)
+            with pytest.raises(ValueError, match="matches no leaf"):
+                call(model, "nowhere")
+        with pytest.raises(ValueError, match="an NNX module without parameters"):
+            fz.fingerprint(model.dropout, True)

@@ -13,7 +13,8 @@ import numpy as np
 
 from optax_freeze._errors import is_array, message, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.module_parameters import parameters_of_modules, plan_of_parameters
+from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.selector_algebra import Selector
 from optax_freeze._spec.tree import PyTree
@@ -57,15 +58,16 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         at: encoder: 1 of 2 elements, by up to 0.5
       ...
     """
+    _refuse_one_set_of_variables(before, after)
+    given, before, after = before, parameters_of_modules(before), parameters_of_modules(after)
     (olds, treedef), (news, other) = _tree.flatten(before), _tree.flatten(after)
     if treedef != other:
         fix = "compare one tree before and after: the parameters, not gradients or a state"
         if isinstance(before, (bool, str, Selector)):
             fix = "the spec comes last: fz.assert_frozen(before, after, frozen)"
         _tree.refuse_other_structure(after, before, "after", fix)
-    _refuse_one_set_of_variables(before, after)
     whole = [new if _tree.is_masked_node(old) else old for old, new in zip(olds, news, strict=True)]
-    plan = make_plan(jax.tree.unflatten(treedef, whole), frozen)
+    plan = plan_of_parameters(jax.tree.unflatten(treedef, whole), frozen, of=given)
     olds = frozen_leaves(plan, olds, "before", traced=False)
     news = frozen_leaves(plan, news, "after", traced=False)
     missing = sorted(olds.keys() ^ news.keys())

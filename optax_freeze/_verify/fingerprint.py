@@ -10,8 +10,9 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.module_parameters import parameters_of_modules, plan_of_parameters
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import bits as _bits
@@ -38,7 +39,8 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     constructed collisions.
 
     Args:
-      params: any pytree of JAX or NumPy arrays, which may be traced. If arrays span processes, every process must call
+      params: any pytree of JAX or NumPy arrays, which may be traced; of an NNX module only its parameters count
+        (``nnx.Param``, ``FrozenParam``). If arrays span processes, every process must call
         this function with the same spec.
       frozen: the spec of the frozen parameters, in any form.
 
@@ -59,7 +61,8 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
       >>> bool((fz.fingerprint(trained, "encoder") == digest).all())
       True
     """
-    found = digests(params, make_plan(params, frozen)).values()
+    parameters = parameters_of_modules(params)
+    found = digests(parameters, plan_of_parameters(parameters, frozen, of=params)).values()
     if any(isinstance(digest[0], Tracer) for digest in found):
         return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*found, strict=True)])
     # On the host, since leaves may be on different devices.
