@@ -106,8 +106,8 @@ def decides(eqn: Equation) -> bool:
 def is_move(eqn: Equation) -> bool:
     """Whether an operation moves numbers without arithmetic, so that they are the same bits wherever it is repeated."""
     if eqn.primitive.name == "convert_element_type":
-        [old], [new] = eqn.avals_in, eqn.avals_out
-        return jnp.promote_types(old.dtype, new.dtype) == new.dtype
+        floats = [jnp.finfo(aval.dtype).bits for aval in (*eqn.avals_in, *eqn.avals_out) if is_inexact(aval)]
+        return len(floats) == 2 and floats[0] <= floats[1]
     return is_cheap(eqn) and eqn.primitive.name not in ELEMENTWISE.split()
 
 
