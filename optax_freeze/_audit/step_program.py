@@ -22,6 +22,7 @@ from optax_freeze._precompute.flops import flops_of_program
 from optax_freeze._program.dependence import dependent, programs_in
 from optax_freeze._program.trace import Equation, flatten, is_inexact
 from optax_freeze._program.traced_function import as_argument
+from optax_freeze._spec.sharding import copy_like
 
 HUGE = 1e15
 
@@ -223,7 +224,10 @@ class StepProgram:
             for values, expected in points:
                 new = jnp.asarray(change(values[place]), values[place].dtype)
                 if i is not None:
-                    new = jnp.where(self._step.mask(i) & ~zeros(n), new, values[place])
+                    computed = self._step.mask(i) & ~zeros(n)
+                    if not computed.any():
+                        return answer
+                    new = copy_like(jnp.where(computed, new, values[place]), values[place])
                 outs = update([*values[:place], new, *values[place + 1 :]])
                 answer |= self._compare(outs, expected)
             return answer
