@@ -73,7 +73,7 @@ class Convolutions(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         body = nn.Sequential([nn.Conv(16, (3, 3)), nn.relu, nn.Conv(32, (3, 3)), nn.relu])
-        return nn.Dense(10, name="head")(Frozen(body, fz.only("**/bias"))(images).reshape(len(images), -1))
+        return nn.Dense(10, name="head")(Frozen(body, fz.all_except("**/bias"))(images).reshape(len(images), -1))
 
 
 def train(model: nn.Module, data: Any, epochs: int) -> tuple[Any, Any, Any, int]:

@@ -21,7 +21,7 @@ LAYERS, ADAM = ["head", "hidden_1", "hidden_0"], optax.adam(1e-3)  # from the ou
 def plans(steps: int) -> dict[str, list[Any]]:
     """The optimizer of each phase, which has ``steps`` steps: the same one for all phases, or one for each."""
     one_program = fz.freeze_when(ADAM, fz.gradual_unfreeze(LAYERS, steps))
-    specs = [*(fz.only(*LAYERS[:count]) for count in range(1, len(LAYERS))), False]
+    specs = [*(fz.all_except(*LAYERS[:count]) for count in range(1, len(LAYERS))), False]
     return {"one program": [one_program] * len(LAYERS), "static phases": [fz.freeze(ADAM, spec) for spec in specs]}
 
 

@@ -12,7 +12,7 @@ import jax
 import optax_freeze as fz
 from optax_freeze import features
 
-FROZEN = fz.only("denoiser")  # all other parameters
+FROZEN = fz.all_except("denoiser")  # all other parameters
 
 
 def store(directory: str, loss: Any, params: Any, batches: Any, *others: Any) -> Any:

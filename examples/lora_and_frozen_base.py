@@ -15,7 +15,7 @@ import optax
 
 import optax_freeze as fz
 
-RANK, FROZEN = 4, fz.only("**/adapter_in", "**/adapter_out")
+RANK, FROZEN = 4, fz.all_except("**/adapter_in", "**/adapter_out")
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=1e-3))
 
 

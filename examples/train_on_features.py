@@ -12,7 +12,7 @@ import numpy as np
 
 import optax_freeze as fz
 
-FROZEN = fz.only("block_7", "head")  # all other parameters
+FROZEN = fz.all_except("block_7", "head")  # all other parameters
 
 
 def divide(loss: Any) -> Any:

@@ -32,7 +32,8 @@ examples:
   optax-freeze base                                   every leaf, with its path
   optax-freeze base --freeze 'encoder/**'             the encoder frozen
   optax-freeze base --freeze embed '**/bias'          everything that one of the patterns matches
-  optax-freeze base --only 'head' --optimizer adamw   all but the head, and the state of AdamW
+  optax-freeze base --all-except head --depth 1       all but the head, a row for each name at the top
+  optax-freeze base --freeze embed --optimizer adamw  and the state of AdamW
   optax-freeze base --freeze embed --json             the same numbers, for a script
   optax-freeze model.safetensors --freeze '*embed*'   a file: .safetensors, .npz or .msgpack of Flax
   optax-freeze run/1000 --params state/params         a checkpoint that holds more than parameters
@@ -58,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shapes, frozen = _read(epath.Path(args.checkpoint), args.params)
         if args.freeze:
             frozen = fz.path(*args.freeze)
-        elif args.only:
-            frozen = fz.only(*args.only)
+        elif args.all_except:
+            frozen = fz.all_except(*args.all_except)
         tx = None if args.optimizer is None else _optimizer(args.optimizer)
         found = fz.summary(shapes, frozen, tx, depth=args.depth)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optax-freeze",
-        usage="%(prog)s CHECKPOINT [--freeze PATTERN ... | --only PATTERN ...] [options]",
+        usage="%(prog)s CHECKPOINT [--freeze PATTERN ... | --all-except PATTERN ...] [options]",
         description="Shows what patterns freeze in a checkpoint. Reads only shapes, no arrays.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that Orbax wrote, or a file")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--freeze", **several, help="freeze leaves that any of them matches")
-    which.add_argument("--only", **several, help="freeze all leaves that none of them matches")
+    which.add_argument("--all-except", **several, help="freeze all leaves that none of them matches")
     parser.add_argument("--params", default="", metavar="PATH", help="path of the parameters in the checkpoint")
     parser.add_argument("--optimizer", metavar="NAME", help="count its state: adamw, contrib.muon, ...")
     parser.add_argument("--depth", type=int, metavar="N", help="one row for each path of N segments")

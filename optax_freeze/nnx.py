@@ -170,7 +170,7 @@ def trainable(module: nnx.Pytree, frozen: Spec) -> Any:
     paths = [path for p in params if not p.frozen and not isinstance(p.variable, FrozenParam) for path in p.paths]
     if not paths:
         at, got = f"trainable(..., {frozen!r})", f"{len(params)} parameters, all frozen"
-        expected, fix = "at least one trainable parameter", "freeze less: fz.only('head'); or thaw(module) first"
+        expected, fix = "at least one trainable parameter", "freeze less: fz.all_except('head'); or thaw(module) first"
         raise value_error("no parameter is trainable", at=at, got=got, expected=expected, fix=fix)
     return _Trainable(frozenset(paths))
 

@@ -74,10 +74,10 @@ ADAMW, MUON = optax.adamw(1e-3), optax.contrib.muon(1e-3)
 SUMMARIES = {
     "": fz.summary(PARAMS, False),
     "--freeze encoder/** --optimizer adamw": fz.summary(PARAMS, "encoder", ADAMW),
-    "--only head --optimizer adamw": fz.summary(PARAMS, fz.only("head"), ADAMW),
+    "--all-except head --optimizer adamw": fz.summary(PARAMS, fz.all_except("head"), ADAMW),
     "--freeze **/kernel --freeze head --depth 1": fz.summary(PARAMS, ["**/kernel", "head"], depth=1),
     "--freeze **/kernel head": fz.summary(PARAMS, ["**/kernel", "head"]),
-    "--only **/kernel head": fz.summary(PARAMS, fz.only("**/kernel", "head")),
+    "--all-except **/kernel head": fz.summary(PARAMS, fz.all_except("**/kernel", "head")),
     "--freeze encoder --optimizer muon": fz.summary(PARAMS, "encoder", MUON),
     "--freeze encoder --optimizer contrib.muon": fz.summary(PARAMS, "encoder", MUON),
 }
@@ -402,7 +402,7 @@ class TestWrongInput:
             (tmp_path / "base" / "_METADATA").write_text(text)
             assert "a damaged checkpoint" in refused(capsys, tmp_path / "base")
 
-    @pytest.mark.parametrize("wrong", [("--freeze", "head", "--only", "head"), ("--depth", "few"), ()])
+    @pytest.mark.parametrize("wrong", [("--freeze", "head", "--all-except", "head"), ("--depth", "few"), ()])
     def test_arguments_that_do_not_parse(self, base, wrong, capsys):
         with pytest.raises(SystemExit) as stop:
             main([base, *wrong] if wrong else [])
@@ -418,7 +418,7 @@ def test_the_page_shows_what_it_prints(tmp_path, capsys, monkeypatch):
     write(tmp_path / "base", params)
     attention = {f"h.{i}.attn.{name}.weight": np.ones((64, 64), np.float16) for i in range(12) for name in "kv"}
     safetensors.numpy.save_file({"wte.weight": np.ones((512, 64), np.float16)} | attention, "model.safetensors")
-    checkpoint.save("adapters", params, fz.only("head", "**/bias"), step=1000)
+    checkpoint.save("adapters", params, fz.all_except("head", "**/bias"), step=1000)
     blocks = re.findall(r"```console\n\$ optax-freeze (.*)\n([^`]*)```", page)
     assert len(blocks) == page.count("```") / 2 > 0  # no other commands
     for command, shown in blocks:

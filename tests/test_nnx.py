@@ -102,7 +102,7 @@ def of_biases(params):
 FORMS = {
     "all": (lambda state: True, set()),
     "none": (lambda state: False, {"kernel", "bias"}),
-    "only": (lambda state: fz.only("**/bias"), {"bias"}),
+    "only": (lambda state: fz.all_except("**/bias"), {"bias"}),
     "rules": (lambda state: fz.rules({"**/bias": False}, default=True), {"bias"}),
     "tree": (lambda state: {"layers": {i: {"bias": True, "kernel": False} for i in range(3)}}, {"kernel"}),
     "function": (lambda state: of_biases, {"kernel"}),
@@ -192,7 +192,7 @@ class Tied(nnx.Module):
         return self.head(self.embed(x))
 
 
-@pytest.mark.parametrize("spec", ["embed/kernel", "head/kernel", fz.only("**/bias"), HEAD_KERNEL], ids=str)
+@pytest.mark.parametrize("spec", ["embed/kernel", "head/kernel", fz.all_except("**/bias"), HEAD_KERNEL], ids=str)
 def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
     model = Tied(rngs)
     fnnx.freeze(model, spec)
@@ -205,8 +205,8 @@ def test_a_shared_variable_is_frozen_by_each_of_its_paths(rngs, spec):
 
 def test_a_shared_variable_trains_by_each_of_its_paths(rngs):
     for name in ("embed", "head"):
-        assert isinstance(fnnx.freeze(Tied(rngs), fz.only(name)).embed.kernel, nnx.Param)
-    wrt = fnnx.trainable(Tied(rngs), fz.only("head/kernel"))
+        assert isinstance(fnnx.freeze(Tied(rngs), fz.all_except(name)).embed.kernel, nnx.Param)
+    wrt = fnnx.trainable(Tied(rngs), fz.all_except("head/kernel"))
     paths = [("embed", "kernel"), ("head", "kernel"), ("head", "bias")]
     assert [wrt(path, nnx.Param(jnp.ones(1))) for path in paths] == [True, True, False]
     with pytest.raises(ValueError, match="nearest paths: head/kernel"):
@@ -439,7 +439,7 @@ def test_the_wrapper_is_used_like_the_module(rngs, chain, x):
     block = Block(rngs)
     block.eval()
     features = block.features(x)
-    frozen = fnnx.Frozen(block, fz.only("linear/bias", "norm"))
+    frozen = fnnx.Frozen(block, fz.all_except("linear/bias", "norm"))
     assert trains(frozen) == {f"module/{path}" for path in ("linear/bias", "norm/scale", "norm/bias")}
     assert frozen.module is frozen.itself() is block
     assert bits(frozen.features(x)) == bits(features)
@@ -888,7 +888,7 @@ def norm_and_dropout(model, x):
 
 
 class TestOnlyParametersOfAModule:
-    @pytest.mark.parametrize("frozen", [True, "linear", ["norm", "linear"], nnx.Param, fz.only("norm/bias")])
+    @pytest.mark.parametrize("frozen", [True, "linear", ["norm", "linear"], nnx.Param, fz.all_except("norm/bias")])
     def test_what_a_call_counts_is_not_compared(self, rngs, x, frozen):
         model = fnnx.freeze(Block(rngs), "linear")
         before, digest = nnx.clone(model), fz.fingerprint(model, frozen)

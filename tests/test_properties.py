@@ -81,7 +81,7 @@ def selectors(params):
     ]
     simple = st.one_of(
         globs.map(lambda found: fz.path(*found)),
-        globs.map(lambda found: fz.only(*found)),
+        globs.map(lambda found: fz.all_except(*found)),
         st.sampled_from(_tree.paths(params)).map(lambda path: fz.regex(path[: len(path) // 2] + ".*")),
         st.sampled_from(functions).map(fz.where),
     )

@@ -82,7 +82,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
             at="fz.offload",
             got="a tree without a spec",
             expected="fz.offload(params, frozen), or fz.offload(state) with the state of fz.freeze_when",
-            fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.only("head"))',
+            fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.all_except("head"))',
         )
     plan = make_plan(tree, frozen)
     values, treedef = _tree.flatten(tree)

@@ -191,7 +191,7 @@ def summary(
     Example:
       >>> import optax_freeze as fz
       >>> layers = {f"layer_{i}": {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)} for i in range(12)}
-      >>> print(fz.summary(layers, fz.only("layer_11"), optax.adam(1e-3)))
+      >>> print(fz.summary(layers, fz.all_except("layer_11"), optax.adam(1e-3)))
       path                       shape        dtype    elements    bytes
       -------------------------  -----------  -------  --------  -------  ------
       layer_0 … layer_10/bias    11 × (8,)    float32        88    352 B  frozen

@@ -96,7 +96,7 @@ class Plan:
             could_train = sum(leaf.inexact for leaf in self.leaves)
             got = f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained"
             expected = "at least one trainable floating-point or complex array"
-            fix = "freeze less; True means frozen (fz.only(...) freezes everything else)"
+            fix = "freeze less; True means frozen (fz.all_except(...) freezes everything else)"
             raise value_error(f"{what}: every leaf is frozen", at="frozen", got=got, expected=expected, fix=fix)
 
     def align(self, tree: PyTree, name: str, fix: str | None = None, params: PyTree = None) -> tuple[list[Any], Any]:

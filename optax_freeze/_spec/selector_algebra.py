@@ -178,7 +178,7 @@ class And(_Binary):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Not(Selector):
     operand: Selector
-    spelled_only: bool = dataclasses.field(default=False, compare=False, metadata={"static": True})
+    is_all_except: bool = dataclasses.field(default=False, compare=False, metadata={"static": True})
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
@@ -187,8 +187,8 @@ class Not(Selector):
         return self.operand
 
     def __repr__(self) -> str:
-        if self.spelled_only:
-            return repr(self.operand).replace("fz.path", "fz.only", 1)
+        if self.is_all_except:
+            return repr(self.operand).replace("fz.path", "fz.all_except", 1)
         return f"~{_operand(self.operand)}"
 
 
@@ -255,7 +255,7 @@ def as_selector(value: Any, name: str) -> Selector:
     if is_patterns(value):
         return Path(tuple(value))
     what = f"{name}: neither a pattern nor a selector"
-    at, expected = described(value), "a glob pattern or fz.path / only / regex / where"
+    at, expected = described(value), "a glob pattern or fz.path / all_except / regex / where"
     raise type_error(what, at=at, got=type(value).__name__, expected=expected, fix="wrap a function in fz.where(...)")
 
 

@@ -1,4 +1,4 @@
-"""The functions that make selectors: ``path``, ``only``, ``regex``, ``where`` and ``rules``.
+"""The functions that make selectors: ``path``, ``all_except``, ``regex``, ``where`` and ``rules``.
 
 ``True`` always means frozen, unlike in ``optax.masked`` (transformed) and ``equinox.partition`` (kept).
 """
@@ -53,7 +53,7 @@ def path(*patterns: str) -> Selector:
     return Path(_checked("path", patterns))
 
 
-def only(*patterns: str) -> Selector:
+def all_except(*patterns: str) -> Selector:
     """Selects every leaf that no glob pattern matches, so that only the matched leaves train.
 
     Args:
@@ -64,10 +64,10 @@ def only(*patterns: str) -> Selector:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.resolve({"encoder": 0.0, "head": 0.0}, fz.only("head"))
+      >>> fz.resolve({"encoder": 0.0, "head": 0.0}, fz.all_except("head"))
       {'encoder': True, 'head': False}
     """
-    return Not(Path(_checked("only", patterns)), spelled_only=True)
+    return Not(Path(_checked("all_except", patterns)), is_all_except=True)
 
 
 def regex(*patterns: str) -> Selector:
@@ -188,9 +188,9 @@ def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
         raise value_error(what, at=f"fz.{name}()", got="nothing", expected=expected, fix=fix)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'only')}fz.where(...)"
+            fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'all_except')}fz.where(...)"
             if isinstance(pattern, Selector):
-                fix = f"pass the selector itself: {~pattern if name == 'only' else pattern!r}"
+                fix = f"pass the selector itself: {~pattern if name == 'all_except' else pattern!r}"
             got, expected = described(pattern), "a pattern such as 'encoder/**'"
             raise type_error(f"fz.{name} takes strings", at=f"fz.{name}", got=got, expected=expected, fix=fix)
     return tuple(patterns)

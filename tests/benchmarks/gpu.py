@@ -127,7 +127,7 @@ def decoder_cases(size: Size) -> dict[str, Case]:
     def paste_rows(blocks: Any, last: Any) -> Any:
         return jax.tree.map(lambda a, new: a.at[-1:].set(new), blocks, last)
 
-    leaves = fz.only("blocks/1", "norm", "head")
+    leaves = fz.all_except("blocks/1", "norm", "head")
     rows = {"embed": True, "blocks": fz.rows(slice(0, size.decoder.layers - 1)), "norm": False, "head": False}
     partition = optax.partition({"trainable": ADAMW, "frozen": optax.set_to_zero()}, fz.labels(leaves))
     mask = fz.resolve(jax.eval_shape(two_stacks, jax.random.key(0)), leaves)

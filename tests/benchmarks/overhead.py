@@ -103,7 +103,7 @@ LAYERS = 10_000
 SPECS = {
     "True": True,
     '"layer_1/**"': "layer_1/**",
-    'fz.only("layer_1*")': fz.only("layer_1*"),
+    'fz.all_except("layer_1*")': fz.all_except("layer_1*"),
     'fz.where(path ends with "bias")': fz.where(lambda path, leaf: path.endswith("bias")),
     "fz.rules of three patterns": fz.rules({"**/norm": False, "layer_1*": True, "**/attention": True}),
 }

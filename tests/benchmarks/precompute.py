@@ -272,7 +272,7 @@ def compared(model: Classifier, hand: ByHand) -> list[str]:
     def hand_loss_of_batch(params: Any, batch: Any) -> jax.Array:
         return hand_loss(hand.trainable(params), hand.features(params, batch[0]), batch[1])
 
-    params, batches, frozen = model.params, batches_of(0), fz.only(*hand.paths)
+    params, batches, frozen = model.params, batches_of(0), fz.all_except(*hand.paths)
     values = (jax.jit(fun)(params, batches[0]) for fun in (loss, hand_loss_of_batch))
     np.testing.assert_allclose(*values, rtol=1e-5)
     once, tx = fz.precompute(loss, frozen), fz.freeze(TX, frozen)
@@ -333,7 +333,7 @@ def tracing() -> None:
     tokens = jax.ShapeDtypeStruct((transformer.BATCH, transformer.LENGTH), jnp.int32)
     cases: dict[str, tuple[Loss, Any, Any, Any]] = {
         "decoder of 8 layers, last block, head": (transformer.loss, transformer.FROZEN, shapes, tokens),
-        "ViT-tiny, last block, norm, head": (loss, fz.only(*hand.paths), model.params, (images, labels)),
+        "ViT-tiny, last block, norm, head": (loss, fz.all_except(*hand.paths), model.params, (images, labels)),
     }
     table = measure.table(
         "Tracing value and gradient", timed=("of the loss, s", "of once.after, s", "once.after / loss")

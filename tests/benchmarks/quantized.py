@@ -54,7 +54,7 @@ def base(blocks: dict[str, Any], lora: bool) -> dict[str, Any]:
 
 def with_lora(params: Any) -> tuple[Any, Any]:
     params = {**params, "blocks": base(params["blocks"], lora=True)}
-    return params, fz.only("blocks/*/a", "blocks/*/b")
+    return params, fz.all_except("blocks/*/a", "blocks/*/b")
 
 
 def with_last_block(params: Any) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ def with_last_block(params: Any) -> tuple[Any, Any]:
 
     depth = params["blocks"]["q"].shape[0]
     params = {**params, "blocks": [base(layers(depth - 1), lora=False), layers(1)]}
-    return params, fz.only("blocks/1", "norm", "head")
+    return params, fz.all_except("blocks/1", "norm", "head")
 
 
 def memory(mesh: Mesh, decoder: Decoder, trained: Callable[[Any], tuple[Any, Any]]) -> float:

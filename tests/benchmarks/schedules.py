@@ -283,7 +283,7 @@ def decoder() -> None:
     exact = ("fz.freeze", "by hand", "fz.freeze / by hand", "fz.freeze / nothing frozen")
     table = measure.table("Static phases of the decoder: GFLOP of a step", *exact, label="trainable")
     for n in (1, 2, 5, 10):
-        frozen = fz.only(*patterns[:n])
+        frozen = fz.all_except(*patterns[:n])
         trainable, rest = fz.partition(params, frozen)
 
         def value_and_grad(trainable: Any, tokens: Any, rest: Any) -> Any:

@@ -26,7 +26,7 @@ import optax_freeze as fz
 
 WIDTH, LAYERS, VOCABULARY, LENGTH, BATCH, HEADS = 512, 8, 8192, 256, 4, 8
 TRAINS = ("head", f"blocks/{LAYERS - 1:02d}")
-FROZEN = fz.only(*TRAINS)
+FROZEN = fz.all_except(*TRAINS)
 
 
 def init(key: jax.Array, layers: int = LAYERS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> Any:

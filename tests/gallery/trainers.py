@@ -141,13 +141,13 @@ def tunix() -> Trainer:
         with_loss(names["trainer"]).train([tokens] * 4)
         return before, nnx.to_pure_dict(nnx.state(model))
 
-    tokens, frozen = jax.random.randint(jax.random.key(0), (8, 17), 0, 256), fz.only("head")
+    tokens, frozen = jax.random.randint(jax.random.key(0), (8, 17), 0, 256), fz.all_except("head")
     config = TrainingConfig(eval_every_n_steps=100, gradient_accumulation_steps=2, max_steps=2)
     own = of(PeftTrainer(Model(), multi_transform(optax.adamw(1e-3), frozen), config), frozen)
     lora = PeftTrainer(Model(rank=4), optax.adamw(1e-3), TrainingConfig(eval_every_n_steps=100))
     model = Model()
     names = execute("Tunix", 0, locals())
-    return Trainer(own, of(names["trainer"], frozen), [of(lora, fz.only("**/lora_*"))], train, names)
+    return Trainer(own, of(names["trainer"], frozen), [of(lora, fz.all_except("**/lora_*"))], train, names)
 
 
 @trainer("Kauldron")
@@ -171,7 +171,7 @@ def kauldron() -> Trainer:
         return Step(trainstep.step, trainstep.init(shapes), (batch,), "params", frozen)
 
     batch = {"x": jnp.ones((32, 256)), "y": jnp.ones((32, 1))}
-    shapes, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch), fz.only("head")
+    shapes, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch), fz.all_except("head")
     partial_updates = kd.optim.partial_updates(optax.adamw(1e-3), kd.optim.select("head"))
     clip, ema = optax.clip_by_global_norm(1.0), kd.optim.ema_params(decay=0.99)
     own = of(kd.optim.named_chain(clip=clip, adam=partial_updates, ema=ema))
@@ -225,7 +225,7 @@ def keras() -> Trainer:
     tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 64)
     inputs = {"token_ids": tokens[:, :-1], "padding_mask": jnp.ones((8, 16), jnp.int32)}
     decoder.fit(inputs, tokens[:, 1:], verbose=0)
-    lora = of(decoder, (inputs, tokens[:, 1:]), fz.only("**/lora_kernel_[ab]"))
+    lora = of(decoder, (inputs, tokens[:, 1:]), fz.all_except("**/lora_kernel_[ab]"))
     return Trainer(of(model, (x, y), "net/body"), None, [lora], lambda: (before, after), names)
 
 
@@ -346,7 +346,7 @@ def maxtext() -> Trainer:
         step = jax.jit(lambda state, data: train.train_step(graphdef, config, None, None, state, data))
         return Step(step, state, (data,), "model", frozen), names
 
-    data, frozen = maxtext_data(), fz.only("**/logits_dense/**")
+    data, frozen = maxtext_data(), fz.all_except("**/logits_dense/**")
     own, _ = of("trainable_parameters_mask=['.*logits_dense.*']")
     changed, names = of("steps=10", block=0)
     clipped, _ = of("gradient_clipping_threshold=0", block=1)

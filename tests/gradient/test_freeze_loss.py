@@ -197,7 +197,7 @@ class TestCost:
 
         def of_frozen(params, tokens, labels):
             both = lambda p, *batch: loss(p, *batch) + jnp.sum(p["frozen"] ** 2)  # noqa: E731
-            function = fz.freeze_loss(both, fz.only("out"))
+            function = fz.freeze_loss(both, fz.all_except("out"))
             total, _ = jax.lax.scan(
                 lambda total, batch: (jax.tree.map(jnp.add, total, jax.grad(of_one(function))(params, *batch)), None),
                 jax.tree.map(jnp.zeros_like, params),

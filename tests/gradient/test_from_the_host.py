@@ -143,7 +143,7 @@ BY_ROWS = {
 }
 LORA = {"up": True, "down": True, "scale": True, "lora_a": False, "lora_b": False, "head": True}
 SPECS = {
-    "all but the head": fz.only("head"),
+    "all but the head": fz.all_except("head"),
     "LoRA": LORA,
     "last layer": dict.fromkeys(STACKED, fz.rows(slice(0, LAYERS - 1))) | {"head": False},
     "first layer": dict.fromkeys(STACKED, fz.rows(slice(1, None))) | {"head": False},
@@ -647,9 +647,9 @@ class TestPrecompute:
         assert_equal_up_to_rounding(step(*parts(frozen, True), features, X), step(*parts(frozen, False), features, X))
 
     def test_features_of_the_device_serve_parameters_on_the_host(self):
-        once = fz.precompute(scan, fz.only("head"))
-        base = fz.offload(params(), fz.only("head"), min_bytes=0)
-        step = jax.jit(fz.value_and_grad(once.after, fz.only("head")))
+        once = fz.precompute(scan, fz.all_except("head"))
+        base = fz.offload(params(), fz.all_except("head"), min_bytes=0)
+        step = jax.jit(fz.value_and_grad(once.after, fz.all_except("head")))
         features = jax.jit(once.before)(params(), X)
         assert_equal_up_to_rounding(step(once.needed(base, X), features, X), step(base, features, X))
 

@@ -177,7 +177,7 @@ class TestWhere:
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         sharded = NamedSharding(mesh, PartitionSpec(None, "data"))
         before = {"a": huge, "b": huge.update(sharding=sharded), "head": jax.ShapeDtypeStruct((3, 2), jnp.float32)}
-        after = fz.offload(before, fz.only("head"))
+        after = fz.offload(before, fz.all_except("head"))
         assert after["head"] is before["head"]
         assert after["a"].sharding == SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
         assert after["b"].sharding == sharded.with_memory_kind("pinned_host")
@@ -316,7 +316,7 @@ def test_tpu_compiles_rows_that_are_narrow_on_each_chip():
     """The layout of a stack with fewer than 128 columns is another one, which the slice on the host has to keep."""
     decoder = Decoder(512, 4, 1024, 4, "v5e:2x2", 4, kv_heads=2, vocabulary=1024, length=512)
     mesh = decoder.mesh()
-    shapes = fz.offload(decoder.params(mesh), frozen := fz.only("**/before"))
+    shapes = fz.offload(decoder.params(mesh), frozen := fz.all_except("**/before"))
 
     def on_the_host(x, shape):
         return jax.device_put(x, jax.memory.Space.Host) if shape.sharding.memory_kind == "pinned_host" else x

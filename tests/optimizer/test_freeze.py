@@ -70,7 +70,7 @@ class TestFreeze:
     def test_whatever_the_dtype_of_the_gradient(self):
         numbers = jnp.array([2**30 + 1], jnp.int32), jnp.array([complex(-0.0, -0.0)]), jnp.array([-0.0], jnp.bfloat16)
         params = {**dict(zip("nch", numbers, strict=True)), "w": jnp.ones(1)}
-        tx = fz.freeze(optax.sgd(0.1), fz.only("w"))
+        tx = fz.freeze(optax.sgd(0.1), fz.all_except("w"))
         grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
         for with_params in (params, None):
             updates, _ = tx.update(grads, tx.init(params), with_params)
@@ -119,7 +119,7 @@ class TestWrongArguments:
             fz.freeze(optax.sgd(0.1), "encoder").update(grads, tx.init(params))
 
     @pytest.mark.parametrize(
-        "same", ["a/**", ["a"], fz.only("b"), {"a": True, "b": False}, lambda p: {"a": True, "b": False}]
+        "same", ["a/**", ["a"], fz.all_except("b"), {"a": True, "b": False}, lambda p: {"a": True, "b": False}]
     )
     def test_the_state_of_the_same_spec_in_other_words(self, same):
         params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}

@@ -106,7 +106,7 @@ FIRST_TWO = LAST_TWO | {"layers": fz.rows(slice(2, 6))}
 CASES = {
     "custom_jvp": (activated, PARAMS, "encoder", X),
     "while_loop": (until, PARAMS, FROZEN, X),
-    "scan, whole": (scanned, STACKED, fz.only("head"), X),
+    "scan, whole": (scanned, STACKED, fz.all_except("head"), X),
     "scan, rows": (scanned, STACKED, LAST_TWO, X),
     "scan, rows, remat": (functools.partial(scanned, wrap=jax.checkpoint), STACKED, LAST_TWO, X),
     "scan, rows, reversed": (functools.partial(scanned, reverse=True), STACKED, FIRST_TWO, X),
@@ -174,7 +174,7 @@ class TestWhatIsStored:
             ("layers/5", "head"): (4, 7, 16),  # the residual stream, which is read three times
             ("head",): (4, 16),  # behind the mean
         }.items():
-            report = fz.precompute(loss, fz.only(*trains)).explain(params, TOKENS)
+            report = fz.precompute(loss, fz.all_except(*trains)).explain(params, TOKENS)
             assert [f.shape for f in report.features] == [shape]
 
     @pytest.mark.parametrize("recurring", ["x", ("x", "keys")])
@@ -503,7 +503,7 @@ class TestDevices:
 class TestModels:
     def test_equinox(self):
         model = eqx.nn.MLP(8, 4, 16, 3, key=jax.random.key(0))
-        loss, frozen = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), fz.only("layers/[23]/**")
+        loss, frozen = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), fz.all_except("layers/[23]/**")
         once = fz.precompute(loss, frozen, example_axis=0)
         features = eqx.filter_jit(once.before)(model, X)
         got = eqx.filter_jit(fz.value_and_grad(once.after, frozen))(once.needed(model, X), features, X)
@@ -520,7 +520,7 @@ class TestModels:
         def explain():
             graph, state = nnx.split(model)
             loss = lambda state, x: jnp.mean(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
-            return fz.precompute(loss, fz.only("layers/3/**")).explain(state, X)
+            return fz.precompute(loss, fz.all_except("layers/3/**")).explain(state, X)
 
         report = explain()
         assert set(report.not_needed) == {"layers/0/bias", "layers/0/kernel"}

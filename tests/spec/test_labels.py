@@ -91,7 +91,7 @@ class TestLabelsByPath:
             fz.labels_by_path(labels)
 
     def test_rates_of_selectors(self, params):
-        rates = fz.layerwise_decay([fz.path("head"), fz.only("head")], 1.0, 0.5)
+        rates = fz.layerwise_decay([fz.path("head"), fz.all_except("head")], 1.0, 0.5)
         with pytest.raises(TypeError, match=r"fix: .*\{pattern: repr\(pattern\)\}"):
             fz.labels_by_path({pattern: pattern for pattern in rates})
         transforms = {repr(pattern): optax.sgd(rate) for pattern, rate in rates.items()}

@@ -146,14 +146,14 @@ class TestPath:
 
     def test_takes_strings(self):
         for wrong, fix in [
-            (lambda: fz.only(fz.path("a") | "b"), r"~\(fz\.path\('a'\) \| fz\.path\('b'\)\)"),
-            (lambda: fz.only(fz.only("a")), r"fz\.path\('a'\)"),
+            (lambda: fz.all_except(fz.path("a") | "b"), r"~\(fz\.path\('a'\) \| fz\.path\('b'\)\)"),
+            (lambda: fz.all_except(fz.all_except("a")), r"fz\.path\('a'\)"),
             (lambda: fz.regex(fz.where(is_bias)), r"fz\.where\(is_bias\)"),
         ]:
             with pytest.raises(TypeError, match=rf"takes strings(.|\n)*fix: pass the selector itself: {fix}$"):
                 wrong()
         with pytest.raises(TypeError, match=r"wrap a function in ~fz\.where"):
-            fz.only(is_bias)  # pyright: ignore
+            fz.all_except(is_bias)  # pyright: ignore
 
     def test_a_lone_leaf_has_the_empty_path(self):
         assert [fz.resolve(jnp.ones(2), spec) for spec in ("", "**", False)] == [True, True, False]
@@ -205,7 +205,7 @@ class TestAlgebra:
         assert "head" | fz.path("encoder") == fz.path("head") | fz.path("encoder")
         assert "head" & fz.path("**/bias") == fz.path("head") & fz.path("**/bias")
         assert fz.path("head") | ["a", "b"] == fz.path("head") | fz.path("a", "b")
-        assert fz.only("head") == ~fz.path("head")
+        assert fz.all_except("head") == ~fz.path("head")
 
     def test_an_empty_intersection_is_no_error(self, params):
         assert chosen(fz.path("head") & "encoder", params) == []
@@ -243,7 +243,7 @@ def is_bias(path, leaf):
 SELECTORS = {
     "fz.path('encoder/**')": lambda: fz.path("encoder/**"),
     "fz.path('a', 'b')": lambda: fz.path("a", "b"),
-    "fz.only('head')": lambda: fz.only("head"),
+    "fz.all_except('head')": lambda: fz.all_except("head"),
     "fz.path('a')": lambda: fz.path("a"),
     "fz.regex('a')": lambda: fz.regex("a"),
     "fz.where(is_bias)": lambda: fz.where(is_bias),
