@@ -118,7 +118,7 @@ class Walk:
 
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
-        task = task._replace(reads=[self.read(*read) if isinstance(read, Read) else read for read in task.reads])
+        task = task._replace(reads=[self.read(*read[:3]) if isinstance(read, Read) else read for read in task.reads])
         self.tasks.append(task)
         for read in task.reads:
             for value, region in () if read is None else read.wanted:
@@ -131,7 +131,7 @@ class Walk:
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
         value, region = self.operand(value, region)
-        read = Read(value, region, in_place)
+        read = Read(value, region, in_place, at_once=isinstance(value, int) and value in self.decisive)
         if region is not LAZY and (self.late is None or value not in self.late):
             return read
         made_by = self.program.made_by if self.late is None else self.late.made_by
@@ -392,7 +392,7 @@ class LateRead(NamedTuple):
 
     def of(self, values: Values, beside: Any = None) -> Any:
         """What is read; ``beside``: another operand of the operation that reads it."""
-        number, region, in_place = self.read
+        number, region, in_place, _ = self.read
         region = EVERYTHING if in_place else region
         values = values.only(self.given)
         values.beside = beside

@@ -66,11 +66,16 @@ def one_region(wanted: Iterable[Region], shape: Sequence[int]) -> Region | None:
 
 
 class Read(NamedTuple):
-    """A region that a task reads; ``in_place``: an array with these rows, not cut, and the number of its first row."""
+    """A region that a task reads; ``in_place``: an array with these rows, not cut, and the number of its first row.
+
+    ``at_once``: several runs of rows are read by a gather. Around slices that are joined, a compiler computes what is
+    cut again for each of them.
+    """
 
     value: Any  # a number, or a literal
     region: Region
     in_place: bool = False
+    at_once: bool = False
 
     @property
     def wanted(self) -> Sequence[tuple[int, Region]]:
@@ -84,7 +89,7 @@ class Read(NamedTuple):
         if self.in_place:
             assert isinstance(self.region, Rows)
             return values.read_run(self.value, self.region)
-        return values.read(self.value, self.region)
+        return values.read(self.value, self.region, self.at_once)
 
 
 class Context(NamedTuple):

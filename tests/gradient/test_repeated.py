@@ -76,6 +76,7 @@ DECISIONS = {  # a number for each row
     "floor": lambda w: (w * jnp.floor(squares(w) / jnp.max(squares(w), axis=1, keepdims=True))).sum(1),
     "sort": lambda w: (jnp.sort(squares(w), axis=1) * BY_ROW[:64]).sum(1),
     "top_k": thresholds,
+    "cummax": lambda w: (jax.lax.cummax(squares(w), axis=1) * BY_ROW[:64]).sum(1),
     "remat": lambda w: jax.checkpoint(lambda w: jnp.max(squares(w), axis=1))(w),
     "a loop": over_steps,
     "a branch": lambda w: jax.lax.cond(w[0, 0] < 9, lambda x: jnp.max(x, axis=1), lambda x: x[:, 0], squares(w)),
