@@ -201,6 +201,7 @@ _BY_FILE = {
             "tests/precompute/test_example_axis.py -k batch_alone",
         ),
         ("if not isinstance(tangent, SymbolicZero) and", "if False and", "-k what_is_frozen_is_refused"),
+        ("if all(dear[i] for i in twice)", "if True", "tests/precompute/test_precompute.py -k a_comparison"),
         ("and self.inputs[value].is_frozen(region)", "", "-k training_gives_the_same"),
     ],
     ("_precompute/example_axis.py", "tests/precompute/test_example_axis.py"): [
@@ -289,6 +290,9 @@ _BY_FILE = {
     ],
     ("_program/decisions.py", "tests/gradient/test_repeated.py"): [
         ("decides(eqn) or (any(marks) and is_cheap(eqn))", "False", "-k 'max or a_loop'"),
+    ],
+    ("_program/regions.py", "tests/gradient/test_repeated.py"): [
+        ("len(self.runs) <= _FEW and not at_once", "len(self.runs) <= _FEW", "-k cummax"),
     ],
     ("_program/dependence.py", "tests/precompute"): [
         ('[:: -1 if eqn.params["reverse"] else 1]', "", "-k counts_with_its_length"),

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
 from optax_freeze._precompute.flops import flops_of_tasks
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
+from optax_freeze._program.decisions import decisive
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.traced_function import Traced, as_array, needs_value
@@ -202,8 +203,8 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
         for i, node in enumerate(tasks.nodes):
             if all(at[key] is None for key in node.writes):  # all examples share the results
                 dear[i] = trunk[i] = False
-    cut = minimum_cut(divided, dear, cost)
-    cut = cut if cut.stored else minimum_cut(divided, trunk, cost)
+    cut = _minimum_cut(divided, dear, cost)
+    cut = cut if cut.stored else _minimum_cut(divided, trunk, cost)
     mixed = [at[key] for i in cut.after if trunk[i] for key in tasks.nodes[i].writes if isinstance(at[key], Mixed)]
     if mixed:
         operations = filter(None, (each.operation for each in mixed))
@@ -224,6 +225,19 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
             fix="freeze the layers at the input, and name in `recurring` every argument that they read",
         )
     return cut, [at[key] for key in cut.stored]
+
+
+def _minimum_cut(tasks: Graph, dear: Sequence[bool], cost: Mapping[Key, int | None]) -> Cut:
+    """The minimum cut of those in which nothing that decides is computed both before and after it."""
+    dear, deciding = [*dear], decisive(tasks.program)
+    while True:
+        cut = minimum_cut(tasks, dear, cost)
+        decides = lambda key: key[0] in deciding and cost[key] is not None  # noqa: E731
+        twice = {i for i in {*cut.before} & {*cut.after} if any(map(decides, tasks.nodes[i].writes))}
+        if all(dear[i] for i in twice):
+            return cut
+        for i in twice:
+            dear[i] = True
 
 
 def _sources(tasks: Graph, inputs: Sequence[Input]) -> list[set[str]]:

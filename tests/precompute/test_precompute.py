@@ -219,6 +219,22 @@ class TestWhatIsStored:
         assert once.needed(PARAMS, batch)["encoder"] == optax.MaskedNode()
         assert once.needed(PARAMS, batch)["middle"].shape == (16, 16)
 
+    @pytest.mark.usefixtures("as_users_compile")
+    def test_a_comparison_instead_of_one_of_its_operands(self):
+        """Thresholds that are stored, compared with values that are computed again, select others."""
+
+        def loss(params, x):
+            y = x * params["encoder"][0, :8] * 1.3 + 0.1
+            y = y * y + 0.3 * y
+            y = jnp.where(y >= lax.top_k(y, 3)[0][:, 2:], jnp.sin(x @ params["head"][:8, :1]), 0.0)
+            return jnp.sum(y * jnp.cos(jnp.arange(len(x)))[:, None])
+
+        once, x = fz.precompute(loss, "encoder"), jax.random.normal(jax.random.key(4), (128, 8))
+        [feature] = features = jax.jit(once.before)(PARAMS, x)
+        assert (feature.shape, feature.dtype) == ((128, 8), bool)
+        grad = jax.jit(fz.grad(once.after, FROZEN))(PARAMS, features, x)["head"]
+        assert_equal_up_to_rounding(grad, jax.jit(jax.grad(loss))(PARAMS, x)["head"], roundings=64)
+
     def test_two_where_two_are_read(self):
         def loss(params, x):
             one, other = x @ params["encoder"], jnp.sort(x @ params["middle"][:8])
