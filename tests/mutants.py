@@ -74,6 +74,7 @@ _BY_FILE = {
         ("self.given(inputs, True)", "self.given(inputs)", "-k reads_an_unrolled_layer_again"),
         ("if EVERYTHING not in wanted.get(i, ())", "if False", "tests/gradient/test_restrict.py -k put_together"),
         ('"fz.freeze_loss" if self.of_loss else "fz.restrict"', '"fz.restrict"', "tests/test_errors.py -k Forward"),
+        ("as_traced(jaxpr_as_fun(", "list(jaxpr_as_fun(", "tests/gradient/test_restrict.py -k closes_over"),
     ],
     ("_optimizer/conditions.py", "tests/gradient/test_group_gradients.py"): [
         ("old.updates + counts.astype(jnp.int32)", "old.updates + counts", "-k strict"),

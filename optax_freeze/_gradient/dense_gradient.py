@@ -46,11 +46,17 @@ class DenseGradient:
 
     def trace(self) -> bool:
         """Traces ``value_and_grad``; False if the function cannot be traced."""
-        from optax_freeze._program.traced_function import Traced, as_array, needs_value  # loads jax.extend: slow
+        # loads jax.extend: slow
+        from optax_freeze._program.traced_function import Traced, as_array, as_traced, needs_value
 
         arrays, structure = jax.tree.flatten((self.leaves, self.others))
+
+        def value_and_grad(*arrays: Any) -> Any:
+            value, grads = self.value_and_grad(*jax.tree.unflatten(structure, arrays))
+            return value, as_traced(grads)
+
         try:
-            traced = Traced(lambda *arrays: self.value_and_grad(*jax.tree.unflatten(structure, arrays)), arrays)
+            traced = Traced(value_and_grad, arrays)
         except Exception as error:
             if not needs_value(error):
                 raise

@@ -172,7 +172,7 @@ def explain(
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
-    from optax_freeze._program.traced_function import Traced, needs_value
+    from optax_freeze._program.traced_function import Traced, as_traced, needs_value
 
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     plan, values = make_plan(params, frozen), _tree.flatten(params)[0]
@@ -203,7 +203,7 @@ def explain(
             )
 
         found, vjp, aux = jax.vjp(outs, [values[i] for i in trains], has_aux=True)
-        return vjp([jnp.ones_like(x) for x in found])[0], found, aux
+        return as_traced(vjp([jnp.ones_like(x) for x in found])[0]), found, aux
 
     try:
         program = Traced(gradient, list(compress(everything, abstract))).program

@@ -32,7 +32,7 @@ from optax_freeze._program.regions import (
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, is_inexact
-from optax_freeze._program.traced_function import Traced, as_argument, as_array, needs_value
+from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced, needs_value
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
@@ -251,7 +251,7 @@ class _Call:
                 return list(compress(outs, is_out_inexact)), outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
-            return *outs, *vjp(list(cotangents))[0]
+            return as_traced([*outs, *vjp(list(cotangents))[0]])
 
         cotangents = [zeros(aval) for aval in compress(closed.out_avals, is_out_inexact)]
         inputs = [*self.structs, *others, *cotangents]
@@ -265,7 +265,7 @@ class _Call:
             def with_others(*given: Any) -> list[Any]:
                 consts = [given[number_of[id(x)]] if id(x) in number_of else x for x in of_vjp.consts]
                 arrays = (*given[: len(of_leaf)], *given[len(of_leaf) + len(others) :])
-                return jaxpr_as_fun(ClosedJaxpr(of_vjp.jaxpr, consts))(*arrays)
+                return as_traced(jaxpr_as_fun(ClosedJaxpr(of_vjp.jaxpr, consts))(*arrays))
 
             traced = Traced(with_others, inputs)
         program = traced.program._replace(on_host=self.program.on_host)

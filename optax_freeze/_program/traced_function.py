@@ -71,6 +71,11 @@ def as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
+def as_traced(arrays: Sequence[Any]) -> list[Any]:
+    """The outputs of a traced function, of which constants are outputs, too: a custom derivative may return them."""
+    return [x if isinstance(x, Tracer) else jnp.array(x) for x in arrays]
+
+
 def needs_value(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, says that a traced array has no value."""
     if error is None or isinstance(error, ASKED_FOR_A_VALUE):

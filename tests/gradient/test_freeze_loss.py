@@ -160,6 +160,46 @@ def test_any_result():
     assert (float(value), aux["text"], aux["none"], aux["array"].tolist()) == (3.0, "a", None, [2.0, 2.0, 2.0])
 
 
+def test_results_and_arguments_that_are_constants_or_not_differentiable(compiled):
+    """As those of Kauldron, whose trainers differentiate everything that a step computes."""
+
+    def with_aux(params, context):
+        noise = jax.random.normal(params["key"], (2,)) * params["n"]
+        aux = {"n": params["n"] + 1, "ones": jnp.ones(2), "size": jnp.float32(32), "key": params["key"], **context}
+        return jnp.sum(jnp.sin(params["w"]) @ noise * context["x"]), aux
+
+    params = {"w": jnp.arange(8.0).reshape(4, 2), "n": jnp.int32(3), "key": jax.random.key(1), "none": None}
+    args = params, {"x": jnp.float32(2), "ids": jnp.arange(3)}
+    gradient = lambda f: compiled(jax.value_and_grad(f, (0, 1), has_aux=True, allow_int=True))(*args)  # noqa: E731
+    (value, aux), grads = gradient(fz.freeze_loss(with_aux, fz.rules({"w": fz.rows(slice(0, 2))})))
+    (expected, expected_aux), dense = gradient(with_aux)
+    dense[0]["w"] = dense[0]["w"].at[:2].set(0)
+    assert jax.tree.structure(grads) == jax.tree.structure(dense)
+    assert [g.dtype for g in jax.tree.leaves(grads)] == [g.dtype for g in jax.tree.leaves(dense)]
+    of_floats = lambda grads: (grads[0]["w"], grads[1]["x"])  # noqa: E731
+    assert_equal_up_to_rounding((value, of_floats(grads)), (expected, of_floats(dense)))
+    assert jax.tree.map(bits, aux) == jax.tree.map(bits, expected_aux)
+
+
+@pytest.mark.parametrize("constant", [np.full((4, 2), 3, np.float32), jnp.full((4, 2), 3.0)])
+def test_a_custom_derivative_that_is_a_constant(constant):
+    @jax.custom_vjp
+    def straight(w, b):
+        return jnp.sum(w) * b
+
+    straight.defvjp(lambda w, b: (straight(w, b), None), lambda _, ct: (constant, 2.0))
+    function = lambda p: straight(p["w"], p["b"])  # noqa: E731
+    params, frozen = {"b": jnp.float32(1), "w": jnp.ones((4, 2))}, fz.rules({"w": fz.rows(slice(0, 3))})
+    trainable, rest = fz.partition(params, frozen)
+    full = jax.grad(fz.freeze_loss(function, frozen))(params)
+    assert full["w"].tolist() == [[0, 0]] * 3 + [[3, 3]]
+    assert full["b"] == 2
+    for grads in (fz.grad(function, frozen)(params), jax.grad(fz.restrict(function, rest))(trainable)):
+        assert grads["w"].values.tolist() == [[3, 3]]
+        assert grads["b"] == 2
+    assert fz.explain(function, params, frozen).rows[0].path == "w"
+
+
 @pytest.mark.parametrize("mask", [fz.rows(slice(0, 6)), fz.rows([1, 3]), fz.elements(np.eye(8, 4) > 0)])
 def test_zeros_have_the_sharding_of_their_leaf_on_an_explicit_mesh(mask):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)

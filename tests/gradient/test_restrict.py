@@ -199,17 +199,18 @@ def test_a_custom_derivative_closes_over_a_value_of_the_loss(compiled, with_scal
         total = (x * params["frozen"]).sum()
         scaled = jax.custom_vjp(lambda y: jnp.sin(y) * total)
         scaled.defvjp(lambda y: (scaled(y), y), lambda y, ct: (2 * ct * jnp.cos(y) * total,))
-        return scaled(params["w"]).sum() * scale
+        return scaled(params["w"]).sum() * scale, jnp.float32(3)
 
     params = {"w": jnp.arange(12.0).reshape(4, 3) / 7, "frozen": jnp.array([0.5, 2.0])}
     trainable, rest = fz.partition(params, {"w": fz.rows([0, 2]), "frozen": True})
     x, scale = jnp.array([1.0, 3.0]), jnp.float32(0.5)
     argnums = (0, 2) if with_scale else (0,)
-    found = compiled(jax.grad(fz.restrict(loss, rest), argnums))(trainable, x, scale)
+    found, aux = compiled(jax.grad(fz.restrict(loss, rest), argnums, has_aux=True))(trainable, x, scale)
+    assert aux == 3
 
     def dense(w, x, scale):
         return loss({**params, "w": w}, x, scale)
 
-    expected = compiled(jax.grad(dense, argnums))(params["w"], x, scale)
+    expected, _ = compiled(jax.grad(dense, argnums, has_aux=True))(params["w"], x, scale)
     assert_equal_up_to_rounding(found[0]["w"].values, expected[0][jnp.array([1, 3])])
     assert_equal_up_to_rounding(list(found[1:]), list(expected[1:]))
