@@ -93,6 +93,35 @@ def tunix() -> Rows:
     return Rows(own, plain(fz.freeze(optax.adamw(1e-3), frozen)), both, lambda state: nnx.to_pure_dict(state)[0])
 
 
+@rows_of("Kauldron")
+def kauldron() -> Rows:
+    from kauldron.train import train_step
+
+    names = trainers.kauldron().names
+    kd, clip, plain = names["kd"], optax.clip_by_global_norm(1.0), train_step.forward_with_loss
+    try:
+        names |= execute("Kauldron", 1, names)
+        wrapped = train_step.forward_with_loss
+    finally:
+        train_step.forward_with_loss = plain
+
+    def of(adam, loss):
+        trainstep = names["trainer_of"](kd.optim.named_chain(clip=clip, adam=adam)).trainstep
+
+        def step(state, batch):
+            train_step.forward_with_loss = loss
+            try:
+                return type(trainstep).step.__wrapped__(trainstep, state, batch)
+            finally:
+                train_step.forward_with_loss = plain
+
+        return Step(jax.jit(step), trainstep.init(names["shapes"]), (names["batch"],), "params", names["frozen"])
+
+    adam = kd.optim.partial_updates(optax.adamw(1e-3), kd.optim.select(["head", "encoder.kernel"]))
+    optimizer = names["optimizer"]
+    return Rows(of(adam, plain), of(optimizer, plain), of(optimizer, wrapped), lambda state: state.params)
+
+
 @rows_of("Brax")
 def brax() -> Rows:
     names = trainers.brax().names
