@@ -162,6 +162,33 @@ def jax_privacy() -> Rows:
     return Rows(own, optimizer, of(made["gradient"], made["tx"]), lambda state: state[0])
 
 
+@rows_of("NetKet")
+def netket() -> Rows:
+    names = trainers.netket().names
+    nk, vstate, of = names["nk"], names["vstate"], names["of"]
+    made, adam = execute("NetKet", 1, names), optax.adam(1e-2)
+    frozen, trains = made["frozen"], [("hidden", "kernel"), ("head", "kernel"), ("head", "bias")]
+    own = nk.vqs.freeze_parameters(vstate, lambda path, _: path not in trains)
+    parts = lambda state: {name: jax.tree.leaves(state[name]) for name in ("params", "rest")}  # noqa: E731
+    return Rows(
+        of(own, adam, frozen),
+        of(vstate, fz.freeze(adam, frozen), frozen),
+        of(made["vstate"], adam, "rest", parts),
+        parts,
+    )
+
+
+@rows_of("NumPyro")
+def numpyro() -> Rows:
+    names = trainers.numpyro().names
+    svi, model, guide, of = names["numpyro"].infer.SVI, names["model"], names["guide"], names["of"]
+    made = execute("NumPyro", 1, names)
+    frozen, elbo = made["frozen"], names["numpyro"].infer.Trace_ELBO()
+    own = multi_transform(optax.adam(1e-3), "decoder")
+    ways = svi(model, guide, own, elbo), svi(model, guide, made["tx"], elbo), made["svi"]
+    return Rows(*(of(lambda _, way=way: way, frozen, {}) for way in ways), names["parameters"])
+
+
 @rows_of("MaxText")
 def maxtext() -> Rows:
     return maxtext_with(linen=False)

@@ -4,6 +4,7 @@ A function per trainer makes a small model, executes the blocks of the page with
 ``python tests/gallery/trainers.py`` writes the table of the page.
 """
 
+import copy
 import functools
 import itertools
 import os
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # of MaxText
+os.environ |= {"NETKET_ENABLE_X64": "0", "NETKET_SHARDING": "0"}  # its import would enable 64 bits for all others
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +297,101 @@ def jax_privacy() -> Trainer:
     return Trainer(own, changed, [], lambda: run_steps(changed, lambda state: state[0]), names)
 
 
+@trainer("NetKet")
+def netket() -> Trainer:
+    import flax.linen as nn
+    import netket as nk
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("encoder", "hidden"):
+                x = nn.tanh(nn.Dense(32, name=name)(x))
+            return nn.Dense(1, name="head")(x)[..., 0]
+
+    model, hilbert = Net(), nk.hilbert.Spin(0.5, 8)
+    energy = nk.operator.IsingJax(hilbert, nk.graph.Chain(8), h=1.0)
+    sampler = nk.sampler.MetropolisLocal(hilbert, n_chains=16)
+    seeds = {"n_samples": 2048, "sampler_seed": 0, "seed": 0}
+    sr = nk.optimizer.SR(diag_shift=0.01, qgt=nk.optimizer.qgt.QGTJacobianDense)
+    vstate = nk.vqs.MCState(sampler, model, **seeds)
+
+    def parameters(state):
+        flat = flatten_dict(state["params"]) | flatten_dict(state["rest"].get("frozen_params", {}))
+        return unflatten_dict(flat)
+
+    def of(vstate, tx, frozen, params=parameters):
+        """The driver's step; ``rest`` is what the variational state has beside its parameters."""
+
+        def step(state):
+            own = copy.copy(vstate)
+            own.sampler_state, own.variables = state["sampler"], {"params": state["params"], **state["rest"]}
+            driver = nk.driver.VMC(energy, tx, variational_state=own, preconditioner=sr)
+            driver._optimizer_state = state["optimizer"]
+            stats, update = driver.compute_loss_and_update()
+            driver.update_parameters(update)
+            new = {"params": own.parameters, "rest": own.model_state}
+            return new | {"optimizer": driver._optimizer_state, "sampler": own.sampler_state}, stats.mean
+
+        state = {"params": vstate.parameters, "rest": vstate.model_state, "sampler": vstate.sampler_state}
+        return Step(jax.jit(step), state | {"optimizer": tx.init(vstate.parameters)}, (), params, frozen)
+
+    names = locals()
+    own = of(execute("NetKet", 0, names)["vstate"], optax.adam(1e-2), "encoder")
+    frozen = execute("NetKet", 1, names)["frozen"]
+    of_variables = fz.rules({"**/hidden/kernel": fz.rows(slice(0, -16)), "**/head/**": False}, default=True)
+    wrapped = nk.vqs.MCState(
+        sampler, apply_fun=fz.freeze_loss(model.apply, of_variables), variables=vstate.variables, **seeds
+    )
+    names |= {"wrapped": of(wrapped, fz.freeze(optax.adam(1e-2), frozen), frozen)}
+    return Trainer(own, None, [names["wrapped"]], lambda: run_steps(own, parameters), names)
+
+
+@trainer("NumPyro")
+def numpyro() -> Trainer:
+    import numpyro
+    from numpyro import distributions as dist
+
+    def model(x):
+        decoder = numpyro.param("decoder", normal(0, 16, 256))
+        with numpyro.plate("examples", 32):
+            z = numpyro.sample("z", dist.Normal(jnp.zeros(16), 1.0).to_event(1))
+            numpyro.sample("x", dist.Normal(z @ decoder, 1.0).to_event(1), obs=x)
+
+    def guide(x):
+        encoder = numpyro.param("encoder", normal(1, 256, 256))
+        head = numpyro.param("head", normal(2, 256, 16))
+        with numpyro.plate("examples", 32):
+            numpyro.sample("z", dist.Normal(jnp.tanh(x @ encoder) @ head, 0.1).to_event(1))
+
+    def of(svi_of, frozen, fixed):
+        """The step of an SVI, which may hold parameters that it does not train."""
+
+        def step(state, x):
+            svi = svi_of(state["fixed"])
+            svi.constrain_fn = made.constrain_fn
+            svi_state, value = svi.update(state["svi"], x)
+            return {"svi": svi_state, "fixed": state["fixed"]}, value
+
+        made = svi_of(fixed)
+        state = {"svi": made.init(jax.random.key(0), x), "fixed": fixed}
+        return Step(jax.jit(step), state, (x,), parameters, frozen)
+
+    def parameters(state):
+        return state["svi"].optim_state[1][0] | state["fixed"]
+
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape) / 16
+
+    def own_svi(pretrained):
+        return execute("NumPyro", 0, names | {"pretrained": pretrained})["svi"]
+
+    x, names = normal(3, 32, 256), locals()
+    own = of(own_svi, "encoder", {"encoder": normal(1, 256, 256)})
+    return Trainer(own, None, [], lambda: run_steps(own, parameters), names)
+
+
 def maxtext_config(*options: str) -> tuple[Any, Any]:
     """The configuration of a small decoder, and its mesh."""
     import maxtext as package
@@ -386,8 +483,8 @@ def measured(made: Trainer) -> list[str]:
 
 def write() -> None:
     """Writes the table."""
-    for title, make in TRAINERS.items():
-        cells, page = measured(make()), PAGE.read_text(encoding="utf-8")
+    for title in sys.argv[1:] or TRAINERS:
+        cells, page = measured(TRAINERS[title]()), PAGE.read_text(encoding="utf-8")
         [line] = re.findall(rf"^\| \[{title}\]\(.*\|$", page, re.M)
         first, own = (cell.strip() for cell in line.split("|")[1:3])
         PAGE.write_text(page.replace(line, f"| {' | '.join([first, own, *cells])} |"), encoding="utf-8")
