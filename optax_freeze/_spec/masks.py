@@ -166,9 +166,11 @@ class Elements:
 
 
 ElementMask: TypeAlias = Rows | DynamicRows | Elements
+Choice: TypeAlias = bool | ElementMask
+"""What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
 
-def choice_of(selection: Selection) -> bool | ElementMask:
+def choice_of(selection: Selection) -> Choice:
     """What a spec says about a leaf that has this selection."""
     if isinstance(selection, DynamicRowIndex):
         return DynamicRows(selection.array, selection.axis, True, ascending=True, of_state=selection.of_state)

@@ -15,11 +15,9 @@ import numpy as np
 from optax_freeze._errors import counted, described, in_one_line, type_error, value_error
 from optax_freeze._spec import patterns as _glob
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements
+from optax_freeze._spec.combined_masks import combined
+from optax_freeze._spec.masks import Choice, DynamicRows, Elements
 from optax_freeze._spec.tree import Leaf, VariableLeaf
-
-Choice: TypeAlias = bool | ElementMask
-"""What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
 
 class FilterOfNnx(Protocol):
@@ -155,9 +153,7 @@ class _Binary(Selector):
             return a
         if b is self.winner or a is (not self.winner):
             return b
-        what = f"{self!r}: two element masks for one leaf"
-        at, fix = leaf.path, "combine the masks: one fz.rows with all row numbers, or one fz.elements(a | b)"
-        raise value_error(what, at=at, got=f"{a!r} and {b!r}", expected="at most one element mask for a leaf", fix=fix)
+        return combined(a, b, leaf, repr(self), either=self.winner)
 
     def __repr__(self) -> str:
         left = repr(self.left) if type(self.left) is type(self) else _operand(self.left)

@@ -1,6 +1,8 @@
 """Single elements: rows and dense masks through every function, and the contract as a property."""
 
+import itertools
 import json
+import operator
 import re
 
 import chex
@@ -12,6 +14,7 @@ import pytest
 from conftest import assert_equal_up_to_rounding, bits, state_bytes
 
 import optax_freeze as fz
+from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection_record import record_of, selection_of
 
 DIAGONAL = np.eye(2, dtype=bool)
@@ -195,8 +198,35 @@ class TestRows:
         assert fz.resolve(params, first | "b") == {"a": fz.rows(0), "b": True}
         assert fz.resolve(params, first & fz.path("a")) == {"a": fz.rows(0), "b": False}
         assert fz.resolve(params, first | "a") == {"a": True, "b": False}
-        with pytest.raises(ValueError, match=r"two element masks for one leaf\n  at: a"):
-            fz.resolve(params, first | fz.rules({"a": fz.rows(1)}))
+        assert fz.resolve(params, first & "b") == {"a": False, "b": False}
+        assert fz.resolve(params, ~first & fz.path("a")) == {"a": ~fz.rows(0), "b": False}
+
+    @pytest.mark.parametrize("axes", [(0, 0), (-1, 1)], ids=str)
+    def test_rows_with_rows(self, axes):
+        """``|`` freezes the rows that either mask freezes, ``&`` those that both do, however they are named."""
+        leaf = {"w": jax.ShapeDtypeStruct((7, 7), jnp.float32)}
+        indices = [slice(0, 4), slice(None, None, 3), [0, -1, 4], 2, slice(0, 0), slice(None)]
+        rows = [[each for index in indices for each in (fz.rows(index, axis), ~fz.rows(index, axis))] for axis in axes]
+        where = lambda spec: np.broadcast_to(make_plan(leaf, spec).selections[0].frozen(2), (7, 7))  # noqa: E731
+        for a, b in itertools.product(*rows):
+            for combine in (operator.or_, operator.and_):
+                spec = combine(fz.rules({"w": a}), fz.rules({"w": b}))
+                np.testing.assert_array_equal(where(spec), combine(where({"w": a}), where({"w": b})), repr(spec))
+                assert fz.resolve(leaf, fz.resolve(leaf, spec)) == fz.resolve(leaf, spec)
+
+    def test_masks_that_do_not_combine(self):
+        params = {"a": jnp.ones((4, 2)), "steps": jnp.arange(4)}
+        first = fz.rules({"a": fz.rows(0), "steps": fz.rows(0)})
+        assert fz.resolve(params, first | fz.rules({"a": fz.rows(slice(1, 3)), "steps": fz.rows(9, 9)})) == {
+            "a": fz.rows(slice(0, 3)),
+            "steps": True,
+        }
+        for other in (fz.rows(1, axis=1), fz.rows(jnp.array([1])), fz.elements(np.eye(4, 2, dtype=bool))):
+            for spec in (first | fz.rules({"a": other}), fz.rules({"a": other}) & first):
+                with pytest.raises(ValueError, match=r"two element masks for one leaf\n  at: a"):
+                    fz.resolve(params, spec)
+        with pytest.raises(ValueError, match=r"out of range\n  at: a"):
+            fz.resolve(params, first & fz.rules({"a": fz.rows(4)}))
 
     @pytest.mark.parametrize("name", SAME_ROWS)
     def test_the_same_rows_however_they_are_named(self, name):
