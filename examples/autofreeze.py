@@ -18,7 +18,7 @@ import optax_freeze as fz
 
 def autofreeze(adam: Any, layers: list[str], interval: int) -> optax.GradientTransformation:
     """An optimizer that decides every ``interval`` steps which layers freeze; they are named from the input end."""
-    return fz.freeze_when(adam, fz.freeze_converged(layers, interval=interval))
+    return fz.freeze_when(adam, fz.freeze_converged(layers, every=interval))
 
 
 def run_once(loss: Any, layers: tuple[str, ...], params: Any, data: Any) -> tuple[Any, Any]:

@@ -27,13 +27,11 @@ from optax_freeze._gradient.grad import restrict as restrict
 from optax_freeze._gradient.grad import value_and_grad as value_and_grad
 from optax_freeze._gradient.grad import value_and_grad_from_state as value_and_grad_from_state
 from optax_freeze._gradient.freeze_loss import freeze_loss as freeze_loss
-from optax_freeze._gradient.explain import Explanation as Explanation
 from optax_freeze._gradient.explain import explain as explain
 
 # Gradient transformations around any Optax optimizer.
 from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
-from optax_freeze._optimizer.conditions import GroupStats as GroupStats
 from optax_freeze._optimizer.convergence import freeze_converged as freeze_converged
 from optax_freeze._optimizer.update_params import update_params as update_params
 from optax_freeze._optimizer.schedules import alternate as alternate
@@ -57,13 +55,10 @@ from optax_freeze._memory.cast import cast as cast
 from optax_freeze._memory.offload import offload as offload
 
 # Reports: what is frozen, and how much it saves.
-from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.summary import summary as summary
 from optax_freeze._report.print_trainable import print_trainable as print_trainable
 
 # Computing frozen layers once per batch.
-from optax_freeze._precompute.precompute import Features as Features
-from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._precompute.precompute import precompute as precompute
 
 # Bitwise checks of frozen parameters.
@@ -71,9 +66,8 @@ from optax_freeze._verify.assert_frozen import assert_frozen as assert_frozen
 from optax_freeze._verify.fingerprint import fingerprint as fingerprint
 
 # Finding leaks in an optimizer, or in a whole training step.
-from optax_freeze._audit.audit import Audit as Audit
 from optax_freeze._audit.audit import audit as audit
 from optax_freeze._audit.audit_step import audit_step as audit_step
 
-# The types in the signatures.
+# The types of arguments and results.
 from optax_freeze import typing as typing

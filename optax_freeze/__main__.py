@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _as_json(found: fz.Summary) -> dict[str, Any]:
+def _as_json(found: fz.typing.Summary) -> dict[str, Any]:
     """What a summary prints, as numbers; rows of an optimizer's state only if there is one."""
     rows = [row._asdict() | {"dtype": None if row.dtype is None else str(row.dtype)} for row in found.rows]
     if found.row_state_bytes:

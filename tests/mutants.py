@@ -81,7 +81,7 @@ _BY_FILE = {
     ],
     ("_optimizer/convergence.py", "tests/optimizer/test_freeze_converged.py"): [
         ("(jnp.cumsum(~settled) == 0)", "settled", "-k autofreeze"),
-        ("= (each.seen == self.interval) & jnp.isfinite(each.sum)", "= jnp.isfinite(each.sum)", "-k whole_one"),
+        ("= (each.seen == self.every) & jnp.isfinite(each.sum)", "= jnp.isfinite(each.sum)", "-k whole_one"),
         ("ends = at_end & ~each.converged", "ends = at_end", "-k keeps_still"),
         (
             "jnp.logical_and), False]",

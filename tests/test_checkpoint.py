@@ -42,7 +42,12 @@ SPECS = {
     "a stride": fz.rules({"encoder": True, "embed": fz.rows(slice(0, 8, 3))}),
     "columns": fz.rules({"embed": ~fz.rows([1, 2], axis=1)}),
     "dense": {"encoder": True, "embed": False, "head": {"a/b": False, "w": DENSE}, "odd": True},
-    "compact": {"encoder": True, "embed": False, "head": {"a/b": False, "w": fz.elements(DENSE, True)}, "odd": True},
+    "compact": {
+        "encoder": True,
+        "embed": False,
+        "head": {"a/b": False, "w": fz.elements(DENSE, compact=True)},
+        "odd": True,
+    },
 }
 
 

@@ -133,7 +133,7 @@ def test_what_is_read_is_what_before_computes(name, tmp_path):
 def test_examples_are_numpy_arrays_in_the_order_of_the_index(stored):
     found = features.read(stored)
     for chosen in (3, [1, 2], slice(2), slice(5, 1)):
-        assert isinstance(found[chosen], fz.Features)
+        assert isinstance(found[chosen], fz.typing.Features)
         assert all(type(array) is np.ndarray for array in found[chosen])
     whole = found[:][0]
     for chosen in ([3, 3, -1], (0, 11), jnp.array([11, 0]), [], range(4), slice(9, 2, -3), slice(None, None, 5)):

@@ -32,14 +32,14 @@ class Converged(Condition):
     """
 
     patterns: tuple[Any, ...]
-    interval: int
+    every: int
     percentile: float
     place: int  # of its pattern
     takes_norm = True
 
     @property
     def call(self) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.patterns, self.interval, self.percentile
+        return self.patterns, self.every, self.percentile
 
     def initial(self) -> Interval:
         return Interval(*(jnp.zeros([], dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, bool)))
@@ -55,14 +55,14 @@ class Converged(Condition):
         converged, norm = jnp.stack([jnp.asarray(each) for each in frozen]), jnp.stack(norms)
         sums = jnp.where(converged, old.sum, old.sum + norm)
         seen = jnp.where(converged, old.seen, old.seen + 1)
-        after = self._decided(Interval(sums, seen, old.previous, converged), (step + 1) % self.interval == 0)
+        after = self._decided(Interval(sums, seen, old.previous, converged), (step + 1) % self.every == 0)
         return [Interval(*(x[i] for x in after)) for i in range(len(states))]
 
     def _decided(self, each: Interval, at_end: jax.Array) -> Interval:
         """The groups after the decision at the end of an interval."""
         # A state that was migrated in mid-interval has not seen all of it.
-        is_full = (each.seen == self.interval) & jnp.isfinite(each.sum)
-        mean = jnp.where(is_full, each.sum / self.interval, 0)
+        is_full = (each.seen == self.every) & jnp.isfinite(each.sum)
+        mean = jnp.where(is_full, each.sum / self.every, 0)
         ends = at_end & ~each.converged  # what is frozen stands still
         comparable = ends & (mean > 0) & (each.previous > 0)
         change = jnp.abs(each.previous - mean) / jnp.where(comparable, each.previous, 1)
@@ -74,14 +74,14 @@ class Converged(Condition):
 
     def __repr__(self) -> str:
         percentile = "" if self.percentile == 50 else f", percentile={self.percentile:g}"
-        call = f"fz.freeze_converged({list(self.patterns)!r}, interval={self.interval}{percentile})"
+        call = f"fz.freeze_converged({list(self.patterns)!r}, every={self.every}{percentile})"
         return f"{call}[{self.patterns[self.place]!r}]"
 
     def __str__(self) -> str:
         return f"the condition {self!r}"
 
 
-def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float = 50.0) -> dict[Any, Converged]:
+def freeze_converged(patterns: Sequence[Any], every: int, percentile: float = 50.0) -> dict[Any, Converged]:
     """Returns groups that freeze as their gradients settle, starting at the input, as in AutoFreeze.
 
     The norms of a group's gradients are averaged over each interval. At its end, each trainable group has a relative
@@ -95,9 +95,9 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
     throughout, in one of two intervals has no change. It is not frozen, nor are the groups after it.
 
     Args:
-      patterns: patterns or selectors, starting at the **input**. The last one, at the output, always trains.
-        (:func:`optax_freeze.gradual_unfreeze` starts at the output.)
-      interval: the number of updates between decisions. It should average over many batches, such as an epoch.
+      patterns: patterns or selectors in the order in which the groups freeze: starting at the **input**. The last
+        one, at the output, always trains. (:func:`optax_freeze.gradual_unfreeze` starts at the output.)
+      every: the number of updates in an interval. It should average over many batches, such as an epoch.
       percentile: from 0, which freezes nothing, to 100, which freezes all groups before the one with the largest
         change.
 
@@ -106,13 +106,13 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
       elements, use ``(element mask, condition)``.
 
     Raises:
-      TypeError, ValueError: if ``patterns`` is not a list of at least two, or one is named twice; if ``interval`` is
+      TypeError, ValueError: if ``patterns`` is not a list of at least two, or one is named twice; if ``every`` is
         not an int or less than 1, or ``percentile`` not a number from 0 to 100.
 
     Example:
       >>> import optax, optax_freeze as fz
       >>> params = {"embed": jnp.ones(4), "encoder": jnp.ones(4), "head": jnp.ones(4)}
-      >>> tx = fz.freeze_when(optax.sgd(0.1), fz.freeze_converged(["embed", "encoder", "head"], interval=2))
+      >>> tx = fz.freeze_when(optax.sgd(0.1), fz.freeze_converged(["embed", "encoder", "head"], every=2))
       >>> state = tx.init(params)
       >>> for sizes in ([1, 1, 1], [1, 1, 1], [0.9, 0.7, 0.5], [0.9, 0.7, 0.5]):
       ...     grads = {name: size * params[name] for name, size in zip(params, sizes, strict=True)}
@@ -134,7 +134,7 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
             expected="at least two patterns, from the input to the output layers",
             fix="add the next layer (the last never freezes); or use {pattern: lambda step, stats: stats.norm < 0.01}",
         )
-    interval = whole_number("interval", interval, least=1, fix="give a number of updates, such as 100")
+    every = whole_number("every", every, least=1, fix="give a number of updates, such as 100")
     is_number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
     if not is_number or not 0 <= percentile <= 100:
         raise (value_error if is_number else type_error)(
@@ -144,8 +144,8 @@ def freeze_converged(patterns: Sequence[Any], interval: int, percentile: float =
             expected="a number from 0 to 100",
             fix="percentile=50 is the median; larger values freeze groups sooner",
         )
-    interval = min(interval, np.iinfo(np.int32).max)
-    return {pattern: Converged(listed, interval, float(percentile), place) for place, pattern in enumerate(listed)}
+    every = min(every, np.iinfo(np.int32).max)
+    return {pattern: Converged(listed, every, float(percentile), place) for place, pattern in enumerate(listed)}
 
 
 def _percentile(values: jax.Array, comparable: jax.Array, percentile: float) -> jax.Array:

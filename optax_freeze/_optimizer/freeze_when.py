@@ -77,9 +77,9 @@ def freeze_when(
         (:func:`optax_freeze.rows`, :func:`optax_freeze.elements`) and a condition: the group is then those elements of
         its leaves. A condition is a function ``step -> bool`` (True: frozen; ``step`` is an int32 scalar that counts
         the calls of ``update`` from 0, so batches if ``inner`` is an ``optax.MultiSteps``), or
-        ``(step, stats) -> bool`` with the :class:`optax_freeze.GroupStats` of the group's gradients, or a bool, which
-        :func:`optax_freeze.set_frozen` changes between steps. The key :func:`optax_freeze.each` makes each leaf a group
-        of its own. Elements that two groups select belong to the first.
+        ``(step, stats) -> bool`` with the :class:`optax_freeze.typing.GroupStats` of the group's gradients, or a bool,
+        which :func:`optax_freeze.set_frozen` changes between steps. The key :func:`optax_freeze.each` makes each leaf a
+        group of its own. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
       tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.

@@ -185,7 +185,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
     if isinstance(before, Elements) and isinstance(mask, Elements) and before.compact == mask.compact:
         with jax.ensure_compile_time_eval():  # compact elements are counted
             a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
-            return elements(a | b, mask.compact), elements(b & ~a, mask.compact)
+            return elements(a | b, compact=mask.compact), elements(b & ~a, compact=mask.compact)
     ndim = len(leaf.shape or ()) or 1
     if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % ndim == mask.axis % ndim:
         a, b = (_rows_named(each, leaf) for each in (before, mask))

@@ -102,7 +102,8 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[
     """Returns the groups of gradual unfreezing, as in ULMFiT.
 
     Args:
-      patterns: patterns or selectors, starting at the output. The first group trains from step 0.
+      patterns: patterns or selectors in the order in which the groups thaw: starting at the **output**. The first
+        group trains from step 0. (:func:`optax_freeze.freeze_converged` starts at the input.)
       every: the number of updates between one group and the next.
 
     Returns:

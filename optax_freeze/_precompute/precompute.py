@@ -170,8 +170,8 @@ class Precomputed:
         Takes the arguments of ``before``, or their shapes, and raises the same errors.
 
         Returns:
-          An :class:`optax_freeze.Explanation`, to be printed. ``plot(ax=None)`` draws the operations computed once and
-          in each step. Its attributes: ``features`` (of each stored value the ``shape``, ``dtype``, ``bytes`` and
+          An :class:`optax_freeze.typing.Explanation`, to be printed. ``plot(ax=None)`` draws the operations computed
+          once and in each step. Its attributes: ``features`` (of each stored value the ``shape``, ``dtype``, ``bytes`` and
           ``operation``) and their ``bytes``; ``flops_before`` and ``flops_after``, of the forward pass, computed once
           and in each step; ``not_needed``, the paths of frozen leaves that a step no longer reads, and
           ``not_needed_bytes``; ``stopped_by``, on each path the first operation that cannot be computed once, and why.
@@ -214,7 +214,7 @@ def precompute(
         the program. With None, the features belong to the batch as a whole.
 
     Returns:
-      A :class:`optax_freeze.Precomputed`, with ``before``, ``after``, ``needed`` and ``explain``.
+      A :class:`optax_freeze.typing.Precomputed`, with ``before``, ``after``, ``needed`` and ``explain``.
 
     Raises:
       TypeError: if ``fun`` is not a function, or ``recurring`` is not a position or a name.

@@ -180,8 +180,8 @@ def summary(
       tied: as in :func:`optax_freeze.partition`.
 
     Returns:
-      A :class:`optax_freeze.Summary`. ``print`` shows it as plain text, a rich console as a table that fits the
-      terminal, and a notebook as an HTML table. :meth:`optax_freeze.Summary.plot` draws it.
+      A :class:`optax_freeze.typing.Summary`. ``print`` shows it as plain text, a rich console as a table that fits the
+      terminal, and a notebook as an HTML table. :meth:`optax_freeze.typing.Summary.plot` draws it.
 
     Raises:
       ValueError: if the spec does not fit the parameters, leaves are tied, a dense mask has no values (a tracer),

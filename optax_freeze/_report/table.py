@@ -10,7 +10,16 @@ from optax_freeze._errors import counted, printable
 
 
 class Row(NamedTuple):
-    """One leaf, or the sum of several; ``shape`` and ``dtype`` are None for objects, and where leaves differ."""
+    """One row of a summary: one leaf, or the sum of several.
+
+    Attributes:
+      path: the path of the leaf, or the one that several leaves begin with.
+      shape, dtype: None for objects, and where leaves differ.
+      elements, frozen_elements: how many there are.
+      bytes, frozen_bytes: their size.
+      leaves: the number of leaves.
+      host_bytes: the size of what is in host memory.
+    """
 
     path: str
     shape: tuple[int, ...] | None

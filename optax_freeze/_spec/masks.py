@@ -223,7 +223,7 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     return Rows(numbers, int(axis), allow_empty=allow_empty)
 
 
-def elements(array: Any, compact: bool = False) -> Elements:
+def elements(array: Any, *, compact: bool = False) -> Elements:
     """Freezes the elements of a leaf where a boolean array is True, as such an array in a tree of bools does.
 
     Args:

@@ -180,7 +180,7 @@ def _new_array(mask: Any, leaf: Leaf, old: Selection) -> Any:
         got = f"a leaf that {new}"
     else:
         assert isinstance(old, DenseMask)
-        new = elements(mask.array if is_elements else mask, old.compact)
+        new = elements(mask.array if is_elements else mask, compact=old.compact)
         dataclasses.replace(new, count=old.count).fit(leaf)
         if new.count == old.count:
             return new.array

@@ -119,7 +119,7 @@ def spec_of(leaves: Sequence[base_record.LeafRecord], masks: Sequence[Any]) -> R
 
     def choice(selection: Selection, mask: Any) -> Choice:
         if isinstance(selection, DenseMask):
-            return elements(mask, selection.compact)
+            return elements(mask, compact=selection.compact)
         return choice_of(selection.with_array(mask))
 
     choices = (choice(leaf.selection, mask) for leaf, mask in zip(leaves, masks, strict=True))

@@ -251,7 +251,7 @@ def batches_of(seed: int) -> list[tuple[jax.Array, jax.Array]]:
     ]
 
 
-def same_bits(loss: Loss, frozen: Any, once: fz.Precomputed, params: Any, batch: Any) -> str:
+def same_bits(loss: Loss, frozen: Any, once: fz.typing.Precomputed, params: Any, batch: Any) -> str:
     """How many leaves of value and gradient have the same bits with ``after`` as with the loss."""
     features = jax.jit(once.before)(params, batch)
     theirs = jax.tree.leaves(jax.jit(fz.value_and_grad(loss, frozen))(params, batch))

@@ -38,7 +38,7 @@ class Step(NamedTuple):
     frozen: Any
     steps: int = 3
 
-    def audit(self) -> fz.Audit:
+    def audit(self) -> fz.typing.Audit:
         options = {"params": self.params, "frozen": self.frozen, "steps": self.steps}
         return fz.audit_step(self.run, self.state, *self.batch, **options)
 

@@ -81,7 +81,9 @@ STEPS = {
     "rows": lambda: of_spec(fz.rules({"embed": fz.rows(slice(0, 1016)), "encoder": True})),
     "scattered rows": lambda: of_spec(fz.rules({"embed": ~fz.rows([3, 700, 701, 1023]), "encoder": True})),
     "dense elements": lambda: of_spec({"embed": MASK, "encoder": True, "head": False}),
-    "compact elements": lambda: of_spec({"embed": True, "encoder": True, "head": fz.elements(MASK[:256], True)}),
+    "compact elements": lambda: of_spec(
+        {"embed": True, "encoder": True, "head": fz.elements(MASK[:256], compact=True)}
+    ),
     "freeze_when": of_groups,
 }
 

@@ -77,7 +77,7 @@ def run(tx, grads, state=None, params=PARAMS):
 
 
 def settle(names, **options):
-    return fz.freeze_converged(list(names), **{"interval": 5, **options})
+    return fz.freeze_converged(list(names), **{"every": 5, **options})
 
 
 EAGER_TO_FREEZE = fz.freeze_when(optax.sgd(0.1), settle(NAMES, percentile=100))
@@ -87,7 +87,7 @@ class TestTheRule:
     @pytest.mark.parametrize(("interval", "percentile"), [(5, 0), (5, 30), (7, 77.7), (1, 100)])
     def test_is_that_of_autofreeze(self, interval, percentile):
         """Which decides at the ends of intervals, from the second on."""
-        tx, last = fz.freeze_when(optax.sgd(0.1), settle(NAMES, interval=interval, percentile=percentile)), []
+        tx, last = fz.freeze_when(optax.sgd(0.1), settle(NAMES, every=interval, percentile=percentile)), []
         for seed in range(3):
             grads = recorded(seed)
             frozen, (_, states) = run(tx, grads)
@@ -112,7 +112,7 @@ class TestTheRule:
     def test_two_calls_are_compared_by_themselves(self):
         """And a group alone is compared with nothing."""
         grads = recorded(3)
-        groups = settle("ab") | settle("cd", interval=3) | {"head": settle(["head", "other"])["head"]}
+        groups = settle("ab") | settle("cd", every=3) | {"head": settle(["head", "other"])["head"]}
         tx = fz.freeze_when(optax.sgd(0.1), groups)
         jax.jit(lambda state: state, donate_argnums=0)(tx.init(PARAMS))  # each buffer once
         frozen, _ = run(tx, grads)
@@ -197,7 +197,7 @@ class TestCompany:
     def test_on_eight_devices(self):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
         params = {name: jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P("x"))) for name in "abc"}
-        tx = fz.freeze_when(optax.adam(0.1), settle("abc", interval=1))
+        tx = fz.freeze_when(optax.adam(0.1), settle("abc", every=1))
         shardings = fz.state_shardings(tx, params)
         assert all(s.spec == P() for s in jax.tree.leaves(shardings.groups["a"].condition_state))
         sizes, counts = np.array([[4, 4, 4], [3.9, 3, 2], [3.8, 2.9, 1]]), []
@@ -215,7 +215,7 @@ class TestCompany:
     def test_inside_of_shard_map(self):
         """The gradients are taken as given: here averaged, so that every device decides alike."""
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-        tx = fz.freeze_when(optax.sgd(0.1), settle("abc", interval=1, percentile=100))
+        tx = fz.freeze_when(optax.sgd(0.1), settle("abc", every=1, percentile=100))
 
         def loss(params, x):
             return jnp.mean(jnp.tanh(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]) ** 2)
@@ -406,6 +406,6 @@ def test_bad_arguments(args, error):
 def test_each_says_how_it_was_made():
     groups = fz.freeze_converged(["a", fz.path("b"), ("c", "d")], 10, 75)
     assert list(groups) == ["a", fz.path("b"), fz.path("c", "d")]
-    assert repr(groups["a"]).endswith(", interval=10, percentile=75)['a']")
+    assert repr(groups["a"]).endswith(", every=10, percentile=75)['a']")
     assert eval(repr(groups["a"])) == groups["a"] != groups[fz.path("b")]
-    assert eval(repr(settle("ab")["b"])) == settle("ab")["b"] != settle("ab", interval=6)["b"]
+    assert eval(repr(settle("ab")["b"])) == settle("ab")["b"] != settle("ab", every=6)["b"]

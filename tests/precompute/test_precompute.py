@@ -660,7 +660,7 @@ class TestExplain:
 def test_features_are_a_pytree_that_keeps_its_type():
     features = MLP.before(PARAMS, X)
     for other in (jax.tree.map(np.asarray, features), pickle.loads(pickle.dumps(features)), jax.device_get(features)):
-        assert type(other) is fz.Features
+        assert type(other) is fz.typing.Features
         assert_equal_up_to_rounding(MLP.after(MLP.needed(PARAMS, X), other, X), mlp(PARAMS, X))
 
 

@@ -124,7 +124,7 @@ class TestAnyState:
     def test_any_flags_of_groups_that_converge(self, params):
         """They freeze from the input end, and the last never."""
         flags = list(itertools.product([False, True], repeat=4))
-        groups = fz.freeze_converged(NAMES, interval=2)
+        groups = fz.freeze_converged(NAMES, every=2)
         seen = self.frozen_in(lambda state: [with_flags(state, each) for each in flags], groups, params)
         first = [[*each[:3], False].index(False) for each in flags]
         assert seen == [tuple(i < n for i in range(4)) for n in first]

@@ -139,7 +139,7 @@ class TestFingerprint:
         w = {"w": leaf_of("float32")}
         _, where = MASKS["rows"]
         said = [fz.rows([0, 2]), ~fz.rows(1), fz.rows(slice(None, None, 2)), jnp.asarray(where)]
-        said += [fz.elements(where, compact) for compact in (False, True)]
+        said += [fz.elements(where, compact=compact) for compact in (False, True)]
         assert same([fz.fingerprint(w, {"w": mask}) for mask in said], fz.fingerprint(w, {"w": said[0]})).all()
         assert same(fz.fingerprint(w, {"w": np.ones((3, 2), bool)}), fz.fingerprint(w, True))
         others = [fz.fingerprint(w, {"w": fz.rows(i)}).tolist() for i in range(3)]
