@@ -152,9 +152,9 @@ def explain(
     Returns:
       An :class:`optax_freeze.typing.Explanation`, to be printed. Its attribute ``rows`` has one entry for each leaf
       that is frozen by rows, ``host`` one for each leaf in host memory, and for each frozen leaf on the device that is
-      only looked up. An entry has the ``path`` and two tuples of operations (``name`` and ``source`` line): ``by_rows``,
-      of which only some rows are computed or copied, and ``everything``, which compute or copy the whole leaf. Entries
-      of ``rows`` also have the numbers ``rows`` and ``trainable_rows``.
+      only looked up. An entry has the ``path`` and two tuples of operations (``name`` and ``source`` line):
+      ``by_rows``, of which only some rows are computed or copied, and ``everything``, which compute or copy the whole
+      leaf. Entries of ``rows`` also have the numbers ``rows`` and ``trainable_rows``.
 
     Raises:
       TypeError: if ``fun`` is not a function, or does not return a pair although ``has_aux`` says so.
