@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "flax", "maxtext")
 
 SCRIPTS = {
     "transformer": "transformer.py",
@@ -36,13 +36,14 @@ SCRIPTS = {
     "scale": "scale.py --all",
     "scale_gpu": "scale.py --sizes 8B 70B --chips h100 a100-40 --one rtx4090",
     "trainer": "trainer.py",
+    "maxtext_step": "maxtext_step.py",
     "quantized": "quantized.py",
     "gpu": "gpu.py",
 }
 """The script of each pair of files, with its arguments."""
 
-APART = ("scale", "scale_gpu", "trainer", "quantized", "gpu")
-"""Run only if named: the first takes an hour or two, the others need JAX's CUDA packages, the last a GPU, too."""
+APART = ("scale", "scale_gpu", "trainer", "maxtext_step", "quantized", "gpu")
+"""Run only if named: they take hours, or need MaxText, JAX's CUDA packages, or, the last, a GPU."""
 
 
 def main() -> None:
