@@ -32,6 +32,7 @@ class Audit:
       leaves: the number of leaves.
       frozen: the number of leaves that are frozen, in whole or in part.
       steps: the steps of each run.
+      calls: how often the step was called, of :func:`audit_step`.
       note: why the runs may not show every leak; empty if there is no reason.
 
     Example:
@@ -47,6 +48,7 @@ class Audit:
     frozen: int
     steps: int
     note: str = ""
+    calls: int = 0
 
     @property
     def ok(self) -> bool:
@@ -61,8 +63,9 @@ class Audit:
         for leak in sorted(self.leaks, key=lambda leak: get_args(Kind).index(leak.kind)):
             groups.setdefault((leak.kind, leak.cause), []).append(leak)
         found = counted(len(groups), "leak", "leaks") if groups else "no leak"
-        steps = counted(self.steps, "step", "steps")
-        text = f"audit: {found} ({self.frozen} of {self.leaves} leaves frozen, {steps} a run)"
+        steps = counted(self.steps, "step", "steps") + " a run"
+        steps += f", {self.calls} calls of the step" * bool(self.calls)
+        text = f"audit: {found} ({self.frozen} of {self.leaves} leaves frozen, {steps})"
         text += f"\nnote: {self.note}" * bool(self.note)
         return "\n\n".join([text, *map(_text, groups.values())])
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._verify import bits as _bits
 
@@ -73,30 +74,71 @@ def moved_elements(before: Any, after: Any, selection: Selection = FROZEN) -> in
     """How many frozen elements have other bits; all, if the shape or the dtype is another."""
     if np.shape(before) != np.shape(after) or jnp.result_type(before) != jnp.result_type(after):
         return max(int(np.size(after)), 1)
-    a, b, selection = _bits.placed(jnp.asarray(before), jnp.asarray(after), selection)
+    if before is after:
+        return 0
+    a, b, selection = _bits.placed(_array(before), _array(after), selection)
     low, high = map(int, jax.device_get(_bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b))))))
     return low + (high << 32)
+
+
+def digest_of(value: Any, selection: Selection = FROZEN) -> bytes:
+    """A digest of the frozen bits of a leaf."""
+    value, selection = _bits.placed(_array(value), selection)
+    key, axis = _bits.hashed("fz.audit_step"), _bits.block_axis(*jax.tree.leaves(value))
+    return np.asarray(jax.device_get(_bits.digest(value, key, selection, axis=axis))).tobytes()
 
 
 def how_far(before: Any, after: Any, selection: Selection = FROZEN) -> str:
     """The largest change of a frozen element, for a message."""
     if np.shape(before) != np.shape(after):
         return ", to another shape"
-    difference = jnp.abs(jnp.asarray(after) - jnp.asarray(before)).astype(jnp.float32)
-    largest = float(jnp.max(selection.choose(difference, jnp.zeros_like(difference)), initial=0))
+    if not jnp.issubdtype(jnp.result_type(before), jnp.number):
+        return ""
+    largest = float(_change(*map(to_device, (before, after)), selection)[0])
     return ", to NaN" if np.isnan(largest) else f", by up to {largest:.3g}" * bool(largest)
 
 
+def in_ulps(before: Any, after: Any, selection: Selection = FROZEN) -> float:
+    """The largest change of a frozen element relative to it, in the precision of its dtype."""
+    if np.shape(before) != np.shape(after) or not jnp.issubdtype(jnp.result_type(before), jnp.inexact):
+        return np.inf
+    largest = float(_change(*map(to_device, (before, after)), selection)[1])
+    return np.inf if np.isnan(largest) else largest
+
+
 def decay_rate(before: Any, after: Any, selection: Selection = FROZEN) -> float:
-    """The rate at which a leaf moves in proportion to itself in one step, up to rounding; 0 if it does not."""
-    if np.shape(before) != np.shape(after):
+    """The rate at which a leaf moves in proportion to itself, up to rounding; 0 if it does not."""
+    if np.shape(before) != np.shape(after) or not jnp.issubdtype(jnp.result_type(before), jnp.inexact):
         return 0.0
-    old, new = (np.asarray(x, np.float64) for x in (before, after))
-    chosen = np.asarray(selection.frozen(old.ndim)) & (old != 0)
-    old, moved = old[chosen], (new - old)[chosen]
-    if not old.size:
-        return 0.0
-    rate = float(np.sum(moved * old) / np.sum(old * old))
-    epsilon = float(jnp.finfo(jnp.result_type(before)).eps)
-    fits = (np.abs(moved - rate * old) <= 2 * epsilon * np.abs(old)) & (rate * moved * old >= 0)
-    return rate if abs(rate) < 1 and bool(fits.all()) else 0.0
+    rate, fits = jax.device_get(_change(*map(to_device, (before, after)), selection)[2:])
+    return float(rate) if abs(rate) < 1 and bool(fits) else 0.0
+
+
+def share(shift: Any, plain: Any, shifted: Any) -> float:
+    """The share of a shift that remains after a step, if it is one for all elements; otherwise 0."""
+    shift, plain, shifted = (np.asarray(to_device(x), np.float64) for x in (shift, plain, shifted))
+    shares = (shifted - plain) / shift
+    return float(shares.mean()) if np.ptp(shares) <= 1e-2 * abs(shares.mean()) else 0.0
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+@jax.jit
+def _change(before: Any, after: Any, selection: Selection) -> Any:
+    """The largest change of frozen elements, absolute and in units of the last place; the rate, and whether it fits."""
+    before, after = jnp.asarray(before), jnp.asarray(after)
+    epsilon = float(jnp.finfo(before.dtype).eps) if jnp.issubdtype(before.dtype, jnp.inexact) else 1.0
+    dtype = jnp.float64 if jnp.result_type(before) in (jnp.float64, jnp.complex128) else jnp.float32
+    old, new = (_as_reals(x, dtype) for x in (before, after))
+    chosen = selection.choose(jnp.ones(before.shape, bool), jnp.zeros(before.shape, bool))
+    chosen = jnp.broadcast_to(chosen, old.shape)
+    moved = jnp.where(chosen, new - old, 0)
+    ulps = jnp.where(moved == 0, 0, jnp.abs(moved) / (epsilon * jnp.abs(old)))
+    chosen = chosen & (old != 0)
+    scale = jnp.maximum(jnp.max(jnp.abs(jnp.where(chosen, old, 0)), initial=0), jnp.finfo(dtype).tiny)
+    a, b = jnp.where(chosen, old / scale, 0), jnp.where(chosen, moved / scale, 0)
+    rate = jnp.sum(a * b) / jnp.maximum(jnp.sum(a * a), jnp.finfo(dtype).tiny)
+    fits = (jnp.abs(b - rate * a) <= 2 * epsilon * jnp.abs(a)) & (rate * b * a >= 0)
+    return jnp.max(jnp.abs(moved), initial=0), jnp.max(ulps, initial=0), rate, (fits | ~chosen).all()

@@ -1,49 +1,57 @@
 """The gradients in the program of a training step: which are computed, of which parameters, and what reads them.
 
-JAX marks the operations of a backward pass by ``transpose(...)`` in their name stack. A gradient is a value that such
-an operation computes, and that an operation after the backward pass reads. The program after it is evaluated with one
-of these values changed, and the results that change read it. Norms and finite checks do not depend on a sign, so only
-the update and the state of the parameter itself change with the sign of its gradient.
+A gradient is a value that a backward pass computes and that an operation after it reads, or that leaves a jitted
+function. :mod:`~optax_freeze._audit.gradient_owners` says whose gradient it is. The program after the backward passes
+is evaluated with one of these values changed, and the results that change read it. Norms and finite checks do not
+depend on a sign, so only the update and the state of the parameter itself, and what mixes gradients of several
+parameters, change with the sign of its gradient.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._audit.constant_zeros import constant_zeros
+from optax_freeze._audit.gradient_owners import (
+    Owners,
+    contains_backward,
+    evaluate,
+    is_backward,
+    live,
+    perturbed,
+    transforms,
+)
 from optax_freeze._audit.step_runs import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._precompute.flops import flops_of_program
-from optax_freeze._program.dependence import dependent, programs_in
-from optax_freeze._program.trace import Equation, flatten, is_inexact
+from optax_freeze._program.dependence import dependent
+from optax_freeze._program.trace import flatten, is_inexact
 from optax_freeze._program.traced_function import as_argument
-from optax_freeze._spec.sharding import copy_like
+from optax_freeze._spec.memory_kinds import to_device
 
 HUGE = 1e15
-
+_CHANGES = ("negative", "huge", "nan", "half")
 
 Answer: TypeAlias = frozenset[tuple[str, int | None]]
 """What differs with another gradient: ``frozen`` or ``trainable`` elements of a parameter, or its ``state``, each with
 the number of the parameter in the plan; ``other`` state; another ``result`` of the step; ``nan``: there is a NaN."""
 
 
-def leaves(answers: Iterable[Answer], *names: str) -> set[int]:
-    """The parameters that differ in one of these ways in one of some answers."""
-    return {i for answer in answers for name, i in answer if name in names and i is not None}
-
-
 class Gradient(NamedTuple):
     """The gradient of a parameter with frozen elements, and what differs with other values at these elements."""
 
     leaf: int
+    negative: Answer
     huge: Answer
     nan: Answer
     flops: int | None  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
+    leaves_call: bool
 
     def trainable(self, answer: Answer) -> set[int]:
         """The parameters whose trainable elements differ, or the state of which does; of its own leaf not the state."""
@@ -52,9 +60,8 @@ class Gradient(NamedTuple):
         }
 
     @property
-    def for_results(self) -> bool:
-        """Whether only results beside the state read it."""
-        return {name for name, _ in self.huge | self.nan} <= {"result"}
+    def read(self) -> set[str]:
+        return {name for name, _ in self.negative | self.huge | self.nan}
 
 
 class StepProgram:
@@ -64,19 +71,19 @@ class StepProgram:
       flops: of a step.
       has_backward: whether there is a backward pass.
       hidden: whether a loop or a branch contains both gradients and the new state.
-      ambiguous: the shapes of gradients that may belong to several parameters.
+      ambiguous: the shapes of gradients that may belong to several parameters, or to none.
       trained: the parameters whose update changes with the sign of their gradient.
-      gradients: the gradients of parameters with frozen elements that something reads.
+      state_of: from the positions of state that reads the gradient of a frozen parameter to this parameter.
     """
 
-    def __init__(self, step: Step, states: Sequence[State]) -> None:
-        self._step, self._states = step, states[:-1]
-        flat, structure = jax.tree.flatten((step.start, step.batch))
-        self._inputs = [k for k, value in enumerate(flat) if is_array(value)]
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._flat, structure = jax.tree.flatten((step.start, step.batch))
+        self._inputs = [k for k, value in enumerate(self._flat) if is_array(value)]
         self._traced: list[int] = []
 
         def traced(*arrays: Any) -> list[Any]:
-            filled = list(flat)
+            filled = list(self._flat)
             for k, array in zip(self._inputs, arrays, strict=True):
                 filled[k] = array
             new, others = step(*jax.tree.unflatten(structure, filled), copies=False)
@@ -84,27 +91,225 @@ class StepProgram:
             self._traced = [k for k, out in enumerate(outs) if isinstance(out, Tracer)]
             return [outs[k] for k in self._traced]
 
-        closed = jax.make_jaxpr(traced)(*(as_argument(flat[k]) for k in self._inputs))
-        self._program = flatten(closed, enter_placed=True)
-        self._live = _live(self._program.eqns, self._program.outputs)
+        closed = jax.make_jaxpr(traced)(*(as_argument(self._flat[k]) for k in self._inputs))
+        program = flatten(_with_results_of_calls(closed), enter_placed=True)
+        count = len(self._traced)
+        self._leaving = {n for n in program.outputs[count:] if isinstance(n, int)}
+        effects = [n for eqn in program.eqns if eqn.has_effects for n in sorted(eqn.reads)]
+        self._outputs = [*program.outputs[:count], *effects]
+        self._program = program
+        self._live = live(program.eqns, self._outputs)
         self.flops = flops_of_program(self._live)
-        self._ends = self._ends_of_backward()
-        self._backward = [eqn for eqn in self._program.eqns if _is_backward(eqn) or _contains_backward(eqn)]
+        self._backward = [eqn for eqn in program.eqns if is_backward(eqn) or contains_backward(eqn)]
+        self._made = {n for eqn in self._backward for n in eqn.outputs}
         self.has_backward = bool(self._backward)
         self.ambiguous: set[tuple[int, ...]] = set()
         self.trained: set[int] = set()
-        self.gradients = self._gradients()
+        self.state_of: dict[int, int] = {}
+        self._ends = self._ends_of_backward()
+        self._owned = self._owners()
+        self._reached: dict[int, set[int]] = {}
+        self._answers: dict[tuple[int, str], Answer] = {}
 
-    def untrained(self) -> list[int]:
-        """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads."""
-        place = {k: n for n, k in enumerate(self._inputs)}
-        backward = {n for eqn in self._backward for n in eqn.outputs}
-        reached = dependent(self._program, backward)
-        updated = {self._param_at.get(k, self._step.owner(k)) for k, out in self._outs.items() if out in reached}
-        candidates = [i for i in self._step.params if not self._step.is_frozen(i) and i not in updated]
-        return [
-            i for i in candidates if not dependent(self._program, [place[self._step.params[i]]]).isdisjoint(backward)
-        ]
+    @functools.cached_property
+    def _outs(self) -> dict[int, Any]:
+        return {k: n for k, n in zip(self._traced, self._outputs, strict=False) if isinstance(n, int)}
+
+    @functools.cached_property
+    def _param_at(self) -> dict[int, int]:
+        return {position: i for i, position in self._step.params.items()}
+
+    @functools.cached_property
+    def _place(self) -> dict[int, int]:
+        """The numbers of the inputs in the program, by their positions among the leaves."""
+        return {k: n for n, k in enumerate(self._inputs)}
+
+    def _ends_of_backward(self) -> list[int]:
+        """The values of a backward pass that other operations read, or that leave a jitted function."""
+        program = self._program
+        outputs = {out for k, out in self._outs.items() if k < len(self._step.start)}
+        read, around = set(), set()
+        for eqn in self._live:
+            if not is_backward(eqn):
+                read |= eqn.reads
+                around |= set(eqn.outputs) if contains_backward(eqn) else set()
+        self._around = around
+        self.hidden = not around.isdisjoint(outputs)
+        results = {n for n in self._outputs if isinstance(n, int)}
+        ends = (self._made - around) & (read | results | self._leaving)
+        ends |= (around & (read | results)) - outputs
+        return sorted(n for n in ends if is_inexact(program.avals[n]))
+
+    def _owners(self) -> dict[int, int]:
+        """The gradients of parameters with frozen elements, by their numbers, and the parameters that may own them."""
+        step, avals = self._step, self._program.avals
+        shapes = {step.plan.leaves[i].shape for i in step.frozen}
+        alike = [n for n in self._ends if {avals[n].shape, avals[n].shape[1:]} & shapes]
+        self._found: dict[int, set[int]] = {}
+        self._unknown: list[int] = []
+        if not alike:
+            return {}
+        given = [to_device(self._flat[k]) for k in self._inputs]
+        inputs = {n: given[n] for n, k in enumerate(self._inputs) if is_inexact(avals[n])}
+        leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
+        own = {n: inputs[n] for n in leaf_of}
+        others = [{**dict(enumerate(given)), **perturbed(own, seed)} for seed in (1, 2)]
+        points = [given, *([other[n] for n in range(len(given))] for other in others)]
+        with jax.debug_nans(False), jax.debug_infs(False):
+            found = Owners(self._program, inputs, points).find(alike)
+        owned: dict[int, int] = {}
+        for n in alike:
+            numbers = found.get(n, set())
+            leaves = {leaf_of[m] for m in numbers if m in leaf_of}
+            frozen = leaves & {*step.frozen}
+            if not numbers:
+                self._unknown.append(n)
+            elif frozen and len(leaves) == len(numbers):
+                self._found[n] = leaves
+                owned[n] = min(frozen - {*owned.values()} or frozen)
+        return owned
+
+    def react(self, state: State) -> None:
+        """Evaluates the update from a state with other values of each gradient of a frozen parameter."""
+        ends = [*self._owned, *self._unknown]
+        if not ends:
+            return
+        flat = [*state, *jax.tree.leaves(self._step.batch)]
+        place = {n: k for k, n in enumerate(ends)}
+        cases = [(n, change) for n in ends for change in _CHANGES]
+        which = jnp.asarray([place[n] for n, _ in cases]), jnp.asarray([_CHANGES.index(c) for _, c in cases])
+        with jax.debug_nans(False), jax.debug_infs(False):
+            rows = jax.device_get(self._reactions([to_device(flat[k]) for k in self._inputs], *which))
+        for k, (n, change) in enumerate(cases):
+            row = [tuple(int(x) for x in counts[k]) for counts in rows]
+            self._answers[n, change] = self._answers.get((n, change), frozenset()) | self._answer(n, change, row)
+
+    def _changed_elements(self, n: int) -> Any:
+        """The elements of a gradient that are changed: frozen ones, unless they are zero whatever the inputs are."""
+        if n not in self._owned:
+            return np.asarray(True)
+        return self._step.mask(self._owned[n]) & ~constant_zeros(self._program, n)
+
+    @functools.cached_property
+    def _reactions(self) -> Any:
+        """A program: for each changed gradient, for each result three counts of elements that differ."""
+        program, ends = self._program, [*self._owned, *self._unknown]
+        reached = dependent(program, ends)
+        after = [eqn for eqn in self._live if not reached.isdisjoint(eqn.outputs)]
+        after = [eqn for eqn in after if not set(eqn.outputs) <= {*ends}]
+        later = {n for eqn in after for n in eqn.outputs} | {*ends}
+        outputs = [out for out in self._outputs if isinstance(out, int)]
+        passed = sorted(({n for eqn in after for n in eqn.reads} | {*outputs}) - later)
+        before = live(program.eqns, [*passed, *ends])
+        masks = {n: self._changed_elements(n) for n in ends}
+        frozen = [self._step.mask(i) if (i := self._param_at.get(k)) is not None else False for k in self._traced]
+        frozen += [False] * (len(self._outputs) - len(frozen))
+
+        def changed(n: int, value: Any, change: Any) -> Any:
+            values = [-value, jnp.full_like(value, HUGE), jnp.full_like(value, np.nan)]
+            half = jnp.arange(value.size).reshape(value.shape) % 2 == 0
+            new = jax.lax.select_n(change, *values, jnp.where(half, values[1], value))
+            return jnp.where(masks[n], new, value)
+
+        def update(env: dict[int, Any]) -> list[Any]:
+            env = dict(env)
+            evaluate(after, env, keep=ends)
+            return [env[n] if isinstance(n, int) else jnp.asarray(n.val) for n in self._outputs]
+
+        def reactions(inputs: Sequence[Any], which: Any, changes: Any) -> Any:
+            env = {**program.consts, **dict(enumerate(inputs))}
+            evaluate(before, env)
+            env = {n: env[n] for n in (*passed, *ends)}
+
+            def one(expected: list[Any], case: Any) -> Any:
+                k, change = case
+                new = {n: jnp.where(k == place, changed(n, env[n], change), env[n]) for place, n in enumerate(ends)}
+                outs = update(env | new)
+                expected = [jnp.where(k < 0, *pair) for pair in zip(outs, expected, strict=True)]
+                return expected, [_differences(*each) for each in zip(outs, expected, frozen, strict=True)]
+
+            shapes = jax.eval_shape(update, env)
+            nothing = [jnp.zeros(each.shape, each.dtype) for each in shapes]  # the first case changes nothing
+            first = jnp.asarray([-1]), jnp.asarray([0])
+            cases = [jnp.concatenate(pair) for pair in zip(first, (which, changes), strict=True)]
+            return [counts[1:] for counts in jax.lax.scan(one, nothing, tuple(cases))[1]]
+
+        return jax.jit(reactions)
+
+    def _answer(self, n: int, change: str, row: Sequence[tuple[int, ...]]) -> Answer:
+        answer: set[tuple[str, int | None]] = set()
+        size = int(np.prod(self._program.avals[n].shape))
+        for place, (in_frozen, elsewhere, nans) in enumerate(row):
+            k = self._traced[place] if place < len(self._traced) else None
+            i = None if k is None else self._param_at.get(k)
+            if i is not None:
+                hits = ("frozen", in_frozen), ("trainable", elsewhere), ("nan", nans)
+                answer |= {(name, i) for name, hit in hits if hit}
+            elif elsewhere and (k is None or k >= len(self._step.start)):
+                answer.add(("result", None))
+            elif elsewhere:
+                assert k is not None
+                owner = self._step.owner(k)
+                of_size = n in self._owned and np.size(self._step.start[k]) >= size > 0
+                of_size = of_size and self._step.is_frozen(self._owned[n])
+                few = change == "half" and elsewhere == (size + 1) // 2 < size
+                if of_size and (few or change == "negative") and owner in (None, self._owned[n]):
+                    self.state_of[k] = self._owned[n]
+                    owner = self._owned[n]
+                answer.add(("other" if owner is None else "state", owner))
+        return frozenset(answer)
+
+    @functools.cached_property
+    def gradients(self) -> list[Gradient]:
+        """The gradients of parameters with frozen elements that something reads, or that leave a jitted function."""
+        found, cut, cost = [], set(), self.flops
+        roots = [*self._outputs, *self._leaving]
+        cost = flops_of_program(live(self._program.eqns, roots)) if self._leaving & {*self._owned} else cost
+        self._disown()
+        for n, i in sorted(self._owned.items()):
+            negative, huge, nan = (self._answers.get((n, change), frozenset()) for change in _CHANGES[:3])
+            if ("frozen", i) in negative:
+                self.trained.add(i)
+            leaving = n in self._leaving and bool(np.any(self._changed_elements(n)))
+            if negative | huge | nan or leaving:
+                cut.add(n)
+                left_over = flops_of_program(live(self._program.eqns, roots, cut))
+                flops = None if n in self._around else cost - left_over
+                found.append(Gradient(i, negative, huge, nan, flops, leaving))
+                cost = left_over
+        for n in self._unknown:
+            reads = self._answers.get((n, "huge"), frozenset()) | self._answers.get((n, "negative"), frozenset())
+            if {name for name, _ in reads} - {"result"}:
+                self.ambiguous.add(self._program.avals[n].shape)
+        return found
+
+    def _disown(self) -> None:
+        """Of several parameters with one gradient the one that answers to its sign owns it, or a frozen one."""
+        step = self._step
+        for n, leaves in self._found.items():
+            if len(leaves) == 1:
+                continue
+            answer = self._answers.get((n, "negative"), frozenset())
+            own = {i for name, i in answer if name in ("frozen", "trainable", "state") and i in leaves}
+            if own <= {*step.frozen} and (own or leaves <= {*step.frozen}) and len(own) <= 1:
+                self._owned[n] = min(own or leaves)
+            else:
+                del self._owned[n]
+                if not own:
+                    self.ambiguous.add(self._program.avals[n].shape)
+
+    def untrained(self) -> tuple[list[int], list[int]]:
+        """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads.
+
+        Of these, the second list has those that the step returns as they are given, without a gradient.
+        """
+        step = self._step
+        reached = dependent(self._program, {n for eqn in self._backward for n in eqn.outputs})
+        updated = {self._param_at.get(k, step.owner(k)) for k, out in self._outs.items() if out in reached}
+        left = [i for i in step.params if not step.is_frozen(i) and i not in updated]
+        left = [i for i in left if not dependent(self._program, [self._place[step.params[i]]]).isdisjoint(self._made)]
+        kept = [i for i in left if self._outs.get(step.params[i]) == self._place[step.params[i]]]
+        return [i for i in left if i not in kept], kept
 
     def sets(self, i: int) -> bool:
         """Whether the new value of a parameter depends on the batch, but not on a gradient."""
@@ -114,180 +319,64 @@ class StepProgram:
     def _of_batch_alone(self) -> set[int]:
         """The values that depend on the batch, but not on a gradient."""
         batch = [n for n, k in enumerate(self._inputs) if k >= len(self._step.start)]
-        return dependent(self._program, batch) - dependent(self._program, self._ends)
+        return dependent(self._program, batch) - dependent(self._program, self._made)
+
+    def is_read_by_loss(self, k: int) -> bool:
+        """Whether a backward pass depends on a leaf of the state."""
+        return k in self._place and not dependent(self._program, [self._place[k]]).isdisjoint(self._made)
 
     @functools.cached_property
-    def _outs(self) -> dict[int, Any]:
-        return {k: n for k, n in zip(self._traced, self._program.outputs, strict=True) if isinstance(n, int)}
+    def _update(self) -> Any:
+        """The program without forward and backward passes."""
+        eqns = [eqn for eqn in self._program.eqns if not {"jvp", "transpose"} & {*transforms(eqn)}]
+        return self._program._replace(eqns=eqns)
 
-    @functools.cached_property
-    def _param_at(self) -> dict[int, int]:
-        return {position: i for i, position in self._step.params.items()}
+    def is_read_by_update(self, k: int, i: int) -> bool:
+        """Whether the new value of a parameter is computed from a leaf of the state, but not by a backward pass."""
+        return k in self._place and self._outs.get(self._step.params[i]) in self._reached_in_update(self._place[k])
 
-    def _ends_of_backward(self) -> set[int]:
-        """The values of a backward pass that other operations read. Loops and branches may contain all of it."""
-        outputs = {out for k, out in self._outs.items() if k < len(self._step.start)}
-        read, made, around = set(), set(), set()
-        for eqn in self._live:
-            if not _is_backward(eqn):
-                read |= set() if "jvp(" in str(eqn.source.name_stack) else eqn.reads
-                around |= set(eqn.outputs) if _contains_backward(eqn) else set()
-            else:
-                made |= set(eqn.outputs)
-        self._around = around
-        self.hidden = not around.isdisjoint(outputs)
-        ends = (made & (read | outputs)) | ((around & read) - outputs)
-        return {n for n in ends if is_inexact(self._program.avals[n])}
+    def follows(self, k: int, i: int) -> bool:
+        """Whether the new value of a leaf of the state is computed from a parameter, but not by a backward pass."""
+        at = self._place[self._step.params[i]]
+        return self._outs.get(k) in self._reached_in_update(at)
 
-    def _gradients(self) -> list[Gradient]:
-        """The gradients of parameters with frozen elements.
+    def _reached_in_update(self, number: int) -> set[int]:
+        if number not in self._reached:
+            self._reached[number] = dependent(self._update, [number])
+        return self._reached[number]
 
-        The parameter that answers to the sign of a gradient owns it. If none does, it belongs to one that has the same
-        shape and no gradient yet, if all of these are frozen; the paths of two such gradients may be exchanged.
-        """
-        step, shapes = self._step, {n: self._program.avals[n].shape for n in sorted(self._ends)}
-        alike: dict[int, list[int]] = {}
-        for n, shape in shapes.items():
-            of = {i: step.plan.leaves[i].shape for i in step.params}
-            found = [i for i in of if of[i] == shape] or [i for i in of if of[i] == shape[1:]]  # one for each example
-            if not set(found).isdisjoint(step.frozen):
-                alike[n] = found
-        if not alike:
-            return []
-        read, owners = self._reader([*alike]), {}
-        for n, found in alike.items():
-            answer = read(n, np.negative)
-            if len(own := leaves([answer], *_OF_LEAF) & {*found}) == 1:
-                [owners[n]] = own
-                self.trained |= own & leaves([answer], "frozen")
-            elif own:
-                self.ambiguous.add(shapes[n])
-        for n in sorted(alike.keys() - owners.keys()):
-            left = [i for i in alike[n] if i not in owners.values()]
-            answer = read(n, _filled(np.nan))
-            if len(own := leaves([answer], *_OF_LEAF)) == 1 and own <= {*left}:
-                [owners[n]] = own
-            elif left and (own or (("result", None) in answer and n not in self._around)):
-                if all(map(step.is_frozen, left)) and shapes[n] not in self.ambiguous:
-                    owners[n] = left[0]
-                else:
-                    self.ambiguous.add(shapes[n])
-        gradients, cut, cost = [], set(), self.flops
-        for n, i in sorted(owners.items()):
-            huge, nan = (read(n, _filled(number), i) if i in step.frozen else frozenset() for number in (HUGE, np.nan))
-            if huge | nan:
-                cut.add(n)
-                left_over = flops_of_program(_live(self._program.eqns, self._program.outputs, cut))
-                gradients.append(Gradient(i, huge, nan, None if n in self._around else cost - left_over))
-                cost = left_over
-        return gradients
+    def paths(self, leaves: Iterable[int]) -> list[str]:
+        return [self._step.plan.leaves[i].path for i in leaves]
 
-    def _reader(self, ends: list[int]) -> Any:
-        """Returns a function from a gradient and a change of it, at the frozen elements of a leaf or everywhere.
-
-        Frozen elements that are zeros of the program, whatever its inputs are, remain: nobody computes them.
-        The backward pass is evaluated once for each step.
-        """
-        program = self._program
-        reached = dependent(program, ends)
-        after = [eqn for eqn in self._live if not reached.isdisjoint(eqn.outputs)]
-        later = {n for eqn in after for n in eqn.outputs} | {*ends}
-        outputs = [out for out in program.outputs if isinstance(out, int)]
-        passed = sorted(({n for eqn in after for n in eqn.reads} | {*outputs}) - later)
-        before = _live(program.eqns, [*passed, *ends])
-
-        @jax.jit
-        def backward(inputs: Sequence[Any]) -> list[Any]:
-            env = {**program.consts, **dict(enumerate(inputs))}
-            _evaluate(before, env)
-            return [env[n] for n in (*passed, *ends)]
-
-        @jax.jit
-        def update(values: Sequence[Any]) -> list[Any]:
-            env = dict(zip((*passed, *ends), values, strict=True))
-            _evaluate(after, env, keep=ends)
-            return [env[n] if isinstance(n, int) else jnp.asarray(n.val) for n in program.outputs]
-
-        points = []
-        for leaves in self._states:
-            flat = jax.tree.leaves((leaves, self._step.batch))
-            values = backward([flat[k] for k in self._inputs])
-            points.append((values, update(values)))
-
-        @functools.cache
-        def zeros(n: int) -> np.ndarray:
-            return constant_zeros(program, n)
-
-        @functools.cache
-        def read(n: int, change: Any, i: int | None = None) -> Answer:
-            place, answer = len(passed) + ends.index(n), frozenset()
-            for values, expected in points:
-                new = jnp.asarray(change(values[place]), values[place].dtype)
-                if i is not None:
-                    computed = self._step.mask(i) & ~zeros(n)
-                    if not computed.any():
-                        return answer
-                    new = copy_like(jnp.where(computed, new, values[place]), values[place])
-                outs = update([*values[:place], new, *values[place + 1 :]])
-                answer |= self._compare(outs, expected)
-            return answer
-
-        return read
-
-    def _compare(self, outs: Sequence[Any], expected: Sequence[Any]) -> Answer:
-        answer: set[tuple[str, int | None]] = set()
-        for k, *pair in zip(self._traced, outs, expected, strict=True):
-            if jnp.issubdtype(pair[0].dtype, jax.dtypes.extended):
-                continue
-            i = self._param_at.get(k)
-            frozen, trainable, nan = _difference(*pair, False if i is None else self._step.mask(i))
-            if i is not None:
-                answer |= {
-                    (name, i) for name, hit in (("frozen", frozen), ("trainable", trainable), ("nan", nan)) if hit
-                }
-            elif trainable:
-                owner = self._step.owner(k)
-                name = "result" if k >= len(self._step.start) else "other" if owner is None else "state"
-                answer.add((name, owner))
-        return frozenset(answer)
+    @property
+    def for_results(self) -> list[Gradient]:
+        """The gradients that only results beside the state read."""
+        return [g for g in self.gradients if not g.leaves_call and g.read <= {"result"}]
 
 
-_OF_LEAF = "frozen", "trainable", "state"
+def _with_results_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with the results of jitted functions that a step calls, which are computed even if nothing reads
+    them. Those of a step that is jitted as a whole are its results."""
+    jaxpr = closed.jaxpr
+    calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("jit", "pjit") and contains_backward(eqn)]
+    inner = [var for eqn in calls for var in eqn.outvars]
+    debug_info = jaxpr.debug_info._replace(result_paths=None)
+    return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *inner], debug_info=debug_info), closed.consts)
 
 
-@functools.cache
-def _filled(number: float) -> Any:
-    return functools.partial(jnp.full_like, fill_value=number)
+def _differences(a: Any, b: Any, frozen: Any) -> Any:
+    """How many elements of two arrays differ where frozen, how many elsewhere, and how many of these are NaN."""
+    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+        return jnp.zeros(3, jnp.int32)
+    differ, nan = ~((a == b) | ((a != a) & (b != b))), a != a
+    return jnp.stack(
+        [
+            (x).sum(dtype=jnp.int32)
+            for x in (differ & frozen, differ & ~jnp.asarray(frozen), nan & differ & ~jnp.asarray(frozen))
+        ]
+    )
 
 
-def _is_backward(eqn: Equation) -> bool:
-    return "transpose(" in str(eqn.source.name_stack) or eqn.primitive.name == "add_any"
-
-
-def _contains_backward(eqn: Any) -> bool:
-    inner = [each for program in programs_in(eqn) for each in program.eqns]
-    return any("transpose(" in str(each.source_info.name_stack) or _contains_backward(each) for each in inner)
-
-
-def _live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int] = ()) -> list[Equation]:
-    """The operations that some values need."""
-    wanted, found = {n for n in outputs if isinstance(n, int)} - {*given}, []
-    for eqn in reversed([*eqns]):
-        if not wanted.isdisjoint(eqn.outputs):
-            found.append(eqn)
-            wanted |= eqn.reads - {*given}
-    return found[::-1]
-
-
-def _evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:
-    for eqn in eqns:
-        with eqn.context.manager:
-            outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
-        env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)
-
-
-@jax.jit
-def _difference(a: Any, b: Any, frozen: Any) -> tuple[Any, Any, Any]:
-    """Whether two arrays differ at frozen elements, whether elsewhere, and whether the first is NaN elsewhere."""
-    differ = ~((a == b) | ((a != a) & (b != b)))
-    return (differ & frozen).any(), (differ & ~frozen).any(), ((a != a) & ~frozen).any()
+def leaves(answers: Iterable[Answer], *names: str) -> set[int]:
+    """The parameters that differ in one of these ways in one of some answers."""
+    return {i for answer in answers for name, i in answer if name in names and i is not None}

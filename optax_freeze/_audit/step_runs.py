@@ -5,7 +5,7 @@ as well. A copy of the state is made for each call, so that a step may donate it
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.resolve import Spec, choose, make_plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Part, PyTree
@@ -42,13 +43,22 @@ class Step:
       entries: from positions to entries of optimizer states and averages.
       kept: the positions of state that groups of ``freeze_when`` keep while they are frozen.
       trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
+      bits: the frozen leaves that are not floating-point numbers, from their paths to their positions.
+      in_optimizer: the positions of state in a tuple of a type of Optax or of this library.
       objects: whether the state has NNX variables, which a step may change in place.
+      calls: how often the step was called.
     """
 
     def __init__(
-        self, step: Callable[..., Any], state: PyTree, batch: Sequence[Any], params: Any, frozen: Spec
+        self,
+        step: Callable[..., Any],
+        state: PyTree,
+        batch: Sequence[Any],
+        keywords: Mapping[str, Any],
+        params: Any,
+        frozen: Spec,
     ) -> None:
-        self._step, self.batch = step, tuple(batch)
+        self._step, self.batch, self.calls = step, (tuple(batch), dict(keywords)), 0
         walk = _tree.walk(state)
         self.objects = bool(walk.variables)
         self._treedef, self._type = jax.tree.structure(state), type(state)
@@ -69,9 +79,11 @@ class Step:
                 raise value_error("`params` must select leaves", at=leaf.path, got=got, expected=expected, fix=fix)
             if leaf.inexact and id(value) in positions:
                 self.params[i] = positions[id(value)]
+        self.bits = _other_frozen_leaves(tree, frozen, positions)
         self.index_of = {self.plan.leaves[i].path: i for i in self.params}
         self.entries: dict[int, Entry] = {}
         self.kept: set[int] = set()
+        self.in_optimizer = _of_optimizers(own)
         self._find_entries(own)
         self.trains_in_state = {
             leaf.path
@@ -94,21 +106,21 @@ class Step:
         leaf = self.plan.leaves[i]
         return np.asarray(self.plan.selections[i].frozen(len(leaf.shape or ())))
 
-    def run(self, steps: int, changes: Mapping[int, Any] = {}, batch: Sequence[Any] | None = None) -> list[State]:
-        """The states before the first and after each of some steps, from the start with some leaves changed."""
-        states = [[changes.get(position, leaf) for position, leaf in enumerate(self.start)]]
-        with jax.debug_nans(False), jax.debug_infs(False):
-            for _ in range(steps):
-                states.append(self(states[-1], self.batch if batch is None else batch)[0])
-        return states
+    def run(self, steps: int, changes: Mapping[int, Any] = {}, batch: Any = None) -> Iterator[State]:
+        """The states after each of some steps, from the start with some leaves changed."""
+        state = [changes.get(position, leaf) for position, leaf in enumerate(self.start)]
+        for _ in range(steps):
+            with jax.debug_nans(False), jax.debug_infs(False):
+                state = self(state, self.batch if batch is None else batch)[0]
+            yield state
 
-    def __call__(self, leaves: State, batch: Sequence[Any], copies: bool = True) -> tuple[State, list[Any]]:
+    def __call__(self, leaves: State, batch: Any, copies: bool = True) -> tuple[State, list[Any]]:
         """The leaves of the new state, and those of the other results."""
         if copies:
-            leaves, batch = list(map(copy, leaves)), jax.tree.map(copy, tuple(batch))
-        given = self._state(leaves)
+            leaves, batch = list(map(copy, leaves)), jax.tree.map(copy, batch)
+        given, self.calls = self._state(leaves), self.calls + 1
         try:
-            out = self._step(given, *batch)
+            out = self._step(given, *batch[0], **batch[1])
         except Exception as error:
             error.add_note("fz.audit_step: from step(state, *batch)")
             raise
@@ -135,11 +147,15 @@ class Step:
                 return new, others
         what, expected = "the step must return the new state", "the new state, or a tuple that begins with it"
         fix = "fz.audit_step(lambda state, *batch: ..., state, *batch), whose function returns the new state"
-        if out is None or self.objects:
-            got = "None" if out is None else "NNX objects of another structure"
+        items = list(out) if isinstance(out, (tuple, list)) and type(out) is not self._type else []
+        place = next((n for n, item in enumerate(items) if jax.tree.structure(item) == self._treedef), None)
+        if place is not None:
+            got, fix = f"the state is item {place}", f"lambda state, *batch: step(state, *batch)[{place}]"
             raise type_error(what, at="step(state, *batch)", got=got, expected=expected, fix=fix)
-        inside = isinstance(out, (tuple, list)) and out and not isinstance(out, self._type)
-        _tree.refuse_other_structure(out[0] if inside else out, given, "the new state", fix)
+        if out is None or self.objects or not _resembles(items[0] if items else out, given):
+            got = "NNX objects of another structure" if self.objects and out is not None else described(out)
+            raise type_error(what, at="step(state, *batch)", got=got, expected=expected, fix=fix)
+        _tree.refuse_other_structure(items[0] if items else out, given, "the new state", fix)
         raise AssertionError  # two trees of the same structure
 
     def owner(self, k: int) -> int | None:
@@ -149,7 +165,8 @@ class Step:
 
     def tree(self, k: int) -> str:
         """The path of the tree that has the structure of the parameters, and a leaf of the state in it."""
-        return self.paths[k].removesuffix(self.entries[k].leaf or "").rstrip("/")
+        leaf = self.entries[k].leaf if k in self.entries else None
+        return self.paths[k].removesuffix(leaf or "").rstrip("/")
 
     def elements(self, i: int, *, frozen: bool) -> int:
         """The number of frozen, or of trainable, elements of a parameter."""
@@ -195,22 +212,30 @@ class Step:
 
 
 def copy(leaf: Any) -> Any:
-    """A copy of an array; any other leaf itself."""
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else jnp.copy(leaf) if is_array(leaf) else leaf
+    """A copy of an array, in its memory; any other leaf itself."""
+    if not is_array(leaf):
+        return leaf
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else to_memory_of(leaf, jnp.copy(to_device(leaf)))
+
+
+def like(given: Any, value: Any) -> Any:
+    """A value with the dtype, the devices and the memory of another one."""
+    return to_memory_of(given, copy_like(value.astype(given.dtype), to_device(given)))
 
 
 def other_values(step: Step) -> dict[int, Any]:
     """Other values for the frozen elements of all parameters, none of them zero, by position."""
 
-    def other(i: int, value: Any) -> Any:
+    def other(i: int, given: Any) -> Any:
+        value = to_device(given)
         noise = np.random.default_rng(i).uniform(0.05, 0.1, np.shape(value)).astype(np.float32)
         moved = (jnp.asarray(value) * 1.25 + noise).astype(value.dtype)
-        return copy_like(step.plan.selections[i].choose(moved, value), value)
+        return to_memory_of(given, copy_like(step.plan.selections[i].choose(moved, value), value))
 
     return {step.params[i]: other(i, step.start[step.params[i]]) for i in step.frozen}
 
 
-def other_batch(batch: Sequence[Any]) -> Sequence[Any]:
+def other_batch(batch: Any) -> Any:
     """A batch with other values: floating-point numbers are mixed along the first axis, others in reverse order."""
 
     def other(leaf: Any) -> Any:
@@ -219,7 +244,42 @@ def other_batch(batch: Sequence[Any]) -> Sequence[Any]:
         back = leaf[::-1]
         return (0.75 * leaf + 0.5 * back).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else back
 
-    return jax.tree.map(other, tuple(batch))
+    return jax.tree.map(other, batch)
+
+
+def _other_frozen_leaves(tree: PyTree, frozen: Spec, positions: Mapping[int, int]) -> dict[str, int]:
+    """The integers, bools and keys that a spec freezes; not single integers, which count, and streams of NNX."""
+    walk = _tree.walk(tree)
+    found = walk.leaves()
+    streams = getattr(sys.modules.get("flax.nnx"), "RngState", ())
+    variables = [variable for _, variable in walk.variables] or walk.values
+    return {
+        leaf.path: positions[id(value)]
+        for leaf, value, variable, choice in zip(
+            found, walk.values, variables, choose(frozen, tree, found), strict=True
+        )
+        if choice is True and not leaf.inexact and id(value) in positions and not isinstance(variable, streams)
+        if value.ndim or jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    }
+
+
+def _of_optimizers(state: PyTree) -> set[int]:
+    """The positions of the leaves in tuples whose type is one of Optax or of this library."""
+
+    def is_of_optimizer(node: Any) -> bool:
+        return hasattr(node, "_fields") and type(node).__module__.partition(".")[0] in ("optax", "optax_freeze")
+
+    found, position = set(), 0
+    for node in jax.tree.leaves(state, is_leaf=is_of_optimizer):
+        count = len(jax.tree.leaves(node))
+        found.update(range(position, position + count) if is_of_optimizer(node) else ())
+        position += count
+    return found
+
+
+def _resembles(out: Any, state: PyTree) -> bool:
+    """Whether a tree is a state with other leaves, rather than metrics."""
+    return type(out) is type(state) and len(jax.tree.leaves(out)) * 2 > len(jax.tree.leaves(state))
 
 
 def _parameters(state: PyTree, params: Any) -> PyTree:

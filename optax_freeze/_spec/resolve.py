@@ -99,7 +99,7 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
-    return plan_of_choices(walk, leaves, _choose(frozen, params, leaves) if leaves else [], tied)
+    return plan_of_choices(walk, leaves, choose(frozen, params, leaves) if leaves else [], tied)
 
 
 def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice], tied: Tied) -> Plan:
@@ -148,7 +148,7 @@ def register_with_flax(static: type = Plan) -> None:
         register(Part, lambda part: {"values": serialization.to_state_dict(part.values)}, restored)
 
 
-def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
+def choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
     """One choice per leaf, before leaves that cannot train are frozen."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
@@ -160,7 +160,7 @@ def _choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice
         raise type_error("a class is not a spec", at="frozen", got=described(frozen), expected=expected, fix=fix)
     if _is_function(frozen, params):
         answer = from_function(frozen, params, leaves)
-        return from_prefix(answer, params) if callable(answer) else _choose(answer, params, leaves)
+        return from_prefix(answer, params) if callable(answer) else choose(answer, params, leaves)
     return from_prefix(frozen, params)
 
 

@@ -236,6 +236,10 @@ LEAKS = {
         [MOMENTS, STATE],
     ),
     "a clip outside": (lambda: plain(clip(FREEZE)), [NORM, READ_BY_NORM]),
+    "a clip outside, a learning rate of zero": (
+        lambda: plain(clip(fz.freeze(optax.sgd(0.0), FROZEN))),
+        [NORM, READ_BY_NORM],
+    ),
     "MultiSteps outside": (
         lambda: plain(optax.MultiSteps(FREEZE, 2).gradient_transformation()),
         [STATE, ("gradient", "encoder/kernel", "a gradient that is read by its state")],
@@ -419,7 +423,6 @@ def by_hand(tx):
         (lambda: logged(FREEZE), "gradients of 2 frozen leaves are computed only for results", set()),
         (lambda: several(FREEZE), "a loop, a branch or a shard_map computes gradients and new parameters", set()),
         (lambda: by_hand(FREEZE), "the program of the step has no backward pass", set()),
-        (lambda: plain(clip(fz.freeze(optax.sgd(0.0), FROZEN))), "may belong to several parameters", set()),
     ],
     ids=[
         "not traceable",
@@ -427,7 +430,6 @@ def by_hand(tx):
         "a logged norm",
         "several steps",
         "by hand",
-        "a learning rate of zero",
     ],
 )
 def test_what_is_not_known_is_in_the_note(made, note, leaks):

@@ -1,0 +1,233 @@
+"""Whose gradient a value of a program is, which numbers decide.
+
+A backward pass starts from a scalar of the program, or from one for each example. The program up to a scalar is
+differentiated with respect to the parameters, at several sets of values. A value that equals one of these derivatives
+each time, up to one factor, is that gradient.
+"""
+
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._program.dependence import dependent, programs_in
+from optax_freeze._program.trace import Equation, Program, flatten, is_inexact, scan_counts
+
+_TRIES = 8
+"""The scalars that are tried for one backward pass, the last one first."""
+
+
+def transforms(eqn: Any) -> list[str]:
+    """The names of JAX's transformations around an operation, which are of another type than scopes of a user."""
+    source = getattr(eqn, "source", None) or eqn.source_info
+    return [each.name for each in source.name_stack.stack if type(each).__name__ == "Transform"]
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an operation belongs to a backward pass, but not to one inside of another function's forward pass."""
+    found = [name for name in transforms(eqn) if name in ("jvp", "transpose")]
+    return found[:1] == ["transpose"] or eqn.primitive.name == "add_any"
+
+
+def contains_backward(eqn: Any) -> bool:
+    """Whether a loop, a branch or a call contains a backward pass."""
+    inner = [each for program in programs_in(eqn) for each in program.eqns]
+    return any(is_backward(each) or contains_backward(each) for each in inner)
+
+
+def live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int] = ()) -> list[Equation]:
+    """The operations that some values need."""
+    wanted, found = {n for n in outputs if isinstance(n, int)} - {*given}, []
+    for eqn in reversed([*eqns]):
+        if not wanted.isdisjoint(eqn.outputs):
+            found.append(eqn)
+            wanted |= eqn.reads - {*given}
+    return found[::-1]
+
+
+def evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:
+    """Computes the results of operations, in order, except for those to keep."""
+    for eqn in eqns:
+        with eqn.context.manager:
+            outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
+        env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)
+
+
+class _Scalar(NamedTuple):
+    """A scalar, or one for each example or for each step of a loop."""
+
+    place: int  # of the operation that computes it
+    number: int
+    inner: int | None = None  # its number in the body of the loop
+
+
+class Owners:
+    """Finds the owners of values of a program; ``inputs`` are its floating-point inputs, the leaves among them."""
+
+    def __init__(self, program: Program, inputs: Collection[int], points: Sequence[Sequence[Any]]) -> None:
+        self._program, self._inputs, self._points = program, inputs, points
+        self._place = {n: place for place, eqn in enumerate(program.eqns) for n in eqn.outputs}
+        self._made_by = program.made_by
+
+    def find(self, values: Iterable[int]) -> dict[int, set[int]]:
+        """For each value that is a gradient the inputs whose gradient it is."""
+        found: dict[int, set[int]] = {}
+        left = {n: self._start(n) for n in values}
+        tried: set[_Scalar] = set()
+        scalars = self._scalars({size for n in left for size in self._program.avals[n].shape[:1]})
+        for start in sorted({*left.values()}):
+            for scalar in [each for each in scalars if each.place <= start][: -_TRIES - 1 : -1]:
+                open_now = [n for n, first in left.items() if first == start and n not in found]
+                if open_now and scalar not in tried:
+                    tried.add(scalar)
+                    later = [n for n, first in left.items() if first >= scalar.place and n not in found]
+                    found |= self._equal(scalar, later)
+        return found
+
+    def _start(self, number: int) -> int:
+        """The place of the first operation of the backward pass that computes a value."""
+        wanted, first = [number], len(self._program.eqns)
+        seen: set[int] = set()
+        while wanted:
+            place = self._place.get(wanted.pop())
+            if place is not None and place not in seen:
+                seen.add(place)
+                eqn = self._program.eqns[place]
+                if is_backward(eqn):
+                    first = min(first, place)
+                    wanted += eqn.reads
+                elif contains_backward(eqn):
+                    first = min(first, place)
+        return first
+
+    def _scalars(self, lengths: set[int]) -> list[_Scalar]:
+        """The values that a backward pass may start from, in the order of the program."""
+        program, found = self._program, []
+        depends = dependent(program, self._inputs)
+        for place, eqn in enumerate(program.eqns):
+            if is_backward(eqn) or depends.isdisjoint(eqn.outputs):
+                continue
+            for n in eqn.outputs:
+                aval = program.avals[n]
+                if n in depends and is_inexact(aval) and len(aval.shape) < 2 and {*aval.shape} <= lengths:
+                    found.append(_Scalar(place, n))
+            if eqn.primitive.name == "scan" and contains_backward(eqn):
+                body = flatten(programs_in(eqn)[0])
+                first = next((k for k, each in enumerate(body.eqns) if is_backward(each)), 0)
+                inner = [n for each in body.eqns[:first] for n in each.outputs]
+                scalars = [n for n in inner if body.avals[n].shape == () and is_inexact(body.avals[n])]
+                found += [_Scalar(place, eqn.outputs[0], n) for n in scalars[-_TRIES:]]
+        return found
+
+    def _equal(self, scalar: _Scalar, values: Sequence[int]) -> dict[int, set[int]]:
+        """The values that equal the derivative of a scalar with respect to some inputs, at all points."""
+        avals = self._program.avals
+        shapes = {avals[n].shape for n in values} | {avals[n].shape[1:] for n in values}
+        inputs = [n for n in self._inputs if avals[n].shape in shapes]
+        pairs = [
+            (n, i, ahead)
+            for n in values
+            for i in inputs
+            for ahead in (0, 1)
+            if avals[n].shape[ahead:] == avals[i].shape and len(avals[n].shape) == len(avals[i].shape) + ahead
+        ]
+        if not pairs:
+            return {}
+        compare = jax.jit(functools.partial(self._compare, scalar, inputs, pairs))
+        try:
+            rows = [jax.device_get(compare(point)) for point in self._points]
+        except Exception:  # an operation without a derivative, which no backward pass starts from
+            return {}
+        found: dict[int, set[int]] = {}
+        for k, (n, i, _) in enumerate(pairs):
+            if _is_one_factor(np.asarray([row[k] for row in rows]), avals[n], avals[i]):
+                found.setdefault(n, set()).add(i)
+        return found
+
+    def _compare(self, scalar: _Scalar, inputs: Sequence[int], pairs: Sequence[Any], given: Sequence[Any]) -> Any:
+        """For each pair the factor between value and derivative, the relative rest, and the norms of both."""
+        program = self._program
+        computed = {**program.consts, **dict(enumerate(given))}
+        evaluate(live(program.eqns, {n for n, _, _ in pairs}), computed)
+
+        def start(leaves: Sequence[Any]) -> Any:
+            env = {**program.consts, **dict(enumerate(given)), **dict(zip(inputs, leaves, strict=True))}
+            wanted = [scalar.number]
+            for eqn in live(program.eqns, wanted):
+                if scalar.inner is not None and eqn is program.eqns[scalar.place]:
+                    return _lifted(eqn, [env[x] if isinstance(x, int) else x.val for x in eqn.inputs], scalar.inner)
+                _evaluate_forward(eqn, env)
+            return env[scalar.number]
+
+        value, pull = jax.vjp(start, [given[i] for i in inputs])
+        rows = []
+        weights = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, value.shape), value.dtype)
+        sums = dict(zip(inputs, pull(jnp.ones_like(value))[0], strict=True))
+        weighted = dict(zip(inputs, pull(weights)[0], strict=True)) if value.shape else {}
+        for n, i, ahead in pairs:
+            gradient, expected = computed[n], sums[i]
+            if ahead:
+                if value.shape != gradient.shape[:1]:
+                    rows.append(jnp.full(4, jnp.nan))
+                    continue
+                gradient, expected = jnp.tensordot(weights.astype(gradient.dtype), gradient, 1), weighted[i]
+            rows.append(_factor(gradient, expected))
+        return jnp.stack(rows)
+
+
+def _evaluate_forward(eqn: Equation, env: dict[int, Any]) -> None:
+    """Computes the results of an operation; those of another backward pass are constants."""
+    given = {n: jax.lax.stop_gradient(env[n]) for n in eqn.reads} if is_backward(eqn) else env
+    evaluate([eqn], given)
+    env.update((n, given[n]) for n in eqn.outputs)
+
+
+def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
+    """A value in each step of a loop."""
+    consts, carried = scan_counts(eqn.params)
+    body = flatten(programs_in(eqn)[0])
+
+    def step(carry: Any, xs: Any) -> Any:
+        env = {**body.consts, **dict(enumerate([*operands[:consts], *carry, *xs]))}
+        for each in live(body.eqns, [*body.outputs[:carried], number]):
+            _evaluate_forward(each, env)
+        return [env[x] if isinstance(x, int) else jnp.asarray(x.val) for x in body.outputs[:carried]], env[number]
+
+    rest = operands[consts + carried :]
+    options = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
+    return jax.lax.scan(step, operands[consts : consts + carried], rest, **options)[1]
+
+
+def _factor(value: Any, expected: Any) -> Any:
+    wide = jnp.promote_types(jnp.float32, value.dtype)
+    value, expected = (jnp.ravel(x).astype(wide) for x in (value, expected))
+    largest = [jnp.max(jnp.abs(x), initial=0) for x in (value, expected)]
+    value, expected = (x / jnp.where(most > 0, most, 1) for x, most in zip((value, expected), largest, strict=True))
+    factor = jnp.real(jnp.vdot(expected, value)) / jnp.real(jnp.vdot(expected, expected))
+    rest = jnp.linalg.norm(value - factor * expected) / jnp.linalg.norm(value)
+    return jnp.stack([factor * largest[0] / largest[1], rest, *largest]).astype(jnp.float32)
+
+
+def _is_one_factor(rows: np.ndarray, *avals: Any) -> bool:
+    """Whether values and derivatives differ by one factor at all points where they are not zero."""
+    few_bits = any(jnp.finfo(aval.dtype).bits < 32 for aval in avals)
+    tolerance = 5e-2 if few_bits else 2e-3
+    rows = rows[~((rows[:, 2] == 0) & (rows[:, 3] == 0))]
+    rows = rows[np.isfinite(rows).all(1) | (rows[:, 2:] == 0).any(1) | np.isnan(rows).all(1)]
+    if len(rows) < 2 or not np.isfinite(rows).all() or (rows[:, 2:] == 0).any():
+        return False
+    factor = rows[0, 0]
+    return bool((rows[:, 1] <= tolerance).all() and (abs(rows[:, 0] - factor) <= tolerance * abs(factor)).all())
+
+
+def perturbed(values: Mapping[int, Any], seed: int) -> dict[int, Any]:
+    """Other values for some inputs, of the same order."""
+
+    def other(n: int, value: Any) -> Any:
+        noise = np.random.default_rng((seed, n)).uniform(-0.1, 0.1, np.shape(value)).astype(np.float32)
+        return (jnp.asarray(value) * (1 + noise) + noise / 4).astype(value.dtype)
+
+    return {n: other(n, value) for n, value in values.items()}

@@ -1,0 +1,290 @@
+"""Runs of a training step from the state as it is and from others, and the bits that they change.
+
+Only the first and the current state of a run are kept: leaves are compared on the device, step by step.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._audit.diagnosis import is_of_frozen
+from optax_freeze._audit.measurements import decay_rate, digest_of, how_far, in_ulps, moved_elements, share
+from optax_freeze._audit.step_runs import State, Step, like, other_batch, other_values
+from optax_freeze._errors import in_one_line, is_array
+from optax_freeze._spec.memory_kinds import to_device
+from optax_freeze._spec.selection import FROZEN, Selection
+from optax_freeze._spec.tree import Part
+
+if TYPE_CHECKING:
+    from optax_freeze._audit.step_program import StepProgram
+
+ANOTHER_BATCH, ANOTHER_VALUES, ANOTHER_STATE = (
+    "another batch",
+    "other frozen values",
+    "another state of frozen elements",
+)
+_LATER = 100, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """How many elements of a leaf have other bits after a step."""
+
+    count: int
+    step: int
+    far: str
+    rates: tuple[float, ...] = ()  # at which the elements move in proportion to themselves, step by step
+    ulps: float = np.inf  # the largest relative move in the first step, in units of the last place
+
+
+class Record:
+    """What some steps do to the frozen leaves and other leaves that are watched."""
+
+    def __init__(self, runs: "Runs", before: State) -> None:
+        self.runs, self._before, self._steps = runs, before, 0
+        self.moves: dict[int, Move] = {}
+        self.digests: dict[int, list[bytes]] = {}
+
+    def add(self, state: State) -> None:
+        """Compares the state after a step with the one before the first."""
+        self._steps += 1
+        for k, selection in self.runs.watched.items():
+            before, after = self._before[k], state[k]
+            if k in self.moves:
+                self._follow(k, after, selection)
+            elif count := moved_elements(before, after, selection):
+                far, ulps = how_far(before, after, selection), in_ulps(before, after, selection)
+                self.moves[k] = Move(count, self._steps, far, ulps=ulps)
+                self.digests[k] = [b""] * (self._steps - 1)
+                self._follow(k, after, selection)
+
+    def _follow(self, k: int, after: Any, selection: Selection) -> None:
+        move = self.moves[k]
+        self.digests[k].append(digest_of(after, selection))
+        self.moves[k] = dataclasses.replace(move, rates=(*move.rates, decay_rate(self._before[k], after, selection)))
+
+    def text(self, k: int, with_other: str = "") -> str:
+        move = self.moves[k]
+        more = f" with {with_other}" if with_other else ""
+        return f"{move.count} frozen elements move in step {move.step}{more}{move.far}"
+
+
+class Runs:
+    """The runs of a step, by what differs from the state and the batch that were given; the first as they are.
+
+    Attributes:
+      watched: the positions of leaves that are compared, with their frozen elements.
+      held: the positions of state for frozen elements, with the number of their parameter; None: all of them.
+      averages: for each average of frozen values its parameter, and how many elements rounding changes.
+      notes: the runs that could not be made, and what they would have shown.
+    """
+
+    def __init__(
+        self, step: Step, program: "StepProgram | None", steps: int, batch: Any = True, values: Any = True
+    ) -> None:
+        self.step, self.program, self.steps, self.notes = step, program, steps, []
+        self._statistics = step.statistics()
+        self.watched = {step.params[i]: step.plan.selections[i] for i in step.frozen}
+        self.watched |= dict.fromkeys(step.bits.values(), FROZEN) | dict.fromkeys(self._statistics, FROZEN)
+        pairs = self._copies()
+        self.watched |= dict.fromkeys(pairs, FROZEN)
+        self.records: dict[str, Record] = {"": self._first()}
+        own = other_values(step) if values is True else dict(values or {})
+        self.averages = self._averages(pairs, own)
+        if batch is not False:
+            given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
+            self._run(ANOTHER_BATCH, "other_batch", {}, given)
+        if values is not False:
+            self._run(ANOTHER_VALUES, "other_values", own)
+        self._candidates = self._of_state()
+        places = [k for k in self._candidates if np.size(step.start[k])]
+        moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
+        if moments:
+            self._run(ANOTHER_STATE, "", moments)
+        self._run_later()
+        self.held = self._held()
+
+    def _first(self) -> Record:
+        step = self.step
+        record, state = Record(self, step.start), step.start
+        for new in step.run(self.steps):
+            if self.program is not None:
+                self.program.react(state)
+            record.add(new)
+            state = new
+        self._last = state
+        return record
+
+    def _run(self, name: str, option: str, changes: Mapping[int, Any], batch: Any = None, steps: int = 0) -> None:
+        step = self.step
+        record = Record(self, [changes.get(k, leaf) for k, leaf in enumerate(step.start)])
+        try:
+            for state in step.run(steps or self.steps, changes, batch):
+                record.add(state)
+        except Exception as error:
+            fix = f": pass {option}=, or {option}=False" if option else ""
+            text = f"{type(error).__name__}: {in_one_line(error)[:60]}"
+            self.notes.append(f"the step does not run with {name} ({text}), so what this would show is not known{fix}")
+            return
+        self.records[name] = record
+
+    def _run_later(self) -> None:
+        """One step each with larger counters, for what a schedule hides in the first steps."""
+        step = self.step
+        own = {*step.params.values()}
+        counters = [
+            k
+            for k, (a, b) in enumerate(zip(step.start, self._last, strict=True))
+            if k not in own and is_array(a) and np.shape(a) == () and jnp.issubdtype(a.dtype, jnp.integer)
+            if int(b) - int(a) == self.steps
+        ]
+        for number in _LATER if counters else ():
+            name = f"counters at {number}"
+            changes = {k: like(step.start[k], jnp.asarray(number, step.start[k].dtype)) for k in counters}
+            quiet = len(self.notes)
+            self._run(name, "", changes, steps=1)
+            del self.notes[quiet:]
+
+    def _copies(self) -> dict[int, int]:
+        """The leaves of the state that may be copies or averages of parameters with frozen elements."""
+        step, pairs = self.step, {}
+        own = {*step.params.values()}
+        for k, leaf in enumerate(step.start):
+            if k in own or not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact) or not np.size(leaf):
+                continue
+            alike = [i for i in step.frozen if np.shape(step.start[step.params[i]]) == np.shape(leaf)]
+            if step.owner(k) in alike:
+                pairs[k] = step.owner(k)
+            elif alike and step.owner(k) is None and self.program is not None:
+                follows = [i for i in step.params if self.program.follows(k, i)]
+                if len(follows) == 1 and follows[0] in alike:
+                    pairs[k] = follows[0]
+        return pairs
+
+    def _averages(self, pairs: Mapping[int, int], values: Mapping[int, Any]) -> dict[int, tuple[int, int, str]]:
+        """State that remains what a frozen value is, up to rounding, and that follows one that is another."""
+        step = self.step
+        if not pairs:
+            return {}
+        values = {**{step.params[i]: step.start[step.params[i]] for i in step.frozen}, **values}
+        own = {k: like(step.start[k], to_device(values[step.params[i]])) for k, i in pairs.items()}
+        far = {k: like(v, to_device(v) * 1024) for k, v in values.items()}
+        try:
+            *_, equal = step.run(self.steps, {**values, **own})
+            [follows] = step.run(1, {**far, **own})
+        except Exception:  # said by the run with other values
+            return {}
+        first, found = self.records[""].moves, {}
+        for k, i in pairs.items():
+            selection, at = step.plan.selections[i], step.params[i]
+            still = not moved_elements(values[at], equal[at], selection)
+            close = in_ulps(own[k], equal[k], selection) <= 4 * self.steps
+            if still and close and moved_elements(own[k], follows[k], selection):
+                count, far_text = moved_elements(own[k], equal[k], selection), how_far(own[k], equal[k], selection)
+                given = step.start[k], like(step.start[k], to_device(step.start[at]))
+                if not count and k in first and at not in first and not moved_elements(*given, selection):
+                    count, far_text = first[k].count, first[k].far
+                found[k] = i, count, far_text
+        return found
+
+    def _of_state(self) -> dict[int, int | None]:
+        """The leaves of the state that may be moments of frozen elements, with their parameters."""
+        step, found = self.step, {}
+        own = {*step.params.values()}
+        sizes = {i: np.size(step.start[step.params[i]]) for i in step.frozen if step.is_frozen(i)}
+        for k, leaf in enumerate(step.start):
+            if k in own or k in self.averages or k in step.kept or not is_array(leaf) or k in self._statistics:
+                continue
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype == bool:
+                continue
+            if k in step.in_optimizer and self._is_of_frozen(k):
+                if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                    found[k] = step.owner(k)
+            elif self.program is not None and np.ndim(leaf):
+                for i, size in sizes.items():
+                    may_be = np.size(leaf) == size and step.owner(k) in (None, i)
+                    if may_be and self.program.is_read_by_update(k, i) and not self.program.is_read_by_loss(k):
+                        found.setdefault(k, i)
+            elif self.program is None and self._is_of_frozen(k):
+                found[k] = step.owner(k)
+        return found
+
+    def _is_of_frozen(self, k: int) -> bool:
+        """Whether a leaf of an optimizer state holds values for frozen elements, by its path."""
+        step, entry = self.step, self.step.entries.get(k)
+        if entry is None or k in step.kept or entry.address is None or isinstance(entry.value, Part):
+            return False
+        if not is_array(entry.value):
+            return False
+        if entry.leaf is None:  # all parameters in one vector
+            size = sum(int(np.size(step.start[position])) for position in step.params.values())
+            return len(step.params) > 1 and bool(step.frozen) and entry.value.shape[-1:] == (size,)
+        i = step.owner(k)
+        return i is not None and is_of_frozen(step.plan.selections[i], entry)
+
+    def _held(self) -> dict[int, int | None]:
+        """The state for frozen elements: of an optimizer, or a frozen parameter or its gradient proves it."""
+        step, program = self.step, self.program
+        held = {k: i for k, i in self._candidates.items() if k in step.in_optimizer}
+        for k, i in self._candidates.items():
+            if i is not None and k not in held and self.reacts(step.params[i]):
+                held[k] = i
+        for k, i in (program.state_of if program is not None else {}).items():
+            if k not in self.averages and k not in step.kept:
+                held.setdefault(k, i)
+        return held
+
+    def statistics(self) -> list[int]:
+        """The leaves of frozen modules that move as running averages do, and that no loss reads."""
+        step, start = self.step, self.step.start
+        moved = [k for k in self._statistics if any(k in record.moves for record in self.records.values())]
+        moved = [k for k in moved if k not in self.averages and k not in self.held]
+        if self.program is not None:
+            moved = [k for k in moved if not self.program.is_read_by_loss(k)]
+        if not moved:
+            return []
+        [plain] = step.run(1)
+        shifts = {k: like(start[k], 1 + jnp.abs(to_device(start[k]))) for k in moved}
+        [shifted] = step.run(1, {k: like(start[k], to_device(start[k]) + shift) for k, shift in shifts.items()})
+        return [k for k in moved if 0 < share(shifts[k], plain[k], shifted[k]) < 1]
+
+    def reacts(self, position: int) -> bool:
+        """Whether frozen elements move with another state, and in another way than with the given one."""
+        return (
+            ANOTHER_STATE in self.records
+            and position in self.records[ANOTHER_STATE].moves
+            and self.differ(ANOTHER_STATE, position)
+        )
+
+    def differ(self, name: str, position: int) -> bool:
+        """Whether frozen elements have other values than in the first run."""
+        if name not in self.records:
+            return False
+        a, b = (self.records[each].digests.get(position) for each in ("", name))
+        return a != b
+
+    def moves(self, position: int) -> dict[str, tuple[int, str]]:
+        """For each run in which frozen elements move, how many do, in which step, and how far."""
+        found = {name: record for name, record in self.records.items() if position in record.moves}
+        return {name: (record.moves[position].count, record.text(position, name)) for name, record in found.items()}
+
+    def decays(self, position: int, names: Sequence[str]) -> bool:
+        """Whether a frozen leaf moves in proportion to itself, at one rate, further in each step."""
+        found = [self.records[name].moves[position] for name in names if position in self.records[name].moves]
+        rates = [move.rates[0] for move in found]
+        epsilon = float(jnp.finfo(self.step.start[position].dtype).eps)  # a rate of Adam is often smaller
+        if not rates or not all(rates) or not np.allclose(rates, rates[0], rtol=0.1, atol=epsilon):
+            return False
+        if abs(rates[0]) > 16 * epsilon:
+            return True
+        further = [len(m.rates) > 1 and 0.7 * len(m.rates) <= m.rates[-1] / m.rates[0] for m in found]
+        return all(further)
+
+    def is_rounding(self, position: int) -> bool:
+        """Whether frozen elements move by units of the last place, in all runs."""
+        found = [record.moves[position] for record in self.records.values() if position in record.moves]
+        return all(move.ulps <= 2 for move in found)
