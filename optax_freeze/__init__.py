@@ -16,6 +16,7 @@ from optax_freeze._spec.resolve import resolve as resolve
 from optax_freeze._spec.labels import labels as labels
 from optax_freeze._spec.labels import labels_by_path as labels_by_path
 from optax_freeze._spec.labels import layerwise_decay as layerwise_decay
+from optax_freeze._spec.merge_pretrained import merge_pretrained as merge_pretrained
 from optax_freeze._spec.apply_updates import apply_updates as apply_updates
 from optax_freeze._spec.partition import combine as combine
 from optax_freeze._spec.partition import partition as partition

@@ -28,6 +28,11 @@ def is_number(leaf: Any) -> bool:
     return isinstance(leaf, (float, complex)) and not is_array(leaf)
 
 
+def is_scalar(leaf: Any) -> bool:
+    """Whether ``leaf`` is a Python number or bool, which JAX takes for an array without axes."""
+    return isinstance(leaf, (int, float, complex)) and not is_array(leaf)
+
+
 @functools.cache
 def _is_of_jax(dtype: Any) -> bool:
     kinds = (np.number, np.bool_, jax.dtypes.extended)
@@ -116,7 +121,7 @@ def refuse_unknown_choice(value: Any, choices: Sequence[str], *, at: str) -> Non
         raise value_error("unknown choice", at=at, got=described(value), expected=expected, fix="use one of them")
 
 
-def value_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> ValueError:
+def value_error(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str) -> ValueError:
     """A ``ValueError`` with the text of :func:`message`."""
     return ValueError(message(what, at=at, got=got, expected=expected, fix=fix))
 

@@ -542,6 +542,13 @@ _BY_FILE = {
         ("named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named", "pass", "-k given_twice"),
         ("return array if is_concrete(array) else numbers", "return array", "-k outside_of_a_program"),
     ],
+    ("_spec/merge_pretrained.py", "tests/spec/test_merge_pretrained.py"): [
+        ("or new[axes[0]] < old[axes[0]]:", ":", "-k any_tree"),
+        ("or len(axes) != 1 or", "or not axes or", "-k any_tree"),
+        ("found |= {i for i in hits if i in reasons}", "found |= set(hits)", "-k ignore"),
+        ("    make_plan(params, spec, tied=tied)\n", "", "-k tied"),
+        ("if i in walk.settings or not", "if not", "-k settings"),
+    ],
     ("_spec/partition.py", "tests/test_python_numbers.py"): [
         (" or isinstance(value, Part) or is_number(value)", " or isinstance(value, Part)", "-k comes_back"),
         ("jnp.shape(b.array), b.selection.part_index", "b.array.shape, b.selection.part_index", "-k eager-float]"),
@@ -565,6 +572,14 @@ _BY_FILE = {
             "self.take(values)",
             "tests/test_python_numbers.py -k eager-float]",
         ),
+    ],
+    ("_spec/pretrained_leaf.py", "tests/spec/test_merge_pretrained.py"): [
+        ("out_shardings=own.sharding if own.committed else None", "out_shardings=None", "-k shardings"),
+        ("if isinstance(own, jax.Array) and not own.committed and not committed:", "if False:", "-k not_put_on"),
+        ("dtype_of(value) if keep_dtype else dtype_of(own)", "dtype_of(own)", "-k dtypes"),
+    ],
+    ("_spec/rename.py", "tests/spec/test_merge_pretrained.py"): [
+        ("sorted(rename, key=len, reverse=True)", "rename", "-k longest"),
     ],
     ("_spec/prefix_tree.py", "tests/spec/test_resolve.py"): [
         ("if is_bool(answer) and not jax.tree_util.treedef_is_leaf(treedef):", "if False:", ""),

@@ -1,16 +1,15 @@
 """Stores frozen parameters in fewer bits than trainable ones."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import counted, described, is_array, is_concrete, type_error, value_error
+from optax_freeze._errors import described, is_array, type_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory_kinds import to_device, to_memory_of
+from optax_freeze._spec.conversion import converted
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree, Rest
@@ -51,7 +50,7 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
     values, treedef = _tree.flatten(tree)
     done: dict[int, Any] = {}  # an array at two paths is converted once
 
-    def converted(array: Any, path: str) -> Any:
+    def once(array: Any, path: str) -> Any:
         if id(array) not in done:
             done[id(array)] = _converted(array, to, path)
         return done[id(array)]
@@ -59,10 +58,10 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
     new = []
     for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
         if isinstance(value, Rest):
-            array = converted(value.array, leaf.path)
+            array = once(value.array, leaf.path)
             new.append(dataclasses.replace(value, array=array, dtype=value.dtype or value.array.dtype))
         else:
-            new.append(converted(value, leaf.path) if selection is FROZEN else value)
+            new.append(once(value, leaf.path) if selection is FROZEN else value)
     return jax.tree.unflatten(treedef, new)
 
 
@@ -83,37 +82,6 @@ def _floating(dtype: Any) -> np.dtype:
 
 
 def _converted(value: Any, to: np.dtype, path: str) -> Any:
-    is_shape = isinstance(value, jax.ShapeDtypeStruct)
-    if not (is_shape or is_array(value)) or not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype == to:
+    if not is_array(value) or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    if is_shape:
-        return value.update(dtype=to)
-    if isinstance(value, np.ndarray):
-        with np.errstate(over="ignore", invalid="ignore"):
-            between = value.astype(np.float32) if value.itemsize == 1 else value  # NumPy needs it
-            new = between.astype(to)
-    else:
-        new = to_memory_of(value, to_device(value).astype(to))
-    largest = jnp.finfo(to).max
-    has_all = to.itemsize > 1 and jnp.finfo(value.dtype).max <= largest  # also negative numbers, zeros and NaN
-    if is_concrete(value) and not has_all:
-        lost = int(_is_lost(np if isinstance(value, np.ndarray) else jnp, to_device(value), to_device(new)).sum())
-        if lost:
-            is_signed = float(jnp.finfo(to).min) < 0
-            raise value_error(
-                f"{to} does not have all frozen values",
-                at=path,
-                got=f"{counted(lost, 'number', 'numbers')} of {value.dtype} that it does not have",
-                expected=f"values of at most {float(largest):g}" if is_signed else "positive values",
-                fix="fz.cast(params, frozen, jnp.bfloat16) has the range of float32",
-            )
-    return new
-
-
-def _is_lost(numpy: Any, value: Any, new: Any) -> Any:
-    """Where a value is outside of the range of its new type; some types have no NaN, no zero or no negative numbers."""
-    limits = jnp.finfo(new.dtype)
-    rounded_to_largest = float(limits.max) + float(limits.eps) * 2.0 ** (math.frexp(float(limits.max))[1] - 2)
-    value = value if value.dtype == np.float64 else value.astype(np.float32)
-    too_large = numpy.isfinite(value) & (numpy.abs(value) > rounded_to_largest)
-    return too_large | (numpy.isfinite(value) != numpy.isfinite(new.astype(np.float32)))
+    return converted(value, to, path, "fz.cast(params, frozen, jnp.bfloat16) has the range of float32")

@@ -103,8 +103,8 @@ def _prefix_paths(prefix: PyTree) -> list[str]:
 
 def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     covers, covered = _prefix_paths(prefix), _tree.paths(params)
-    bare = [p for p in covered if not any(_is_above(c, p) for c in covers)]
-    loose = [c for c in covers if not any(_is_above(c, p) for p in covered)]
+    bare = [p for p in covered if not any(is_above(c, p) for c in covers)]
+    loose = [c for c in covers if not any(is_above(c, p) for p in covered)]
     missing = f"no entry for {bare[:3]}" if bare else ""
     unknown = f"an entry for {loose[:3]}, which the parameters do not have" if loose else ""
     got = "; ".join(filter(None, [missing, unknown])) or f"{type(prefix).__name__}: {jax.tree.structure(prefix)}"
@@ -125,5 +125,6 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     return value_error("`frozen` does not fit the parameters", at=at, got=got, expected=expected, fix=fix)
 
 
-def _is_above(prefix: str, path: str) -> bool:
+def is_above(prefix: str, path: str) -> bool:
+    """Whether ``prefix`` is a path, or the beginning of it that ends before a ``/``."""
     return not prefix or path == prefix or path.startswith(prefix + "/")

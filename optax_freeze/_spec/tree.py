@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import counted, is_array, is_number, type_error, value_error
+from optax_freeze._errors import counted, is_array, is_number, is_scalar, type_error, value_error
 
 PyTree: TypeAlias = Any
 """Any nesting of containers known to JAX."""
@@ -269,12 +269,12 @@ def walk(tree: PyTree) -> Walk:
 def _settings(tree: PyTree, values: Sequence[Any]) -> frozenset[int]:
     """The positions of Python numbers in Equinox modules: ``equinox.filter_grad`` differentiates arrays alone."""
     module = getattr(sys.modules.get("equinox"), "Module", None)
-    if module is None or not any(map(is_number, values)):
+    if module is None or not any(map(is_scalar, values)):
         return frozenset()
     found, start = set(), 0
     for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, module) or is_leaf(node)):
         inside = flatten(node)[0] if isinstance(node, module) else []
-        found |= {start + i for i, value in enumerate(inside) if is_number(value)}
+        found |= {start + i for i, value in enumerate(inside) if is_scalar(value)}
         start += len(inside) if isinstance(node, module) else 1
     return frozenset(found)
 

@@ -1,0 +1,77 @@
+"""Other names for the leaves of a checkpoint: a path, or the beginning of paths, in place of another."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optax_freeze._errors import counted, described, refuse_no_mapping, type_error, value_error
+from optax_freeze._spec.patterns import nearest
+from optax_freeze._spec.prefix_tree import is_above
+
+
+def renamed(paths: Sequence[str], rename: Mapping[str, str] | None, known: Sequence[str]) -> list[str]:
+    """The paths of pretrained leaves in the parameters, whose paths are ``known``; the longest name applies."""
+    names = _checked(rename)
+    longest = [next((name for name in names if is_above(name, path)), None) for path in paths]
+    pairs = list(zip(paths, longest, strict=True))
+    new = [path if name is None else _joined(names[name], path[len(name) :]) for path, name in pairs]
+    for name, target in names.items():
+        of_name = [path for path in paths if is_above(name, path)]
+        results = [path for path, other in zip(new, longest, strict=True) if other == name]
+        if not results:
+            what = f"rename: {name!r} matches no leaf of `pretrained`"
+            got, fix = f"0 of {counted(len(paths), 'leaf', 'leaves')}", f"nearest paths: {nearest(name, paths)}"
+            if of_name:
+                what = f"rename: {name!r} never applies: longer names match all its leaves"
+                got, fix = f"{counted(len(of_name), 'leaf', 'leaves')} with longer names", "delete this name"
+            expected = "a path of `pretrained`, or the beginning of paths, without wildcards"
+            raise value_error(what, at=name, got=got, expected=expected, fix=fix)
+        if not set(results) & set(known):
+            what, got = f"rename: {name!r} leads to no leaf of `params`", f"{target!r}: {results[0]}"
+            expected, fix = "paths of `params`", f"nearest paths: {nearest(target, known)}"
+            raise value_error(what, at=name, got=got, expected=expected, fix=fix)
+    _refuse_two_with_one_path(paths, new)
+    return new
+
+
+def _checked(rename: Mapping[str, str] | None) -> dict[str, str]:
+    """The names, the longest first."""
+    if rename is None:
+        return {}
+    expected, fix = "{path in pretrained: path in params}", 'rename={"backbone": "encoder"}'
+    refuse_no_mapping("rename", rename, expected, at="rename", fix=fix)
+    for each in (*rename, *rename.values()):
+        if not isinstance(each, str):
+            what, got = "rename takes paths as strings", described(each)
+            raise type_error(what, at="rename", got=got, expected=expected, fix=fix)
+    return {name: rename[name] for name in sorted(rename, key=len, reverse=True)}
+
+
+def _joined(target: str, rest: str) -> str:
+    return f"{target}/{rest.lstrip('/')}".strip("/") if rest else target
+
+
+def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str]) -> None:
+    first: dict[str, str] = {}
+    for path, result in zip(paths, new, strict=True):
+        if first.setdefault(result, path) != path:
+            what, got = "rename: two leaves of `pretrained` lead to one path", f"{first[result]} and {path}"
+            expected, fix = "one leaf for each path", "rename only one of them, or delete the other from `pretrained`"
+            raise value_error(what, at=result, got=got, expected=expected, fix=fix)
+
+
+def suggested(unplaced: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, str] | None:
+    """A name that leads most ``unplaced`` leaves to ``free`` ones with as many axes; both give axes by path."""
+    by_end: dict[Any, list[str]] = {}
+    for path, shape in free.items():
+        by_end.setdefault((path.split("/")[-1], shape), []).append(path)
+    votes: dict[tuple[str, str], int] = {}
+    for path, shape in unplaced.items():
+        here = path.split("/")
+        for other in by_end.get((here[-1], shape), []):
+            there = other.split("/")
+            same = next((n for n, (a, b) in enumerate(zip(here[::-1], there[::-1], strict=False)) if a != b), None)
+            same = min(len(here), len(there)) if same is None else same
+            pair = "/".join(here[: len(here) - same]), "/".join(there[: len(there) - same])
+            votes[pair] = votes.get(pair, 0) + 1
+    [name, target] = max(votes, key=votes.__getitem__, default=("", ""))
+    return {name: target} if votes and 2 * votes[name, target] >= len(unplaced) else None
