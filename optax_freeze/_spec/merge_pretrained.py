@@ -113,7 +113,7 @@ def merge_pretrained(
     Example:
       >>> import optax_freeze as fz
       >>> params = {"embed": jnp.zeros((5, 2)), "body": jnp.zeros(3), "head": jnp.zeros(2)}
-      >>> pretrained = {"embed": np.ones((3, 2)), "body": np.ones(3)}
+      >>> pretrained = {"embed": jnp.ones((3, 2)), "body": jnp.ones(3)}
       >>> params, frozen, report = fz.merge_pretrained(params, pretrained)
       >>> print(report)
       loaded: 1 leaf
