@@ -153,8 +153,18 @@ _BY_FILE = {
     ("_optimizer/inner_update.py", "tests/test_nnx.py"): [
         ("values=variable.unflatten([value.values])) if", "values=value.values) if", "-k keeps_its_structure"),
         ("variable.unflatten([dataclasses.replace(node, values=value)])", "node", "-k state_of_variables"),
+        (
+            "self._traced_once if is_traced else",
+            "self._update if is_traced else",
+            "tests/optimizer/test_leafwise.py -k share",
+        ),
         (" and i not in self.missing", "", "tests/test_model_libraries.py -k without_a_gradient"),
         ('extra_args["grad"] = updates', "pass", "tests/state/test_train_step.py -k extra_arguments"),
+    ],
+    ("_optimizer/leafwise.py", "tests/optimizer/test_leafwise.py"): [
+        ("return _code(function) in leafwise", "return True", ""),
+        ("if all(its in (tree, _LEAF) for _, its in opened):", "if True:", "tests/optimizer/test_freeze_when.py"),
+        ("if its == tree else leaves[0]", "if len(leaves) != 1 else leaves[0]", ""),
     ],
     ("_optimizer/no_update.py", "tests/test_model_libraries.py"): [
         ("if isinstance(numbers[0], bool) else", "if False else", "-k not_an_array"),

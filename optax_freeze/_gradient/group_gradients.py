@@ -36,6 +36,20 @@ class GroupSpec(Selector):
     selections: tuple[tuple[Selection, ...], ...]  # of each group, then of the rest: what it owns of each leaf
     frozen: tuple[Any, ...]  # one bool or tracer per group: whether it is frozen
 
+    @functools.cached_property
+    def owned(self) -> list[dict[int, Selection]]:
+        """For each group, then for the rest, what it owns of each of its leaves, by number."""
+        return [{i: its for i, its in enumerate(own) if its is not FROZEN} for own in self.selections]
+
+    @functools.cached_property
+    def owners(self) -> list[dict[int, Selection]]:
+        """For each leaf the numbers of the groups that own some of it, and what they own."""
+        found: list[dict[int, Selection]] = [{} for _ in self.leaves]
+        for n, own in enumerate(self.owned):
+            for i, its in own.items():
+                found[i][n] = its
+        return found
+
     @property
     def is_known(self) -> bool:
         """Whether the frozen groups are known at trace time."""
@@ -54,10 +68,10 @@ class GroupSpec(Selector):
 
     def spec_of_set(self, frozen: Sequence[Any]) -> ResolvedSpec:
         """The spec of the parameters that are frozen if these groups are frozen."""
-        frozen = list(map(bool, frozen))
+        numbers = {n for n, is_frozen in enumerate(frozen) if is_frozen}
         choices = [
-            _union(leaf, [s for s, is_frozen in zip(own, frozen, strict=False) if is_frozen])
-            for leaf, own in zip(self.leaves, zip(*self.selections, strict=True), strict=True)
+            _union(leaf, [its for n, its in own.items() if n in numbers])
+            for leaf, own in zip(self.leaves, self.owners, strict=True)
         ]
         return ResolvedSpec(tuple(leaf.path for leaf in self.leaves), Choices(choices))
 
@@ -67,7 +81,6 @@ class GroupSpec(Selector):
 
 def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
     """The union of the frozen parts of a leaf, given the selections of the frozen groups."""
-    frozen = [selection for selection in frozen if selection is not FROZEN]
     if TRAINABLE in frozen or not frozen:
         return bool(frozen)
     if isinstance(frozen[0], RowIndex):
@@ -96,16 +109,15 @@ class GradientOfGroups:
 
         self._dense, self._spec = dense, spec
         self._owners = [*new_labels(len(spec.names)), ALWAYS]
-        leaves = list(zip(dense.grads, dense.trains, dense.leaves, strict=True))
+        grads, number_of = dict(zip(dense.trains, dense.grads, strict=True)), {i: n for n, i in enumerate(dense.trains)}
         self._grads: list[list[tuple[Any, Region]]] = [
-            [(x, region_of_leaf(own[i], leaf)) for x, i, leaf in leaves if own[i] is not FROZEN]
-            for own in spec.selections
+            [(grads[i], region_of_leaf(its, dense.values[i])) for i, its in own.items()] for own in spec.owned
         ]
         wanted = [(*each, owner) for owner, own in zip(self._owners, self._grads, strict=True) for each in own]
         self._schedule, self._values = dense.schedule(wanted), Values(dense.inputs)
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
-        numbers = [{number for number, i in enumerate(dense.trains) if own[i] is not FROZEN} for own in spec.selections]
+        numbers = [{number_of[i] for i in own} for own in spec.owned]
         self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
         postponed = {i for each in self._postponed.values() for i in each}
         after = self._schedule.run_except(postponed, self._values, self._context)
@@ -121,9 +133,8 @@ class GradientOfGroups:
         label, found = self._owners[n], {}
         postponed = self._postponed.get(label, ())
         grads = self._schedule.run_postponed(postponed, self._grads[n], label, self._values, self._context)
-        owned = [i for i in self._dense.trains if self._spec.selections[n][i] is not FROZEN]
-        for i, grad in zip(owned, grads, strict=True):
-            leaf, selection = self._dense.values[i], self._spec.selections[n][i]
+        for (i, selection), grad in zip(self._spec.owned[n].items(), grads, strict=True):
+            leaf = self._dense.values[i]
             grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])
             found[i] = as_part(selection, leaf, grad)
         return found
@@ -185,8 +196,8 @@ def _refuse_constant_rows(spec: GroupSpec, params: PyTree) -> None:
     """A ``ValueError`` if rows of groups are constants: the gradient of those that begin to train would be zero."""
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params)):
         return
-    for i, leaf in enumerate(spec.leaves):
-        if any(isinstance(own[i], DynamicRowIndex) and is_concrete(own[i].array) for own in spec.selections):
+    for leaf, own in zip(spec.leaves, spec.owners, strict=True):
+        if any(isinstance(its, DynamicRowIndex) and is_concrete(its.array) for its in own.values()):
             raise value_error(
                 "the rows of the groups are a constant of the program",
                 at=leaf.path,

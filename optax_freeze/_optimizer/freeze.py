@@ -14,7 +14,7 @@ import optax
 from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
-from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
+from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
@@ -156,7 +156,7 @@ def freeze(
         call = InnerUpdate.aligned(plan, updates, params, extra_args)
         run = call.new_params if in_place else call.updates
         tx, gradient = transform(plan, call.treedef), lambda _: (call.grads, None)
-        new, [inner_state], _ = run(tx, [plan], [state.inner_state], gradient, [False])
+        new, [inner_state], _ = run(Inner(tx), [plan], [state.inner_state], gradient, [False])
         if not in_place:
             [changes] = new
             selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]

@@ -5,6 +5,7 @@ condition decides, from the step and values of the program. Each group has an op
 change while the group is frozen.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.given_groups import GivenGroup, parse_groups
 from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
-from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
+from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
+from optax_freeze._optimizer.leafwise import state_structure
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
@@ -111,6 +113,7 @@ def freeze_when(
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     given = parse_groups(groups)
     by_key = {group.name: group for group in given}
+    structure = functools.cache(lambda: state_structure(inner))
     accepted = AcceptedPlans(
         FreezeWhenState,
         make=lambda tree: make_group_plans(given, tree, "ignore", accepted.latest).without_masks(),
@@ -155,13 +158,13 @@ def freeze_when(
         if coupled is not None:
             grads = zeroed(grads, frozen, [plan.selections for plan in plans.plans])
             everything = plans.everything
-            grads, coupled_state = call.run(coupled, everything, coupled_state, everything.all_frozen, grads)
+            grads, coupled_state = call.run(Inner(coupled), everything, coupled_state, everything.all_frozen, grads)
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
             own, norm = call.grads, jnp.zeros([], jnp.float32)
             if late is not None:
                 computed = late.of_group(n)
-                own = [computed.get(i, _tree.MASKED_NODE) for i in range(len(own))]
+                own = plans.everything.full(computed)
             if n < len(plans.names) and plans.conditions[n].takes_norm:
                 norm = global_norm(plans.plans[n].trainable(call.treedef, own))
             return grads if late is None else own, norm
@@ -170,7 +173,7 @@ def freeze_when(
         now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
         states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
         run = call.new_params if in_place else call.updates
-        new, [*states, ungrouped_state], norms = run(inner, plans.plans, states, gradient, now)
+        new, [*states, ungrouped_state], norms = run(Inner(inner, structure()), plans.plans, states, gradient, now)
         if not in_place:
             new = plans.merge(new, call.grads, call.olds, call.missing)
             new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))

@@ -17,7 +17,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -68,19 +68,21 @@ class GroupPlans:
         self, changes: Sequence[Sequence[Any]], grads: Sequence[Any], olds: Sequence[Any], missing: frozenset[int]
     ) -> list[Any]:
         """The updates of all leaves from those of each plan; zeros for leaves that are frozen or have no gradient."""
+        owners: list[list[tuple[Selection, Any]]] = [[] for _ in self.leaves]
+        for plan, its in zip(self.plans, changes, strict=True):
+            for i in plan.own:
+                owners[i].append((plan.selections[i], its[i]))
         return [
             zero(leaf, grad, old)
             if selection is FROZEN or i in missing
-            else self._merge_leaf(i, [its[i] for its in changes], grad if old is None else old)
+            else self._merge_leaf(i, owners[i], grad if old is None else old)
             for i, (leaf, selection, grad, old) in enumerate(
                 zip(self.leaves, self.everything.selections, grads, olds, strict=True)
             )
         ]
 
-    def _merge_leaf(self, i: int, parts: Sequence[Any], like: Any) -> Any:
+    def _merge_leaf(self, i: int, owners: Sequence[tuple[Selection, Any]], like: Any) -> Any:
         """The update of one leaf, laid out as ``like``."""
-        owners = [(plan.selections[i], part) for plan, part in zip(self.plans, parts, strict=True)]
-        owners = [(selection, part) for selection, part in owners if selection is not FROZEN]
         if owners[0][0] is TRAINABLE:
             return owners[0][1]
         shape, dtype = self.leaves[i].shape or (), jnp.result_type(*(part.dtype for _, part in owners))

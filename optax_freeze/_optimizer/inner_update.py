@@ -2,23 +2,25 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from optax_freeze._errors import in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import restrict
 from optax_freeze._gradient.group_gradients import GradientOfGroups
+from optax_freeze._optimizer.leafwise import Lists
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, Selection
+from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
@@ -50,18 +52,18 @@ class InnerUpdate(NamedTuple):
         return cls(treedef, values, params, olds, params_treedef, extra_args, missing)
 
     def updates(
-        self, tx: Any, plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
+        self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
     ) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
         """For each plan the flat updates of its trainable part, the new state and the norm of the gradient."""
         runs = []
-        for n, args in enumerate(zip(plans, states, frozen, strict=True)):
+        for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
             grads, norm = gradient(n)
-            runs.append((*self.run(tx, *args, grads), norm))
+            runs.append((*self.run(tx, plan, state, is_frozen, grads), norm))
         changes, states, norms = map(list, zip(*runs, strict=True))
         return changes, states, norms
 
     def new_params(
-        self, tx: Any, plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
+        self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
     ) -> tuple[PyTree, list[PyTree], list[Any]]:
         """The new parameters, and for each plan the new state and the norm; what is frozen is not computed.
 
@@ -69,32 +71,41 @@ class InnerUpdate(NamedTuple):
         """
         new, new_states, norms = list(self.olds), [], []
         for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
-            own = [i for i, s in enumerate(plan.selections) if s is not FROZEN and i not in self.missing]
+            own = [i for i in plan.own if i not in self.missing]
+            form = tx.form(plan, self.treedef, state, self.extra_args)
 
-            def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own) -> Any:
+            def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own, form: Any = form) -> Any:
                 grads, norm = gradient(n)
-                leaves = [carry[0].get(i, old) for i, old in enumerate(self.olds)]
-                changes, state = self._replace(olds=leaves).run(tx, plan, carry[1], False, grads)
+                leaves = list(self.olds)
+                for i in own:
+                    leaves[i] = carry[0][i]
+                changes, state = self._replace(olds=leaves)._run(form._replace(state=carry[1]), False, grads)
                 return {i: updated(leaves[i], changes[i], plan.selections[i]) for i in own}, state, norm
 
-            carry = {i: new[i] for i in own}, state, jnp.zeros([], jnp.float32)
+            carry = {i: new[i] for i in own}, form.state, jnp.zeros([], jnp.float32)
             leaves, state, norm = unless(is_frozen, step, carry)
             for i in own:
                 new[i] = leaves[i]
-            new_states.append(state)
+            new_states.append(form.closed(state))
             norms.append(norm)
         return jax.tree.unflatten(self.params_treedef, new), new_states, norms
 
-    def run(self, tx: Any, plan: Plan, state: PyTree, frozen: Any, grads: Sequence[Any]) -> tuple[list[Any], PyTree]:
+    def run(
+        self, tx: "Inner", plan: Plan, state: PyTree, frozen: Any, grads: Sequence[Any]
+    ) -> tuple[list[Any], PyTree]:
         """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
-        updates = plan.trainable(self.treedef, grads)
-        params = None if self.params is None else plan.trainable(self.params_treedef, self.olds)
-        extra_args = _without_frozen(self.extra_args, plan, self.treedef, self.params)
+        form = tx.form(plan, self.treedef, state, self.extra_args)
+        changes, state = self._run(form, frozen, grads)
+        return changes, form.closed(state)
+
+    def _run(self, form: "Trees | Lists", frozen: Any, grads: Sequence[Any]) -> tuple[list[Any], PyTree]:
+        updates = form.trainable(self.treedef, grads)
+        params = None if self.params is None else form.trainable(self.params_treedef, self.olds)
+        extra_args = _without_frozen(self.extra_args, form.plan, self.treedef, self.params)
         if isinstance(extra_args.get("grad"), GradientOfGroups):
             extra_args["grad"] = updates
-        state = _variables_outside(state, plan)
         try:
-            updates, state = update_unless(frozen, _in_memory(tx.update), updates, state, params, extra_args)
+            updates, state = update_unless(frozen, form.update, updates, form.state, params, extra_args)
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
                 raise
@@ -105,7 +116,45 @@ class InnerUpdate(NamedTuple):
                 expected="the parameters, if the optimizer uses them (weight decay, a trust ratio)",
                 fix="if so, tx.update(grads, state, params)",
             ) from error
-        return _tree.flatten(updates)[0], parts_outside(state, plan)
+        return form.flat(updates), state
+
+
+class Inner:
+    """A transformation in one update of several plans.
+
+    ``structure`` is that of :func:`state_structure` if it may be called with lists: plans of equal leaves then share
+    what JAX traces.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, structure: Any = None) -> None:
+        self._update, self._structure = _in_memory(tx.update), structure
+        self._traced_once = jax.jit(self._update)
+
+    def form(self, plan: Plan, treedef: Any, state: PyTree, extra_args: Mapping[str, Any]) -> "Trees | Lists":
+        """How it is called for a plan."""
+        found = None if extra_args else Lists.of(self._of_lists, self._structure, plan, treedef, state)
+        return Trees(self._update, _variables_outside(state, plan), plan) if found is None else found
+
+    def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+        return (self._traced_once if is_traced else self._update)(*args)
+
+
+class Trees(NamedTuple):
+    """How any transformation is called for a plan: with trees in which a placeholder stands for all other leaves."""
+
+    update: Callable[..., Any]
+    state: PyTree
+    plan: Plan
+
+    def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
+        return self.plan.trainable(treedef, values)
+
+    def flat(self, updates: PyTree) -> list[Any]:
+        return _tree.flatten(updates)[0]
+
+    def closed(self, state: PyTree) -> PyTree:
+        return parts_outside(state, self.plan)
 
 
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:

@@ -7,7 +7,7 @@ and those of larger sets come first.
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -106,14 +106,21 @@ class Context(NamedTuple):
         """:meth:`holds` for several labels; each begins with the largest one that it contains."""
         found: dict[int, Any] = {}
         for label in sorted(labels, key=int.bit_count):
-            largest = max((each for each in found if each | label == label), key=int.bit_count, default=0)
-            others = [holds for bit, holds in self.conditions.items() if bit & label & ~largest]
+            largest = next((each for each in reversed(found) if each | label == label), 0)
+            others = [self.conditions[bit] for bit in _bits(label & ~largest) if bit in self.conditions]
             found[label] = functools.reduce(jnp.logical_or, [*([found[largest]] if largest else []), *others])
         return found
 
     def inside(self, label: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this label."""
         return Context({**self.conditions, **conditions} if conditions else self.conditions, label)
+
+
+def _bits(label: int) -> Iterator[int]:
+    """The conditions of a label."""
+    while label:
+        yield label & -label
+        label &= label - 1
 
 
 class Task(NamedTuple):

@@ -6,7 +6,7 @@ It is made once, in ``init``, and not again for the updates, whose leaves may be
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -38,10 +38,15 @@ class Plan:
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
 
+    @functools.cached_property
+    def own(self) -> list[int]:
+        """The numbers of the leaves of which something trains."""
+        return [i for i, selection in enumerate(self.selections) if selection is not FROZEN]
+
     @property
     def all_frozen(self) -> bool:
         """Whether no leaf trains."""
-        return all(selection is FROZEN for selection in self.selections)
+        return not self.own
 
     @property
     def has_parts(self) -> bool:
@@ -138,22 +143,33 @@ class Plan:
 
     def take(self, values: Sequence[Any]) -> list[Any]:
         """The trainable part of each leaf for an optimizer; of a ``Part`` the values alone."""
-        taken = []
-        for leaf, selection, value in zip(self.leaves, self.selections, values, strict=True):
-            if selection is FROZEN:
-                taken.append(_tree.MASKED_NODE)
-                continue
-            refuse_on_host(leaf.path, selection, value)
+        return self.full(self._taken(values))
+
+    def _taken(self, values: Sequence[Any]) -> dict[int, Any]:
+        found = {}
+        for i in self.own:
+            selection, value = self.selections[i], values[i]
+            refuse_on_host(self.leaves[i].path, selection, value)
             if isinstance(value, Part):
-                taken.append(dataclasses.replace(value, values=values_of(value, selection), trains=None, source=None))
+                found[i] = dataclasses.replace(value, values=values_of(value, selection), trains=None, source=None)
             else:
-                taken.append(selection.take(value))
+                found[i] = selection.take(value)
+        return found
+
+    def full(self, own: Mapping[int, Any]) -> list[Any]:
+        """A list of all leaves, given some of them by their numbers."""
+        taken: list[Any] = [_tree.MASKED_NODE] * len(self.leaves)
+        for i, value in own.items():
+            taken[i] = value
         return taken
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
-        """The trainable part as a tree for an optimizer: some of Optax's take arrays, and no Python numbers."""
-        taken = [jnp.asarray(value) if is_number(value) else value for value in self.take(values)]
-        return jax.tree.unflatten(treedef, taken)
+        """The trainable part as a tree for an optimizer."""
+        return jax.tree.unflatten(treedef, self.full(self.trainable_leaves(values)))
+
+    def trainable_leaves(self, values: Sequence[Any]) -> dict[int, Any]:
+        """The trainable part of leaves, by their numbers: some of Optax's take arrays, and no Python numbers."""
+        return {i: jnp.asarray(value) if is_number(value) else value for i, value in self._taken(values).items()}
 
     def with_sources(self, parts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Each ``Part`` says where its rows come from."""

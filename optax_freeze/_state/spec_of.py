@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -10,7 +11,6 @@ from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._spec.selector_algebra import Selector
-from optax_freeze._state.own_states import outermost_states
 
 
 def spec_of(state: optax.OptState) -> Selector:
@@ -40,10 +40,7 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
-    states, scheduled = (
-        [node for _, node in outermost_states(state, kind) if node.plan.leaves]
-        for kind in (FreezeState, FreezeWhenState)
-    )
+    states, scheduled = _states(state, FreezeState), _states(state, FreezeWhenState)
     if not states and len(scheduled) == 1:
         plans = scheduled[0].current_plan
         own = tuple(plan.selections for plan in plans.plans)
@@ -58,6 +55,12 @@ def spec_of(state: optax.OptState) -> Selector:
             " (optax.tree_map_params drops the spec until the next update)",
         )
     return states[0].current_plan.as_spec
+
+
+def _states(state: optax.OptState, kind: type) -> list[Any]:
+    """The states of a kind that are in no other one; a builtin looks for them, since many groups have many nodes."""
+    found = jax.tree.leaves(state, is_leaf=kind.__instancecheck__)
+    return [x for x in found if isinstance(x, kind) and x.plan.leaves]  # type: ignore[attr-defined]
 
 
 def _differ(a: Any, b: Any) -> bool:
