@@ -463,8 +463,8 @@ _BY_FILE = {
     ],
     ("_program/tasks.py", "tests/program/test_schedule.py"): [
         (
-            "bit & label & ~largest]",
-            "bit & label & largest]",
+            "_bits(label & ~largest)",
+            "_bits(label & largest)",
             "tests/gradient/test_group_gradients.py -k groups_that_train",
         ),
         (
