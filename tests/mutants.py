@@ -566,7 +566,7 @@ _BY_FILE = {
     ("_spec/plan.py", "tests/state/test_dynamic_rows.py"): [
         ("len(found) != 1 or any(", "not found or any(", "tests/spec/test_resolve.py tests/report/test_summary.py"),
         ("s.with_array(x, of_state=True)", "s.with_array(x)", "-k inside_of_a_program_only"),
-        ("selection), trains=None, source=None))", "selection), trains=None))", "-k line_search"),
+        ("selection), trains=None, source=None)", "selection), trains=None)", "-k line_search"),
         (
             "FROZEN and not (_is_missing(value) and i in numbers()):",
             "FROZEN:",
@@ -578,8 +578,8 @@ _BY_FILE = {
             "tests/test_model_libraries.py -k still_an_error",
         ),
         (
-            "[jnp.asarray(value) if is_number(value) else value for value in self.take(values)]",
-            "self.take(values)",
+            "{i: jnp.asarray(value) if is_number(value) else value for i, value in self._taken(values).items()}",
+            "self._taken(values)",
             "tests/test_python_numbers.py -k eager-float]",
         ),
     ],
