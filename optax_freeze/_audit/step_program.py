@@ -358,7 +358,9 @@ def _with_results_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with the results of jitted functions that a step calls, which are computed even if nothing reads
     them. Those of a step that is jitted as a whole are its results."""
     jaxpr = closed.jaxpr
+    results = {id(var) for var in jaxpr.outvars}
     calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("jit", "pjit") and contains_backward(eqn)]
+    calls = [eqn for eqn in calls if results.isdisjoint(map(id, eqn.outvars))]
     inner = [var for eqn in calls for var in eqn.outvars]
     debug_info = jaxpr.debug_info._replace(result_paths=None)
     return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *inner], debug_info=debug_info), closed.consts)

@@ -625,6 +625,22 @@ def test_a_callback_is_in_the_note():
     assert "computed only for results beside the state" in report.note
 
 
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_step_that_returns_its_gradients(dropped):
+    tx = fz.freeze(ADAM, FROZEN)
+
+    @jax.jit
+    def step(state, x, y):
+        grads = jax.grad(loss)(state["params"], x, y)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, grads
+
+    made = (lambda *args: step(*args)[0]) if dropped else step
+    report = audited(lambda: (made, {"params": PARAMS, "opt": tx.init(PARAMS)}))
+    assert report, report
+    assert dropped or "computed only for results" in report.note
+
+
 class TestOtherRuns:
     OFFSETS = jnp.array([0, 2, 5])
 
