@@ -161,7 +161,7 @@ class TestExtraArguments:
             return jax.tree.map(lambda u, rate: -rate * u, updates, rates), state
 
         params, mask = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, np.eye(3, 2, dtype=bool)
-        frozen = {"w": fz.rows(0) if compact is None else fz.elements(mask, compact), "b": True}
+        frozen = {"w": fz.rows(0) if compact is None else fz.elements(mask, compact=compact), "b": True}
         tx = fz.freeze(optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update), frozen)
         updates, _ = tx.update(params, tx.init(params), params, rates={"w": 0.1, "b": 0.2})
         assert sorted(updates["w"].ravel().tolist()) == pytest.approx([-0.1] * 4 + [0] * 2)

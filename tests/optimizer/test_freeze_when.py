@@ -266,7 +266,7 @@ class TestElementMasks:
     def test_another_group_has_what_is_left_of_the_leaf(self, setting, compact):
         """Overlapping masks: what two groups name belongs to the first."""
         masks = [
-            fz.rows(rows) if compact is None else fz.elements(np.isin(ROW, rows), compact)
+            fz.rows(rows) if compact is None else fz.elements(np.isin(ROW, rows), compact=compact)
             for rows in ([0, 1], [1, 2, 3])
         ]
         groups = {"w": (masks[0], False), "w/**": (masks[1], fz.unfreeze_at(1)), "**": fz.unfreeze_at(2)}

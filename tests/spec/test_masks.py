@@ -79,7 +79,7 @@ def a_mask(name, axis):
     frozen = np.asarray(jax.random.bernoulli(jax.random.key(1), 0.5, shape))
     library, compact = (jnp, True) if name == "compact" else (np, False)
     take = (lambda x: jnp.asarray(np.asarray(x)[~frozen])) if compact else lambda x: jnp.where(frozen, 0, x)
-    return fz.elements(library.asarray(frozen), compact), frozen, take
+    return fz.elements(library.asarray(frozen), compact=compact), frozen, take
 
 
 KINDS = [(name, (0, 1, -1)[i % 3], jax.jit) for i, name in enumerate([*ROWS, "dense", "compact"])]
@@ -446,7 +446,7 @@ class TestReplaceMasks:
         key = jax.random.key(0)
         params = {"w": jax.random.normal(key, (4, 4)), "b": jnp.ones(4)}
         masks = [np.arange(16).reshape(4, 4) % 2 == 0, np.arange(16).reshape(4, 4) < 8]
-        tx = fz.freeze(optax.adam(0.1), {"w": fz.elements(masks[0], compact), "b": False}, full_updates=False)
+        tx = fz.freeze(optax.adam(0.1), {"w": fz.elements(masks[0], compact=compact), "b": False}, full_updates=False)
         state = tx.init(params)
 
         @jax.jit
@@ -468,7 +468,7 @@ class TestReplaceMasks:
     def test_moments_of_what_goes_on_training_stay(self, compact):
         old, new = np.array([True, True, False, False, False]), np.array([False, True, True, False, False])
         params = {"a": {"w": jnp.zeros(5)}, "w": jnp.zeros(5)}
-        spec = {"a": {"w": fz.elements(old, compact)}, "w": fz.elements(old, compact)}
+        spec = {"a": {"w": fz.elements(old, compact=compact)}, "w": fz.elements(old, compact=compact)}
         tx = fz.freeze(optax.sgd(1.0, momentum=0.5), spec)
         grads = jax.tree.map(lambda p: jnp.arange(1.0, 6.0), params)
         _, state = tx.update(grads, tx.init(params), params)
