@@ -69,11 +69,33 @@ _BY_FILE = {
     ("_gradient/freeze_loss.py", "tests/gradient/test_freeze_loss.py"): [
         ("jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x", "x", "-k 'frozen_gradients_are and leaves'"),
         ("if isinstance(selection, DynamicRowIndex):", "if False:", "tests/test_errors.py -k 'loss and trainer'"),
+        ("if isinstance(frozen, GroupSpec):", "if False:", "tests/test_errors.py -k 'loss and trainer'"),
+        (
+            "of_parameters(fun, argnums, args, kwargs)",
+            "of_parameters(fun, 0, args, kwargs)",
+            "-k results_and_arguments",
+        ),
+        (
+            "call_restricted(fun, trainable, rest, complete=True)",
+            "fun(params)",
+            "-k 'frozen_gradients_are and grad-rows'",
+        ),
+    ],
+    ("_gradient/leaf_in_rows.py", "tests/gradient/test_freeze_loss.py"): [
+        ("    array, rows = tangents\n", "    array, rows = tangents[0], tangents[1] * 2\n", "-k second"),
+    ],
+    ("_gradient/dense_gradient.py", "tests/gradient/test_freeze_loss.py"): [
+        ("as_traced(grads)", "grads", "-k is_a_constant"),
     ],
     ("_gradient/restricted_call.py", "tests/gradient/test_from_the_host.py"): [
         ("self.given(inputs, True)", "self.given(inputs)", "-k reads_an_unrolled_layer_again"),
         ("if EVERYTHING not in wanted.get(i, ())", "if False", "tests/gradient/test_restrict.py -k put_together"),
         ('"fz.freeze_loss" if self.of_loss else "fz.restrict"', '"fz.restrict"', "tests/test_errors.py -k Forward"),
+        (
+            "as_traced([*outs, *vjp(list(cotangents))[0]])",
+            "[*outs, *vjp(list(cotangents))[0]]",
+            "tests/gradient/test_freeze_loss.py -k results_and_arguments",
+        ),
         ("as_traced(jaxpr_as_fun(", "list(jaxpr_as_fun(", "tests/gradient/test_restrict.py -k closes_over"),
     ],
     ("_optimizer/conditions.py", "tests/gradient/test_group_gradients.py"): [
