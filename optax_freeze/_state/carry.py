@@ -93,7 +93,8 @@ class Carry:
             fields = {_place(entries[i])[1] for i in inside}
             if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
                 flags += [source.changed for i in moments for source in self.sources[i]]
-                flags += [bool(entries[i].arrays or olds[i]) for i in moments if not self.sources[i]]
+                unlike = [i for i in moments if not self.sources[i]]
+                flags += [bool(entries[i].arrays) or any(old.arrays for old in olds[i]) for i in unlike]
             self.anew[place] = any(entries[i].arrays for i in moments) and _any(flags)
 
     def begins_anew(self, entry: Entry) -> Bool:

@@ -601,6 +601,14 @@ class TestReplaceMasks:
 class TestOtherStates:
     """``replace_masks`` of a state inside other states, from a program, or in other memory."""
 
+    def test_the_same_rows_keep_everything_beside_a_leaf_that_never_trains(self):
+        """Of Adafactor's means it is not known which axis the rows are; other rows begin anew."""
+        params = {"w": jnp.ones((4, 3)), "count": jnp.arange(2)}
+        frozen = {"w": ~fz.rows(jnp.array([1, 2, 3])), "count": False}
+        tx = fz.freeze(optax.adafactor(0.1, min_dim_size_to_factor=2), frozen)
+        _, state = tx.update(params, tx.init(params), params)
+        assert bits(fz.replace_masks(state, tx, params, {"w": frozen["w"]})) == bits(state)
+
     def test_several_states_that_differ_in_their_masks_alone(self):
         """Each ``init`` gets the masks of its own state, also in a dict that ``jit`` has sorted."""
         params = {"a": jnp.arange(4.0), "b": jnp.arange(4.0)}
