@@ -71,9 +71,9 @@ def as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def as_traced(arrays: Sequence[Any]) -> list[Any]:
+def as_traced(outs: Any) -> Any:
     """The outputs of a traced function, of which constants are outputs, too: a custom derivative may return them."""
-    return [x if isinstance(x, Tracer) else jnp.array(x) for x in arrays]
+    return jax.tree.map(lambda x: x if isinstance(x, Tracer) else jnp.array(x), outs)
 
 
 def needs_value(error: BaseException | None) -> bool:
