@@ -666,7 +666,7 @@ _BY_FILE = {
         ("return len(rows) == len(others) and equal", "return len(rows) == len(others)", "-k array_of_several"),
         ("_is_history(entries[i]) or ", "", "-k a_history_begins_anew_with"),
         (" or not certain[i]", "", "-k shapes_do_not_tell"),
-        ("bool(entries[i].arrays or olds[i]) for i", "False for i", "-k where_other_leaves"),
+        ("for old in olds[i]) for i in unlike", "for old in olds[i]) for i in []", "-k where_other_leaves"),
         ('{"grad", "value"} <= fields or ', "", "-k computes_its_gradient"),
         ("[old if axis is None else", "[new if axis is None else", "-k several_arrays_for_a_leaf_move"),
     ],
