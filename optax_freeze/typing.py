@@ -12,6 +12,7 @@ from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.table import Row as Row
 from optax_freeze._spec.masks import ElementMask as ElementMask
+from optax_freeze._spec.merge_report import MergeReport as MergeReport
 from optax_freeze._spec.resolve import Spec as Spec
 from optax_freeze._spec.selector_algebra import Selector as Selector
 from optax_freeze._spec.tree import PyTree as PyTree

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_freeze as fz
+from optax_freeze import checkpoint
 
 PARAMS = {"body": jnp.zeros(3), "embed": jnp.zeros((5, 2)), "head": jnp.zeros(2)}
 PRETRAINED = {"body": np.ones(3, np.float32), "embed": np.ones((3, 2), np.float32)}
@@ -79,7 +80,7 @@ def test_containers_and_the_report(make):
     assert repr(frozen) == "<spec of fz.merge_pretrained: 1 leaves frozen, 1 in rows, 1 trained>"
 
 
-def test_the_spec_combines_and_trains():
+def test_the_spec_combines_and_trains(tmp_path):
     merged, frozen, _ = fz.merge_pretrained(PARAMS, PRETRAINED)
     assert fz.resolve(merged, frozen & fz.all_except("body")) == FROZEN | {"body": False}
     assert fz.resolve(merged, frozen & fz.all_except("embed")) == FROZEN | {"embed": False}
@@ -91,6 +92,8 @@ def test_the_spec_combines_and_trains():
     fz.assert_frozen(merged, new, frozen)
     assert (np.asarray(new["embed"])[3:] != 0).all()
     assert fz.summary(merged, frozen).trainable_elements == 6
+    checkpoint.save(tmp_path, new, frozen, step=1)  # onto the merged parameters
+    assert bits(checkpoint.restore(tmp_path, merged, frozen=frozen)[0]) == bits(new)
     with pytest.raises(ValueError, match="a leaf that was not merged\n  at: other"):
         fz.resolve({"other": 1.0}, frozen)
 
