@@ -198,9 +198,8 @@ def explain(
             tree = jax.tree.unflatten(params_treedef, [filled.get(i, x) for i, x in enumerate(values)])
             out = fun(tree, *args, **kwargs)
             found, aux = map(jax.tree.leaves, _pair(out) if has_aux else (out, ()))
-            return [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)], list(
-                filter(is_array, aux)
-            )
+            differentiated = [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
+            return differentiated, list(filter(is_array, aux))
 
         found, vjp, aux = jax.vjp(outs, [values[i] for i in trains], has_aux=True)
         return as_traced(vjp([jnp.ones_like(x) for x in found])[0]), found, aux

@@ -229,11 +229,11 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
 
 def _minimum_cut(tasks: Graph, dear: Sequence[bool], cost: Mapping[Key, int | None]) -> Cut:
     """The minimum cut of those in which nothing that decides is computed both before and after it."""
-    dear, deciding = [*dear], decisive(tasks.program)
+    dear, numbers = [*dear], decisive(tasks.program)
+    deciding = {key for key, size in cost.items() if key[0] in numbers and size is not None}
     while True:
         cut = minimum_cut(tasks, dear, cost)
-        decides = lambda key: key[0] in deciding and cost[key] is not None  # noqa: E731
-        twice = {i for i in {*cut.before} & {*cut.after} if any(map(decides, tasks.nodes[i].writes))}
+        twice = {i for i in {*cut.before} & {*cut.after} if not deciding.isdisjoint(tasks.nodes[i].writes)}
         if all(dear[i] for i in twice):
             return cut
         for i in twice:
