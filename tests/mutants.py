@@ -40,7 +40,7 @@ _BY_FILE = {
             "made_up(value)",
             "-k audit",
         ),
-        ("if is_optimizer(params) else", "if False else", "tests/audit/test_audit.py -k folds_leaves"),
+        ("params if is_optimizer(params) else frozen", "frozen", "tests/test_errors.py -k 'optimizer and first'"),
     ],
     ("_audit/diagnosis.py", "tests/audit"): [
         ('    if "again" in reacting:', "    if False:", "-k random"),

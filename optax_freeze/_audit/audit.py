@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -97,8 +97,7 @@ def audit(
       params: the parameters, or their shapes (``jax.ShapeDtypeStruct``), for which values are made up. Those in
         host memory are copied to the device.
       frozen: the spec of the parameters that should be frozen, in any form.
-      tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters. It
-        may also come first: ``fz.audit(tx, params, frozen)``.
+      tx: the whole optimizer, including ``fz.freeze``, ``optax.masked`` or anything else that freezes parameters.
       steps: the steps of each run; for gradient accumulation at least its number of mini-steps.
       extra_args: extra arguments of ``tx.update``, as a mapping or a function ``(params, grads) -> mapping``. The
         ``value``, ``grad``, ``value_fn``, ``obj_fn`` or ``grad_fn`` of a made-up loss are given if ``tx`` takes them.
@@ -127,9 +126,8 @@ def audit(
         fix: fz.freeze(optax.chain(..., optax.add_decayed_weights(...)), frozen): decay belongs inside the freeze
       >>> fz.audit(params, "encoder", fz.freeze(optax.adamw(0.1), "encoder")).raise_for_leaks()
     """
-    arguments: tuple[Any, Any, Any] = (frozen, tx, params) if is_optimizer(params) else (params, frozen, tx)
-    params, frozen, tx = arguments
-    tx = as_transformation(tx, "fz.audit(params, frozen, tx)", other=frozen)
+    other = params if is_optimizer(params) else frozen
+    tx = as_transformation(tx, "fz.audit(params, frozen, tx)", other=other)
     steps = whole_number("steps", steps, least=1, fix="steps=3")
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
