@@ -5,10 +5,12 @@ and converted to parameters, statistics and a pure function of both.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
+from flax import nnx
 
 import optax_freeze as fz
 
@@ -341,3 +344,58 @@ def test_equinox_gradients_for_a_state_of_any_filter(keep):
     for tx in (fz.freeze(optax.adam(0.5), "w"), fz.freeze_when(optax.adam(0.5), {"w": True})):
         with pytest.raises(ValueError, match=r"pass the full Equinox module in both places(.|\n)*is_inexact_array"):
             tx.update(grads, tx.init(params), LAYER)
+
+
+NORMS = fz.regex(r"(?i)(.*/)?[^/]*norm(alization)?_?\d*/(scale|bias|offset|weight|gamma|beta)")  # of docs/specs.md
+
+
+class LinenNorms(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.RMSNorm()(nn.LayerNorm()(nn.Dense(4)(x)))
+        x = nn.GroupNorm(2, name="encoder_norm")(nn.BatchNorm(use_running_average=True)(x))
+        return nn.Dense(1, name="normalizer")(x)
+
+
+def haiku_norms(x):
+    x = hk.RMSNorm(-1)(hk.LayerNorm(-1, True, True)(hk.Linear(4)(x)))
+    return hk.BatchNorm(True, True, 0.9)(hk.GroupNorm(2)(x), True)
+
+
+def keras_norms(x):
+    layers = keras.layers
+    norms = [layers.BatchNormalization(), layers.LayerNormalization(), layers.GroupNormalization(2)]
+    model = keras.Sequential([layers.Dense(4), *norms, layers.RMSNormalization()])
+    model(x)
+    return {variable.path: variable.value for variable in model.trainable_variables}
+
+
+@pytest.mark.parametrize("library", ["linen", "haiku", "keras"])
+def test_the_pattern_of_normalization_layers_selects_what_each_library_calls_them(library):
+    make = {
+        "linen": lambda: LinenNorms().init(jax.random.key(0), INPUTS)["params"],
+        "haiku": lambda: hk.transform_with_state(haiku_norms).init(jax.random.key(0), INPUTS)[0],
+        "keras": lambda: keras_norms(INPUTS),
+    }
+    params = make[library]()
+    leaves = jax.tree.leaves_with_path(fz.resolve(params, NORMS))
+    chosen = {jax.tree_util.keystr(path, simple=True, separator="/"): on for path, on in leaves}
+    dense = {path for path in chosen if re.search(r"dense|linear|normalizer", path, re.IGNORECASE)}
+    assert {path for path, on in chosen.items() if not on} == dense
+    assert len(dense) >= 2
+
+
+def test_normalization_layers_of_any_name_are_selected_by_their_type():
+    types = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm)
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs), nnx.RMSNorm(4, rngs=rngs))
+    found = ["/".join(map(str, path)) for path, module in nnx.iter_modules(model) if isinstance(module, types)]
+    frozen = nnx.to_pure_dict(fz.resolve(nnx.state(model, nnx.Param), fz.all_except(*found)))["layers"]
+    assert frozen == {0: {"bias": True, "kernel": True}, 1: {"bias": False, "scale": False}, 2: {"scale": False}}
+    module, types = new_equinox_model(), (eqx.nn.BatchNorm, eqx.nn.GroupNorm)
+    frozen = fz.resolve(
+        module,
+        lambda model: jax.tree.map(lambda m: not isinstance(m, types), model, is_leaf=lambda m: isinstance(m, types)),
+    )
+    assert not any((frozen.body.norm.weight, frozen.body.norm.bias, frozen.body.groups.weight, frozen.body.groups.bias))
+    assert all((frozen.body.conv.weight, frozen.body.conv.bias, frozen.head.weight, frozen.head.bias))

@@ -145,9 +145,14 @@ def test_the_wheel_and_the_sdist_are_complete(tmp_path):
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info" not in name}
+        [metadata] = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA")]
     assert held == {f"optax_freeze/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} | {
         "optax_freeze/py.typed"
     }
+    assert "\n## Hardware status\n" in metadata
+    assert not re.search(
+        r"\]\((?!https?://)|!\[", metadata
+    )  # links to files, and pictures, which an index does not have
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert {"LICENSE", "tests/conftest.py", "examples/finetune_digits.py", "docs/index.md"} <= names
@@ -194,7 +199,6 @@ def test_read_the_docs_and_the_citation_refer_to_what_exists():
     hosted = yaml.safe_load(pathlib.Path(".readthedocs.yaml").read_text())
     assert pathlib.Path(hosted["sphinx"]["configuration"]).exists()
     assert set(hosted["python"]["install"][0]["extra_requirements"]) <= set(project["optional-dependencies"])
-    citation = yaml.safe_load(pathlib.Path(".github/CITATION.cff").read_text())
+    citation = yaml.safe_load(pathlib.Path("CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    assert citation["license"] == project["license"]
-    assert "version" not in citation  # it is only in _version.py
+    assert (citation["license"], citation["version"]) == (project["license"], fz.__version__)

@@ -111,7 +111,7 @@ def _of_safetensors(file: pathlib.Path) -> dict[str, Any]:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        text = f"safetensors is not installed, which reads {file}: pip install 'optax-freeze[safetensors]'"
+        text = f"safetensors is not installed, which reads {file}: pip install safetensors"
         raise ImportError(text) from error
     with safe_open(file, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

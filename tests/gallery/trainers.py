@@ -429,8 +429,8 @@ def maxtext() -> Trainer:
     from maxtext.trainers.pre_train import train
     from maxtext.utils import model_creation_utils
 
-    def of(option, block=None):
-        config, mesh = maxtext_config("scan_layers=false", "base_num_decoder_layers=2", option)
+    def of(option, block=None, scanned="false"):
+        config, mesh = maxtext_config(f"scan_layers={scanned}", "base_num_decoder_layers=2", option)
         with jax.set_mesh(mesh):
             model = model_creation_utils.create_nnx_abstract_model(config, mesh)[0]()
             tx = maxtext_optimizer(config, model)
@@ -446,7 +446,7 @@ def maxtext() -> Trainer:
     data, frozen = maxtext_data(), fz.all_except("**/logits_dense/**")
     own, _ = of("trainable_parameters_mask=['.*logits_dense.*']")
     changed, names = of("steps=10", block=0)
-    clipped, _ = of("gradient_clipping_threshold=0", block=1)
+    clipped, _ = of("gradient_clipping_threshold=0", block=1, scanned="true")
     train_it = lambda: run_steps(changed, lambda state: nnx.to_pure_dict(state["model"]))  # noqa: E731
     return Trainer(own, changed, [clipped], train_it, names)
 
