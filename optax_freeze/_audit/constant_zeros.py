@@ -25,11 +25,11 @@ _KEEPS_NAN = frozenset(
 _ROUNDS = 4
 
 
-def constant_zeros(program: Program, number: int) -> np.ndarray:
-    """Where a value is zero, whatever the inputs are; broadcasts against it."""
+def constant_zeros(program: Program, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+    """Where some values are zero, whatever the inputs are; broadcasts against each."""
     with jax.debug_nans(False):
-        [value] = _evaluate(program, [None] * program.num_inputs, [number])
-    return np.asarray(False if value is None else value == 0)
+        values = _evaluate(program, [None] * program.num_inputs, numbers)
+    return {n: np.asarray(False if x is None else x == 0) for n, x in zip(numbers, values, strict=True)}
 
 
 def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

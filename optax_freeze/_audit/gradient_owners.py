@@ -18,6 +18,12 @@ from optax_freeze._program.trace import Equation, Program, flatten, is_inexact, 
 
 _TRIES = 8
 """The scalars that are tried for one backward pass, the last one first."""
+_SUMS = 16
+"""The weighted sums by which arrays are compared."""
+_ROUNDINGS = 4
+"""How many times what one rounding of the inputs changes, two programs of one gradient may differ."""
+_UNDECIDED = 0.25
+"""Where rounding may change more than this of a derivative, no value is told from it."""
 
 
 def transforms(eqn: Any) -> list[str]:
@@ -70,7 +76,8 @@ class Owners:
     def __init__(self, program: Program, inputs: Collection[int], points: Sequence[Sequence[Any]]) -> None:
         self._program, self._inputs, self._points = program, inputs, points
         self._place = {n: place for place, eqn in enumerate(program.eqns) for n in eqn.outputs}
-        self._made_by = program.made_by
+        kinds = [jnp.finfo(aval.dtype) for aval in program.avals if is_inexact(aval)]
+        self._epsilon = max((float(kind.eps) for kind in kinds if kind.bits > 8), default=0.0)  # the coarsest
 
     def find(self, values: Iterable[int]) -> dict[int, set[int]]:
         """For each value that is a gradient the inputs whose gradient it is."""
@@ -127,31 +134,29 @@ class Owners:
         avals = self._program.avals
         shapes = {avals[n].shape for n in values} | {avals[n].shape[1:] for n in values}
         inputs = [n for n in self._inputs if avals[n].shape in shapes]
-        pairs = [
-            (n, i, ahead)
-            for n in values
-            for i in inputs
-            for ahead in (0, 1)
-            if avals[n].shape[ahead:] == avals[i].shape and len(avals[n].shape) == len(avals[i].shape) + ahead
-        ]
-        if not pairs:
+        if not inputs:
             return {}
-        compare = jax.jit(functools.partial(self._compare, scalar, inputs, pairs))
+        compute = jax.jit(functools.partial(self._sketches, scalar, inputs, values))
+        rounded = [_rounded(point, self._epsilon, seed) for seed, point in enumerate(self._points)]
         try:
-            rows = [jax.device_get(compare(point)) for point in self._points]
+            here, near = ([jax.device_get(compute(point)) for point in points] for points in (self._points, rounded))
         except Exception:  # an operation without a derivative, which no backward pass starts from
             return {}
         found: dict[int, set[int]] = {}
-        for k, (n, i, _) in enumerate(pairs):
-            if _is_one_factor(np.asarray([row[k] for row in rows]), avals[n], avals[i]):
-                found.setdefault(n, set()).add(i)
+        for each, n in (key[1:] for key in here[0] if key[0] == "value"):
+            for i in inputs:
+                if avals[i].shape == avals[n].shape[each:]:
+                    value, slope = ("value", each, n), ("slope", each, i)
+                    rows = [(row[value], row[slope], other[slope]) for row, other in zip(here, near, strict=True)]
+                    if _is_one_factor(rows, self._epsilon):
+                        found.setdefault(n, set()).add(i)
         return found
 
-    def _compare(self, scalar: _Scalar, inputs: Sequence[int], pairs: Sequence[Any], given: Sequence[Any]) -> Any:
-        """For each pair the factor between value and derivative, the relative rest, and the norms of both."""
+    def _sketches(self, scalar: _Scalar, inputs: Sequence[int], values: Sequence[int], given: Sequence[Any]) -> Any:
+        """A few numbers of each value and of the derivative with respect to each input, summed or for each example."""
         program = self._program
         computed = {**program.consts, **dict(enumerate(given))}
-        evaluate(live(program.eqns, {n for n, _, _ in pairs}), computed)
+        evaluate(live(program.eqns, values), computed)
 
         def start(leaves: Sequence[Any]) -> Any:
             env = {**program.consts, **dict(enumerate(given)), **dict(zip(inputs, leaves, strict=True))}
@@ -163,19 +168,15 @@ class Owners:
             return env[scalar.number]
 
         value, pull = jax.vjp(start, [given[i] for i in inputs])
-        rows = []
-        weights = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, value.shape), value.dtype)
-        sums = dict(zip(inputs, pull(jnp.ones_like(value))[0], strict=True))
-        weighted = dict(zip(inputs, pull(weights)[0], strict=True)) if value.shape else {}
-        for n, i, ahead in pairs:
-            gradient, expected = computed[n], sums[i]
-            if ahead:
-                if value.shape != gradient.shape[:1]:
-                    rows.append(jnp.full(4, jnp.nan))
-                    continue
-                gradient, expected = jnp.tensordot(weights.astype(gradient.dtype), gradient, 1), weighted[i]
-            rows.append(_factor(gradient, expected))
-        return jnp.stack(rows)
+        slopes = pull(jnp.ones_like(value))[0]
+        rows: dict[Any, Any] = {("value", 0, n): computed[n] for n in values}
+        rows |= {("slope", 0, i): slope for i, slope in zip(inputs, slopes, strict=True)}
+        if value.shape:
+            weights = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.5, value.shape), value.dtype)
+            of_each = [n for n in values if computed[n].shape[:1] == value.shape]
+            rows |= {("value", 1, n): jnp.tensordot(weights.astype(computed[n].dtype), computed[n], 1) for n in of_each}
+            rows |= {("slope", 1, i): slope for i, slope in zip(inputs, pull(weights)[0], strict=True)}
+        return {key: _sketch(x) for key, x in rows.items()}
 
 
 def _evaluate_forward(eqn: Equation, env: dict[int, Any]) -> None:
@@ -201,26 +202,49 @@ def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
     return jax.lax.scan(step, operands[consts : consts + carried], rest, **options)[1]
 
 
-def _factor(value: Any, expected: Any) -> Any:
-    wide = jnp.promote_types(jnp.float32, value.dtype)
-    value, expected = (jnp.ravel(x).astype(wide) for x in (value, expected))
-    largest = [jnp.max(jnp.abs(x), initial=0) for x in (value, expected)]
-    value, expected = (x / jnp.where(most > 0, most, 1) for x, most in zip((value, expected), largest, strict=True))
-    factor = jnp.real(jnp.vdot(expected, value)) / jnp.real(jnp.vdot(expected, expected))
-    rest = jnp.linalg.norm(value - factor * expected) / jnp.linalg.norm(value)
-    return jnp.stack([factor * largest[0] / largest[1], rest, *largest]).astype(jnp.float32)
+def _sketch(value: Any) -> Any:
+    """The largest absolute number of an array, and weighted sums of its numbers divided by it."""
+    value = jnp.ravel(value)
+    parts = [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
+    parts = [x.astype(jnp.promote_types(jnp.float32, x.dtype)) for x in parts]
+    largest = jnp.max(jnp.abs(jnp.stack(parts)), initial=0)
+    places = jnp.arange(value.size, dtype=jnp.float32)[:, None] + 1
+    weights = jnp.cos(places * jnp.asarray(np.linspace(0.7, 2.3, _SUMS), jnp.float32))
+    sums = [jnp.sum((x / jnp.where(largest > 0, largest, 1))[:, None] * weights, 0) for x in parts]
+    return jnp.concatenate([largest[None], *sums])
 
 
-def _is_one_factor(rows: np.ndarray, *avals: Any) -> bool:
-    """Whether values and derivatives differ by one factor at all points where they are not zero."""
-    few_bits = any(jnp.finfo(aval.dtype).bits < 32 for aval in avals)
-    tolerance = 5e-2 if few_bits else 2e-3
-    rows = rows[~((rows[:, 2] == 0) & (rows[:, 3] == 0))]
-    rows = rows[np.isfinite(rows).all(1) | (rows[:, 2:] == 0).any(1) | np.isnan(rows).all(1)]
-    if len(rows) < 2 or not np.isfinite(rows).all() or (rows[:, 2:] == 0).any():
-        return False
-    factor = rows[0, 0]
-    return bool((rows[:, 1] <= tolerance).all() and (abs(rows[:, 0] - factor) <= tolerance * abs(factor)).all())
+def _is_one_factor(rows: Iterable[Any], epsilon: float) -> bool:
+    """Whether sketches of values and derivatives differ by one factor at all points, up to what rounding explains.
+
+    The third sketch of each point is of the derivative at inputs that differ by one rounding.
+    """
+    factors, most = [], 0.0
+    for value, slope, rounded in rows:
+        if value[0] == slope[0] == 0 or not np.isfinite([value[0], slope[0], rounded[0]]).all():
+            continue
+        if value[0] == 0 or slope[0] == 0:
+            return False
+        a, b, c = (np.asarray(x[1:], np.float64) for x in (value, slope, rounded))
+        noise = np.linalg.norm(c * (rounded[0] / slope[0]) - b) / np.linalg.norm(b)
+        allowed, factor = _ROUNDINGS * (epsilon + noise), (a @ b) / (b @ b)
+        if allowed > _UNDECIDED or np.linalg.norm(a - factor * b) > allowed * np.linalg.norm(a):
+            return False
+        factors.append(factor * (value[0] / slope[0]))
+        most = max(most, allowed)
+    return len(factors) > 1 and bool(np.ptp(factors) <= 2 * most * abs(factors[0]))
+
+
+def _rounded(point: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
+    """The inputs with their floating-point numbers rounded up or down."""
+
+    def other(n: int, value: Any) -> Any:
+        if not is_inexact(value):
+            return value
+        signs = np.random.default_rng((seed, n)).integers(0, 2, np.shape(value), np.int8) * 2 - 1
+        return (jnp.asarray(value) * (1 + epsilon * jnp.asarray(signs, jnp.float32))).astype(value.dtype)
+
+    return [other(n, value) for n, value in enumerate(point)]
 
 
 def perturbed(values: Mapping[int, Any], seed: int) -> dict[int, Any]:

@@ -70,15 +70,18 @@ def _rate(update: jax.Array, param: jax.Array, where: jax.Array, tolerance: floa
     return jnp.where(agree & ~not_proportional.any(), low, 0)
 
 
-def moved_elements(before: Any, after: Any, selection: Selection = FROZEN) -> int:
-    """How many frozen elements have other bits; all, if the shape or the dtype is another."""
-    if np.shape(before) != np.shape(after) or jnp.result_type(before) != jnp.result_type(after):
-        return max(int(np.size(after)), 1)
-    if before is after:
-        return 0
-    a, b, selection = _bits.placed(_array(before), _array(after), selection)
-    low, high = map(int, jax.device_get(_bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b))))))
-    return low + (high << 32)
+def moved_elements(*pairs: tuple[Any, Any, Selection]) -> list[int]:
+    """For each pair of leaves how many frozen elements have other bits; all, if the shape or the dtype is another."""
+    counts: list[Any] = []
+    for before, after, selection in pairs:
+        if np.shape(before) != np.shape(after) or jnp.result_type(before) != jnp.result_type(after):
+            counts.append((max(int(np.size(after)), 1), 0))
+        elif before is after:
+            counts.append((0, 0))
+        else:
+            a, b, selection = _bits.placed(_array(before), _array(after), selection)
+            counts.append(_bits.count(a, b, selection, axis=_bits.block_axis(*jax.tree.leaves((a, b)))))
+    return [int(low) + (int(high) << 32) for low, high in jax.device_get(counts)]
 
 
 def digest_of(value: Any, selection: Selection = FROZEN) -> bytes:

@@ -52,15 +52,17 @@ class Record:
     def add(self, state: State) -> None:
         """Compares the state after a step with the one before the first."""
         self._steps += 1
-        for k, selection in self.runs.watched.items():
-            before, after = self._before[k], state[k]
-            if k in self.moves:
-                self._follow(k, after, selection)
-            elif count := moved_elements(before, after, selection):
-                far, ulps = how_far(before, after, selection), in_ulps(before, after, selection)
+        watched, before = self.runs.watched, self._before
+        for k in self.moves:
+            self._follow(k, state[k], watched[k])
+        still = [k for k in watched if k not in self.moves]
+        counts = moved_elements(*((before[k], state[k], watched[k]) for k in still))
+        for k, count in zip(still, counts, strict=True):
+            if count:
+                far, ulps = (of(before[k], state[k], watched[k]) for of in (how_far, in_ulps))
                 self.moves[k] = Move(count, self._steps, far, ulps=ulps)
                 self.digests[k] = [b""] * (self._steps - 1)
-                self._follow(k, after, selection)
+                self._follow(k, state[k], watched[k])
 
     def _follow(self, k: int, after: Any, selection: Selection) -> None:
         move = self.moves[k]
@@ -110,14 +112,26 @@ class Runs:
 
     def _first(self) -> Record:
         step = self.step
-        record, state = Record(self, step.start), step.start
-        for new in step.run(self.steps):
-            if self.program is not None:
-                self.program.react(state)
-            record.add(new)
-            state = new
-        self._last = state
+        record, react = Record(self, step.start), self.program.react if self.program is not None else lambda state: None
+        react(step.start)
+        for n, state in enumerate(step.run(self.steps), 1):
+            record.add(state)
+            if n < self.steps:
+                react(state)
+            else:
+                self._counters = self._counters_of(state)
         return record
+
+    def _counters_of(self, last: State) -> list[int]:
+        """The integers that count the steps."""
+        step = self.step
+        own = {*step.params.values()} | {*step.bits.values()}
+        return [
+            k
+            for k, (a, b) in enumerate(zip(step.start, last, strict=True))
+            if k not in own and is_array(a) and np.shape(a) == () and jnp.issubdtype(a.dtype, jnp.integer)
+            if int(b) - int(a) == self.steps
+        ]
 
     def _run(self, name: str, option: str, changes: Mapping[int, Any], batch: Any = None, steps: int = 0) -> None:
         step = self.step
@@ -135,16 +149,9 @@ class Runs:
     def _run_later(self) -> None:
         """One step each with larger counters, for what a schedule hides in the first steps."""
         step = self.step
-        own = {*step.params.values()}
-        counters = [
-            k
-            for k, (a, b) in enumerate(zip(step.start, self._last, strict=True))
-            if k not in own and is_array(a) and np.shape(a) == () and jnp.issubdtype(a.dtype, jnp.integer)
-            if int(b) - int(a) == self.steps
-        ]
-        for number in _LATER if counters else ():
+        for number in _LATER if self._counters else ():
             name = f"counters at {number}"
-            changes = {k: like(step.start[k], jnp.asarray(number, step.start[k].dtype)) for k in counters}
+            changes = {k: like(step.start[k], jnp.asarray(number, step.start[k].dtype)) for k in self._counters}
             quiet = len(self.notes)
             self._run(name, "", changes, steps=1)
             del self.notes[quiet:]
@@ -181,12 +188,12 @@ class Runs:
         first, found = self.records[""].moves, {}
         for k, i in pairs.items():
             selection, at = step.plan.selections[i], step.params[i]
-            still = not moved_elements(values[at], equal[at], selection)
-            close = in_ulps(own[k], equal[k], selection) <= 4 * self.steps
-            if still and close and moved_elements(own[k], follows[k], selection):
-                count, far_text = moved_elements(own[k], equal[k], selection), how_far(own[k], equal[k], selection)
-                given = step.start[k], like(step.start[k], to_device(step.start[at]))
-                if not count and k in first and at not in first and not moved_elements(*given, selection):
+            leaves = (values[at], equal[at]), (own[k], equal[k]), (own[k], follows[k])
+            moved, count, reacts = moved_elements(*((*pair, selection) for pair in leaves))
+            if not moved and reacts and in_ulps(own[k], equal[k], selection) <= 4 * self.steps:
+                far_text = how_far(own[k], equal[k], selection)
+                given = step.start[k], like(step.start[k], to_device(step.start[at])), selection
+                if not count and k in first and at not in first and moved_elements(given) == [0]:
                     count, far_text = first[k].count, first[k].far
                 found[k] = i, count, far_text
         return found
@@ -243,14 +250,21 @@ class Runs:
         step, start = self.step, self.step.start
         moved = [k for k in self._statistics if any(k in record.moves for record in self.records.values())]
         moved = [k for k in moved if k not in self.averages and k not in self.held]
-        if self.program is not None:
-            moved = [k for k in moved if not self.program.is_read_by_loss(k)]
         if not moved:
             return []
         [plain] = step.run(1)
+        plain = {k: plain[k] for k in moved}
         shifts = {k: like(start[k], 1 + jnp.abs(to_device(start[k]))) for k in moved}
         [shifted] = step.run(1, {k: like(start[k], to_device(start[k]) + shift) for k, shift in shifts.items()})
-        return [k for k in moved if 0 < share(shifts[k], plain[k], shifted[k]) < 1]
+        moved = [k for k in moved if 0 < share(shifts[k], plain[k], shifted[k]) < 1]
+        read = [k for k in moved if self.program is not None and self.program.is_read_by_loss(k)]
+        if read:
+            paths = ", ".join(step.paths[k] for k in read[:3])
+            self.notes.append(
+                f"running averages of a frozen module move, and the loss reads them ({paths}): right for a codebook, a"
+                " leak if they are batch statistics, as of BatchRenorm"
+            )
+        return [k for k in moved if k not in read]
 
     def reacts(self, position: int) -> bool:
         """Whether frozen elements move with another state, and in another way than with the given one."""
@@ -285,6 +299,6 @@ class Runs:
         return all(further)
 
     def is_rounding(self, position: int) -> bool:
-        """Whether frozen elements move by units of the last place, in all runs."""
-        found = [record.moves[position] for record in self.records.values() if position in record.moves]
+        """Whether frozen elements move by units of the last place, whatever the batch and the values."""
+        found = [r.moves[position] for name, r in self.records.items() if name != ANOTHER_STATE and position in r.moves]
         return all(move.ulps <= 2 for move in found)

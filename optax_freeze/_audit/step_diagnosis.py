@@ -96,7 +96,7 @@ def leaks_of(runs: Runs, program: "StepProgram | None") -> Iterator[Leak]:
         yield from _changed(step, gradients)
         of_results = {id(g) for g in program.for_results}
         yield from (_computed(step, program, g) for g in gradients if id(g) not in of_results)
-        for i in program.untrained()[0]:
+        for i in program.untrained[0]:
             got = "no gradient reaches it or its state, although gradients depend on it"
             yield _leak("untrained", IGNORED, step.plan.leaves[i].path, got, step.elements(i, frozen=False))
 
@@ -125,8 +125,11 @@ def _moved(runs: Runs, program: "StepProgram | None", i: int) -> Iterator[Leak]:
         if is_set or decays:
             unexplained = ANOTHER_STATE
             yield leak(SET if is_set else DECAY)
+        elif runs.is_rounding(position):
+            unexplained = ANOTHER_STATE
+            yield leak(ROUNDING)
         elif not reacts:
-            yield leak(ROUNDING if runs.is_rounding(position) else AFTER)
+            yield leak(AFTER)
     elif later and runs.decays(position, later[:1]):
         yield leak(DECAY, later[0])
     elif later:

@@ -8,7 +8,8 @@ parameters, change with the sign of its gradient.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -30,7 +31,7 @@ from optax_freeze._audit.gradient_owners import (
 from optax_freeze._audit.step_runs import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._precompute.flops import flops_of_program
-from optax_freeze._program.dependence import dependent
+from optax_freeze._program.dependence import dependent, reached
 from optax_freeze._program.trace import flatten, is_inexact
 from optax_freeze._program.traced_function import as_argument
 from optax_freeze._spec.memory_kinds import to_device
@@ -86,7 +87,7 @@ class StepProgram:
             filled = list(self._flat)
             for k, array in zip(self._inputs, arrays, strict=True):
                 filled[k] = array
-            new, others = step(*jax.tree.unflatten(structure, filled), copies=False)
+            new, others = step(*jax.tree.unflatten(structure, filled))
             outs = [*new, *others]
             self._traced = [k for k, out in enumerate(outs) if isinstance(out, Tracer)]
             return [outs[k] for k in self._traced]
@@ -99,7 +100,8 @@ class StepProgram:
         self._outputs = [*program.outputs[:count], *effects]
         self._program = program
         self._live = live(program.eqns, self._outputs)
-        self.flops = flops_of_program(self._live)
+        self._flops = {id(eqn): flops_of_program([eqn]) for eqn in program.eqns}
+        self.flops = self._cost(self._live)
         self._backward = [eqn for eqn in program.eqns if is_backward(eqn) or contains_backward(eqn)]
         self._made = {n for eqn in self._backward for n in eqn.outputs}
         self.has_backward = bool(self._backward)
@@ -108,7 +110,7 @@ class StepProgram:
         self.state_of: dict[int, int] = {}
         self._ends = self._ends_of_backward()
         self._owned = self._owners()
-        self._reached: dict[int, set[int]] = {}
+        self._seen: set[tuple[int, ...]] = set()
         self._answers: dict[tuple[int, str], Answer] = {}
 
     @functools.cached_property
@@ -170,77 +172,93 @@ class StepProgram:
         return owned
 
     def react(self, state: State) -> None:
-        """Evaluates the update from a state with other values of each gradient of a frozen parameter."""
-        ends = [*self._owned, *self._unknown]
-        if not ends:
+        """Evaluates the update from a state with other values of the gradients of frozen parameters.
+
+        All of them change at once, and one by one if this shows something that it has not shown before.
+        """
+        if not (groups := [group for group in ([*self._owned], self._unknown) if group]):
             return
         flat = [*state, *jax.tree.leaves(self._step.batch)]
-        place = {n: k for k, n in enumerate(ends)}
-        cases = [(n, change) for n in ends for change in _CHANGES]
-        which = jnp.asarray([place[n] for n, _ in cases]), jnp.asarray([_CHANGES.index(c) for _, c in cases])
+        before, update = self._parts
         with jax.debug_nans(False), jax.debug_infs(False):
-            rows = jax.device_get(self._reactions([to_device(flat[k]) for k in self._inputs], *which))
-        for k, (n, change) in enumerate(cases):
-            row = [tuple(int(x) for x in counts[k]) for counts in rows]
-            self._answers[n, change] = self._answers.get((n, change), frozenset()) | self._answer(n, change, row)
+            given = before([to_device(flat[k]) for k in self._inputs])
+            expected = update(given, [], 0)
+
+            def rows(changed: Sequence[int], change: int) -> list[list[int]]:
+                counts = _differences(update(given, changed, change), expected, self._frozen_outs)
+                return [[int(x) for x in row] for row in jax.device_get(counts)]
+
+            for group in groups:
+                cells = [(c, *cell) for c in range(3) for cell in zip(*np.nonzero(rows(group, c)), strict=True)]
+                if self._seen.issuperset(cells):
+                    continue
+                self._seen.update(cells)
+                for n in group:
+                    for change, name in enumerate(_CHANGES):
+                        answer = self._answer(n, name, rows([n], change))
+                        self._answers[n, name] = self._answers.get((n, name), frozenset()) | answer
+
+    @functools.cached_property
+    def _zeros(self) -> dict[int, np.ndarray]:
+        return constant_zeros(self._program, [*self._owned])
 
     def _changed_elements(self, n: int) -> Any:
         """The elements of a gradient that are changed: frozen ones, unless they are zero whatever the inputs are."""
-        if n not in self._owned:
-            return np.asarray(True)
-        return self._step.mask(self._owned[n]) & ~constant_zeros(self._program, n)
+        return self._step.mask(self._owned[n]) & ~self._zeros[n] if n in self._owned else np.asarray(True)
 
     @functools.cached_property
-    def _reactions(self) -> Any:
-        """A program: for each changed gradient, for each result three counts of elements that differ."""
+    def _reading(self) -> list[tuple[int | None, int]]:
+        """The results that depend on gradients, with their positions among the leaves; None for what effects read."""
+        found = dependent(self._program, [*self._owned, *self._unknown])
+        places: list[int | None] = [*self._traced, *[None] * (len(self._outputs) - len(self._traced))]
+        return [(k, n) for k, n in zip(places, self._outputs, strict=True) if isinstance(n, int) and n in found]
+
+    @functools.cached_property
+    def _frozen_outs(self) -> list[Any]:
+        leaves = [None if k is None else self._param_at.get(k) for k, _ in self._reading]
+        return [np.asarray(False) if i is None else self._step.mask(i) for i in leaves]
+
+    @functools.cached_property
+    def _parts(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Two programs: what is computed before the gradients, and the results after one change of some of them."""
         program, ends = self._program, [*self._owned, *self._unknown]
-        reached = dependent(program, ends)
-        after = [eqn for eqn in self._live if not reached.isdisjoint(eqn.outputs)]
-        after = [eqn for eqn in after if not set(eqn.outputs) <= {*ends}]
+        found = dependent(program, ends)
+        after = [eqn for eqn in live(program.eqns, [n for _, n in self._reading], ends) if {*eqn.outputs} & found]
         later = {n for eqn in after for n in eqn.outputs} | {*ends}
-        outputs = [out for out in self._outputs if isinstance(out, int)]
-        passed = sorted(({n for eqn in after for n in eqn.reads} | {*outputs}) - later)
-        before = live(program.eqns, [*passed, *ends])
+        passed = sorted({n for eqn in after for n in eqn.reads} - later - {*program.consts})
+        first = live(program.eqns, [*passed, *ends])
         masks = {n: self._changed_elements(n) for n in ends}
-        frozen = [self._step.mask(i) if (i := self._param_at.get(k)) is not None else False for k in self._traced]
-        frozen += [False] * (len(self._outputs) - len(frozen))
 
         def changed(n: int, value: Any, change: Any) -> Any:
-            values = [-value, jnp.full_like(value, HUGE), jnp.full_like(value, np.nan)]
             half = jnp.arange(value.size).reshape(value.shape) % 2 == 0
-            new = jax.lax.select_n(change, *values, jnp.where(half, values[1], value))
+            huge = jnp.full_like(value, HUGE)
+            new = jax.lax.select_n(change, -value, huge, jnp.full_like(value, np.nan), jnp.where(half, huge, value))
             return jnp.where(masks[n], new, value)
 
-        def update(env: dict[int, Any]) -> list[Any]:
-            env = dict(env)
-            evaluate(after, env, keep=ends)
-            return [env[n] if isinstance(n, int) else jnp.asarray(n.val) for n in self._outputs]
-
-        def reactions(inputs: Sequence[Any], which: Any, changes: Any) -> Any:
+        def before(inputs: Sequence[Any]) -> dict[int, Any]:
             env = {**program.consts, **dict(enumerate(inputs))}
-            evaluate(before, env)
-            env = {n: env[n] for n in (*passed, *ends)}
+            evaluate(first, env)
+            return {n: env[n] for n in (*passed, *ends)}
 
-            def one(expected: list[Any], case: Any) -> Any:
-                k, change = case
-                new = {n: jnp.where(k == place, changed(n, env[n], change), env[n]) for place, n in enumerate(ends)}
-                outs = update(env | new)
-                expected = [jnp.where(k < 0, *pair) for pair in zip(outs, expected, strict=True)]
-                return expected, [_differences(*each) for each in zip(outs, expected, frozen, strict=True)]
+        def update(given: dict[int, Any], chosen: Any, change: Any) -> list[Any]:
+            new = {n: jnp.where(chosen[k], changed(n, given[n], change), given[n]) for k, n in enumerate(ends)}
+            env = {**program.consts, **given, **new}
+            evaluate(after, env, keep=ends)
+            return [env[n] for _, n in self._reading]
 
-            shapes = jax.eval_shape(update, env)
-            nothing = [jnp.zeros(each.shape, each.dtype) for each in shapes]  # the first case changes nothing
-            first = jnp.asarray([-1]), jnp.asarray([0])
-            cases = [jnp.concatenate(pair) for pair in zip(first, (which, changes), strict=True)]
-            return [counts[1:] for counts in jax.lax.scan(one, nothing, tuple(cases))[1]]
+        compiled, places = jax.jit(update), {n: k for k, n in enumerate(ends)}
 
-        return jax.jit(reactions)
+        def with_changed(given: dict[int, Any], numbers: Sequence[int], change: int) -> list[Any]:
+            chosen = np.zeros(len(ends), bool)
+            chosen[[places[n] for n in numbers]] = True
+            return compiled(given, chosen, change)
 
-    def _answer(self, n: int, change: str, row: Sequence[tuple[int, ...]]) -> Answer:
+        return jax.jit(before), with_changed
+
+    def _answer(self, n: int, change: str, row: Sequence[Sequence[int]]) -> Answer:
         answer: set[tuple[str, int | None]] = set()
         size = int(np.prod(self._program.avals[n].shape))
-        for place, (in_frozen, elsewhere, nans) in enumerate(row):
-            k = self._traced[place] if place < len(self._traced) else None
+        for (k, _), (in_frozen, elsewhere, nans) in zip(self._reading, row, strict=True):
             i = None if k is None else self._param_at.get(k)
             if i is not None:
                 hits = ("frozen", in_frozen), ("trainable", elsewhere), ("nan", nans)
@@ -262,9 +280,8 @@ class StepProgram:
     @functools.cached_property
     def gradients(self) -> list[Gradient]:
         """The gradients of parameters with frozen elements that something reads, or that leave a jitted function."""
-        found, cut, cost = [], set(), self.flops
-        roots = [*self._outputs, *self._leaving]
-        cost = flops_of_program(live(self._program.eqns, roots)) if self._leaving & {*self._owned} else cost
+        found, cut, roots = [], set(), [*self._outputs, *self._leaving]
+        cost = self._cost(live(self._program.eqns, roots)) if self._leaving & {*self._owned} else self.flops
         self._disown()
         for n, i in sorted(self._owned.items()):
             negative, huge, nan = (self._answers.get((n, change), frozenset()) for change in _CHANGES[:3])
@@ -273,7 +290,7 @@ class StepProgram:
             leaving = n in self._leaving and bool(np.any(self._changed_elements(n)))
             if negative | huge | nan or leaving:
                 cut.add(n)
-                left_over = flops_of_program(live(self._program.eqns, roots, cut))
+                left_over = self._cost(live(self._program.eqns, roots, cut))
                 flops = None if n in self._around else cost - left_over
                 found.append(Gradient(i, negative, huge, nan, flops, leaving))
                 cost = left_over
@@ -298,16 +315,20 @@ class StepProgram:
                 if not own:
                     self.ambiguous.add(self._program.avals[n].shape)
 
+    def _cost(self, eqns: Iterable[Any]) -> int:
+        return sum(self._flops[id(eqn)] for eqn in eqns)
+
+    @functools.cached_property
     def untrained(self) -> tuple[list[int], list[int]]:
         """The trainable parameters that gradients depend on, but whose gradient neither they nor their state reads.
 
         Of these, the second list has those that the step returns as they are given, without a gradient.
         """
         step = self._step
-        reached = dependent(self._program, {n for eqn in self._backward for n in eqn.outputs})
-        updated = {self._param_at.get(k, step.owner(k)) for k, out in self._outs.items() if out in reached}
+        found = dependent(self._program, self._made)
+        updated = {self._param_at.get(k, step.owner(k)) for k, out in self._outs.items() if out in found}
         left = [i for i in step.params if not step.is_frozen(i) and i not in updated]
-        left = [i for i in left if not dependent(self._program, [self._place[step.params[i]]]).isdisjoint(self._made)]
+        left = [i for i in left if self.is_read_by_loss(step.params[i])]
         kept = [i for i in left if self._outs.get(step.params[i]) == self._place[step.params[i]]]
         return [i for i in left if i not in kept], kept
 
@@ -323,27 +344,34 @@ class StepProgram:
 
     def is_read_by_loss(self, k: int) -> bool:
         """Whether a backward pass depends on a leaf of the state."""
-        return k in self._place and not dependent(self._program, [self._place[k]]).isdisjoint(self._made)
-
-    @functools.cached_property
-    def _update(self) -> Any:
-        """The program without forward and backward passes."""
-        eqns = [eqn for eqn in self._program.eqns if not {"jvp", "transpose"} & {*transforms(eqn)}]
-        return self._program._replace(eqns=eqns)
+        return k in self._place and bool(self._read_by_losses & self._mark(k))
 
     def is_read_by_update(self, k: int, i: int) -> bool:
         """Whether the new value of a parameter is computed from a leaf of the state, but not by a backward pass."""
-        return k in self._place and self._outs.get(self._step.params[i]) in self._reached_in_update(self._place[k])
+        out = self._outs.get(self._step.params[i], -1)
+        return k in self._place and bool(self._read_by_update.get(out, 0) & self._mark(k))
 
     def follows(self, k: int, i: int) -> bool:
         """Whether the new value of a leaf of the state is computed from a parameter, but not by a backward pass."""
-        at = self._place[self._step.params[i]]
-        return self._outs.get(k) in self._reached_in_update(at)
+        return bool(self._read_by_update.get(self._outs.get(k, -1), 0) & self._mark(self._step.params[i]))
 
-    def _reached_in_update(self, number: int) -> set[int]:
-        if number not in self._reached:
-            self._reached[number] = dependent(self._update, [number])
-        return self._reached[number]
+    def _mark(self, k: int) -> int:
+        return 2 << self._place[k]  # 1 stands for side effects
+
+    @functools.cached_property
+    def _marks(self) -> dict[int, int]:
+        return {n: 2 << n for n in range(len(self._inputs))}
+
+    @functools.cached_property
+    def _read_by_losses(self) -> int:
+        found = reached(self._program, self._marks)
+        return functools.reduce(operator.or_, (found.get(n, 0) for n in self._made), 0)
+
+    @functools.cached_property
+    def _read_by_update(self) -> dict[int, int]:
+        """What each value is computed from, without forward and backward passes."""
+        eqns = [eqn for eqn in self._program.eqns if not {"jvp", "transpose"} & {*transforms(eqn)}]
+        return reached(self._program._replace(eqns=eqns), self._marks)
 
     def paths(self, leaves: Iterable[int]) -> list[str]:
         return [self._step.plan.leaves[i].path for i in leaves]
@@ -366,19 +394,14 @@ def _with_results_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *inner], debug_info=debug_info), closed.consts)
 
 
-def _differences(a: Any, b: Any, frozen: Any) -> Any:
-    """How many elements of two arrays differ where frozen, how many elsewhere, and how many of these are NaN."""
-    if jnp.issubdtype(a.dtype, jax.dtypes.extended):
-        return jnp.zeros(3, jnp.int32)
-    differ, nan = ~((a == b) | ((a != a) & (b != b))), a != a
-    return jnp.stack(
-        [
-            (x).sum(dtype=jnp.int32)
-            for x in (differ & frozen, differ & ~jnp.asarray(frozen), nan & differ & ~jnp.asarray(frozen))
-        ]
-    )
+@jax.jit
+def _differences(outs: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
+    """For each pair of arrays how many elements differ where frozen, how many elsewhere, and how many are then NaN."""
 
+    def count(a: Any, b: Any, frozen: Any) -> Any:
+        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            return jnp.zeros(3, jnp.int32)
+        differ, nan = ~((a == b) | ((a != a) & (b != b))), a != a
+        return jnp.stack([x.sum(dtype=jnp.int32) for x in (differ & frozen, differ & ~frozen, nan & differ & ~frozen)])
 
-def leaves(answers: Iterable[Answer], *names: str) -> set[int]:
-    """The parameters that differ in one of these ways in one of some answers."""
-    return {i for answer in answers for name, i in answer if name in names and i is not None}
+    return [count(*each) for each in zip(outs, expected, frozen, strict=True)]

@@ -64,7 +64,7 @@ class Step:
         self._treedef, self._type = jax.tree.structure(state), type(state)
         self._graph = _graph(state) if len({id(v) for _, v in walk.variables}) < len(walk.variables) else None
         self.paths = [path for path, value in zip(walk.paths, walk.values, strict=True) for _ in jax.tree.leaves(value)]
-        self.start: State = list(map(copy, jax.tree.leaves(state)))
+        self.start: State = _distinct(jax.tree.leaves(state))
         own = self._state(self.start)
         tree = _parameters(own, params)
         positions = {id(leaf): position for position, leaf in enumerate(self.start) if is_array(leaf)}
@@ -107,17 +107,18 @@ class Step:
         return np.asarray(self.plan.selections[i].frozen(len(leaf.shape or ())))
 
     def run(self, steps: int, changes: Mapping[int, Any] = {}, batch: Any = None) -> Iterator[State]:
-        """The states after each of some steps, from the start with some leaves changed."""
-        state = [changes.get(position, leaf) for position, leaf in enumerate(self.start)]
+        """The states after each of some steps, from the start with some leaves changed.
+
+        A state may be deleted by the next step, which gets it without a copy.
+        """
+        state = [copy(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
         for _ in range(steps):
             with jax.debug_nans(False), jax.debug_infs(False):
-                state = self(state, self.batch if batch is None else batch)[0]
+                state = self(state, jax.tree.map(copy, self.batch if batch is None else batch))[0]
             yield state
 
-    def __call__(self, leaves: State, batch: Any, copies: bool = True) -> tuple[State, list[Any]]:
-        """The leaves of the new state, and those of the other results."""
-        if copies:
-            leaves, batch = list(map(copy, leaves)), jax.tree.map(copy, batch)
+    def __call__(self, leaves: State, batch: Any) -> tuple[State, list[Any]]:
+        """The leaves of the new state, and those of the other results; the step may delete what it is given."""
         given, self.calls = self._state(leaves), self.calls + 1
         try:
             out = self._step(given, *batch[0], **batch[1])
@@ -211,6 +212,16 @@ class Step:
                 position += len(entry.arrays)
 
 
+def _distinct(leaves: State) -> State:
+    """The leaves of a state; copies of those that may change in place, or that are one array at several places."""
+    seen: set[int] = set()
+    found = []
+    for leaf in leaves:
+        found.append(leaf if isinstance(leaf, jax.Array) and id(leaf) not in seen else copy(leaf))
+        seen.add(id(leaf))
+    return found
+
+
 def copy(leaf: Any) -> Any:
     """A copy of an array, in its memory; any other leaf itself."""
     if not is_array(leaf):
@@ -248,7 +259,7 @@ def other_batch(batch: Any) -> Any:
 
 
 def _other_frozen_leaves(tree: PyTree, frozen: Spec, positions: Mapping[int, int]) -> dict[str, int]:
-    """The integers, bools and keys that a spec freezes; not single integers, which count, and streams of NNX."""
+    """The integers, bools and keys that a spec freezes; not the streams of NNX, which are not parameters."""
     walk = _tree.walk(tree)
     found = walk.leaves()
     streams = getattr(sys.modules.get("flax.nnx"), "RngState", ())
@@ -259,7 +270,6 @@ def _other_frozen_leaves(tree: PyTree, frozen: Spec, positions: Mapping[int, int
             found, walk.values, variables, choose(frozen, tree, found), strict=True
         )
         if choice is True and not leaf.inexact and id(value) in positions and not isinstance(variable, streams)
-        if value.ndim or jnp.issubdtype(value.dtype, jax.dtypes.extended)
     }
 
 

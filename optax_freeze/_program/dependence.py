@@ -3,6 +3,8 @@
 All results of an operation that is not understood depend on each of its operands, and so do reads of a reference.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,11 +31,20 @@ def programs_in(eqn: Any) -> list[ClosedJaxpr]:
 
 def dependent(program: Program, marked: Iterable[int]) -> set[int]:
     """The values that depend on marked ones, or on side effects."""
-    found = set(marked)
+    return {*reached(program, dict.fromkeys(marked, 1))}
+
+
+def reached(program: Program, marks: Mapping[int, int]) -> dict[int, int]:
+    """The values that depend on marked ones, or on side effects, with the marks that reach them.
+
+    A mark is an int whose bits stand for sources; a value has the bits of all that it depends on.
+    """
+    found, every = dict(marks), functools.reduce(operator.or_, marks.values(), 1)
     for eqn in program.eqns:
-        given = [isinstance(value, int) and value in found for value in eqn.inputs]
+        given = [found.get(value, 0) if isinstance(value, int) else 0 for value in eqn.inputs]
         if any(given) or eqn.has_effects:
-            found.update(n for n, mark in zip(eqn.outputs, _through(eqn, given), strict=True) if mark)
+            new = _through(eqn, given, every)
+            found.update((n, found.get(n, 0) | mark) for n, mark in zip(eqn.outputs, new, strict=True) if mark)
     return found
 
 
@@ -45,25 +56,31 @@ def depends_on(closed: Any, inputs: Sequence[bool]) -> list[bool]:
     >>> depends_on(jaxpr, [True, False])
     [True, True, False]
     """
+    return [bool(mark) for mark in _of_outputs(closed, [int(mark) for mark in inputs])]
+
+
+def _of_outputs(closed: Any, marks: Sequence[int]) -> list[int]:
+    """The marks of the outputs of a jaxpr, given those of its inputs."""
     program = flatten(ClosedJaxpr(*opened(closed)))
-    found = dependent(program, np.flatnonzero(inputs).tolist())
-    return [isinstance(value, int) and value in found for value in program.outputs]
+    found = reached(program, {n: mark for n, mark in enumerate(marks) if mark})
+    return [found.get(value, 0) if isinstance(value, int) else 0 for value in program.outputs]
 
 
-def _through(eqn: Equation, given: list[bool]) -> list[bool]:
-    """Which results of one operation depend on its marked operands."""
+def _through(eqn: Equation, given: list[int], every: int) -> list[int]:
+    """The marks of the results of one operation, given those of its operands; ``every`` mark if it has effects."""
+    joined = every if eqn.has_effects else functools.reduce(operator.or_, given)
     if eqn.primitive.name == "cond":
-        branches = [depends_on(branch, given[1:]) for branch in eqn.params["branches"]]
-        return [given[0] or any(marks) for marks in zip(*branches, strict=True)]
+        branches = [_of_outputs(branch, given[1:]) for branch in eqn.params["branches"]]
+        return [functools.reduce(operator.or_, marks, given[0]) for marks in zip(*branches, strict=True)]
     inner = programs_in(eqn)
     if len(inner) != 1 or (len(inner[0].in_avals), len(inner[0].out_avals)) != (len(eqn.inputs), len(eqn.outputs)):
-        return [True] * len(eqn.outputs)
+        return [joined] * len(eqn.outputs)
     if eqn.primitive.name != "scan":
-        return depends_on(inner[0], given)
+        return _of_outputs(inner[0], given)
     first, carried = scan_counts(eqn.params)
     while True:
-        passed = depends_on(inner[0], given)
-        carry = [old or new for old, new in zip(given[first : first + carried], passed[:carried], strict=True)]
+        passed = _of_outputs(inner[0], given)
+        carry = [old | new for old, new in zip(given[first : first + carried], passed[:carried], strict=True)]
         if carry == given[first : first + carried]:
             return carry + passed[carried:]
         given = [*given[:first], *carry, *given[first + carried :]]
