@@ -3,8 +3,8 @@
 They are what pyright and mypy check: ``fz.freeze(tx, 1)`` and a set of patterns are errors in an editor already.
 """
 
-from optax_freeze._audit.audit import Audit as Audit
-from optax_freeze._audit.diagnosis import Leak as Leak
+from optax_freeze._audit.report import Audit as Audit
+from optax_freeze._audit.report import Leak as Leak
 from optax_freeze._gradient.explain import Explanation as Explanation
 from optax_freeze._optimizer.conditions import GroupStats as GroupStats
 from optax_freeze._precompute.precompute import Features as Features

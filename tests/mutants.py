@@ -42,8 +42,11 @@ _BY_FILE = {
         ),
         ("params if is_optimizer(params) else frozen", "frozen", "tests/test_errors.py -k 'optimizer and first'"),
     ],
-    ("_audit/diagnosis.py", "tests/audit"): [
-        ('    if "again" in reacting:', "    if False:", "-k random"),
+    ("_audit/optimizer_step.py", "tests/audit/test_audit.py"): [
+        ("range(4) if fills", "range(3) if fills", "-k 'its_cure and finite'"),
+        ("for i, fill in fills.items()}) - self._random", "for i, fill in fills.items()})", "-k random"),
+        ("i not in reached and i not in nan]", "i not in reached]", "-k noted"),
+        ("if waits or None in reached else left", "if None in reached else left", "-k 'pass and freeze_when'"),
     ],
     ("_errors.py", "tests/test_errors.py"): [
         ("map(printable, [at] if isinstance(at, str) else at)", "map(str, [at] if isinstance(at, str) else at)", ""),
@@ -263,34 +266,40 @@ _BY_FILE = {
     ("_audit/gradient_owners.py", "tests/audit/test_steps.py"): [
         ('return found[:1] == ["transpose"] or', 'return "transpose(" in str(eqn.source.name_stack) or', "-k scope"),
         ("if is_backward(eqn) else env", "if False else env", "-k two_losses"),
-        ("(rows[:, 1] <= tolerance).all() and", "True and", "-k 'adversarial or example'"),
+        (" or np.linalg.norm(a - factor * b) > allowed * np.linalg.norm(a)", "", "-k 'adversarial or example'"),
+        ("if kind.bits > 8), default", "if kind.bits > 16), default", "-k bfloat16"),
     ],
-    ("_audit/step_program.py", "tests/audit/test_steps.py"): [
-        (" & ~constant_zeros(self._program, n)", "", "tests/gradient/test_freeze_loss.py -k 'no_leak and rows-grad'"),
+    ("_audit/program.py", "tests/audit/test_steps.py"): [
+        (" & ~self._zeros[n]", "", "tests/gradient/test_freeze_loss.py -k 'no_leak and rows-grad'"),
         ("if of_size and (few or change", "if (few or change", "-k 'leak_is_named and outside'"),
+        ("if self._seen.issuperset(cells):", "if self._seen or self._seen.issuperset(cells):", "-k actor"),
         (
             "around |= set(eqn.outputs) if contains_backward(eqn) else set()",
             "pass",
             "tests/audit/test_audit_step.py -k scan",
         ),
     ],
-    ("_audit/step_comparison.py", "tests/audit/test_audit_step.py"): [
+    ("_audit/runs.py", "tests/audit/test_audit_step.py"): [
         ("rtol=0.1, atol=epsilon", "rtol=0.1, atol=0", "-k 'one and bit'"),
         ("jnp.asarray(to_device(step.start[k])) + 1", "jnp.ones_like(step.start[k])", "-k momentum"),
+        ("if count or updated:", "if count:", "tests/audit/test_audit.py -k small"),
+        ("return [k for k in moved if k not in read]", "return moved", "tests/audit/test_steps.py -k codebook"),
     ],
-    ("_audit/step_diagnosis.py", "tests/audit/test_audit_step.py"): [
-        ("program.sets(i) and not", "not", "-k noise"),
-        ("OTHER_SPEC if path in step.trains_in_state else TRAINS if trains", "TRAINS if trains", "-k another"),
-        ("if j in signs and j != g.leaf:", "if False:", "tests/audit/test_steps.py -k 'sum or preconditioner'"),
+    ("_audit/diagnosis.py", "tests/audit/test_audit_step.py"): [
+        ("gradients.sets(i) and not", "not", "-k noise"),
+        ("causes.OTHER_SPEC if other_spec else", "", "-k another"),
+        ("if j in coupled:", "if False:", "tests/audit/test_steps.py -k 'sum or preconditioner'"),
+        ("causes.FINITE_CHECK if j in by_inf else causes.NORM", "causes.FINITE_CHECK", "-k zero"),
     ],
-    ("_audit/step_runs.py", "tests/audit/test_audit_step.py"): [
-        ("leaves, batch = list(map(copy, leaves)), jax.tree.map(copy, batch)", "pass", "-k partition"),
+    ("_audit/step.py", "tests/audit/test_audit_step.py"): [
+        ("given = copy if self.donates else lambda leaf: leaf", "given = lambda leaf: leaf", "-k partition"),
         (
             "_graph(state) if len({id(v) for _, v in walk.variables}) < len(walk.variables) else None",
             "None",
             "-k shared",
         ),
         ("if self.objects:\n            candidates.append((given, out))", "if False:\n            pass", "-k NNX"),
+        ("and id(leaf) not in seen else copy(leaf)", "else copy(leaf)", "-k average"),
     ],
     ("features/_arrays.py", "tests/test_features.py"): [
         ("np.stack(variants, axis=1).reshape", "np.stack(variants, axis=0).reshape", "-k variants_that_were_stopped"),

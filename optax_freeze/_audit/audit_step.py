@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from optax_freeze._audit.audit import Audit
-from optax_freeze._audit.step_comparison import Runs
-from optax_freeze._audit.step_diagnosis import leaks_of
-from optax_freeze._audit.step_runs import Step
+from optax_freeze._audit.diagnosis import leaks_of
+from optax_freeze._audit.report import Audit
+from optax_freeze._audit.runs import Runs
+from optax_freeze._audit.step import Step
 from optax_freeze._errors import counted, described, in_one_line, type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec
@@ -14,7 +14,7 @@ from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._audit.step_program import StepProgram
+    from optax_freeze._audit.program import StepProgram
 
 
 def audit_step(
@@ -108,7 +108,7 @@ def _others(step: Step, batch: Any, values: Any) -> tuple[Any, Any]:
 
 def _program(step: Step) -> "tuple[StepProgram | None, list[str]]":
     """The program of a step, if it can be read, and what is not known."""
-    from optax_freeze._audit.step_program import StepProgram  # loads jax.extend, which takes longer than this library
+    from optax_freeze._audit.program import StepProgram  # loads jax.extend, which takes longer than this library
 
     try:
         return StepProgram(step), []
@@ -137,7 +137,7 @@ def _notes(program: "StepProgram") -> list[str]:
         paths = ", ".join(program.paths(kept)[:3])
         notes.append(f"the step returns {counted(len(kept), 'trainable leaf', 'trainable leaves')} as given: {paths}")
     if gradients:
-        leaves = counted(len({g.leaf for g in gradients}), "frozen leaf", "frozen leaves")
+        leaves = counted(len({g.leaves for g in gradients}), "frozen leaf", "frozen leaves")
         flops = f"{sum(g.flops or 0 for g in gradients):,} of {program.flops:,} FLOPs"
         notes.append(f"gradients of {leaves} are computed only for results beside the state ({flops})")
     return notes

@@ -1,300 +1,157 @@
-"""The leaks that the runs of an optimizer show, with the most likely cause and the fix of each."""
+"""The leaks that the runs of a step, and other gradients in it, show: each with the most likely cause and the fix."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
+from optax_freeze._audit import causes
+from optax_freeze._audit.causes import EXPECTED, Cause
+from optax_freeze._audit.report import Kind, Leak
+from optax_freeze._audit.runs import ANOTHER_BATCH, ANOTHER_STATE, ANOTHER_VALUES, Runs
+from optax_freeze._errors import counted
 
-from optax_freeze._audit.runs import Run, Simulation
-from optax_freeze._errors import is_array
-from optax_freeze._optimizer.freeze_when import FreezeWhenState
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
-from optax_freeze._spec.tree import Part
-from optax_freeze._state.entries import Entry, entries_of
-from optax_freeze._state.own_states import outermost_states
+if TYPE_CHECKING:
+    from optax_freeze._audit.optimizer_step import GivenGradients
+    from optax_freeze._audit.program import StepProgram
 
-Kind: TypeAlias = Literal["moved", "changed", "gradient", "state", "untrained"]
+Gradients: TypeAlias = "StepProgram | GivenGradients"
 
 
-class Leak(NamedTuple):
-    """A violation of the freeze at one leaf.
-
-    Attributes:
-      kind: ``"moved"``: a frozen element has an update; ``"changed"``: the update of trainable elements depends on
-        frozen ones; ``"gradient"``: a step uses a gradient of them; ``"state"``: state is stored for them;
-        ``"untrained"``: the gradient of trainable elements affects neither updates nor state.
-      path: the leaf; of ``"changed"`` and ``"untrained"`` one with trainable elements, of an average that in the state.
-      cause: the most likely cause.
-      got, expected: what was observed, and what should have been.
-      fix: what to do about it.
-      elements: the number of elements concerned.
-      nbytes, flops: the size of the state, the cost of the gradient.
-    """
-
-    kind: Kind
-    path: str
-    cause: str
-    got: str
-    expected: str
-    fix: str
-    elements: int
-    nbytes: int = 0
-    flops: int = 0
+def leaks_of(runs: Runs, gradients: "Gradients | None") -> Iterator[Leak]:
+    """All leaks; without gradients, of a step that cannot be traced, those that runs show."""
+    step = runs.step
+    for i in step.frozen:
+        yield from _moved(runs, gradients, i)
+    for path, position in step.bits.items():
+        for count, got in [*runs.moves(position).values()][:1]:
+            yield _leak("moved", step.other_part, path, got, count)
+    yield from _moved_state(runs)
+    if gradients is not None:
+        yield from _changed(runs, gradients)
+        yield from _computed(runs, gradients)
+    yield from _held(runs)
+    for i in gradients.untrained[0] if gradients is not None else ():
+        elements = step.elements(i, frozen=False)
+        got = f"{elements} elements with the same update and state whatever their gradient"
+        yield _leak("untrained", causes.IGNORED, step.plan.leaves[i].path, got, elements)
 
 
-class Cause(NamedTuple):
-    """Why an optimizer leaks, and what to do about it."""
+def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
+    """Frozen elements of a parameter with other bits after a step."""
+    step = runs.step
+    path, position = step.plan.leaves[i].path, step.params[i]
+    moves = runs.moves(position)
+    later = [name for name in moves if name.startswith("counters")]
+    now = [name for name in moves if name not in later]
 
-    name: str
-    fix: str
+    def leak(cause: Cause, name: str | None = None) -> Leak:
+        count, got = moves[next(iter(moves)) if name is None else name]
+        return _leak("moved", cause, path, got, count)
 
-
-_EXPECTED: dict[Kind, str] = {
-    "moved": "an update of zero, whatever the gradient, the parameter and the state",
-    "changed": "bit for bit the update that it has with gradients of zero at the frozen elements",
-    "state": "no state for frozen elements",
-    "untrained": "an update, or state, that depends on it",
-}
-
-TRAINS = Cause(
-    "it trains",
-    "fz.freeze(tx, frozen), around the whole chain: nothing freezes this leaf, a mask is inverted (here True means"
-    " frozen), or optax.masked was taken for a freeze: it passes the gradient on where its mask is False",
-)
-DECAY = Cause(
-    "weight decay",
-    "fz.freeze(optax.chain(..., optax.add_decayed_weights(...)), frozen): decay belongs inside the freeze",
-)
-AFTER = Cause(
-    "a transformation after the freeze",
-    "fz.freeze(optax.chain(tx, ...), frozen): most likely noise (add_noise), a projection (keep_params_nonnegative), an"
-    " optimizer after weight decay, or a wrapper with its own copy of the parameters (schedule_free)",
-)
-PRODUCT = Cause(
-    "a product with zero: NaN * 0 is NaN",
-    "fz.freeze(tx, frozen), or fz.masked_zero_updates(frozen), which select: most likely updates are multiplied by a"
-    " mask, or by a learning rate of 0",
-)
-STATE_AFTER = Cause(
-    "the state of an optimizer after the freeze",
-    "fz.freeze(tx, frozen), or fz.masked_zero_updates(frozen) last: most likely gradients are zeroed only before a"
-    " stateful optimizer, whose moments from earlier training, or from a checkpoint, still move frozen parameters",
-)
-NORM = Cause(
-    "a norm over frozen gradients",
-    "fz.freeze(optax.chain(optax.clip_by_global_norm(...), ...), frozen): most likely a clip or a normalization is"
-    " outside the freeze. Or use fz.value_and_grad, and audit with full_grads=False",
-)
-FINITE_CHECK = Cause(
-    "a finite check over frozen gradients",
-    "fz.freeze(optax.apply_if_finite(tx, ...), frozen): most likely a check (apply_if_finite, skip_not_finite), a norm"
-    " or a line search is outside the freeze. Or use fz.value_and_grad, and audit with full_grads=False",
-)
-STATISTIC = Cause(
-    "a statistic over frozen elements",
-    "fz.freeze(tx, frozen), around the whole chain, by fz.rows or fz.elements(..., compact=True) for a part of a leaf:"
-    " most likely a trust ratio, factored moments, or a distance over all parameters",
-)
-IGNORED = Cause(
-    "its gradient is ignored",
-    "fz.freeze(tx, frozen) with the spec given here: most likely a mask is inverted, labels match nothing or freeze"
-    " more, or optax.selective_transform was given a function as freeze_mask, which freezes everything",
-)
-STATE = Cause(
-    "state for frozen elements",
-    "fz.freeze(tx, frozen), with MultiSteps and optax.flatten inside, by fz.rows or fz.elements(..., compact=True) for"
-    " a part of a leaf: tx then never sees a frozen element",
-)
-
-_FINITE, _NOT_FINITE = ("ordinary", "huge"), ("NaN", "inf", "-inf")
-_CONDITION = {
-    "zero": "a gradient of zero",
-    "ordinary": "an ordinary gradient",
-    "huge": "a huge gradient",
-    **{fill: f"a gradient of {fill}" for fill in _NOT_FINITE},
-    "other": "other frozen parameters and a gradient of zero",
-    "warm": "a gradient of zero and a state as of earlier training",
-}
+    reacts = runs.reacts(position)
+    unexplained = next(iter(now), "")  # the first run in which it moves
+    if {*now} - {ANOTHER_STATE}:
+        decays = runs.decays(position, ["", ANOTHER_VALUES] if ANOTHER_VALUES in runs.records else [""])
+        is_set = gradients is not None and gradients.sets(i) and not decays
+        trains = gradients is not None and i in gradients.trained
+        if trains or (not is_set and runs.differ(ANOTHER_BATCH, position)):
+            other_spec = path in step.trains_in_state
+            yield leak(causes.OTHER_SPEC if other_spec else causes.TRAINS if trains else causes.BATCH)
+            return
+        rounds = not step.is_fresh and runs.is_rounding(position)
+        if is_set or decays or rounds:
+            unexplained = ANOTHER_STATE
+            yield leak(causes.SET if is_set else causes.DECAY if decays else causes.ROUNDING)
+        elif step.is_fresh or not reacts:  # a fresh state has no moments that could have moved it
+            unexplained = ANOTHER_STATE
+            yield leak(step.other_part)
+    elif later and runs.decays(position, later[:1]):
+        yield leak(causes.DECAY, later[0])
+    elif later:
+        runs.notes.append(f"{path or 'the parameter'} moves in a later step ({later[0]}), as a schedule may want it")
+    if reacts and unexplained in moves:
+        yield leak(causes.STATE_AFTER, unexplained)
+    if gradients is not None and not now and any(("frozen", i) in g.nan for g in gradients.gradients):
+        elements = step.elements(i, frozen=True)
+        yield _leak("moved", causes.PRODUCT, path, f"{elements} frozen elements: NaN with a gradient of NaN", elements)
 
 
-class FrozenState(NamedTuple):
-    """An array of an optimizer state that holds values for frozen elements."""
-
-    position: int  # among the leaves of the state
-    leaf: int | None  # None: of all leaves in one vector
-    entry: Entry
-
-
-def diagnose(simulation: Simulation) -> tuple[list[Leak], dict[str, Run]]:
-    """The leaks, leaf by leaf and then those of the state, and the runs that show them."""
-    frozen_state = _frozen_state(simulation)
-    runs = _run_all(simulation, frozen_state)
-    trainable = [i for i in simulation.numbers if not simulation.counts[i][0]]
-    crosses = any(runs[name].shows("changed", i) for name in _FINITE if name in runs for i in trainable)
-    ignored = _ignored(simulation, runs["zero"], runs["turned"])
-    leaks: list[Leak] = []
-    for i in simulation.numbers:
-        leaks += _moved(simulation, runs, i)
-        leaks += _changed(simulation, runs, i, crosses)
-        if i in ignored:
-            trains = simulation.counts[i][1]
-            got = f"{trains} elements with the same update and state whatever their gradient"
-            leaks.append(_leak("untrained", IGNORED, simulation.paths[i], got, trains))
-    return [*leaks, *_held(simulation, frozen_state)], runs
+def _moved_state(runs: Runs) -> Iterator[Leak]:
+    """Averages of frozen values, and statistics of frozen modules, with other bits after a step."""
+    step = runs.step
+    for k, (_, count, far) in runs.averages.items():
+        if count:
+            got = f"{count} elements of an average that equals the frozen value move in some steps{far}"
+            yield _leak("moved", causes.AVERAGE, step.paths[k], got, count)
+    for k in runs.statistics():
+        for count, got in [*runs.moves(k).values()][:1]:
+            yield _leak("moved", causes.STATISTICS, step.paths[k], got.replace("frozen elements", "elements"), count)
 
 
-def _run_all(simulation: Simulation, frozen_state: Sequence[FrozenState]) -> dict[str, Run]:
-    zero = simulation.run("zero")
-    runs = {"zero": zero, "again": simulation.run("zero", zero), "turned": simulation.run("zero", zero, turned=True)}
-    if simulation.filled:
-        if simulation.full_grads:
-            runs |= {fill: simulation.run(fill, zero) for fill in (*_FINITE, *_NOT_FINITE)}
-        runs["other"] = simulation.run("zero", zero, other=True)
-        moments = [held for held in frozen_state if jnp.issubdtype(held.entry.value.dtype, jnp.inexact)]
-        if moments:
-            runs["warm"] = simulation.run("zero", zero, state=_warmed(simulation, moments))
-    return runs
+def _changed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
+    """Updates of trainable elements that depend on gradients, or on values, of frozen ones."""
+    step = runs.step
+    found: dict[tuple[int, Cause], list[str]] = {}
+    for g in gradients.gradients:
+        signs, by_size, by_nan, by_inf = (g.trainable(answer) for answer in (g.negative, g.huge, g.nan, g.inf))
+        coupled = {j for j in signs if j not in g.leaves}
+        for j in sorted(by_size | by_nan | by_inf):
+            if step.is_frozen(j):
+                continue
+            if j in coupled:
+                cause = causes.COUPLED
+            elif j in by_size:
+                cause = causes.STATISTIC if by_size <= {*g.leaves} else causes.NORM
+            else:
+                cause = causes.FINITE_CHECK if j in by_inf else causes.NORM
+            found.setdefault((j, cause), []).extend(step.plan.leaves[i].path for i in g.leaves)
+    for (j, cause), paths in found.items():
+        numbers = {causes.FINITE_CHECK: "of NaN", causes.COUPLED: "of the other sign"}.get(cause, "of 1e15 or NaN")
+        more = f" or of {counted(len(paths) - 1, 'other frozen leaf', 'other frozen leaves')}" * (len(paths) > 1)
+        got = f"another update with a gradient {numbers} of {paths[0]}{more}"
+        yield _leak("changed", cause, step.plan.leaves[j].path, got, step.elements(j, frozen=False))
+    for j in sorted(gradients.by_values - {j for j, _ in found}):
+        got = "another update with other frozen parameters"
+        yield _leak("changed", causes.STATISTIC, step.plan.leaves[j].path, got, step.elements(j, frozen=False))
 
 
-def _warmed(simulation: Simulation, moments: Sequence[FrozenState]) -> optax.OptState:
-    """The initial state with ones at frozen elements, as if they had been trained."""
-    values, treedef = _tree.flatten(simulation.initial_state)
-    for position, leaf, entry in moments:
-        frozen = True if leaf is None else simulation.frozen[leaf]
-        values[position] = jnp.where(frozen, jnp.ones_like(entry.value), entry.value)
-    return jax.tree.unflatten(treedef, values)
-
-
-def _moved(simulation: Simulation, runs: Mapping[str, Run], i: int) -> Iterator[Leak]:
-    """Updates of frozen elements."""
-    frozen, _ = simulation.counts[i]
-
-    def leak(name: str, cause: Cause) -> Leak:
-        step, measured = runs[name].first("moved", i)
-        got = f"{measured.moved} of {frozen} frozen elements move in step {step} with {_CONDITION[name]}"
-        got += _by_up_to(measured.largest)
-        return _leak("moved", cause, simulation.paths[i], got, measured.moved)
-
-    reacting = [name for name, run in runs.items() if run.shows("reacted", i)]
-    moving = [name for name in ("zero", "other") if name in runs and runs[name].shows("moved", i)]
-    trained = [name for name in _FINITE if name in reacting]
-    spoiled = [name for name in _NOT_FINITE if name in reacting]
-    if "again" in reacting:  # a random update
-        yield leak("zero", AFTER)
-    elif trained:
-        yield leak(trained[0], TRAINS)
-    else:
-        if moving:
-            step, _ = runs[moving[0]].first("moved", i)
-            rates = [float(runs[name].measurements[step - 1][i].rate) for name in moving]
-            is_decay = 0 < abs(rates[0]) < 1 and np.allclose(rates, rates[0], rtol=0.1, atol=0)
-            yield leak(moving[0], DECAY if is_decay else AFTER)
-        if spoiled:
-            yield leak(spoiled[0], PRODUCT)
-        if "warm" in reacting:
-            yield leak("warm", STATE_AFTER)
-
-
-def _changed(simulation: Simulation, runs: Mapping[str, Run], i: int, crosses: bool) -> Iterator[Leak]:
-    """Updates of trainable elements that depend on frozen ones; ``crosses``: also on those of other leaves."""
-    frozen, trains = simulation.counts[i]
-
-    def leak(name: str, cause: Cause, when: str = "changed") -> Leak:
-        step, measured = runs[name].first(when, i)
-        got = f"{measured.changed} of {trains} elements have another update in step {step} with {_CONDITION[name]}"
-        got += " at the frozen elements" + (": none" if measured.stopped else _by_up_to(measured.difference))
-        return _leak("changed", cause, simulation.paths[i], got, measured.changed)
-
-    reached = [name for name in (*_FINITE, *_NOT_FINITE, "other") if name in runs and runs[name].shows("changed", i)]
-    if not reached or runs["again"].shows("changed", i):
-        return
-    if reached[0] in _FINITE:
-        yield leak(reached[0], STATISTIC if frozen and not crosses else NORM)
-    if "NaN" in reached and runs["NaN"].shows("stopped", i):
-        yield leak("NaN", FINITE_CHECK, "stopped")
-    elif reached[0] in _NOT_FINITE:
-        yield leak(reached[0], FINITE_CHECK)
-    elif reached == ["other"] and simulation.extra_args is None:
-        yield leak("other", STATISTIC)
-
-
-def _leak(kind: Kind, cause: Cause, path: str, got: str, elements: int, nbytes: int = 0) -> Leak:
-    return Leak(kind, path, cause.name, got, _EXPECTED[kind], cause.fix, int(elements), nbytes)
-
-
-def _by_up_to(number: Any) -> str:
-    return ", to NaN" if np.isnan(number) else f", by up to {number:.3g}" if number else ""
-
-
-def _ignored(simulation: Simulation, zero: Run, turned: Run) -> set[int]:
-    """The leaves with trainable elements of which another gradient changes neither the update nor any state."""
-    if _groups(turned.before):  # a group of `freeze_when` may wait
-        return set()
-    pairs = zip(_entries(simulation, zero.after), _tree.flatten(turned.after)[0], strict=True)
-    known = [(entry, other) for entry, other in pairs if entry.leaf is not None or np.ndim(other)]
-    affected = {entry.leaf for entry, other in known if not _equal(entry.value, other)}
-    leaves = {i for i in simulation.numbers if simulation.counts[i][1] and not affected & {simulation.paths[i], None}}
-    return {i for i in leaves if not turned.shows("changed", i) and not turned.shows("nan", i)}
-
-
-def _groups(state: optax.OptState) -> list[str]:
-    return [path for path, _ in outermost_states(state, FreezeWhenState)]
-
-
-def _held(simulation: Simulation, frozen_state: Sequence[FrozenState]) -> Iterator[Leak]:
-    """State that is held for frozen elements, one leak for each leaf."""
-    by_leaf: dict[int | None, list[Entry]] = {}
-    for held in frozen_state:
-        by_leaf.setdefault(held.leaf, []).append(held.entry)
-    for i, entries in by_leaf.items():
-        counts = [simulation.counts[k] for k in (simulation.numbers if i is None else [i])]
-        frozen, trains = map(sum, zip(*counts, strict=True))
-        nbytes = sum(entry.value.nbytes * frozen // (frozen + trains) for entry in entries)
-        got = f"{nbytes:,} bytes, at {', '.join(entry.tree for entry in entries)}"
-        yield _leak("state", STATE, "" if i is None else simulation.paths[i], got, frozen, nbytes)
-
-
-def _frozen_state(simulation: Simulation) -> list[FrozenState]:
-    """The arrays of the initial state that hold values for frozen elements.
-
-    Groups of ``freeze_when`` keep theirs by design, and so does ``freeze`` with a dense mask.
-    """
-    state = simulation.initial_state
-    groups = tuple(f"{path}/" if path else "" for path in _groups(state))
-    size = sum(map(sum, simulation.counts))
-    may_be_flat = len(simulation.numbers) > 1 and any(frozen for frozen, _ in simulation.counts)
-    found = []
-    for position, (path, entry) in enumerate(zip(_tree.paths(state), _entries(simulation, state), strict=True)):
-        value = entry.value
-        if entry.address is None or isinstance(value, Part) or not is_array(value) or path.startswith(groups):
+def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
+    """Gradients of frozen elements that a step computes, and that something reads beside results."""
+    step, of_results = runs.step, {id(g) for g in gradients.for_results}
+    for g in gradients.computed:
+        if id(g) in of_results:
             continue
-        if entry.leaf is None:
-            if may_be_flat and value.shape[-1:] == (size,):
-                found.append(FrozenState(position, None, entry))
-        elif is_of_frozen(simulation.plan.selections[simulation.index_of[entry.leaf]], entry):
-            found.append(FrozenState(position, simulation.index_of[entry.leaf], entry))
-    return found
+        [i] = g.leaves
+        together = {j for a in (g.huge, g.nan) for j in g.trainable(a) if j != i and not step.is_frozen(j)}
+        with_sign, names = g.trainable(g.negative), g.read
+        readers = {
+            "a norm or a finite check": together - with_sign,
+            "a sum or a preconditioner": together & with_sign,
+            "its state": ("state", i) in g.negative | g.huge | g.nan,
+            "its update": ("frozen", i) in g.negative | g.huge | g.nan,
+            "other state": "other" in names or "state" in names,
+            "a result": "result" in names,
+            "nothing, but it leaves a jitted function": g.leaves_call,
+        }
+        read_by = [name for name, reads in readers.items() if reads] or ["its own leaf"]
+        cost = "computed in a loop" if g.flops is None else f"{g.flops:,} of {gradients.flops:,} FLOPs of a step"
+        got, elements = f"{cost}; read by {', '.join(read_by)}", step.elements(i, frozen=True)
+        path = step.plan.leaves[i].path
+        yield _leak("gradient", causes.reading(read_by[0]), path, got, elements, flops=g.flops or 0)
 
 
-def is_of_frozen(selection: Selection, entry: Entry) -> bool:
-    value = entry.value
-    if selection is FROZEN:
-        is_number = entry.shape == () and jnp.issubdtype(value.dtype, jnp.inexact)
-        return value.size > 0 and (value.ndim > 0 or is_number)
-    is_full = isinstance(selection, DenseMask) and not selection.compact
-    by_design = is_full and entry.selection is not TRAINABLE
-    return selection is not TRAINABLE and not by_design and value.shape[value.ndim - len(entry.shape) :] == entry.shape
+def _held(runs: Runs) -> Iterator[Leak]:
+    """State that is held for frozen elements; averages that follow the parameters are not counted."""
+    step = runs.step
+    by_leaf: dict[int | None, list[int]] = {}
+    for k, i in runs.held.items():
+        by_leaf.setdefault(i, []).append(k)
+    for i, places in by_leaf.items():
+        whole = [i] if i is not None else [*step.params]
+        frozen, trains = (sum(step.elements(i, frozen=each) for i in whole) for each in (True, False))
+        nbytes = sum(step.start[k].nbytes for k in places) * frozen // max(frozen + trains, 1)
+        got = f"{nbytes:,} bytes, at {', '.join(dict.fromkeys(map(step.tree, places)))}"
+        yield _leak("state", causes.STATE, "" if i is None else step.plan.leaves[i].path, got, frozen, nbytes)
 
 
-def _entries(simulation: Simulation, state: optax.OptState) -> list[Entry]:
-    return entries_of(state, {leaf.path: leaf.shape for leaf in simulation.plan.leaves})
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two arrays, or two parts, hold the same numbers, NaN among them."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(bool(jnp.all((x == y) | ((x != x) & (y != y)))) for x, y in pairs)
+def _leak(kind: Kind, cause: Cause, path: str, got: str, elements: int, nbytes: int = 0, flops: int = 0) -> Leak:
+    return Leak(kind, path, cause.name, got, EXPECTED[kind], cause.fix, int(elements), nbytes, flops)

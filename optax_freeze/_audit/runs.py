@@ -1,273 +1,327 @@
-"""Runs of a whole optimizer with made-up gradients.
+"""Runs of a training step from the state as it is and from others, and the bits that they change.
 
-One program runs several times from the same start, each time with other gradients, parameters or moments at the frozen
-elements. Any difference between two runs comes from there, whatever the optimizer: updates are compared bit for bit.
-Trainable elements get the gradient of a quadratic loss, which line searches can evaluate.
+Only the first and the current state of a run are kept: leaves are compared on the device, step by step.
 """
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from optax_freeze._audit.measurements import Measurements, measure
-from optax_freeze._errors import is_array
-from optax_freeze._optimizer.no_update import zero
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import is_nothing
-from optax_freeze._spec.memory_kinds import on_device, to_device
-from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
-from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.tree import Leaf, Part, PyTree
+from optax_freeze._audit.measurements import Change, change_of, digest_of, moved_elements, share
+from optax_freeze._audit.reactions import differences
+from optax_freeze._audit.step import State, Step, like, other_batch, other_values
+from optax_freeze._errors import in_one_line, is_array
+from optax_freeze._spec.memory_kinds import to_device
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
+from optax_freeze._spec.tree import Part
+from optax_freeze._state.entries import Entry
 
-ExtraArgs: TypeAlias = Mapping[str, Any] | Callable[[PyTree, PyTree], Mapping[str, Any]] | None
+if TYPE_CHECKING:
+    from optax_freeze._audit.program import StepProgram
 
-FILLS = {"zero": 0.0, "ordinary": None, "huge": 1e30, "NaN": np.nan, "inf": np.inf, "-inf": -np.inf}
-"""Gradients of frozen elements; None: random numbers."""
-
-_EXTRA_ARGS = (("value", "grad", "value_fn"), ("value", "grad", "value_fn", "obj_fn"), ("grad_fn",), ("value",), ())
-"""Extra arguments of ``tx.update``, tried in this order: line searches and step sizes, Sophia, SAM, others.
-
-A line search refuses arguments that its function does not take, and SAM all but its own, so not all are given at once.
-"""
+ANOTHER_BATCH, ANOTHER_VALUES, ANOTHER_STATE = (
+    "another batch",
+    "other frozen values",
+    "another state of frozen elements",
+)
+_LATER = 100, 1000
 
 
-class Run(NamedTuple):
-    """The measurements of each leaf in each step, the updates of a reference run, and the state before and after."""
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """How many elements of a leaf have other bits after a step, and how they change step by step."""
 
-    measurements: list[dict[int, Measurements]]
-    updates: list[dict[int, Any]]
-    before: optax.OptState
-    after: optax.OptState
-
-    def shows(self, name: str, i: int) -> bool:
-        """Whether a measurement of leaf ``i`` is true or nonzero in some step."""
-        return any(getattr(step[i], name) for step in self.measurements)
-
-    def first(self, name: str, i: int) -> tuple[int, Measurements]:
-        """The first step, counted from 1, in which a measurement is true, or the last; with its measurements."""
-        steps = list(enumerate((step[i] for step in self.measurements), 1))
-        return next((step for step in steps if getattr(step[1], name)), steps[-1])
+    count: int
+    step: int
+    changes: tuple[Change, ...] = ()
 
 
-@dataclasses.dataclass(eq=False)
-class Simulation:
-    """An optimizer and the parameters, as leaves, from which each run starts; neither is changed."""
+class Record:
+    """What some steps do to the frozen leaves and other leaves that are watched."""
 
-    tx: optax.GradientTransformationExtraArgs
-    plan: Plan
-    start: Sequence[Any]
-    treedef: Any
-    steps: int
-    extra_args: ExtraArgs
-    full_grads: bool
+    def __init__(self, runs: "Runs", before: State) -> None:
+        self.runs, self._before, self._steps = runs, before, 0
+        self.moves: dict[int, Move] = {}
+        self.digests: dict[int, list[bytes]] = {}
 
-    def __post_init__(self) -> None:
-        leaves = self.plan.leaves
-        self.numbers = [i for i, value in enumerate(self.start) if _is_number(value)]
-        inexact = [i for i in self.numbers if leaves[i].inexact]
-        self.filled = [i for i in inexact if self.plan.selections[i] is not TRAINABLE]  # a gradient has frozen elements
-        self._noise = [
-            {i: copy_like(_normal(self.start[i], i, step), self.start[i]) for i in inexact}
-            for step in range(self.steps + 1)
-        ]
-        wide = any(jnp.finfo(leaves[i].dtype).bits > 32 for i in inexact)
-        self._loss_dtype = jax.dtypes.canonicalize_dtype(jnp.float64 if wide else jnp.float32)
-        programs: Any = (jax.jit(self._step, static_argnums=0), self._step)
-        self._ways = [*itertools.product(programs, _EXTRA_ARGS)]
-        self.paths = [leaf.path for leaf in leaves]
-        self.index_of = {path: i for i, path in enumerate(self.paths)}
+    def add(self, state: State) -> None:
+        """Compares the state after a step with the one before the first."""
+        self._steps += 1
+        watched, still = self.runs.watched, [k for k in self.runs.watched if k not in self.moves]
+        counts = moved_elements(*((self._before[k], state[k], watched[k]) for k in still))
+        for k, count, updated in zip(still, counts, self._updated(still, state), strict=True):
+            if count or updated:
+                self.moves[k] = Move(max(count, updated), self._steps)
+                self.digests[k] = [b""] * (self._steps - 1)
+        for k, move in self.moves.items():
+            update = state[self.runs.step.updates[k]] if k in self.runs.step.updates else None
+            change = change_of(self._before[k], state[k], watched[k], update)
+            self.moves[k] = dataclasses.replace(move, changes=(*move.changes, change))
+            self.digests[k].append(digest_of(state[k], watched[k]))
 
-    @functools.cached_property
-    def frozen(self) -> list[Any]:
-        """For each leaf a boolean array that broadcasts against it, True where frozen."""
-        pairs = zip(self.plan.leaves, self.plan.selections, strict=True)
-        return [np.asarray(selection.frozen(len(leaf.shape or ()))) for leaf, selection in pairs]
+    def _updated(self, positions: Sequence[int], state: State) -> list[int]:
+        """How many frozen elements of parameters have updates, which may be too small to change a bit."""
+        step, found = self.runs.step, dict.fromkeys(positions, 0)
+        places = [k for k in positions if k in step.updates]
+        updates = [state[step.updates[k]] for k in places]
+        masks = [np.asarray(self.runs.watched[k].frozen(np.ndim(self._before[k]))) for k in places]
+        counts = differences(updates, [jnp.zeros_like(update) for update in updates], masks)
+        return [*(found | {k: int(count[0]) for k, count in zip(places, jax.device_get(counts), strict=True)}).values()]
 
-    @functools.cached_property
-    def counts(self) -> list[tuple[int, int]]:
-        """For each leaf the number of frozen and of trainable elements."""
-        sizes = [int(np.size(value)) if _is_number(value) else 0 for value in self.start]
-        frozen = [int(f.sum()) * (size // f.size if f.size else 0) for f, size in zip(self.frozen, sizes, strict=True)]
-        return [(n, size - n) for n, size in zip(frozen, sizes, strict=True)]
+    def text(self, k: int, with_other: str = "") -> str:
+        move, selection, shape = self.moves[k], self.runs.watched[k], np.shape(self._before[k])
+        total = int(np.sum(np.broadcast_to(selection.frozen(len(shape)), shape)))
+        more = f" with {with_other}" if with_other else ""
+        verb = "moves" if move.count == 1 else "move"
+        return f"{move.count} of {total} frozen elements {verb} in step {move.step}{more}{move.changes[0].far}"
 
-    @functools.cached_property
-    def initial_state(self) -> optax.OptState:
-        """The state of the optimizer at the start."""
-        return self._init({i: self.start[i] for i in self.numbers})
 
-    def run(
-        self,
-        fill: str,
-        reference: Run | None = None,
-        *,
-        turned: bool = False,
-        other: bool = False,
-        state: optax.OptState | None = None,
-    ) -> Run:
-        """Runs the optimizer for some steps, from ``state`` or a new one.
+class Runs:
+    """The runs of a step, by what differs from the state and the batch that were given; the first as they are.
 
-        The frozen elements have the gradient ``FILLS[fill]`` and, if ``other``, other values, all of them negative.
-        ``turned`` gives the gradient of the trainable elements the opposite sign. Updates are compared with those of
-        ``reference``; without it, they are kept to be one.
-        """
-        start = {i: self.start[i] for i in self.numbers}
-        if other:
-            start |= {i: self._other(i) for i in self.filled}
-        if state is None:
-            state = self._init(start) if other else self.initial_state
-        fills = {i: self._fill(i, fill) for i in self.filled}
-        run, values = Run([], [], state, state), start
-        for step in range(self.steps):
-            trainable = [i for i in self._noise[step] if self.plan.selections[i] is not FROZEN]
-            noise = {i: -self._noise[step][i] if turned else self._noise[step][i] for i in trainable}
-            updates, new, state = self._advance(values, state, start, noise, fills, self.plan.selections)
-            expected = reference.updates[step] if reference else updates
-            measured = {i: measure(values[i], updates[i], expected[i], self.frozen[i]) for i in self.numbers}
-            run.measurements.append(jax.device_get(measured))
-            run.updates.append({} if reference else updates)
-            values = new
-        return run._replace(after=state)
+    Attributes:
+      watched: the positions of leaves that are compared, with their frozen elements.
+      held: the positions of state for frozen elements, with the number of their parameter; None: all of them.
+      averages: for each average of frozen values its parameter, and how many elements rounding changes.
+      notes: the runs that could not be made, and what they would have shown.
+    """
 
-    def _init(self, values: Mapping[int, Any]) -> optax.OptState:
-        try:
-            return self.tx.init(self._tree_of(values))
-        except Exception as error:
-            error.add_note("fz.audit: from tx.init(params)")
-            raise
+    def __init__(
+        self, step: Step, program: "StepProgram | None", steps: int, batch: Any = True, values: Any = True
+    ) -> None:
+        self.step, self.program, self.steps, self.notes = step, program, steps, []
+        self._statistics = step.statistics()
+        self.watched = {step.params[i]: step.plan.selections[i] for i in step.frozen}
+        self.watched |= dict.fromkeys(step.bits.values(), FROZEN) | dict.fromkeys(self._statistics, FROZEN)
+        pairs = {} if step.is_fresh else self._copies()
+        self.watched |= dict.fromkeys(pairs, FROZEN)
+        self.records: dict[str, Record] = {"": self._first()}
+        own = other_values(step) if values is True else dict(values or {})
+        self.averages = self._averages(pairs, own)
+        if batch is not False:
+            given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
+            self._run(ANOTHER_BATCH, "other_batch", {}, given)
+        if values is not False:
+            self._run(ANOTHER_VALUES, "other_values", own)
+        self._candidates = self._of_state()
+        places = [k for k, i in self._candidates.items() if np.size(step.start[k]) and self._may_move(k)]
+        moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
+        if moments:
+            self._run(ANOTHER_STATE, "", moments)
+        self._run_later()
+        self.held = self._held()
 
-    def _advance(self, *args: Any) -> Any:
-        """One step, compiled if the optimizer can be, with the first extra arguments that it accepts."""
-        errors = []
-        for program, names in self._ways:
-            try:
-                result = program(names, *args)
-            except Exception as error:
-                errors.append(error)
+    def _first(self) -> Record:
+        step = self.step
+        record, react = Record(self, step.start), self.program.react if self.program is not None else lambda state: None
+        react(step.start)
+        for n, state in enumerate(step.run(self.steps), 1):
+            record.add(state)
+            if n < self.steps:
+                react(state)
             else:
-                self._ways = [(program, names)]
-                return result
-        errors[0].add_note("fz.audit: from tx.update(grads, state, params), with gradients made up by it")
-        raise errors[0]
+                self._counters = self._counters_of(state)
+        return record
 
-    def _step(
-        self,
-        names: tuple[str, ...],
-        values: Mapping[int, Any],
-        state: optax.OptState,
-        start: Mapping[int, Any],
-        noise: Mapping[int, Any],
-        fills: Mapping[int, Any],
-        selections: Sequence[Selection],
-    ) -> tuple[Any, ...]:
-        params = self._tree_of(values)
+    def _counters_of(self, last: State) -> list[int]:
+        """The integers that count the steps."""
+        step = self.step
+        own = {*step.params.values()} | {*step.bits.values()}
+        return [
+            k
+            for k, (a, b) in enumerate(zip(step.start, last, strict=True))
+            if k not in own and is_array(a) and np.shape(a) == () and jnp.issubdtype(a.dtype, jnp.integer)
+            if int(b) - int(a) == self.steps
+        ]
 
-        def value_fn(params: PyTree) -> jax.Array:
-            """Half the squared distance of trainable elements from a target, with ``fills`` as the other gradients."""
-            loss = jnp.zeros((), self._loss_dtype)
-            for i, value in enumerate(_tree.flatten(params)[0]):
-                if i in noise:
-                    distance = value - start[i] + noise[i]
-                    distance = selections[i].choose(jnp.zeros_like(value), distance)
-                    loss += (jnp.abs(distance) ** 2).sum().astype(self._loss_dtype) / 2
-                if i in fills and not _tree.is_masked_node(value):
-                    gradient = selections[i].choose(fills[i], jnp.zeros_like(value))
-                    loss += _zero_with_gradient(self._loss_dtype, value, gradient)
-            return loss
+    def _run(self, name: str, option: str, changes: Mapping[int, Any], batch: Any = None, steps: int = 0) -> None:
+        step = self.step
+        record = Record(self, [changes.get(k, leaf) for k, leaf in enumerate(step.start)])
+        try:
+            for state in step.run(steps or self.steps, changes, batch):
+                record.add(state)
+        except Exception as error:
+            fix = f": pass {option}=, or {option}=False" if option else ""
+            text = f"{type(error).__name__}: {in_one_line(error)[:60]}"
+            self.notes.append(f"the step does not run with {name} ({text}), so what this would show is not known{fix}")
+            return
+        self.records[name] = record
 
-        def gradient(i: int) -> Any:
-            if i in noise:
-                return selections[i].choose(fills.get(i), values[i] - start[i] + noise[i])
-            return fills[i] if i in fills else jnp.zeros_like(values[i]) if i in values else _tree.MASKED_NODE
+    def _run_later(self) -> None:
+        """One step each with larger counters, for what a schedule hides in the first steps."""
+        step = self.step
+        for number in _LATER if self._counters else ():
+            name = f"counters at {number}"
+            changes = {k: like(step.start[k], jnp.asarray(number, step.start[k].dtype)) for k in self._counters}
+            quiet = len(self.notes)
+            self._run(name, "", changes, steps=1)
+            del self.notes[quiet:]
 
-        leaves = [gradient(i) for i in range(len(self.start))]
-        grads = jax.tree.unflatten(
-            self.treedef,
-            leaves if self.full_grads else [s.take(leaf) for s, leaf in zip(selections, leaves, strict=True)],
+    def _copies(self) -> dict[int, int]:
+        """The leaves of the state that may be copies or averages of parameters with frozen elements."""
+        step, pairs = self.step, {}
+        own = {*step.params.values()}
+        for k, leaf in enumerate(step.start):
+            if k in own or not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact) or not np.size(leaf):
+                continue
+            alike = [i for i in step.frozen if np.shape(step.start[step.params[i]]) == np.shape(leaf)]
+            if step.owner(k) in alike:
+                pairs[k] = step.owner(k)
+            elif alike and step.owner(k) is None and self.program is not None:
+                follows = [i for i in step.params if self.program.follows(k, i)]
+                if len(follows) == 1 and follows[0] in alike:
+                    pairs[k] = follows[0]
+        return pairs
+
+    def _averages(self, pairs: Mapping[int, int], values: Mapping[int, Any]) -> dict[int, tuple[int, int, str]]:
+        """State that remains what a frozen value is, up to rounding, and that follows one that is another."""
+        step = self.step
+        if not pairs:
+            return {}
+        values = {**{step.params[i]: step.start[step.params[i]] for i in step.frozen}, **values}
+        own = {k: like(step.start[k], to_device(values[step.params[i]])) for k, i in pairs.items()}
+        far = {k: like(v, to_device(v) * 1024) for k, v in values.items()}
+        try:
+            *_, equal = step.run(self.steps, {**values, **own})
+            [follows] = step.run(1, {**far, **own})
+        except Exception:  # said by the run with other values
+            return {}
+        first, found = self.records[""].moves, {}
+        for k, i in pairs.items():
+            selection, at = step.plan.selections[i], step.params[i]
+            leaves = (values[at], equal[at]), (own[k], equal[k]), (own[k], follows[k])
+            moved, count, reacts = moved_elements(*((*pair, selection) for pair in leaves))
+            change = change_of(*leaves[1], selection)
+            if not moved and reacts and change.ulps <= 4 * self.steps:
+                far_text = change.far
+                given = step.start[k], like(step.start[k], to_device(step.start[at])), selection
+                if not count and k in first and at not in first and moved_elements(given) == [0]:
+                    count, far_text = first[k].count, first[k].changes[0].far
+                found[k] = i, count, far_text
+        return found
+
+    def _of_state(self) -> dict[int, int | None]:
+        """The leaves of the state that may be moments of frozen elements, with their parameters."""
+        step, found = self.step, {}
+        own = {*step.params.values()}
+        sizes = {i: np.size(step.start[step.params[i]]) for i in step.frozen if step.is_frozen(i)}
+        for k, leaf in enumerate(step.start):
+            if k in own or k in self.averages or k in step.kept or not is_array(leaf) or k in self._statistics:
+                continue
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype == bool:
+                continue
+            if k in step.in_optimizer and self._is_of_frozen(k):
+                found[k] = step.owner(k)
+            elif self.program is not None and np.ndim(leaf):
+                for i, size in sizes.items():
+                    may_be = np.size(leaf) == size and step.owner(k) in (None, i)
+                    if may_be and self.program.is_read_by_update(k, i) and not self.program.is_read_by_loss(k):
+                        found.setdefault(k, i)
+            elif self.program is None and self._is_of_frozen(k):
+                found[k] = step.owner(k)
+        return found
+
+    def _may_move(self, k: int) -> bool:
+        """Whether an array of the state is changed for another run; the integers of an optimizer count."""
+        return k not in self.step.in_optimizer or jnp.issubdtype(self.step.start[k].dtype, jnp.inexact)
+
+    def _is_of_frozen(self, k: int) -> bool:
+        """Whether a leaf of an optimizer state holds values for frozen elements, by its path."""
+        step, entry = self.step, self.step.entries.get(k)
+        if entry is None or k in step.kept or entry.address is None or isinstance(entry.value, Part):
+            return False
+        if not is_array(entry.value):
+            return False
+        if entry.leaf is None:  # all parameters in one vector
+            size = sum(int(np.size(step.start[position])) for position in step.params.values())
+            return len(step.params) > 1 and bool(step.frozen) and entry.value.shape[-1:] == (size,)
+        i = step.owner(k)
+        return i is not None and _is_of_frozen_elements(step.plan.selections[i], entry)
+
+    def _held(self) -> dict[int, int | None]:
+        """The state for frozen elements: of an optimizer, or a frozen parameter or its gradient proves it."""
+        step, program = self.step, self.program
+        held = {k: i for k, i in self._candidates.items() if k in step.in_optimizer}
+        for k, i in self._candidates.items():
+            if i is not None and k not in held and self.reacts(step.params[i]):
+                held[k] = i
+        for k, i in (program.state_of if program is not None else {}).items():
+            if k not in self.averages and k not in step.kept:
+                held.setdefault(k, i)
+        return held
+
+    def statistics(self) -> list[int]:
+        """The leaves of frozen modules that move as running averages do, and that no loss reads."""
+        step, start = self.step, self.step.start
+        moved = [k for k in self._statistics if any(k in record.moves for record in self.records.values())]
+        moved = [k for k in moved if k not in self.averages and k not in self.held]
+        if not moved:
+            return []
+        [plain] = step.run(1)
+        plain = {k: plain[k] for k in moved}
+        shifts = {k: like(start[k], 1 + jnp.abs(to_device(start[k]))) for k in moved}
+        [shifted] = step.run(1, {k: like(start[k], to_device(start[k]) + shift) for k, shift in shifts.items()})
+        moved = [k for k in moved if 0 < share(shifts[k], plain[k], shifted[k]) < 1]
+        read = [k for k in moved if self.program is not None and self.program.is_read_by_loss(k)]
+        if read:
+            paths = ", ".join(step.paths[k] for k in read[:3])
+            self.notes.append(
+                f"running averages of a frozen module move, and the loss reads them ({paths}): right for a codebook, a"
+                " leak if they are batch statistics, as of BatchRenorm"
+            )
+        return [k for k in moved if k not in read]
+
+    def reacts(self, position: int) -> bool:
+        """Whether frozen elements move with another state, and in another way than with the given one."""
+        return (
+            ANOTHER_STATE in self.records
+            and position in self.records[ANOTHER_STATE].moves
+            and self.differ(ANOTHER_STATE, position)
         )
-        extra_args = {
-            "value": value_fn(params),
-            "grad": grads,
-            "value_fn": value_fn,
-            "obj_fn": value_fn,
-            "grad_fn": lambda params, *_: jax.grad(value_fn, allow_int=True)(params),
-        }
-        given = self.extra_args(params, grads) if callable(self.extra_args) else self.extra_args
-        extra_args = {name: extra_args[name] for name in names} | dict(given or {})
-        updates, state = self.tx.update(grads, state, params, **extra_args)
-        changes, treedef = _tree.flatten_beside(self.treedef, updates)
-        if treedef != self.treedef:
-            _tree.refuse_other_structure(updates, params, "updates", "return updates of the gradients' structure")
-        full = {i: self._full_update(i, changes[i], value, selections[i]) for i, value in values.items()}
-        new = {i: v if is_nothing(changes[i]) else optax.apply_updates(v, full[i]) for i, v in values.items()}
-        return full, new, state
 
-    def _tree_of(self, values: Mapping[int, Any]) -> PyTree:
-        return jax.tree.unflatten(self.treedef, [values.get(i, value) for i, value in enumerate(self.start)])
+    def differ(self, name: str, position: int) -> bool:
+        """Whether frozen elements have other values than in the first run."""
+        if name not in self.records:
+            return False
+        a, b = (self.records[each].digests.get(position) for each in ("", name))
+        return a != b
 
-    def _full_update(self, i: int, change: Any, value: Any, selection: Selection) -> Any:
-        """An update of the leaf's shape, -0.0 at the elements that have none."""
-        if is_nothing(change):
-            nothing = zero(self.plan.leaves[i], None, value)
-            return jnp.full(value.shape, -0.0, jnp.float32) if _tree.is_masked_node(nothing) else nothing
-        if not isinstance(change, Part):
-            return jnp.asarray(change)
-        selection = selection if isinstance(change.index, int) else change.index
-        return selection.spread(change, zero(Leaf("", (), change.dtype), None))
+    def moves(self, position: int) -> dict[str, tuple[int, str]]:
+        """For each run in which frozen elements move, how many do, in which step, and how far."""
+        found = {name: record for name, record in self.records.items() if position in record.moves}
+        return {name: (record.moves[position].count, record.text(position, name)) for name, record in found.items()}
 
-    def _fill(self, i: int, fill: str) -> Any:
-        number, value = FILLS[fill], self.start[i]
-        if number is None:
-            return self._noise[0][i]
-        if fill == "huge":
-            number = min(number, float(jnp.finfo(value.dtype).max) / 4)
-        return jnp.full_like(value, number)
+    def decays(self, position: int, names: Sequence[str]) -> bool:
+        """Whether a leaf moves in proportion to itself, at one rate; at a rate of a few roundings further each step."""
+        found = [self.records[name].moves[position] for name in names if position in self.records[name].moves]
+        rates = [move.changes[0].rate for move in found]
+        epsilon = float(jnp.finfo(self.step.start[position].dtype).eps)  # a rate of Adam is often smaller
+        if not rates or not all(rates) or not np.allclose(rates, rates[0], rtol=0.1, atol=epsilon):
+            return False
+        if self.step.updates:  # of each step alone
+            return True
+        all_rates = [[change.rate for change in move.changes] for move in found]
+        if abs(rates[0]) > 16 * epsilon:  # a projection moves once
+            return not all(len(each) > 2 and np.ptp(each) <= 1e-3 * abs(each[0]) for each in all_rates)
+        return all(len(each) > 1 and 0.7 * len(each) <= each[-1] / each[0] for each in all_rates)
 
-    def _other(self, i: int) -> Any:
-        value = self.start[i]
-        other = (-1 - jnp.abs(self._noise[-1][i])).astype(jax.dtypes.canonicalize_dtype(value.dtype))
-        return copy_like(self.plan.selections[i].choose(other, value), value)
+    def is_rounding(self, position: int) -> bool:
+        """Whether frozen elements move by units of the last place, if the step runs as it is."""
+        moved = {name: r.moves[position] for name, r in self.records.items() if position in r.moves}
+        found = [moved[name] for name in ("", ANOTHER_BATCH) if name in moved] or [*moved.values()]
+        return all(move.changes[0].ulps <= 2 for move in found)
 
 
-def made_up(struct: Any) -> Any:
-    """An array for a ``jax.ShapeDtypeStruct`` (of a PRNG key, ``MaskedNode``); any other leaf itself, on the device."""
-    if not isinstance(struct, jax.ShapeDtypeStruct):
-        return to_device(struct)
-    if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
-        return _tree.MASKED_NODE
-    is_inexact = jnp.issubdtype(struct.dtype, jnp.inexact)
-    value = jnp.asarray(_normal(struct, 0) if is_inexact else np.zeros(struct.shape, struct.dtype))
-    return value if struct.sharding is None else jax.device_put(value, on_device(struct.sharding))
-
-
-def _normal(like: Any, *seed: int) -> np.ndarray:
-    draw = np.random.default_rng(seed).standard_normal
-    numbers = np.asarray(draw(like.shape, np.float32))
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        numbers = numbers + 1j * np.asarray(draw(like.shape, np.float32))
-    return numbers.astype(like.dtype)
-
-
-def _is_number(value: Any) -> bool:
-    if is_array(value):
-        return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    return isinstance(value, (bool, int, float, complex))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _zero_with_gradient(dtype: Any, value: jax.Array, gradient: jax.Array) -> jax.Array:
-    """Zero, whose gradient with respect to ``value`` is ``gradient``, be it infinite or NaN."""
-    del value, gradient
-    return jnp.zeros((), dtype)
-
-
-@_zero_with_gradient.defjvp
-def _zero_with_gradient_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
-    return _zero_with_gradient(dtype, *primals), jnp.real(primals[1] * tangents[0]).sum().astype(dtype)
+def _is_of_frozen_elements(selection: Selection, entry: Entry) -> bool:
+    """Whether an entry of the state of a leaf holds values for frozen elements; a dense mask keeps them by design."""
+    value = entry.value
+    if selection is FROZEN:
+        is_number = entry.shape == () and jnp.issubdtype(value.dtype, jnp.inexact)
+        return value.size > 0 and (value.ndim > 0 or is_number)
+    is_full = isinstance(selection, DenseMask) and not selection.compact
+    by_design = is_full and entry.selection is not TRAINABLE
+    return selection is not TRAINABLE and not by_design and value.shape[value.ndim - len(entry.shape) :] == entry.shape

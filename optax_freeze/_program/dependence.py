@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from optax_freeze._program.operations import computation, is_cheap

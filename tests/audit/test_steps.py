@@ -251,6 +251,25 @@ def codebook():
     return step, {"params": PARAMS, "opt": tx.init(PARAMS), "codes": {"base": {"embedding": jnp.ones((6, 6))}}}
 
 
+def batch_renorm():
+    """Batch statistics of a frozen module, which the loss reads."""
+    tx = fz.freeze(SGD, FROZEN)
+
+    @jax.jit
+    def step(state, x, y):
+        mean = state["stats"]["base"]["mean"]
+
+        def of(params):
+            shift = jax.lax.stop_gradient(jnp.clip(jnp.mean(x, 0) - mean, -5, 5))
+            return loss(params, x - jnp.mean(x, 0) + shift, y)
+
+        updates, opt = tx.update(jax.grad(of)(state["params"]), state["opt"], state["params"])
+        stats = {"base": {"mean": 0.9 * mean + 0.1 * jnp.mean(x, 0)}}
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "stats": stats}
+
+    return step, {"params": PARAMS, "opt": tx.init(PARAMS), "stats": {"base": {"mean": jnp.zeros(6)}}}
+
+
 def router_bias():
     """A bias beside the parameters, which is set by the load, and which the next step reads."""
     tx = fz.freeze(ADAM, FROZEN)
@@ -364,15 +383,19 @@ def moments_of_8_bits(frozen):
     return make(update, codes=start)
 
 
-def quantized_base(moves):
-    params = {"base": {"codes": jnp.arange(36, dtype=jnp.int8).reshape(6, 6)}, "head": PARAMS["head"]}
+def quantized_base(moves, zero_moves=0):
+    """Codes of 8 bits, and the code of zero."""
+    params = {
+        "base": {"codes": jnp.arange(36, dtype=jnp.int8).reshape(6, 6), "zero": jnp.int32(3)},
+        "head": PARAMS["head"],
+    }
 
     @jax.jit
     def step(state, x, y):
-        codes = state["params"]["base"]["codes"]
-        of = lambda h: jnp.mean((x @ codes.astype(jnp.float32) @ h["kernel"] - y) ** 2)  # noqa: E731
+        codes, zero = state["params"]["base"]["codes"], state["params"]["base"]["zero"]
+        of = lambda h: jnp.mean((x @ (codes - zero).astype(jnp.float32) @ h["kernel"] - y) ** 2)  # noqa: E731
         head = tree(lambda h, g: h - 0.1 * g, state["params"]["head"], jax.grad(of)(state["params"]["head"]))
-        return {"params": {"base": {"codes": codes + moves}, "head": head}}
+        return {"params": {"base": {"codes": codes + moves, "zero": zero + zero_moves}, "head": head}}
 
     return step, {"params": params}
 
@@ -455,6 +478,7 @@ RIGHT = {
     "a decode cache": decode_cache,
     "the carry of an RNN": rnn_carry,
     "a codebook": codebook,
+    "batch statistics that the loss reads": batch_renorm,
     "a router's bias": router_bias,
     "actor and critic": lambda: actor_critic(fz.freeze(ADAM, FROZEN), fz.freeze(ADAM, FROZEN)),
     "a discriminator": gan_step_of_the_discriminator,
@@ -470,6 +494,8 @@ RIGHT = {
 OF_NO_PARAMETER = "to none, and are not judged"  # gradients of intermediate values, of the shape of a frozen leaf
 NOTES = {
     "a discriminator": "the step returns 1 trainable leaf as given: g/head/kernel",
+    "a codebook": "running averages of a frozen module move, and the loss reads them (codes/base/embedding)",
+    "batch statistics that the loss reads": "the loss reads them (stats/base/mean)",
     "virtual adversarial training": OF_NO_PARAMETER,
     "gradient caching": OF_NO_PARAMETER,
     "a single example": OF_NO_PARAMETER,
@@ -565,6 +591,21 @@ def average_that_rounds_here():
     return make(update, ema=PARAMS)
 
 
+def slow_weights():
+    """Averages that replace the parameters, as of Lookahead."""
+
+    def update(state, grads, x, y):
+        slow = tree(lambda s, p: 0.9 * s + 0.1 * p, state["slow"], state["params"])
+        return {**state, "params": slow, "slow": slow}
+
+    return make(update, slow=PARAMS)
+
+
+def in_bfloat16(params, x, y):
+    of_type = tree(lambda leaf: leaf.astype(jnp.bfloat16), (params, x, y))
+    return loss(*of_type).astype(jnp.float32)
+
+
 def frozen_key():
     state = {"params": {**PARAMS, "key": jax.random.key(0)}}
 
@@ -595,6 +636,12 @@ LEAKS = {
         {"moved": "it trains", "state": "state for", "gradient": "by its state"},
     ),
     "a base of 8 bits": (lambda: quantized_base(jnp.int8(1)), {"moved": "another part of the step"}),
+    "a single integer": (lambda: quantized_base(0, 1), {"moved": "another part of the step"}),
+    "a clip in bfloat16": (
+        lambda: plain(clip(fz.freeze(ADAM, FROZEN)), jax.grad(in_bfloat16)),
+        {"changed": "a norm", "gradient": "by a norm"},
+    ),
+    "slow weights": (slow_weights, {"moved": "the state of an optimizer", "state": "state for"}),
     "gradients that leave a function": (gradients_leave, {"gradient": "nothing, but it leaves a jitted function"}),
     "decay after a warmup": (late_decay, {"moved": "weight decay"}),
     "rounding": (rounding, {"moved": "rounded"}),

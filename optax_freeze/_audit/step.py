@@ -5,13 +5,14 @@ as well. A copy of the state is made for each call, so that a step may donate it
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._audit import causes
 from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
@@ -45,9 +46,17 @@ class Step:
       trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
       bits: the frozen leaves that are not floating-point numbers, from their paths to their positions.
       in_optimizer: the positions of state in a tuple of a type of Optax or of this library.
+      updates: from positions of parameters to those of their last updates, of a step that keeps them.
+      is_fresh: whether an optimizer has not taken a step before.
+      other_part: the cause of moves that nothing else explains.
+      donates: whether the step may delete its arguments.
       objects: whether the state has NNX variables, which a step may change in place.
       calls: how often the step was called.
     """
+
+    is_fresh, other_part, donates = False, causes.OTHER_PART, True
+    updates: Mapping[int, int] = {}
+    trains_in_state: Collection[str] = ()
 
     def __init__(
         self,
@@ -111,10 +120,11 @@ class Step:
 
         A state may be deleted by the next step, which gets it without a copy.
         """
-        state = [copy(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
+        given = copy if self.donates else lambda leaf: leaf
+        state = [given(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
         for _ in range(steps):
             with jax.debug_nans(False), jax.debug_infs(False):
-                state = self(state, jax.tree.map(copy, self.batch if batch is None else batch))[0]
+                state = self(state, jax.tree.map(given, self.batch if batch is None else batch))[0]
             yield state
 
     def __call__(self, leaves: State, batch: Any) -> tuple[State, list[Any]]:
@@ -171,7 +181,7 @@ class Step:
 
     def elements(self, i: int, *, frozen: bool) -> int:
         """The number of frozen, or of trainable, elements of a parameter."""
-        return int(np.sum(np.broadcast_to(self.mask(i), np.shape(self.start[self.params[i]])) == frozen))
+        return int(np.sum(np.broadcast_to(self.mask(i), self.plan.leaves[i].shape or ()) == frozen))
 
     def statistics(self) -> list[int]:
         """The positions of numbers that belong to a module of which all parameters are frozen."""
@@ -194,22 +204,24 @@ class Step:
 
     def _find_entries(self, state: PyTree) -> None:
         """Finds the entries of all subtrees of the state without parameters."""
-        shapes = {leaf.path: leaf.shape for leaf in self.plan.leaves}
         own = {id(self.start[position]) for position in self.params.values()}
         nodes = jax.tree.leaves(
             state, is_leaf=lambda node: is_array(node) or own.isdisjoint(map(id, jax.tree.leaves(node)))
         )
         position = 0
         for node in nodes:
-            if is_array(node):
-                position += 1
-                continue
-            groups = tuple(f"{path}/" if path else "" for path, _ in outermost_states(node, FreezeWhenState))
-            for path, entry in zip(_tree.paths(node), entries_of(node, shapes), strict=True):
-                places = range(position, position + len(entry.arrays))
-                self.entries |= dict.fromkeys(places, entry)
-                self.kept.update(places if path.startswith(groups) else ())
-                position += len(entry.arrays)
+            position = position + 1 if is_array(node) else self._add_entries(node, position)
+
+    def _add_entries(self, node: PyTree, position: int) -> int:
+        """Adds the entries of a state whose first leaf has a position; returns the position after the last."""
+        shapes = {leaf.path: leaf.shape for leaf in self.plan.leaves}
+        groups = tuple(f"{path}/" if path else "" for path, _ in outermost_states(node, FreezeWhenState))
+        for path, entry in zip(_tree.paths(node), entries_of(node, shapes), strict=True):
+            places = range(position, position + len(entry.arrays))
+            self.entries |= dict.fromkeys(places, entry)
+            self.kept.update(places if path.startswith(groups) else ())
+            position += len(entry.arrays)
+        return position
 
 
 def _distinct(leaves: State) -> State:

@@ -10,7 +10,7 @@ parameters, change with the sign of its gradient.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,41 +28,14 @@ from optax_freeze._audit.gradient_owners import (
     perturbed,
     transforms,
 )
-from optax_freeze._audit.step_runs import State, Step
+from optax_freeze._audit.reactions import CHANGES, Answer, Gradient, changed, differences
+from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._precompute.flops import flops_of_program
 from optax_freeze._program.dependence import dependent, reached
 from optax_freeze._program.trace import flatten, is_inexact
 from optax_freeze._program.traced_function import as_argument
 from optax_freeze._spec.memory_kinds import to_device
-
-HUGE = 1e15
-_CHANGES = ("negative", "huge", "nan", "half")
-
-Answer: TypeAlias = frozenset[tuple[str, int | None]]
-"""What differs with another gradient: ``frozen`` or ``trainable`` elements of a parameter, or its ``state``, each with
-the number of the parameter in the plan; ``other`` state; another ``result`` of the step; ``nan``: there is a NaN."""
-
-
-class Gradient(NamedTuple):
-    """The gradient of a parameter with frozen elements, and what differs with other values at these elements."""
-
-    leaf: int
-    negative: Answer
-    huge: Answer
-    nan: Answer
-    flops: int | None  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
-    leaves_call: bool
-
-    def trainable(self, answer: Answer) -> set[int]:
-        """The parameters whose trainable elements differ, or the state of which does; of its own leaf not the state."""
-        return {
-            i for name, i in answer if i is not None and (name == "trainable" or (name == "state" and i != self.leaf))
-        }
-
-    @property
-    def read(self) -> set[str]:
-        return {name for name, _ in self.negative | self.huge | self.nan}
 
 
 class StepProgram:
@@ -73,9 +46,10 @@ class StepProgram:
       has_backward: whether there is a backward pass.
       hidden: whether a loop or a branch contains both gradients and the new state.
       ambiguous: the shapes of gradients that may belong to several parameters, or to none.
-      trained: the parameters whose update changes with the sign of their gradient.
       state_of: from the positions of state that reads the gradient of a frozen parameter to this parameter.
     """
+
+    by_values: frozenset[int] = frozenset()
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -106,7 +80,6 @@ class StepProgram:
         self._made = {n for eqn in self._backward for n in eqn.outputs}
         self.has_backward = bool(self._backward)
         self.ambiguous: set[tuple[int, ...]] = set()
-        self.trained: set[int] = set()
         self.state_of: dict[int, int] = {}
         self._ends = self._ends_of_backward()
         self._owned = self._owners()
@@ -185,16 +158,18 @@ class StepProgram:
             expected = update(given, [], 0)
 
             def rows(changed: Sequence[int], change: int) -> list[list[int]]:
-                counts = _differences(update(given, changed, change), expected, self._frozen_outs)
+                counts = differences(update(given, changed, change), expected, self._frozen_outs)
                 return [[int(x) for x in row] for row in jax.device_get(counts)]
 
             for group in groups:
-                cells = [(c, *cell) for c in range(3) for cell in zip(*np.nonzero(rows(group, c)), strict=True)]
+                cells = [
+                    (c, *cell) for c in range(4) for cell in zip(*np.nonzero(np.asarray(rows(group, c))), strict=True)
+                ]
                 if self._seen.issuperset(cells):
                     continue
                 self._seen.update(cells)
                 for n in group:
-                    for change, name in enumerate(_CHANGES):
+                    for change, name in enumerate(CHANGES):
                         answer = self._answer(n, name, rows([n], change))
                         self._answers[n, name] = self._answers.get((n, name), frozenset()) | answer
 
@@ -229,20 +204,15 @@ class StepProgram:
         first = live(program.eqns, [*passed, *ends])
         masks = {n: self._changed_elements(n) for n in ends}
 
-        def changed(n: int, value: Any, change: Any) -> Any:
-            half = jnp.arange(value.size).reshape(value.shape) % 2 == 0
-            huge = jnp.full_like(value, HUGE)
-            new = jax.lax.select_n(change, -value, huge, jnp.full_like(value, np.nan), jnp.where(half, huge, value))
-            return jnp.where(masks[n], new, value)
-
         def before(inputs: Sequence[Any]) -> dict[int, Any]:
             env = {**program.consts, **dict(enumerate(inputs))}
             evaluate(first, env)
             return {n: env[n] for n in (*passed, *ends)}
 
         def update(given: dict[int, Any], chosen: Any, change: Any) -> list[Any]:
-            new = {n: jnp.where(chosen[k], changed(n, given[n], change), given[n]) for k, n in enumerate(ends)}
-            env = {**program.consts, **given, **new}
+            env = {**program.consts, **given}
+            for k, n in enumerate(ends):
+                env[n] = jnp.where(chosen[k] & masks[n], changed(given[n], change), given[n])
             evaluate(after, env, keep=ends)
             return [env[n] for _, n in self._reading]
 
@@ -258,10 +228,10 @@ class StepProgram:
     def _answer(self, n: int, change: str, row: Sequence[Sequence[int]]) -> Answer:
         answer: set[tuple[str, int | None]] = set()
         size = int(np.prod(self._program.avals[n].shape))
-        for (k, _), (in_frozen, elsewhere, nans) in zip(self._reading, row, strict=True):
+        for (k, _), (in_frozen, elsewhere) in zip(self._reading, row, strict=True):
             i = None if k is None else self._param_at.get(k)
             if i is not None:
-                hits = ("frozen", in_frozen), ("trainable", elsewhere), ("nan", nans)
+                hits = ("frozen", in_frozen), ("trainable", elsewhere)
                 answer |= {(name, i) for name, hit in hits if hit}
             elif elsewhere and (k is None or k >= len(self._step.start)):
                 answer.add(("result", None))
@@ -277,6 +247,16 @@ class StepProgram:
                 answer.add(("other" if owner is None else "state", owner))
         return frozenset(answer)
 
+    @property
+    def trained(self) -> set[int]:
+        """The parameters whose frozen elements change with the sign of their gradient."""
+        return {i for g in self.gradients for i in g.leaves if ("frozen", i) in g.negative}
+
+    @property
+    def computed(self) -> list[Gradient]:
+        """The gradients whose cost is known: all of them."""
+        return self.gradients
+
     @functools.cached_property
     def gradients(self) -> list[Gradient]:
         """The gradients of parameters with frozen elements that something reads, or that leave a jitted function."""
@@ -284,15 +264,13 @@ class StepProgram:
         cost = self._cost(live(self._program.eqns, roots)) if self._leaving & {*self._owned} else self.flops
         self._disown()
         for n, i in sorted(self._owned.items()):
-            negative, huge, nan = (self._answers.get((n, change), frozenset()) for change in _CHANGES[:3])
-            if ("frozen", i) in negative:
-                self.trained.add(i)
+            answers = [self._answers.get((n, change), frozenset()) for change in CHANGES[:4]]
             leaving = n in self._leaving and bool(np.any(self._changed_elements(n)))
-            if negative | huge | nan or leaving:
+            if any(answers) or leaving:
                 cut.add(n)
                 left_over = self._cost(live(self._program.eqns, roots, cut))
                 flops = None if n in self._around else cost - left_over
-                found.append(Gradient(i, negative, huge, nan, flops, leaving))
+                found.append(Gradient.of((i,), answers, flops, leaving))
                 cost = left_over
         for n in self._unknown:
             reads = self._answers.get((n, "huge"), frozenset()) | self._answers.get((n, "negative"), frozenset())
@@ -392,16 +370,3 @@ def _with_results_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     inner = [var for eqn in calls for var in eqn.outvars]
     debug_info = jaxpr.debug_info._replace(result_paths=None)
     return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *inner], debug_info=debug_info), closed.consts)
-
-
-@jax.jit
-def _differences(outs: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
-    """For each pair of arrays how many elements differ where frozen, how many elsewhere, and how many are then NaN."""
-
-    def count(a: Any, b: Any, frozen: Any) -> Any:
-        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
-            return jnp.zeros(3, jnp.int32)
-        differ, nan = ~((a == b) | ((a != a) & (b != b))), a != a
-        return jnp.stack([x.sum(dtype=jnp.int32) for x in (differ & frozen, differ & ~frozen, nan & differ & ~frozen)])
-
-    return [count(*each) for each in zip(outs, expected, frozen, strict=True)]

@@ -1,0 +1,330 @@
+"""An optimizer as a training step, with gradients that are made up.
+
+Trainable elements get the gradient of a quadratic loss, which line searches can evaluate; frozen elements any other.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_freeze._audit import causes
+from optax_freeze._audit.reactions import Answer, Gradient, changed, differences
+from optax_freeze._audit.step import State, Step
+from optax_freeze._errors import is_array
+from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.no_update import zero
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.apply_updates import is_nothing
+from optax_freeze._spec.memory_kinds import on_device, to_device
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, Selection
+from optax_freeze._spec.sharding import copy_like
+from optax_freeze._spec.tree import Leaf, Part, PyTree
+from optax_freeze._state.own_states import outermost_states
+
+ExtraArgs: TypeAlias = Mapping[str, Any] | Callable[[PyTree, PyTree], Mapping[str, Any]] | None
+
+_EXTRA_ARGS = (("value", "grad", "value_fn"), ("value", "grad", "value_fn", "obj_fn"), ("grad_fn",), ("value",), ())
+"""Extra arguments of ``tx.update``, tried in this order: line searches and step sizes, Sophia, SAM, others.
+
+A line search refuses arguments that its function does not take, and SAM all but its own, so not all are given at once.
+"""
+
+
+class OptimizerStep(Step):
+    """A step whose state are the parameters, the state of an optimizer, and the last updates.
+
+    Its batch are the parameters at the start, the distances of trainable ones from the target of the loss, and the
+    gradients of frozen elements.
+    """
+
+    is_fresh, other_part, donates = True, causes.AFTER, False
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        plan: Plan,
+        start: Sequence[Any],
+        treedef: Any,
+        extra_args: ExtraArgs,
+        full_grads: bool,
+    ) -> None:
+        self.tx, self.plan, self.treedef, self.extra_args, self.full_grads = tx, plan, treedef, extra_args, full_grads
+        self._leaves, self.calls, self.kept, self.entries = start, 0, set(), {}
+        self._numbers = [i for i, value in enumerate(start) if _is_number(value)]
+        inexact = [i for i in self._numbers if plan.leaves[i].inexact]
+        wide = any(jnp.finfo(plan.leaves[i].dtype).bits > 32 for i in inexact)
+        self._loss_dtype = jax.dtypes.canonicalize_dtype(jnp.float64 if wide else jnp.float32)
+        programs: Any = (jax.jit(self._step, static_argnums=0), self._step)
+        self._ways = [*itertools.product(programs, _EXTRA_ARGS)]
+        values = {i: start[i] for i in self._numbers}
+        self.initial_state = self._init(values)
+        walk = _tree.walk(self.initial_state)
+        state, self._state_treedef = jax.tree.flatten(self.initial_state)
+        paths = [plan.leaves[i].path for i in self._numbers]
+        self.params = {i: k for k, i in enumerate(self._numbers) if i in inexact}
+        self.bits = {plan.leaves[i].path: k for k, i in enumerate(self._numbers) if i not in inexact}
+        first = len(paths)
+        self.in_optimizer = {*range(first, first + len(state))}
+        self.updates = {k: first + len(state) + n for n, k in enumerate(self.params.values())}
+        of_state = [p for p, value in zip(walk.paths, walk.values, strict=True) for _ in jax.tree.leaves(value)]
+        self.paths = [*paths, *of_state, *(plan.leaves[i].path for i in inexact)]
+        self.index_of = {plan.leaves[i].path: i for i in self._numbers}
+        self.start: State = [*values.values(), *state, *(jnp.zeros_like(start[i]) for i in inexact)]
+        self._add_entries(self.initial_state, first)
+        noise = {i: copy_like(_normal(start[i], i, 0), start[i]) for i in inexact}
+        distances = {i: noise[i] for i in inexact if plan.selections[i] is not FROZEN}
+        self.batch = ((values, distances, {i: noise[i] for i in self.frozen}), {})
+
+    def __call__(self, leaves: State, batch: Any) -> tuple[State, list[Any]]:
+        first, last = len(self._numbers), min(self.updates.values(), default=len(leaves))
+        values = dict(zip(self._numbers, leaves, strict=False))
+        state = jax.tree.unflatten(self._state_treedef, leaves[first:last])
+        updates, state = self._advance(values, state, *batch[0], self.plan.selections)
+        if jax.tree.structure(state) != self._state_treedef:
+            fix = "return a state of the structure of tx.init(params)"
+            _tree.refuse_other_structure(state, self.initial_state, "the new state of tx", fix)
+        new = [v if updates[i] is None else _applied(v, updates[i]) for i, v in values.items()]
+        shown = [jnp.zeros_like(values[i]) if updates[i] is None else updates[i] for i in self.params]
+        return [*new, *jax.tree.leaves(state), *shown], []
+
+    def other_values(self) -> dict[int, Any]:
+        """Other frozen values, all of them negative, and the state of an optimizer that starts from them."""
+
+        def other(i: int) -> Any:
+            value = self._leaves[i]
+            new = (-1 - jnp.abs(_normal(value, i, 1))).astype(jax.dtypes.canonicalize_dtype(value.dtype))
+            return copy_like(self.plan.selections[i].choose(new, value), value)
+
+        new = {i: other(i) for i in self.frozen}
+        state = jax.tree.leaves(self._init({i: self._leaves[i] for i in self._numbers} | new))
+        return {self.params[i]: value for i, value in new.items()} | dict(
+            zip(sorted(self.in_optimizer), state, strict=True)
+        )
+
+    def statistics(self) -> list[int]:
+        return []
+
+    def _init(self, values: Mapping[int, Any]) -> optax.OptState:
+        try:
+            return self.tx.init(self._tree_of(values))
+        except Exception as error:
+            error.add_note("fz.audit: from tx.init(params)")
+            raise
+
+    def _advance(self, *args: Any) -> Any:
+        """One step, compiled if the optimizer can be, with the first extra arguments that it accepts."""
+        errors = []
+        for program, names in self._ways:
+            try:
+                result = program(names, *args)
+            except Exception as error:
+                errors.append(error)
+            else:
+                self._ways = [(program, names)]
+                return result
+        errors[0].add_note("fz.audit: from tx.update(grads, state, params), with gradients made up by it")
+        raise errors[0]
+
+    def _step(
+        self,
+        names: tuple[str, ...],
+        values: Mapping[int, Any],
+        state: optax.OptState,
+        start: Mapping[int, Any],
+        noise: Mapping[int, Any],
+        fills: Mapping[int, Any],
+        selections: Sequence[Selection],
+    ) -> tuple[Any, ...]:
+        params = self._tree_of(values)
+
+        def value_fn(params: PyTree) -> jax.Array:
+            """Half the squared distance of trainable elements from a target, with ``fills`` as the other gradients."""
+            loss = jnp.zeros((), self._loss_dtype)
+            for i, value in enumerate(_tree.flatten(params)[0]):
+                if i in noise:
+                    distance = value - start[i] + noise[i]
+                    distance = selections[i].choose(jnp.zeros_like(value), distance)
+                    loss += (jnp.abs(distance) ** 2).sum().astype(self._loss_dtype) / 2
+                if i in fills and not _tree.is_masked_node(value):
+                    gradient = selections[i].choose(fills[i], jnp.zeros_like(value))
+                    loss += _zero_with_gradient(self._loss_dtype, value, gradient)
+            return loss
+
+        def gradient(i: int) -> Any:
+            if i in noise:
+                return selections[i].choose(fills.get(i), values[i] - start[i] + noise[i])
+            return fills[i] if i in fills else jnp.zeros_like(values[i]) if i in values else _tree.MASKED_NODE
+
+        leaves = [gradient(i) for i in range(len(self._leaves))]
+        grads = jax.tree.unflatten(
+            self.treedef,
+            leaves if self.full_grads else [s.take(leaf) for s, leaf in zip(selections, leaves, strict=True)],
+        )
+        extra_args = {
+            "value": value_fn(params),
+            "grad": grads,
+            "value_fn": value_fn,
+            "obj_fn": value_fn,
+            "grad_fn": lambda params, *_: jax.grad(value_fn, allow_int=True)(params),
+        }
+        given = self.extra_args(params, grads) if callable(self.extra_args) else self.extra_args
+        extra_args = {name: extra_args[name] for name in names} | dict(given or {})
+        updates, state = self.tx.update(grads, state, params, **extra_args)
+        changes, treedef = _tree.flatten_beside(self.treedef, updates)
+        if treedef != self.treedef:
+            _tree.refuse_other_structure(updates, params, "updates", "return updates of the gradients' structure")
+        return {i: self._full_update(i, changes[i], selections[i]) for i in values}, state
+
+    def _tree_of(self, values: Mapping[int, Any]) -> PyTree:
+        return jax.tree.unflatten(self.treedef, [values.get(i, value) for i, value in enumerate(self._leaves)])
+
+    def _full_update(self, i: int, change: Any, selection: Selection) -> Any:
+        """An update of the leaf's shape, -0.0 at the elements that have none; None if the leaf has none."""
+        if is_nothing(change) or not isinstance(change, Part):
+            return None if is_nothing(change) else jnp.asarray(change)
+        selection = selection if isinstance(change.index, int) else change.index
+        return selection.spread(change, zero(Leaf("", (), change.dtype), None))
+
+
+class GivenGradients:
+    """What differs with other gradients, if these are an argument of the step.
+
+    Attributes:
+      gradients: all gradients of frozen elements, as one that changes.
+      trained: the parameters whose frozen elements change with the sign of their gradient.
+      by_values: the parameters whose trainable elements have another update with other frozen parameters.
+      untrained: the parameters whose gradient affects neither their update nor any state.
+      note: why the runs may not show every leak.
+    """
+
+    computed: Sequence[Gradient] = ()
+    for_results: Sequence[Gradient] = ()
+    flops = 0
+
+    def __init__(self, step: OptimizerStep, steps: int, values: Mapping[int, Any]) -> None:
+        self._step, self._steps = step, steps
+        self._owners = [step.owner(k) for k in range(len(step.start))]
+        _, distances, fills = step.batch[0]
+        self._random = self._answer()
+        live, nan = self._of_updates()
+
+        def with_changed(change: int) -> Answer:
+            return self._answer(fills={i: changed(fill, change) for i, fill in fills.items()}) - self._random
+
+        changes = range(4) if fills and step.full_grads else ()
+        gradient = Gradient.of(tuple(step.frozen), [with_changed(change) for change in changes])
+        self.gradients = [gradient]
+        self.trained = {i for name, i in gradient.negative if name == "frozen"}
+        reached = self._answer(changes=values) - self._random if fills else frozenset()
+        by_values = {i for name, i in reached if name == "trainable" and i is not None}
+        self.by_values = frozenset(by_values if step.extra_args is None else ())
+        turned = self._answer(distances={i: -value for i, value in distances.items()})
+        waits = [*outermost_states(step.initial_state, FreezeWhenState)]  # a group of `freeze_when`
+        reached = {i for _, i in turned}
+        left = [i for i in step.params if not step.is_frozen(i) and i not in reached and i not in nan]
+        self.untrained = ([] if waits or None in reached else left), []
+        self.note = self._note(live, nan)
+
+    def sets(self, i: int) -> bool:
+        return False
+
+    def _note(self, live: bool, nan: set[int]) -> str:
+        if any(name == "trainable" for name, _ in self._random):
+            return "two equal runs gave different updates: what trainable parameters depend on cannot be judged"
+        if nan:
+            return "updates of trainable parameters are NaN whatever is frozen: what they depend on cannot be judged"
+        if not live and not self.untrained[0]:
+            return (
+                "trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"
+            )
+        return ""
+
+    def _answer(self, distances: Any = None, fills: Any = None, changes: Mapping[int, Any] = {}) -> Answer:
+        """What differs in a second run."""
+        step, answer = self._step, set()
+        start, *given = step.batch[0]
+        second = [own if new is None else new for own, new in zip(given, (distances, fills), strict=True)]
+        runs = step.run(self._steps), step.run(self._steps, changes, ((start, *second), {}))
+        for pair in zip(*runs, strict=True):
+            for k, counts in zip(*self._counts(*pair), strict=True):
+                if k not in step.in_optimizer:
+                    i = self._param_at[k]
+                    answer |= {(name, i) for name, count in zip(("frozen", "trainable"), counts, strict=True) if count}
+                elif counts[1] and (self._owners[k] is not None or np.ndim(step.start[k])):
+                    answer.add(("other" if self._owners[k] is None else "state", self._owners[k]))
+        return frozenset(answer)
+
+    @functools.cached_property
+    def _param_at(self) -> dict[int, int]:
+        return {self._step.updates[k]: i for i, k in self._step.params.items()}
+
+    def _counts(self, a: State, b: State) -> tuple[list[int], Any]:
+        """For each update, and each array of the state, how many elements differ where frozen and elsewhere."""
+        step = self._step
+        places = [*step.updates.values(), *(k for k in sorted(step.in_optimizer) if is_array(step.start[k]))]
+        masks = [step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False) for k in places]
+        return places, jax.device_get(differences([a[k] for k in places], [b[k] for k in places], masks))
+
+    def _of_updates(self) -> tuple[bool, set[int]]:
+        """Whether a trainable element has an update, and the parameters for which one is NaN."""
+        step, live, nan = self._step, False, set()
+        for state in step.run(self._steps):
+            for k, i in self._param_at.items():
+                update = jnp.where(step.mask(i), 0, state[k])
+                live |= bool((update != 0).any())
+                nan |= {i} if bool((update != update).any()) else set()
+        return live, nan
+
+
+def _applied(value: Any, update: Any) -> Any:
+    """A leaf after an update: the same bits where this is zero, except that -0.0 + 0.0 is 0.0."""
+    new = optax.apply_updates(value, update)
+    if not jnp.issubdtype(new.dtype, jnp.inexact):
+        return new
+    sign_of = lambda x: jnp.signbit(jnp.real(x).astype(jnp.float32))  # noqa: E731
+    loses_sign = (value == 0) & sign_of(value) & ~sign_of(update)
+    return jnp.where((update == 0) & ~loses_sign, value, new)
+
+
+def made_up(struct: Any) -> Any:
+    """An array for a ``jax.ShapeDtypeStruct`` (of a PRNG key, ``MaskedNode``); any other leaf itself, on the device."""
+    if not isinstance(struct, jax.ShapeDtypeStruct):
+        return to_device(struct)
+    if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
+        return _tree.MASKED_NODE
+    is_inexact = jnp.issubdtype(struct.dtype, jnp.inexact)
+    value = jnp.asarray(_normal(struct, 0) if is_inexact else np.zeros(struct.shape, struct.dtype))
+    return value if struct.sharding is None else jax.device_put(value, on_device(struct.sharding))
+
+
+def _normal(like: Any, *seed: int) -> np.ndarray:
+    draw = np.random.default_rng(seed).standard_normal
+    numbers = np.asarray(draw(like.shape, np.float32))
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        numbers = numbers + 1j * np.asarray(draw(like.shape, np.float32))
+    return numbers.astype(like.dtype)
+
+
+def _is_number(value: Any) -> bool:
+    if is_array(value):
+        return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    return isinstance(value, (bool, int, float, complex))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _zero_with_gradient(dtype: Any, value: jax.Array, gradient: jax.Array) -> jax.Array:
+    """Zero, whose gradient with respect to ``value`` is ``gradient``, be it infinite or NaN."""
+    del value, gradient
+    return jnp.zeros((), dtype)
+
+
+@_zero_with_gradient.defjvp
+def _zero_with_gradient_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
+    return _zero_with_gradient(dtype, *primals), jnp.real(primals[1] * tangents[0]).sum().astype(dtype)

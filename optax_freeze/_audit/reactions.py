@@ -1,0 +1,65 @@
+"""What differs in the results of a step if the gradients of frozen elements have other values."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CHANGES = ("negative", "huge", "nan", "inf", "half")
+"""Other values of a gradient; half: every second element is huge."""
+
+Answer: TypeAlias = frozenset[tuple[str, int | None]]
+"""What differs with another gradient: ``frozen`` or ``trainable`` elements of a parameter, or its ``state``, each with
+the number of the parameter in the plan; ``other`` state; another ``result`` of the step."""
+
+
+class Gradient(NamedTuple):
+    """The gradient of parameters with frozen elements, and what differs with other values at these elements."""
+
+    leaves: tuple[int, ...]
+    negative: Answer
+    huge: Answer
+    nan: Answer
+    inf: Answer
+    flops: int | None = 0  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
+    leaves_call: bool = False
+
+    def trainable(self, answer: Answer) -> set[int]:
+        """The parameters whose trainable elements differ, or the state of which does; of its own not the state."""
+        own = {*self.leaves}
+        return {
+            i for name, i in answer if i is not None and (name == "trainable" or (name == "state" and i not in own))
+        }
+
+    @classmethod
+    def of(cls, leaves: tuple[int, ...], answers: Sequence[Answer], *more: Any) -> "Gradient":
+        """A gradient with its answers to the first ``CHANGES``, if any."""
+        negative, huge, nan, inf = (*answers, *[frozenset()] * 4)[:4]
+        return cls(leaves, negative, huge, nan, inf, *more)
+
+    @property
+    def read(self) -> set[str]:
+        return {name for name, _ in self.negative | self.huge | self.nan | self.inf}
+
+
+def changed(value: Any, change: Any) -> Any:
+    """Another value of a gradient; ``change`` is a place in ``CHANGES``."""
+    huge = jnp.full_like(value, min(1e15, float(jnp.finfo(value.dtype).max) / 4))
+    half = jnp.where(jnp.arange(value.size).reshape(value.shape) % 2 == 0, huge, value)
+    nan, inf = (jnp.full_like(value, x) for x in (np.nan, np.inf))
+    return jax.lax.select_n(change, -value, huge, nan, inf, half)
+
+
+@jax.jit
+def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
+    """For each pair of arrays how many elements differ where frozen, and how many elsewhere."""
+
+    def count(a: Any, b: Any, frozen: Any) -> Any:
+        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            return jnp.zeros(2, jnp.int32)
+        differ = ~((a == b) | ((a != a) & (b != b)))
+        return jnp.stack([x.sum(dtype=jnp.int32) for x in (differ & frozen, differ & ~frozen)])
+
+    return [count(*each) for each in zip(values, expected, frozen, strict=True)]
