@@ -123,6 +123,12 @@ def bits(tree):
     return rows
 
 
+def by_path(tree):
+    """The leaves by their path, so that trees with the same paths in other containers compare equal."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(key, simple=True, separator="/"): leaf for key, leaf in leaves}
+
+
 def assert_equal_up_to_rounding(got, expected, dtype=None, roundings=16):
     """Compares the results of two programs, which a compiler may round differently, and differently on each CPU.
 

@@ -138,6 +138,8 @@ _BY_FILE = {
         ("if {*state.plan.names} != {*state.groups}:", "if False:", "-k TheStateOf"),
         ("if group.name in keys or not group.each]", "]", "-k leaves_that_cannot_train"),
         ("and coupled is not None:", "and False:", "tests/state/test_train_step.py -k gradient_and_the_update"),
+        ("_without_frozen_groups(call, frozen, own)", "call", "-k over_the_groups"),
+        ("{name: of_others(fn) for name", "{name: fn for name", "-k over_the_groups"),
         (
             "n < len(plans.names) and plans.conditions[n].takes_norm:",
             "False:",
@@ -184,12 +186,29 @@ _BY_FILE = {
             "tests/optimizer/test_leafwise.py -k share",
         ),
         (" if i not in self.missing]", "]", "tests/test_model_libraries.py -k without_a_gradient"),
-        ('extra_args["grad"] = updates', "pass", "tests/state/test_train_step.py -k extra_arguments"),
+        ("found | {name: updates for", "found | {name: value for", "tests/state/test_train_step.py -k extra_arguments"),
+        (
+            "if of_group and self._is_leafwise and is_tree(plan):",
+            "if of_group and self._is_leafwise:",
+            "tests/optimizer/test_freeze_when.py -k lone_leaf_and_no_leaf",
+        ),
+    ],
+    ("_optimizer/group_leaves.py", "tests/optimizer/test_group_leaves.py"): [
+        (" and not any(jax.tree.leaves(x) for i, x in enumerate(its) if i not in own)", "", "-k names_of"),
+        ("is_node = _is_node if len(", "is_node = _tree.is_leaf if len(", "-k metadata"),
+        (
+            "isinstance(node, (GroupLeaves, GroupState))",
+            "isinstance(node, GroupLeaves)",
+            "tests/optimizer/test_update_params.py -k other_transformations",
+        ),
+        (
+            "return dataclasses.replace(node, values=array) if isinstance(node, Part) else array",
+            "return array",
+            "-k no_pl",
+        ),
     ],
     ("_optimizer/leafwise.py", "tests/optimizer/test_leafwise.py"): [
         ("return _code(function) in leafwise", "return True", ""),
-        ("if all(its in (tree, _LEAF) for _, its in opened):", "if True:", "tests/optimizer/test_freeze_when.py"),
-        ("if its == tree else leaves[0]", "if len(leaves) != 1 else leaves[0]", ""),
     ],
     ("_optimizer/no_update.py", "tests/test_model_libraries.py"): [
         ("if isinstance(numbers[0], bool) else", "if False else", "-k not_an_array"),

@@ -209,12 +209,20 @@ def _refuse_constant_rows(spec: GroupSpec, params: PyTree) -> None:
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:
     """Replaces the gradients of frozen groups by zeros; ``own``: the selections of each group and of the rest."""
+    zeros = [jax.tree.map(lambda x: jnp.zeros((), jnp.result_type(x)), value) for value in values]
+    return replaced(values, zeros, frozen, own)
+
+
+def replaced(
+    values: Sequence[Any], others: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]
+) -> list[Any]:
+    """Replaces what frozen groups own of each leaf by that of ``others``."""
     new = list(values)
     for is_frozen, selections in zip(frozen, own, strict=False):
         for i, selection in enumerate(selections):
             if selection is not FROZEN:
-                zeros = jax.tree.map(lambda x, f=is_frozen: jnp.where(f, jnp.zeros((), jnp.result_type(x)), x), new[i])
-                new[i] = selection.choose(new[i], zeros)
+                other = jax.tree.map(lambda x, y, f=is_frozen: jnp.where(f, y, x), new[i], others[i])
+                new[i] = selection.choose(new[i], other)
     return new
 
 

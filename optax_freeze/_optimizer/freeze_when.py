@@ -5,8 +5,8 @@ condition decides, from the step and values of the program. Each group has an op
 change while the group is frozen.
 """
 
-import functools
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,29 +15,22 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, value_error
-from optax_freeze._gradient.group_gradients import GradientOfGroups, zeroed
+from optax_freeze._gradient.group_gradients import GradientOfGroups, replaced, zeroed
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.given_groups import GivenGroup, parse_groups
+from optax_freeze._optimizer.group_leaves import GroupLeaves, GroupState
 from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
-from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
-from optax_freeze._optimizer.leafwise import state_structure
+from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate, init_group, init_inner
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
+from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import PyTree
-
-
-class GroupState(NamedTuple):
-    """State of one group: that of its switch or condition, its dense masks, and that of its optimizer."""
-
-    condition_state: Any
-    masks: PyTree
-    inner_state: optax.OptState
 
 
 class FreezeWhenState(NamedTuple):
@@ -113,7 +106,6 @@ def freeze_when(
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     given = parse_groups(groups)
     by_key = {group.name: group for group in given}
-    structure = functools.cache(lambda: state_structure(inner))
     accepted = AcceptedPlans(
         FreezeWhenState,
         make=lambda tree: make_group_plans(given, tree, "ignore", accepted.latest).without_masks(),
@@ -121,7 +113,7 @@ def freeze_when(
     )
 
     def init_fn(params: PyTree) -> PyTree:
-        register_with_flax(GroupPlans)
+        register_groups_with_flax()
         for group in given:
             group.condition.check()
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
@@ -129,7 +121,9 @@ def freeze_when(
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
         own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
         plans = plans.with_masks(own)
-        *states, ungrouped_state = [_init(inner, plan, params) for plan in plans.plans]
+        *of_groups, rest = plans.plans
+        states = [_init(inner, plan, params, init_group) for plan in of_groups]
+        ungrouped_state = _init(inner, rest, params)
         coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
         group_states = {
             name: GroupState(condition.initial(), jax.tree.unflatten(treedef, masks) if has else (), state)
@@ -156,9 +150,10 @@ def freeze_when(
         frozen = list(frozen_groups(state).values())
         grads, coupled_state = call.grads, state.coupled_state
         if coupled is not None:
-            grads = zeroed(grads, frozen, [plan.selections for plan in plans.plans])
-            everything = plans.everything
-            grads, coupled_state = call.run(Inner(coupled), everything, coupled_state, everything.all_frozen, grads)
+            everything, own = plans.everything, [plan.selections for plan in plans.plans]
+            grads, of_coupled = zeroed(grads, frozen, own), _without_frozen_groups(call, frozen, own)
+            none = everything.all_frozen
+            grads, coupled_state = of_coupled.run(Inner(coupled), everything, coupled_state, none, grads)
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
             own, norm = call.grads, jnp.zeros([], jnp.float32)
@@ -173,7 +168,7 @@ def freeze_when(
         now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
         states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
         run = call.new_params if in_place else call.updates
-        new, [*states, ungrouped_state], norms = run(Inner(inner, structure()), plans.plans, states, gradient, now)
+        new, [*states, ungrouped_state], norms = run(Inner(inner), plans.plans, states, gradient, now)
         if not in_place:
             new = plans.merge(new, call.grads, call.olds, call.missing)
             new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))
@@ -208,9 +203,47 @@ def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: fz.grad(loss, fz.spec_of(state))"
 
 
-def _init(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
+def _without_frozen_groups(call: InnerUpdate, frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> InnerUpdate:
+    """The call of ``coupled``: its extra arguments are about a loss in which frozen groups are constants."""
+
+    def zeroed_tree(tree: PyTree) -> PyTree:
+        values, treedef = _tree.flatten_beside(call.treedef, tree)
+        return jax.tree.unflatten(treedef, zeroed(values, frozen, own)) if treedef == call.treedef else tree
+
+    def of_others(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def called(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            values, treedef = _tree.flatten(params)
+            return fn(jax.tree.unflatten(treedef, replaced(values, call.olds, frozen, own)), *args, **kwargs)
+
+        return called
+
+    extra_args = dict(call.extra_args)
+    if "grad" in extra_args:
+        extra_args["grad"] = zeroed_tree(extra_args["grad"])
+    if call.params is not None:
+        extra_args |= {name: of_others(fn) for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
+    if callable(grad_fn := extra_args.get("grad_fn")):
+        extra_args["grad_fn"] = lambda *args, **kwargs: zeroed_tree(grad_fn(*args, **kwargs))
+    return call._replace(extra_args=extra_args)
+
+
+def register_groups_with_flax() -> None:
+    """:func:`optax_freeze._spec.resolve.register_with_flax` for the nodes of a state of groups."""
+    register_with_flax(GroupPlans)
+    if serialization := sys.modules.get("flax.serialization"):
+
+        def restored(leaves: GroupLeaves, state: Any) -> GroupLeaves:
+            return GroupLeaves(serialization.from_state_dict(dict(leaves), state))
+
+        to_dict = lambda leaves: serialization.to_state_dict(dict(leaves))  # noqa: E731
+        serialization.register_serialization_state(GroupLeaves, to_dict, restored, override=True)
+
+
+def _init(
+    tx: optax.GradientTransformation, plan: Plan, params: PyTree, init: Callable[..., optax.OptState] = init_inner
+) -> optax.OptState:
     try:
-        return init_inner(tx, plan, params)
+        return init(tx, plan, params)
     except IndexError:  # Optax's line searches look at the first leaf
         if not plan.all_frozen:
             raise

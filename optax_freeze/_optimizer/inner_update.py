@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,7 +13,8 @@ from jax.core import Tracer
 from optax_freeze._errors import in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import restrict
 from optax_freeze._gradient.group_gradients import GradientOfGroups
-from optax_freeze._optimizer.leafwise import Lists
+from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
+from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import updated
@@ -54,11 +55,14 @@ class InnerUpdate(NamedTuple):
     def updates(
         self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
     ) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
-        """For each plan the flat updates of its trainable part, the new state and the norm of the gradient."""
+        """For each plan the flat updates of its trainable part, the new state and the norm of the gradient.
+
+        All plans but the last are groups.
+        """
         runs = []
         for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
             grads, norm = gradient(n)
-            runs.append((*self.run(tx, plan, state, is_frozen, grads), norm))
+            runs.append((*self.run(tx, plan, state, is_frozen, grads, of_group=n < len(plans) - 1), norm))
         changes, states, norms = map(list, zip(*runs, strict=True))
         return changes, states, norms
 
@@ -72,7 +76,7 @@ class InnerUpdate(NamedTuple):
         new, new_states, norms = list(self.olds), [], []
         for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
             own = [i for i in plan.own if i not in self.missing]
-            form = tx.form(plan, self.treedef, state, self.extra_args)
+            form = tx.form(plan, self.treedef, state, of_group=n < len(plans) - 1)
 
             def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own, form: Any = form) -> Any:
                 grads, norm = gradient(n)
@@ -91,19 +95,17 @@ class InnerUpdate(NamedTuple):
         return jax.tree.unflatten(self.params_treedef, new), new_states, norms
 
     def run(
-        self, tx: "Inner", plan: Plan, state: PyTree, frozen: Any, grads: Sequence[Any]
+        self, tx: "Inner", plan: Plan, state: PyTree, frozen: Any, grads: Sequence[Any], *, of_group: bool = False
     ) -> tuple[list[Any], PyTree]:
         """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
-        form = tx.form(plan, self.treedef, state, self.extra_args)
+        form = tx.form(plan, self.treedef, state, of_group)
         changes, state = self._run(form, frozen, grads)
         return changes, form.closed(state)
 
     def _run(self, form: "Trees | Lists", frozen: Any, grads: Sequence[Any]) -> tuple[list[Any], PyTree]:
         updates = form.trainable(self.treedef, grads)
         params = None if self.params is None else form.trainable(self.params_treedef, self.olds)
-        extra_args = _without_frozen(self.extra_args, form.plan, self.treedef, self.params)
-        if isinstance(extra_args.get("grad"), GradientOfGroups):
-            extra_args["grad"] = updates
+        extra_args = form.extra_args(self, updates)
         try:
             updates, state = update_unless(frozen, form.update, updates, form.state, params, extra_args)
         except (ValueError, TypeError, AttributeError) as error:
@@ -122,18 +124,21 @@ class InnerUpdate(NamedTuple):
 class Inner:
     """A transformation in one update of several plans.
 
-    ``structure`` is that of :func:`state_structure` if it may be called with lists: plans of equal leaves then share
-    what JAX traces.
+    If it is leafwise, groups call it with lists, and groups of equal leaves share what JAX traces.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, structure: Any = None) -> None:
-        self._update, self._structure = _in_memory(tx.update), structure
+    def __init__(self, tx: optax.GradientTransformation) -> None:
+        self._update, self._is_leafwise = _in_memory(tx.update), all(map(is_leafwise, tx))
         self._traced_once = jax.jit(self._update)
 
-    def form(self, plan: Plan, treedef: Any, state: PyTree, extra_args: Mapping[str, Any]) -> "Trees | Lists":
+    def form(self, plan: Plan, treedef: Any, state: PyTree, of_group: bool) -> "Trees | Lists":
         """How it is called for a plan."""
-        found = None if extra_args else Lists.of(self._of_lists, self._structure, plan, treedef, state)
-        return Trees(self._update, _variables_outside(state, plan), plan) if found is None else found
+        if of_group and self._is_leafwise and is_tree(plan):
+            return Lists(self._of_lists, opened(state, list), plan, state)
+        if not of_group:
+            return Trees(self._update, _variables_outside(state, plan), plan)
+        tree_of = lambda own: jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))  # noqa: E731
+        return Trees(self._update, _variables_outside(opened(state, tree_of), plan), plan, state)
 
     def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -146,21 +151,65 @@ class Trees(NamedTuple):
     update: Callable[..., Any]
     state: PyTree
     plan: Plan
+    stored: PyTree = None  # the state of a group, with `GroupLeaves`
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         return self.plan.trainable(treedef, values)
+
+    def extra_args(self, call: InnerUpdate, updates: PyTree) -> dict[str, Any]:
+        found = _without_frozen(call.extra_args, self.plan, call.treedef, call.params)
+        return found | {name: updates for name, value in found.items() if isinstance(value, GradientOfGroups)}
 
     def flat(self, updates: PyTree) -> list[Any]:
         return _tree.flatten(updates)[0]
 
     def closed(self, state: PyTree) -> PyTree:
-        return parts_outside(state, self.plan)
+        state = parts_outside(state, self.plan)
+        if self.stored is None:
+            return state
+
+        def own(tree: PyTree) -> list[Any]:
+            leaves = self.flat(tree)
+            return [leaves[i] for i in self.plan.own]
+
+        return closed(state, self.stored, own)
+
+
+class Lists(NamedTuple):
+    """How a leafwise transformation is called for a group: with lists of the leaves that train, also in its state."""
+
+    update: Callable[..., Any]
+    state: PyTree
+    plan: Plan
+    stored: PyTree
+
+    def trainable(self, _: Any, values: Sequence[Any]) -> list[Any]:
+        return list(self.plan.trainable_leaves(values).values())
+
+    def extra_args(self, call: InnerUpdate, updates: PyTree) -> dict[str, Any]:
+        return {}
+
+    def flat(self, changes: Sequence[Any]) -> list[Any]:
+        return self.plan.full(dict(zip(self.plan.own, changes, strict=True)))
+
+    def closed(self, state: PyTree) -> PyTree:
+        return closed(state, self.stored, list)
 
 
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for the trainable part of the parameters."""
+    return parts_outside(tx.init(_trainable(plan, params)), plan)
+
+
+def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
+    """The state of an inner optimizer for a group."""
+    trainable = _trainable(plan, params)
+    return without_others(parts_outside(tx.init(trainable), plan), plan, trainable)
+
+
+def _trainable(plan: Plan, params: PyTree) -> PyTree:
     values, treedef = _tree.flatten(params)
-    return parts_outside(tx.init(plan.trainable(treedef, values)), plan)
+    return plan.trainable(treedef, values)
 
 
 def _in_memory(update: Any) -> Any:
@@ -186,13 +235,13 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
         values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
         return plan.trainable(treedef, values)
 
-    of_params = {name: fn for name, fn in extra_args.items() if name in _OF_PARAMS and callable(fn)}
+    of_params = {name: fn for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
     if params is not None and of_params:
         rest = split(params, plan)[1]
         of_params = {name: restrict(fn, rest) for name, fn in of_params.items()}
         if grad_fn := of_params.get("grad_fn"):
             of_params["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
-    others = {name: value if name in _OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
+    others = {name: value if name in OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
     return others | of_params
 
 
@@ -205,7 +254,7 @@ def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
     return jnp.full(leaf.shape, value) if index is None else Part(value, index, leaf.shape)
 
 
-_OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
+OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
 """Extra arguments that Optax's transformations call with the parameters."""
 
 

@@ -18,6 +18,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.sharding import fitting
 from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.entries import entries_of
 from optax_freeze._state.parameter_of import parameter_of
 
 
@@ -61,12 +62,21 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     leaves = zip(_tree.paths(params), _tree.flatten(params)[0], strict=True)
     placed = {path: _placed(path, _tree.bare(leaf)) for path, leaf in leaves if is_array(leaf)}
     default = _replicated(placed)
-    state = eval_init(tx.init, params)
+    addresses: list[str] = []
+
+    def init(params: PyTree) -> PyTree:
+        state = tx.init(params)
+        # By their addresses, but not by their paths, the moments of all groups are one tree of parameters.
+        entries = entries_of(state, {path: its.shape for path, its in placed.items()})
+        pairs = zip(_tree.paths(state), entries, strict=True)
+        addresses.extend(path if entry.address is None else entry.address for path, entry in pairs)
+        return state
+
+    state = eval_init(init, params)
     nodes, treedef = _tree.flatten(state)
-    paths = _tree.paths(state)
-    owner_of = parameter_of(paths, placed)
+    owner_of = parameter_of(addresses, placed)
     shardings = []
-    for owner, node in zip(map(owner_of, paths), nodes, strict=True):
+    for owner, node in zip(map(owner_of, addresses), nodes, strict=True):
         parameter = None if owner is None else placed[owner]
         shardings.append(jax.tree.map(lambda x, p=parameter: beside(x, p, default) if is_array(x) else x, node))
     return jax.tree.unflatten(treedef, shardings)

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from optax_freeze._errors import described, is_array, message, type_error, value_error, whole_number
-from optax_freeze._optimizer.freeze_when import GroupPlans
+from optax_freeze._optimizer.freeze_when import register_groups_with_flax
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
@@ -35,7 +35,7 @@ from optax_freeze._verify.one_writer import another_writer, only_writer
 from optax_freeze.checkpoint import _record
 
 register_with_flax()
-register_with_flax(GroupPlans)
+register_groups_with_flax()
 
 
 class Saving:

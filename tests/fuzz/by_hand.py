@@ -75,14 +75,24 @@ def init(tx: Any, cuts: dict[str, Cut], params: dict[str, Any]) -> Owner:
 
 
 def update(
-    tx: Any, owner: Owner, params: dict[str, Any], grads: dict[str, Any], loss: Callable[[Any], Any], extra: Any
+    tx: Any,
+    owner: Owner,
+    params: dict[str, Any],
+    grads: dict[str, Any],
+    updates: dict[str, Any],
+    loss: Callable[[Any], Any],
+    extra: Any,
 ) -> tuple[dict[str, Any], Owner]:
-    """The new values of the elements of an owner, and the owner with its new state."""
+    """The new values of the elements of an owner, and the owner with its new state.
+
+    As in ``optax.chain(coupled, tx)``, ``updates`` come from ``coupled``, and the argument ``grad`` from the loss.
+    """
     mine, gradient = cut(owner.cuts, params), cut(owner.cuts, grads)
     whole = lambda part: {**params, **{path: its.put(params[path], part[path]) for path, its in owner.cuts.items()}}  # noqa: E731
     fn = lambda part: loss(whole(part))  # noqa: E731
     every = {"value": loss(params) if extra else None, "grad": gradient, "value_fn": fn, "obj_fn": fn}
-    updates, state = tx.update(gradient, owner.state, mine, **{name: every[name] for name in extra})
+    given = {name: every[name] for name in extra}
+    updates, state = tx.update(cut(owner.cuts, updates), owner.state, mine, **given)
     return optax.apply_updates(mine, updates), owner._replace(state=state)
 
 

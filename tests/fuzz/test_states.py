@@ -365,7 +365,7 @@ class Training(RuleBasedStateMachine):
             if frozen.get(name) or (its.conditions and not owner.cuts):
                 expected_owners[name] = owner
                 continue
-            args = self.inner, owner, self.params, coupled if its.kind == "coupled" else grads
+            args = self.inner, owner, self.params, grads, coupled if its.kind == "coupled" else grads
             parts, expected_owners[name] = self.by_hand(by_hand.update, *args, lambda p: loss(p, weights), self.extra)
             new |= {path: cut.put(new[path], parts[path]) for path, cut in owner.cuts.items()}
         # By the library.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import bits
+from conftest import assert_equal_up_to_rounding, bits, by_path
 
 import optax_freeze as fz
 
@@ -65,7 +65,7 @@ class TestTheContract:
         for path, own, steps in groups:
             expected, expected_state = run(inner, fz.partition(params, fz.all_except(path))[0], steps, jit=False)[-1]
             assert bits(new[path]) == bits(expected[path])
-            assert bits(own) == bits(expected_state)
+            assert bits(by_path(own)) == bits(by_path(expected_state))
 
     @pytest.mark.parametrize("coupled", [None, optax.clip_by_global_norm(1.0)], ids=["", "coupled"])
     def test_whatever_the_gradient_of_a_frozen_group(self, params, coupled):
@@ -397,6 +397,45 @@ def test_a_clip_over_all_groups():
     plain = optax.chain(coupled, optax.sgd(1.0))
     expected, _ = plain.update(grads, plain.init(params), params)
     chex.assert_trees_all_close(tx.update(grads, state, params)[0], expected, rtol=1e-6)
+
+
+def quadratic(params):
+    return sum(jnp.sum((x - i) ** 2 * (i + 1)) for i, x in enumerate(jax.tree.leaves(params)))
+
+
+TO_SEARCH = {"a": jnp.array([3.0, -4.0]), "b": jnp.array([[1.0, 5.0]]), "c": jnp.array([-7.0])}
+
+
+@pytest.mark.parametrize("way", ["update", "train_step"])
+class TestALineSearch:
+    """Its ``value``, ``grad`` and ``value_fn`` are those of one loss, whatever ``coupled`` does to the gradient."""
+
+    def steps(self, tx, params, way, loss=quadratic):
+        state = tx.init(params)
+        for _ in range(3):
+            if way == "train_step":
+                params, state, _ = fz.train_step(loss, tx, extra_args=["value", "grad", "value_fn"])(params, state)
+                continue
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=loss)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    def test_in_a_group(self, way):
+        clip = optax.clip_by_global_norm(1.0)
+        tx = fz.freeze_when(optax.lbfgs(), {"**": fz.unfreeze_at(0)}, clip)
+        expected = self.steps(optax.chain(clip, optax.lbfgs()), TO_SEARCH, "update")
+        assert_equal_up_to_rounding(self.steps(tx, TO_SEARCH, way), expected)
+
+    def test_over_the_groups_that_train(self, way):
+        groups = {"a": fz.unfreeze_at(9), "b": (fz.rows(0, axis=1), fz.unfreeze_at(9))}
+        tx = fz.freeze_when(optax.identity(), groups, optax.lbfgs())
+        frozen = {"a": True, "b": fz.rows(0, axis=1), "c": False}
+        trainable, rest = fz.partition(TO_SEARCH, frozen)
+        expected = fz.combine(self.steps(optax.lbfgs(), trainable, "update", fz.restrict(quadratic, rest)), rest)
+        got = self.steps(tx, TO_SEARCH, way)
+        assert_equal_up_to_rounding(got, expected)
+        assert bits(got["a"]) == bits(TO_SEARCH["a"])
 
 
 def test_no_copy_of_a_donated_state():

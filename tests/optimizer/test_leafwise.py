@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import assert_equal_up_to_rounding
+from conftest import assert_equal_up_to_rounding, by_path
 
 import optax_freeze as fz
 from optax_freeze._optimizer.leafwise import is_leafwise, leafwise_transformations
@@ -76,9 +76,10 @@ def test_as_multi_transform(tx, leafwise, way):
         a, state = ours(a, state, jax.tree.map(jnp.cos, a))
         b, other = theirs(b, other, jax.tree.map(jnp.cos, b))
     assert_equal_up_to_rounding(a, b)
-    inner = other.inner_states["layer_0"].inner_state
-    assert jax.tree.structure(state.groups["layer_0"].inner_state) == jax.tree.structure(inner)
-    assert_equal_up_to_rounding(state.groups["layer_0"].inner_state, inner)
+    inner = by_path(other.inner_states["layer_0"].inner_state)
+    own = by_path(state.groups["layer_0"].inner_state)
+    assert own.keys() == inner.keys()
+    assert_equal_up_to_rounding(own, inner)
 
 
 def test_equal_groups_share_a_traced_update():
@@ -119,5 +120,4 @@ def test_tracing_a_step_is_linear_in_the_groups():
     calls(2)  # imports
     few, many = calls(20), calls(40)
     assert many["functions"] <= 2.05 * few["functions"]
-    # JAX makes the state of n groups twice, with 2 moments of 2 n leaves in each.
-    assert many["placeholders"] <= 3 * 40 * 2 * 2 * 40
+    assert many["placeholders"] <= 2.05 * few["placeholders"]

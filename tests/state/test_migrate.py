@@ -228,6 +228,29 @@ class TestGroups:
         assert bits(fz.migrate(new, tx, params).ungrouped_state[0].mu) == bits(rest.mu)
 
 
+@pytest.mark.parametrize("new", ["freeze", "freeze_when", "the same labels inside"])
+def test_from_the_labels_of_a_running_experiment(params, new):
+    """It continues as if nothing had changed."""
+    body, head = optax.adamw(SCHEDULE), optax.adam(0.1)
+    labels = {"encoder": {"layer_0": "frozen", "layer_1": "body"}, "head": "head"}
+    old = optax.multi_transform({"body": body, "head": head, "frozen": optax.set_to_zero()}, labels)
+    tx = fz.freeze(old, "encoder/layer_0")
+    if new != "the same labels inside":
+        labels["head"] = "body"
+        old = optax.multi_transform({"body": body, "frozen": optax.set_to_zero()}, labels)
+        conditions = {"encoder/layer_0": True, "head": False}
+        tx = fz.freeze(body, "encoder/layer_0") if new == "freeze" else fz.freeze_when(body, conditions)
+    params, state = train(old, params)
+    migrated, report = fz.migrate(state, tx, params, report=True)
+    assert report.dropped == ()
+    assert all("layer_0" in name or "/condition_state" in name or name == "step" for name in report.created)
+    expected, _ = train(old, params, state=state)
+    got, _ = train(tx, params, state=migrated)
+    assert bits(got["head"]) == bits(expected["head"])
+    assert bits(got["encoder"]["layer_1"]) == bits(expected["encoder"]["layer_1"])
+    assert bits(got["encoder"]["layer_0"]) == bits(params["encoder"]["layer_0"])
+
+
 class TestNNX:
     @pytest.fixture
     def model(self):

@@ -127,6 +127,16 @@ def test_the_state_of_any_optimizer_has_shardings(inner):
     assert set(of_head) == {("model", "data")}
 
 
+def test_the_state_of_each_group_is_sharded_as_its_leaf():
+    params = model(LAYOUTS["both"])
+    tx = fz.freeze_when(optax.trace(0.9), {fz.each("**"): fz.unfreeze_at(1)})
+    of_state = fz.state_shardings(tx, params)
+    moments = {path: group.inner_state.trace[path] for path, group in of_state.groups.items()}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    expected = {jax.tree_util.keystr(key, simple=True, separator="/"): leaf.sharding for key, leaf in leaves}
+    assert moments == expected
+
+
 def test_trainable_rows_are_sharded_where_the_mesh_divides_them():
     params = model(LAYOUTS["both"])
     for first, expected in ((504, P("model", "data")), (509, P(None, "data"))):
