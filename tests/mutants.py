@@ -86,14 +86,24 @@ _BY_FILE = {
     ],
     ("_gradient/leaf_in_rows.py", "tests/gradient/test_freeze_loss.py"): [
         ("    array, rows = tangents\n", "    array, rows = tangents[0], tangents[1] * 2\n", "-k second"),
+        (
+            "_rows_of(selection, *primals), sel",
+            "primals[0], sel",
+            "tests/gradient/test_forward_mode.py -k over_forward",
+        ),
     ],
     ("_gradient/dense_gradient.py", "tests/gradient/test_freeze_loss.py"): [
         ("as_traced(grads)", "grads", "-k is_a_constant"),
     ],
+    ("_gradient/custom_derivative.py", "tests/gradient/test_forward_mode.py"): [
+        ("found = bind(known, [ad", "_ = bind(known, [ad", "-k 'reverse_of or forward_over_forward'"),
+        ("if a is None else a + b", "if a is None else a", "-k forward_over_forward"),
+        ("jnp.sum(x, 0) if dim is None else x", "x[0] if dim is None else x", "-k over_a_map"),
+        ("except NoReverseModeError", "except KeyError", "-k cannot"),
+    ],
     ("_gradient/restricted_call.py", "tests/gradient/test_from_the_host.py"): [
         ("self.given(inputs, True)", "self.given(inputs)", "-k reads_an_unrolled_layer_again"),
         ("if EVERYTHING not in wanted.get(i, ())", "if False", "tests/gradient/test_restrict.py -k put_together"),
-        ('"fz.freeze_loss" if self.of_loss else "fz.restrict"', '"fz.restrict"', "tests/test_errors.py -k Forward"),
         (
             "as_traced([*outs, *vjp(list(cotangents))[0]])",
             "[*outs, *vjp(list(cotangents))[0]]",

@@ -35,8 +35,7 @@ def freeze_loss(fun: Callable[P, T], frozen: Spec, argnums: int = 0) -> Callable
 
     Returns:
       A function with the arguments and the result of ``fun``. It can be called, transformed and differentiated with
-      respect to any arguments like ``fun``; if rows are frozen, in reverse mode only, as with
-      :func:`optax_freeze.restrict`.
+      respect to any arguments like ``fun``; in forward mode, leaves of which rows are frozen are computed as a whole.
 
     Raises:
       TypeError: if ``fun`` is not a function.

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from optax_freeze._errors import type_error
+from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
@@ -64,7 +63,7 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
     if not places:
         return of_leaves()
     try:
-        call = _Call(of_leaves, found, complete)
+        call = _Call(of_leaves, found)
     except Exception as error:
         if not needs_value(error):
             raise
@@ -105,14 +104,12 @@ class _Call:
     Attributes:
       leaves: the types of the leaves that are frozen by rows, in parts; None for others.
       others: the numbers of the other tracers that the function reads.
-      of_loss: whether it is a call of ``fz.freeze_loss``.
       fun: the function, during a call of it: JAX keeps a custom derivative longer than tracers that this may hold.
     """
 
     fun: Callable[..., Any] | None = None
 
-    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], of_loss: bool) -> None:
-        self.of_loss = of_loss
+    def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         self.leaves: list[Any] = [x.without_values() if isinstance(x, LeafInRows) else None for x in leaves]
         self.structs = [
             jax.eval_shape(LeafInRows.whole, x) if isinstance(x, LeafInRows) else as_argument(x) for x in leaves
@@ -139,23 +136,9 @@ class _Call:
             [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
             [self.program.consts[number] for number in self.others],
         )
-        call = jax.custom_vjp(self.evaluate)
-        call.defvjp(self.forward, self.backward, symbolic_zeros=True)
         self.fun = fun
         try:
-            return self.traced.result(call(inputs))
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise type_error(
-                "a function restricted to rows has derivatives in reverse mode only",
-                at="fz.freeze_loss" if self.of_loss else "fz.restrict",
-                got="forward mode (jax.jvp, jax.jacfwd)",
-                expected="jax.grad, jax.vjp or jax.jacrev",
-                fix="differentiate lambda params, *args: fun(fz.stop_gradient(params, frozen), *args)"
-                if self.of_loss
-                else "differentiate lambda t: fun(fz.combine(t, rest))",
-            ) from error
+            return self.traced.result(call_with_backward(self.evaluate, self.forward, self.backward, inputs))
         finally:
             self.fun = None
 
@@ -179,11 +162,8 @@ class _Call:
         """The tasks that compute the outputs of the function."""
         return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs])
 
-    def forward(self, inputs: _Inputs) -> tuple[list[Any], Any]:
-        """The outputs, and what the backward pass reads."""
-        is_primal = lambda x: hasattr(x, "perturbed")  # noqa: E731
-        perturbed = jax.tree.map(lambda x: x.perturbed and is_inexact(x.value), inputs, is_leaf=is_primal)
-        inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=is_primal)
+    def forward(self, inputs: _Inputs, perturbed: _Inputs) -> tuple[list[Any], Any]:
+        """The outputs, and what the backward pass reads beside the inputs."""
         transposed = self._transposed(perturbed, inputs.others)
         program, outs = transposed.program, transposed.program.outputs[: transposed.outs]
         of_forward, _, stored = self._tasks(transposed, self._wanted(transposed, inputs.numbers))
@@ -191,17 +171,15 @@ class _Call:
         for task in of_forward:
             task.run(Context(), values)
         found = [Read(x, EVERYTHING).of(values) for x in outs]
-        return found, (transposed, inputs, [values.read(*key) for key in stored])
+        return found, (transposed, [values.read(*key) for key in stored])
 
-    def backward(self, residuals: Any, cotangents: Sequence[Any]) -> tuple[_Inputs]:
-        """The cotangents of the inputs, given those of the outputs."""
-        transposed, inputs, arrays = residuals
+    def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:
+        """The cotangents of the perturbed inputs, given those of the outputs."""
+        transposed, arrays = residuals
         program, perturbed = transposed.program, transposed.perturbed
-        cts = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
-        cts = [as_array(ct) for ct in cts if getattr(ct, "dtype", None) != jax.dtypes.float0]
         wanted = self._wanted(transposed, inputs.numbers)
         _, of_backward, stored = self._tasks(transposed, wanted)
-        values = Values(program.consts | dict(enumerate([*self.given(inputs, True), *inputs.others, *cts])))
+        values = Values(program.consts | dict(enumerate([*self.given(inputs, True), *inputs.others, *cotangents])))
         for (number, region), array in zip(stored, arrays, strict=True):
             values.write(number, region, array)
         for task in of_backward:
@@ -220,7 +198,7 @@ class _Call:
             found.rows.append(rows if in_rows else None)
             found.arrays.append(array)
         found.others.extend(next(grads) if here else None for here in perturbed.others)
-        return (found,)
+        return found
 
     def _transposed(self, perturbed: _Inputs, others: Sequence[Any]) -> _Transposed:
         """Traces the outputs and the gradients with respect to what is perturbed.
@@ -255,7 +233,12 @@ class _Call:
 
         cotangents = [zeros(aval) for aval in compress(closed.out_avals, is_out_inexact)]
         inputs = [*self.structs, *others, *cotangents]
-        traced = Traced(partial(value_and_vjp, of_program, [*of_leaf, *perturbed.others]), inputs)
+        try:
+            traced = Traced(partial(value_and_vjp, of_program, [*of_leaf, *perturbed.others]), inputs)
+        except ValueError as error:
+            if "Reverse-mode differentiation does not work" not in str(error):  # of a loop without a fixed length
+                raise
+            raise NoReverseModeError from error
         if self.fun is not None and any(isinstance(const, Tracer) for const in traced.closed.consts):
             if any(perturbed.others):
                 raise _NeedsFunctionError
