@@ -127,6 +127,18 @@ def test_with_both_wrappers_rows_have_no_leak(rows):
     assert ways.both.audit(), ways.both.audit()
 
 
+def test_the_geometric_tensors_of_netket_are_equal():
+    """That of Jacobians is computed in reverse mode, that on the fly in both."""
+    pytest.importorskip("netket", reason="netket is not installed (make gallery)")
+    names = trainers.netket().names
+    vstate, qgt = trainers.execute("NetKet", 1, names)["vstate"], names["nk"].optimizer.qgt
+    vector = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), vstate.parameters)
+    kinds = qgt.QGTOnTheFly, qgt.QGTJacobianDense
+    tensors = [vstate.quantum_geometric_tensor(kind(diag_shift=0.01)) for kind in kinds]
+    on_the_fly, jacobian = (jax.jit(lambda tensor: tensor @ vector)(tensor) for tensor in tensors)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), on_the_fly, jacobian)
+
+
 @pytest.mark.parametrize("title", ["Flax", "Kauldron"])
 def test_rows_train_in_a_trainer_of_an_optax_optimizer(title):
     made = trainers.TRAINERS[title]()
