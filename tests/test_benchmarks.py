@@ -5,12 +5,14 @@ import importlib
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
 from benchmarks import measure, write_results
+from PIL import Image
 
 SCRIPTS = write_results.HERE
 WITH_A_MAIN = {path.name for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()} - {"write_results.py"}
@@ -26,6 +28,29 @@ def test_every_benchmark_but_that_for_a_gpu_has_its_figures_as_json_and_markdown
         assert {"jax", "jaxlib", "optax", "flax"} <= set(run["versions"])
         text = write_results.markdown(path.stem, run)
         assert path.with_suffix(".md").read_text() == text, "python tests/benchmarks/write_results.py --render"
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """The script that draws the bars of the performance page."""
+    monkeypatch.syspath_prepend("docs")
+    return importlib.import_module("draw_bars")
+
+
+def test_the_pictures_of_the_performance_page_are_drawn_from_the_results_as_they_are(bars):
+    page = pathlib.Path("docs/performance.md").read_text()
+    for picture, (_, names) in bars.PICTURES.items():
+        assert Image.open(bars.STATIC / f"{picture}.png").text["Source"] == bars.digest(names), "docs/draw_bars.py"
+        assert f"(_static/{picture}.png)" in page
+
+
+def test_bars_are_as_long_as_the_figures(bars):
+    assert bars.memory("scale_gpu", "70B on h100", 2) == {"optax.partition": (324.6, True), "fz.freeze": (75.5, False)}
+    last = bars.draw_memory().axes[-1]
+    assert [bar.get_width() for bar in last.patches] == [324.6, 75.5]
+    assert [text.get_text() for text in last.texts] == ["over 324.6", "75.5"]
+    assert dict(bars.costs()["a step, GFLOP"])["fz.freeze"] == 96.2
+    assert len(bars.draw_costs().axes) == 7
 
 
 def test_a_table_is_written_with_times_in_italics_and_what_markdown_reads_escaped(monkeypatch, tmp_path, capsys):

@@ -178,6 +178,20 @@ def test_latent_diffusion(run):
     assert int(re.search(r"(\d+)% of 200 generated digits", output)[1]) > 40
 
 
+@pytest.mark.usefixtures("as_users_compile")
+def test_many_heads(run, drawn, tmp_path):
+    output = run("many_heads", "--epochs", 2, "--picture", tmp_path / "heads.png")
+    assert "16 heads, one compilation: 1; no bit of the trunk changed" in output
+    assert float(re.search(r"best head: ([\d.]+)%", output)[1]) > 60
+    together, separate, tails = (numbers(output, name) for name in ("│ together ", "│ separate ", "│ tails "))
+    assert together[0] <= 1.02 * tails[0]  # heads: the FLOPs of one trunk and 16 tails
+    assert together[0] < 0.25 * separate[0]
+    assert together[1] < 0.25 * separate[1]
+    assert together[3] < 0.5 * separate[3]  # LoRA: memory of one base
+    accuracy, *_ = drawn.pop().axes
+    assert len(accuracy.lines[0].get_xdata()) == 16
+
+
 def test_new_token_rows(run):
     output = run("new_token_rows", "--steps", 60)
     before, after = numbers(output, "loss, nats per character")

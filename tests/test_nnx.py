@@ -955,3 +955,46 @@ class TestOnlyParametersOfAModule:
                 call(model, "nowhere")
         with pytest.raises(ValueError, match="an NNX module without parameters"):
             fz.fingerprint(model.dropout, True)
+
+
+def test_a_sharded_optimizer_keeps_its_shardings_in_a_donating_step(rngs):
+    """The recipe of ``docs/nnx.md``, on eight devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    model = fnnx.freeze(nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)), "layers/0")
+    nnx.update(model, jax.device_put(nnx.state(model), rows))
+    params, tx = nnx.state(model, nnx.Param), optax.adamw(1e-3)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    moment, kernel = optimizer.opt_state[0].mu.layers[1].kernel[...], model.layers[0].kernel[...]
+    assert moment.sharding == rows
+    before = bits(kernel)
+    nnx.jit(step.__wrapped__, donate_argnums=(0, 1))(model, optimizer, jax.device_put(jnp.ones((8, 8)), rows))
+    assert moment.is_deleted()
+    assert kernel.is_deleted()
+    assert optimizer.opt_state[0].mu.layers[1].kernel[...].sharding == rows
+    assert model.layers[1].kernel[...].sharding == rows
+    assert bits(model.layers[0].kernel[...]) == before
+
+
+def test_a_frozen_model_is_served_from_its_values_without_this_package(chain, tmp_path):
+    fnnx.freeze(chain, "layers/0")
+    arrays = {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(chain))}
+    np.savez(tmp_path / "values.npz", **{path: np.asarray(leaf[...]) for path, leaf in arrays.items()})
+    code = f"""
+import sys
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+model = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(1)) for _ in range(3)))
+file = np.load({str(tmp_path / "values.npz")!r})
+flat = {{tuple(int(key) if key.isdigit() else key for key in path.split("/")): file[path] for path in file}}
+state = nnx.state(model)
+nnx.replace_by_pure_dict(state, unflatten_dict(flat))
+nnx.update(model, state)
+np.save({str(tmp_path / "out.npy")!r}, model(np.ones((2, 4), np.float32)))
+assert not any(name.startswith("optax_freeze") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert bits(np.load(tmp_path / "out.npy")) == bits(chain(jnp.ones((2, 4))))
