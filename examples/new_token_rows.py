@@ -20,7 +20,7 @@ def with_new_rows(params: Any, count: int) -> tuple[Any, Any]:
     """The parameters with more rows in the embedding, the means of the old ones, and a spec that trains only these."""
     old = params["embed"]["embedding"]
     embedding = jnp.concatenate([old, jnp.tile(old.mean(0), (count, 1))])
-    frozen = fz.rules({"embed/embedding": ~fz.rows(slice(len(old), None))}, default=True)
+    frozen = fz.rules({"embed/embedding": fz.rows(slice(0, len(old)))}, default=True)
     return {**params, "embed": {"embedding": embedding}}, frozen
 
 

@@ -250,6 +250,10 @@ _BY_FILE = {
         ),
         ("if node.eqn.has_effects or (not node.is_known and", "if (not node.is_known and", "-k runs_nothing"),
     ],
+    ("_precompute/precompute.py", "tests/precompute/test_precompute.py"): [
+        ("return selection.put(value, trained) if is_part else value", "return value", "-k Combine"),
+        ("and value.is_deleted()", "and False", "tests/test_errors.py -k together"),
+    ],
     ("_precompute/words.py", "tests/precompute/test_precompute.py"): [
         (
             "else of_constant(x.val)",

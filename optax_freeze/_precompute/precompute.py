@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 from jax.sharding import NamedSharding
 
-from optax_freeze._errors import described, is_array, value_error, whole_number
+from optax_freeze._errors import described, is_array, is_concrete, value_error, whole_number
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
 from optax_freeze._precompute.inputs import Arguments, parameters
@@ -25,6 +25,8 @@ from optax_freeze._spec.tree import MASKED_NODE, Leaf, Part, PyTree
 
 if TYPE_CHECKING:
     from optax_freeze._precompute.divide import Division
+
+_AFTER_TRAINING = "pass what `needed` returned for these parameters, after training"
 
 
 @jax.tree_util.register_pytree_node_class
@@ -164,6 +166,36 @@ class Precomputed:
         ]
         return jax.tree.unflatten(treedef, needed)
 
+    def combine(self, trained: PyTree, params: PyTree) -> PyTree:
+        """Combines the parameters that were trained with the frozen ones that :meth:`needed` removed.
+
+        Args:
+          trained: what ``needed`` returned, after training.
+          params: the parameters that were passed to ``needed``. Only leaves that ``trained`` does not have in full are
+            read, so a step may have donated, and thus deleted, the others.
+
+        Returns:
+          The full parameters: the leaves of ``trained``, and those of ``params`` in place of each ``MaskedNode`` and
+          around the trainable rows of a ``Part``.
+
+        Raises:
+          ValueError: if the trees do not belong together, or a leaf of ``params`` that is read has been deleted.
+
+        Example:
+          >>> import jax.numpy as jnp, optax_freeze as fz
+          >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
+          >>> params = {"encoder": jnp.ones((1, 2)), "head": jnp.zeros(2)}
+          >>> once = fz.precompute(loss, "encoder")
+          >>> small = once.needed(params, jnp.ones((2, 1)))
+          >>> once.combine({**small, "head": jnp.ones(2)}, params)
+          {'encoder': Array([[1., 1.]], dtype=float32), 'head': Array([1., 1.], dtype=float32)}
+        """
+        plan = full_plan(params, self.frozen)
+        _tree.refuse_other_paths(_tree.paths(trained), [leaf.path for leaf in plan.leaves], "trained", _AFTER_TRAINING)
+        kept, _ = plan.align(trained, "trained", _AFTER_TRAINING)
+        values, treedef = _tree.flatten(params)
+        return jax.tree.unflatten(treedef, list(map(_combined, plan.leaves, plan.selections, kept, values)))
+
     def explain(self, params: PyTree, /, *args: Any, **kwargs: Any) -> CutExplanation:
         """Explains what is computed once, what is stored, and which operations prevent computing more once.
 
@@ -204,7 +236,8 @@ def precompute(
     bytes.
 
     Args:
-      fun: the function, called as ``fun(params, *args, **kwargs)``; it may return anything.
+      fun: the function, called as ``fun(params, *args, **kwargs)``. It may return anything, such as a loss, logits, or
+        a loss with auxiliary outputs (there is no ``has_aux`` here); ``after`` returns the same.
       frozen: the spec of the frozen parameters, in any form.
       recurring: the position (the parameters are 0) or name of the argument that has the same values whenever the
         features are used, such as the batch; or several positions or names. Any other argument, such as a random key,
@@ -214,7 +247,7 @@ def precompute(
         the program. With None, the features belong to the batch as a whole.
 
     Returns:
-      A :class:`optax_freeze.typing.Precomputed`, with ``before``, ``after``, ``needed`` and ``explain``.
+      A :class:`optax_freeze.typing.Precomputed`, with ``before``, ``after``, ``needed``, ``combine`` and ``explain``.
 
     Raises:
       TypeError: if ``fun`` is not a function, or ``recurring`` is not a position or a name.
@@ -307,6 +340,30 @@ def full_plan(params: PyTree, frozen: Spec) -> Plan:
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
     return make_plan(params, frozen)
+
+
+def _combined(leaf: Leaf, selection: Selection, trained: Any, value: Any) -> Any:
+    """The full leaf after training."""
+    is_part = isinstance(trained, Part)
+    if not is_part and trained is not None and not _tree.is_masked_node(trained):
+        if is_array(trained) and trained.shape != leaf.shape:
+            raise value_error(
+                "trained: a leaf has another shape",
+                at=leaf.path,
+                got=described(trained),
+                expected=f"an array of shape {leaf.shape}",
+                fix=_AFTER_TRAINING,
+            )
+        return trained
+    if is_concrete(value) and isinstance(value, jax.Array) and value.is_deleted():
+        raise value_error(
+            "params: a frozen leaf has been deleted",
+            at=leaf.path,
+            got="an array that was donated",
+            expected="its values: `trained` does not have them",
+            fix="donate what `needed` returned, and not the full parameters",
+        )
+    return selection.put(value, trained) if is_part else value
 
 
 def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:

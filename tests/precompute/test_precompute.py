@@ -102,6 +102,7 @@ def mixed_precision(params, x):
 MASK = jnp.asarray(np.random.RandomState(0).rand(16, 16) < 0.5)
 LAST_TWO = {"layers": fz.rows(slice(0, 4)), "encoder": True, "middle": True, "head": False}
 FIRST_TWO = LAST_TWO | {"layers": fz.rows(slice(2, 6))}
+COLUMNS = {"encoder": True, "middle": True, "head": fz.rows(slice(0, 2), axis=1)}
 
 CASES = {
     "custom_jvp": (activated, PARAMS, "encoder", X),
@@ -562,6 +563,40 @@ class TestModels:
             states = full, small
         assert_equal_up_to_rounding(needed["head"], params["head"])
         assert_equal_up_to_rounding(needed["layers"].values, params["layers"][4:])
+
+
+class TestCombine:
+    """After steps that donate what ``needed`` returned, ``params`` lacks each array that both share."""
+
+    @pytest.mark.parametrize("name", ["leaves", "a frozen leaf that is read again", "rows", "rows that are read again"])
+    def test_after_donating_steps(self, name):
+        fun, frozen, base, shared = {
+            "leaves": (mlp, FROZEN, PARAMS, {"head"}),
+            "a frozen leaf that is read again": (tied, "embed", TEXT, {"embed"}),
+            "rows": (scanned, LAST_TWO, STACKED, {"head"}),
+            "rows that are read again": (mlp, COLUMNS, PARAMS, {"head"}),
+        }[name]
+        x = TOKENS if fun is tied else X
+        params, kept = jax.tree.map(jnp.copy, base), jax.tree.map(np.asarray, base)
+        once, tx = fz.precompute(fun, frozen), fz.freeze(optax.adamw(1e-2), frozen)
+        features, small = jax.jit(once.before)(params, x), once.needed(params, x)
+        step, state = jax.jit(fz.train_step(once.after, tx), donate_argnums=(0, 1)), tx.init(small)
+        for _ in range(2):
+            small, state, _ = step(small, state, features, x)
+        assert {name for name, leaf in params.items() if leaf.is_deleted()} >= shared
+        trained = once.combine(small, params)
+        fz.assert_frozen(kept, trained, frozen)
+        trainable = fz.partition(trained, frozen)[0]
+        assert bits(trainable) == bits(fz.partition(once.combine(trainable, kept), frozen)[0])
+        dense, full = jax.jit(fz.train_step(fun, tx)), (kept, tx.init(kept))
+        for _ in range(2):
+            full = dense(*full, x)[:2]
+        assert_equal_up_to_rounding(trained, full[0])
+
+    def test_in_a_compiled_function(self):
+        once = fz.precompute(scanned, LAST_TWO)
+        small = once.needed(STACKED, X)
+        assert bits(jax.jit(once.combine)(small, STACKED)) == bits(STACKED)
 
 
 class TestErrors:
