@@ -131,6 +131,9 @@ def carry(
     }
     scopes = {name: leaves_of(owner) for name, owner in fresh.items()}
     scopes_old = {name: leaves_of(owner) for name, owner in olds.items()}
+    has_same_names = (len(fresh) > 1) == (
+        len(olds) > 1
+    )  # what has no group and an optimizer without groups are not one
 
     def sources(name: str, place: Place) -> list[tuple[str, Place, Any]]:
         names = [name] if replaced else list(olds)
@@ -144,7 +147,8 @@ def carry(
 
         def rank(each: Any) -> tuple[bool, int]:
             counts = [int(a) for p, a in old[each[0]] if p.label == each[1].label and p.param is None and is_count(a)]
-            return (each[0], each[1].label) == (name, place.label), max(counts, default=0)
+            is_same = has_same_names and (each[0], each[1].label) == (name, place.label)
+            return is_same, max(counts, default=0)
 
         related.sort(key=rank)
         if len(related) > 1 and rank(related[-1]) == rank(related[-2]):

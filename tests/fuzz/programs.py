@@ -18,8 +18,8 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 WAYS = (
-    *("grad", "restrict", "value_and_grad", "restrict", "train_step", "groups"),
-    *("precompute", "precompute by example", "from the host"),
+    *("grad", "restrict", "value_and_grad", "restrict", "train_step", "restrict", "freeze_loss"),
+    *("groups", "precompute", "precompute by example", "from the host"),
 )
 HOW = ("quick", "as users", "quick", "quick", "as users", "quick", "quick", "eager")
 MOST = 20000
@@ -31,14 +31,19 @@ LOG: list[float] = []
 KEYS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 
 
-def total(*values):
+def total(*values, of=lambda value: value):
     """The sum of all elements, each with a weight of its own."""
     out = jnp.float32(0)
     for value in values:
-        value = jnp.real(value) - jnp.imag(value) if jnp.iscomplexobj(value) else value
+        value = of(jnp.real(value) - jnp.imag(value) if jnp.iscomplexobj(value) else value)
         weights = np.cos(np.arange(value.size, dtype=np.float32)).reshape(value.shape)
         out += jnp.sum(value.astype(jnp.float32) * weights)
     return out
+
+
+def curved(*values):
+    """A sum with a gradient that depends on the values."""
+    return total(*values, of=lambda value: value * jnp.tanh(value))
 
 
 def like(shape, dtype, value):
@@ -55,7 +60,7 @@ def mesh():
 
 
 NAMESPACE = {
-    **{f.__name__: f for f in (total, like, log, mesh, checkpoint_name, io_callback)},
+    **{f.__name__: f for f in (total, curved, like, log, mesh, checkpoint_name, io_callback)},
     "functools": functools,
     "jax": jax,
     "jnp": jnp,
@@ -105,11 +110,10 @@ class Body:
         return self.choose(of) == of - 1
 
     def pick(self, test: Callable[[Any], bool] = is_float) -> str:
-        """A value; leaves, and those that were written last, come twice."""
+        """A value: often the one that was written last, so that operations follow each other; leaves come often."""
         found = [name for name, aval in self.values.items() if test(aval)]
-        if not found:
-            raise NoValueError
-        return self.one([*(n for n in found if n[0] == "p"), *found, *found[-2:]])
+        last = [name for name in self.unread if test(self.values[name])][-1:]
+        return self.one(last if last and self.chance(2) else [*[n for n in found if n[0] == "p"] * 3, *found])
 
     def array(self, least: int = 1, test: Callable[[Any], bool] = is_float) -> tuple[str, tuple[int, ...]]:
         """A value with axes, and its shape."""
@@ -139,7 +143,7 @@ class Body:
         if not leaves or any(np.prod(leaf.shape) > MOST for leaf in leaves):
             raise NoValueError
         names = [self.name() for _ in leaves]
-        flat = type(types) in (tuple, list) and len(leaves) == len(types)
+        flat = type(types) in (tuple, list) and all(hasattr(each, "shape") for each in types)
         found = expression if flat or hasattr(types, "shape") else f"jax.tree.leaves({expression})"
         comma = "," if len(names) == 1 and not hasattr(types, "shape") else ""
         self.lines += [*lines, f"{', '.join(names)}{comma} = {found}"]
@@ -192,11 +196,14 @@ class Body:
         return [f"def {name}({arguments}):", *(f"    {line}" for line in [*self.lines, f"return {result}"])]
 
     def results(self) -> str:
-        return ", ".join(self.unread or [self.pick()])
+        return ", ".join([name for name in self.unread if name[0] != "p"] or [self.pick()])
 
 
 ROWS: dict[str, Callable[[Body], None]] = {}
-OFTEN = ("reduced", "reduced", "ordered", "random", "scanned", "scanned", "checkpointed", "custom_vjp", "empty")
+OFTEN = (
+    *("unary", "unary", "unary", "binary", "reduced", "reduced", "ordered", "reshaped", "repeated", "random", "random"),
+    *("scanned", "scanned", "checkpointed", "custom_vjp", "empty"),
+)
 """The rows that are drawn more often: those that wrong gradients came from."""
 COMPOSED: set[str] = set()
 """The rows that write functions."""
@@ -304,13 +311,10 @@ def of_complex(b: Body) -> None:
 
 @row
 def reduced(b: Body) -> None:
-    if b.choose(2):
-        unary(b)
     v, shape = b.array()
     axis = axis_of(b, shape)
-    name = b.one(
-        ["jnp.max", "jnp.sum", "jnp.min", "jnp.mean", "jnp.prod", "jnp.var", "jax.nn.logsumexp", "jnp.linalg.norm"]
-    )
+    smooth = ["jnp.sum", "jnp.mean", "jnp.prod", "jnp.var", "jax.nn.logsumexp", "jnp.linalg.norm"]
+    name = b.one(smooth) if b.choose(2) else b.one(["jnp.max", "jnp.min"])
     b.write(f"{name}({v}, axis={axis}{b.one(['', ', keepdims=True'])})")
 
 
@@ -360,7 +364,8 @@ def reshaped(b: Body) -> None:
         factor = b.one([n for n in (size, *SIZES) if size % n == 0])
         new.append(factor)
         size //= factor
-    b.write(f"{v}.reshape({(*new, size) if size > 1 else tuple(new)})")
+    some = (*new, size) if size > 1 else tuple(new)
+    b.write(f"{v}.reshape({b.one([some, -1, (-1, shape[-1]), (shape[0], -1)])})")
 
 
 @row
@@ -372,9 +377,15 @@ def extended(b: Body) -> None:
         f"lax.broadcast_in_dim({v}, {(n, *shape)}, {tuple(range(1, len(shape) + 1))})",
         f"{v} * jnp.ones(({n}, 1))",
     ]
-    kinds += [
+    b.write(b.one(kinds))
+
+
+@row
+def repeated(b: Body) -> None:
+    v, shape = b.array()
+    kinds = [
+        f"jnp.repeat({v}, {b.number(1, 3)}, {axis_of(b, shape)})",
         f"jnp.tile({v}, {tuple(b.one((1, 2)) for _ in shape)})",
-        f"jnp.repeat({v}, 3, {b.choose(len(shape) or 1)})",
         f"jnp.kron({v}, jnp.ones({(2,) * len(shape)}))",
     ]
     b.write(b.one(kinds))
@@ -606,7 +617,7 @@ def random(b: Body) -> None:
     several = f"jax.vmap(lambda r, k: r * {of_row.format(s=shape[1:])})({v}, {keys})"
     apart = f"jax.checkpoint(jax.vmap(lambda r, k: jnp.sin(r * {of_row.format(s=shape[1:])})))({v}, {keys})"
     data = f"{v} * jax.random.key_data({keys}).sum().astype(jnp.float32) * 1e-9"
-    b.write(b.one([one, several, apart, data]))
+    b.write(b.one([several, apart, one, several, apart, data]))
 
 
 @row
@@ -813,7 +824,7 @@ def inner_gradient(b: Body) -> None:
     v = b.pick()
     c, name = b.name("c"), b.name("f")
     body = b.inner({c: b.values[v]})
-    b.write(f"jax.grad({name})({v})", body.function(name, c, f"total({body.results()})"))
+    b.write(f"jax.grad({name})({v})", body.function(name, c, f"curved({body.results()})"))
 
 
 @row
@@ -858,12 +869,13 @@ class Drawn:
         params = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in leaves.items()}
         values = {f'p["{name}"]': leaf for name, leaf in params.items()} | {f'x["{n}"]': v for n, v in BATCH.items()}
         body = Body(choose, values, {"p": params, "x": BATCH})
+        body.unread = [f'p["{name}"]' for name, leaf in params.items() if is_float(leaf)]
         for name in rows or ():
             body.apply(name)
         if rows is None:
             body.some_rows(1, 4)
         self.rows, self.leaves = body.rows, leaves
-        self.loss = "\n".join(body.function("loss", "p, x", f"total({body.results()})"))
+        self.loss = "\n".join(body.function("loss", "p, x", f"{body.one(['total', 'curved'])}({body.results()})"))
         way, how = body.one(WAYS), body.one(HOW)
         self.numbers: list[tuple[int, ...]] = []
         is_group = way == "groups"
@@ -885,14 +897,14 @@ class Drawn:
         kind = b.choose(8)
         if not shape or kind > 5:
             return str(b.chance(3))
-        axis = axis_of(b, shape)
+        axis = b.one([0, *range(len(shape))])
         size = shape[axis]
         if kind > 4:
             return f"fz.elements(mask({shape}, {b.choose(3)}), compact={b.chance(2)})"
         numbers = sorted({b.choose(size) for _ in range(3)})
-        some = b.one([numbers, numbers[:1], f"slice({b.choose(size)}, None)"])
+        some = b.one([numbers, numbers, numbers[:1], f"slice({b.choose(size)}, None)"])
         not_ = b.one(["~", ""])
-        if kind > 1 and isinstance(some, list):
+        if kind and isinstance(some, list) and way != "freeze_loss":
             self.numbers.append(tuple(some[:: b.one((1, -1))]))
             some = f"n{len(self.numbers) - 1}"
         return f"{not_}fz.rows({some}, {axis})"

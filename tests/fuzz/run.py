@@ -1,6 +1,8 @@
 """Runs every random test of this folder with fresh seeds for some minutes, and writes each failure as a case.
 
-``python tests/fuzz/run.py MINUTES``; each core has a process. A failure that is known already is passed over.
+``python tests/fuzz/run.py MINUTES``, or only one of the tests, ``programs`` or ``states``:
+``python tests/fuzz/run.py MINUTES programs``. Each core has a process. A failure that is known already is passed over.
+The times that it prints are seconds of a core.
 """
 
 import importlib
@@ -17,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 FOUND = pathlib.Path(os.environ.get("FUZZ_FOUND", ".venv/fuzz"))
 
 
-def worker(number: int, until: float) -> None:
+def worker(number: int, until: float, only: str = "*") -> None:
     """One process: searches again and again, and writes what it finds."""
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import conftest  # noqa: F401, the flags of XLA
@@ -35,9 +37,8 @@ def worker(number: int, until: float) -> None:
         phases=phases, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False, print_blob=False,
     )  # fmt: skip
-    attacks = [a for path in sorted(HERE.glob("test_*.py")) for a in importlib.import_module(path.stem).ATTACKS]
+    attacks = [a for path in sorted(HERE.glob(f"test_{only}.py")) for a in importlib.import_module(path.stem).ATTACKS]
     log = open(FOUND / f"log-{number}.jsonl", "a")  # noqa: SIM115
-    begun = time.time()
     while time.time() < until:
         for attack in attacks:
             SEARCH.begin()
@@ -50,7 +51,7 @@ def worker(number: int, until: float) -> None:
                     kind, rows = error.kind, error.rows
                 signature = f"{kind} of {', '.join(sorted(rows))}" if rows else kind
                 text = "\n".join([str(error) or repr(error), *getattr(error, "__notes__", [])])
-                print(json.dumps({"signature": signature, "text": text, "seconds": time.time() - begun}), file=log)
+                print(json.dumps({"signature": signature, "text": text, "seconds": time.process_time()}), file=log)
             print(json.dumps({"tried": SEARCH.tried}), file=log, flush=True)
             SEARCH.tried = 0
             jax.clear_caches()
@@ -58,17 +59,17 @@ def worker(number: int, until: float) -> None:
                 break
 
 
-def main(minutes: float) -> int:
+def main(minutes: str, *only: str) -> int:
     """Starts the processes, and prints what they found."""
     FOUND.mkdir(parents=True, exist_ok=True)
     for path in FOUND.glob("*"):
         path.unlink()
-    until, crashes = time.time() + 60 * minutes, {}
+    until, crashes = time.time() + 60 * float(minutes), {}
 
     def start(number: int) -> subprocess.Popen:
         current = str(FOUND / f"current-{number}.py")
         env = {**os.environ, "FUZZ_CURRENT": current}
-        return subprocess.Popen([sys.executable, __file__, "--worker", str(number), str(until)], env=env)
+        return subprocess.Popen([sys.executable, __file__, "--worker", str(number), str(until), *only], env=env)
 
     running = {number: start(number) for number in range(int(os.environ.get("FUZZ_CORES", os.cpu_count() or 1)))}
     while running:
@@ -94,6 +95,6 @@ def main(minutes: float) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        worker(int(sys.argv[2]), float(sys.argv[3]))
+        worker(int(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])
     else:
-        sys.exit(main(float(sys.argv[1])))
+        sys.exit(main(*sys.argv[1:]))
