@@ -68,6 +68,9 @@ DIFFERENTIATED = {
     "aux": lambda f: jax.grad(lambda *args: (f(*args), {"n": 3}), has_aux=True)(PARAMS, TOKENS, LABELS)[0],
     "argnums": lambda f: jax.grad(f, argnums=(3, 0))(PARAMS, TOKENS, LABELS, 2.0),
     "examples": lambda f: jax.vmap(jax.grad(of_one(f)), (None, 0, 0))(PARAMS, TOKENS, LABELS),
+    "members": lambda f: jax.vmap(jax.grad(f), (0, None, None))(
+        jax.tree.map(lambda x: jnp.stack([x, x / 2]), PARAMS), TOKENS, LABELS
+    ),
     "accumulated": lambda f: summed(f)(PARAMS, TOKENS, LABELS),
     "shard_map": sharded,
     "pmap": lambda f: jax.pmap(jax.grad(of_one(f)), in_axes=(None, 0, 0))(PARAMS, TOKENS, LABELS),
