@@ -9,14 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-ASKED_FOR_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-"""The errors that JAX raises if Python code needs the value of a tracer."""
-
 
 def is_array(leaf: Any) -> bool:
     """Whether ``leaf`` has a shape and a dtype of JAX: an array, a tracer, a NumPy scalar or a shape of one."""

@@ -28,9 +28,8 @@ import pytest
 from jax.extend.core import Literal
 
 import optax_freeze as fz
+from optax_freeze._jax_internals import Branches, Call, Loop, While, inside, programs_in
 from optax_freeze._precompute.flops import flops
-from optax_freeze._program.dependence import programs_in
-from optax_freeze._program.trace import scan_counts
 
 SLOW = 3.0
 """The seconds from which a test is on the page that ``--durations-page`` writes."""
@@ -163,33 +162,33 @@ def counting_flops(program):
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *operands], strict=True))
         read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
         for eqn in jaxpr.eqns:
-            operands, params, name = [read(atom) for atom in eqn.invars], eqn.params, eqn.primitive.name
-            if name == "cond":
-                branches = [functools.partial(call, branch) for branch in params["branches"]]
+            operands, found = [read(atom) for atom in eqn.invars], inside(eqn)
+            if isinstance(found, Branches):
+                branches = [functools.partial(call, branch) for branch in found.programs]
                 outs, total = jax.lax.switch(operands[0], branches, operands[1:], total)
-            elif name == "while":
-                test, step, n, m = (params[k] for k in ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"))
+            elif isinstance(found, While):
+                test, n, step, m = found
                 ofcond, ofbody, outs = operands[:n], operands[n : n + m], operands[n + m :]
                 outs, total = jax.lax.while_loop(
                     lambda state, test=test, consts=ofcond: call(test, [*consts, *state[0]])[0][0],
                     lambda state, step=step, consts=ofbody: call(step, [*consts, *state[0]], state[1]),
                     (outs, total),
                 )
-            elif name == "scan":
-                n, m = scan_counts(params)
+            elif isinstance(found, Loop):
+                n, m = found.consts, found.carried
 
-                def step(state, rows, body=params["jaxpr"], consts=operands[:n], m=m):
+                def step(state, rows, body=found.body, consts=operands[:n], m=m):
                     outs, total = call(body, [*consts, *state[0], *rows], state[1])
                     return (outs[:m], total), outs[m:]
 
                 start = operands[n : n + m], total
-                (outs, total), rows = jax.lax.scan(step, start, operands[n + m :], reverse=params["reverse"])
+                (outs, total), rows = jax.lax.scan(step, start, operands[n + m :], reverse=found.reverse)
                 outs = [*outs, *rows]
-            elif name in ("jit", "pjit"):
-                outs, total = call(params["jaxpr"], operands, total)
+            elif isinstance(found, Call) and eqn.primitive.name in ("jit", "pjit"):
+                outs, total = call(found.program, operands, total)
             else:
                 total += flops([eqn])
-                out = eqn.primitive.bind(*operands, **params)
+                out = eqn.primitive.bind(*operands, **eqn.params)
                 outs = out if eqn.primitive.multiple_results else [out]
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars], total

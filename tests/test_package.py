@@ -70,7 +70,7 @@ def imported_by(module):
 def test_the_architecture_lists_the_folders_that_exist():
     assert sorted(FOLDERS) == sorted(path.name for path in PACKAGE.glob("_*/") if path.name != "__pycache__")
     others = {path.stem for path in PACKAGE.glob("*.py")}
-    assert others == {"__init__", "__main__", "_errors", "_version", "nnx", "typing"}
+    assert others == {"__init__", "__main__", "_errors", "_jax_internals", "_version", "nnx", "typing"}
     docstring, *exports = ast.parse(MAP).body
     assert isinstance(docstring, ast.Expr)
     assert all(isinstance(node, ast.ImportFrom) for node in exports)
@@ -88,7 +88,20 @@ def test_a_module_has_a_docstring_and_imports_only_its_folder_and_those_above(mo
     folder = module.partition(".")[0]
     if folder in FOLDERS:
         imported = {name.partition(".")[0] for name in imported_by(module)}
-        assert imported <= {"_errors", *FOLDERS[: FOLDERS.index(folder) + 1]}
+        assert imported <= {"_errors", "_jax_internals", *FOLDERS[: FOLDERS.index(folder) + 1]}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"_jax_internals"}))
+def test_one_module_knows_the_inside_of_jax(module):
+    tree = ast.parse(MODULES[module].read_text())
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    inside = ("jax.extend", "jax.interpreters", "jax.custom_derivatives", "jax._src")
+    known = {name for name in names if name.startswith(inside)}
+    assert not known or module == "_gradient.custom_derivative"  # which defines a primitive
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)]
+    params = {node.slice.value for node in read if ast.unparse(node.value).split(".")[-1] == "params"}
+    assert not params or module in ("_program.operations", "_program.by_row", "_precompute.flops")
 
 
 def test_no_module_imports_itself_through_others():

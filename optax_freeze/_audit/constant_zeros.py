@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._program.dependence import dependent, programs_in
-from optax_freeze._program.trace import Equation, Program, flatten, is_inexact, scan_counts
+from optax_freeze._jax_internals import Loop, inside
+from optax_freeze._program.dependence import dependent
+from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
 _KEEPS_NAN = frozenset(
     """
@@ -55,14 +56,15 @@ def _with_nan(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     pairs = list(zip(operands, eqn.avals_in, strict=True))
     if any(x is None and not is_inexact(aval) for x, aval in pairs):
         return [None] * len(eqn.outputs)
-    with eqn.context.manager:
+    with eqn.source.scope():
         return eqn.bind_all(*(jnp.full(aval.shape, jnp.nan, aval.dtype) if x is None else x for x, aval in pairs))
 
 
 def _scan(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     """The results of a loop: what is the same in all of its steps."""
-    first, carried = scan_counts(eqn.params)
-    body = flatten(programs_in(eqn)[0])
+    loop = inside(eqn)
+    assert isinstance(loop, Loop)
+    body, first, carried = flatten(loop.body), loop.consts, loop.carried
     consts, carry, xs = operands[:first], operands[first : first + carried], operands[first + carried :]
     xs = [None if x is None or not len(x) else _same([*x]) for x in xs]
     for attempt in range(_ROUNDS):

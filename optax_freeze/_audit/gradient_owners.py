@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._program.dependence import dependent, programs_in
-from optax_freeze._program.trace import Equation, Program, flatten, is_inexact, scan_counts
+from optax_freeze._jax_internals import Loop, inside, is_backward, programs_in
+from optax_freeze._program.dependence import dependent
+from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
 _TRIES = 8
 """The scalars that are tried for one backward pass, the last one first."""
@@ -24,18 +25,6 @@ _ROUNDINGS = 4
 """How many times what one rounding of the inputs changes, two programs of one gradient may differ."""
 _UNDECIDED = 0.25
 """Where rounding may change more than this of a derivative, no value is told from it."""
-
-
-def transforms(eqn: Any) -> list[str]:
-    """The names of JAX's transformations around an operation, which are of another type than scopes of a user."""
-    source = getattr(eqn, "source", None) or eqn.source_info
-    return [each.name for each in source.name_stack.stack if type(each).__name__ == "Transform"]
-
-
-def is_backward(eqn: Any) -> bool:
-    """Whether an operation belongs to a backward pass, but not to one inside of another function's forward pass."""
-    found = [name for name in transforms(eqn) if name in ("jvp", "transpose")]
-    return found[:1] == ["transpose"] or eqn.primitive.name == "add_any"
 
 
 def contains_backward(eqn: Any) -> bool:
@@ -57,7 +46,7 @@ def live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int
 def evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:
     """Computes the results of operations, in order, except for those to keep."""
     for eqn in eqns:
-        with eqn.context.manager:
+        with eqn.source.scope():
             outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
         env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)
 
@@ -121,7 +110,7 @@ class Owners:
                 aval = program.avals[n]
                 if n in depends and is_inexact(aval) and len(aval.shape) < 2 and {*aval.shape} <= lengths:
                     found.append(_Scalar(place, n))
-            if eqn.primitive.name == "scan" and contains_backward(eqn):
+            if isinstance(inside(eqn), Loop) and contains_backward(eqn):
                 body = flatten(programs_in(eqn)[0])
                 first = next((k for k, each in enumerate(body.eqns) if is_backward(each)), 0)
                 inner = [n for each in body.eqns[:first] for n in each.outputs]
@@ -188,8 +177,9 @@ def _evaluate_forward(eqn: Equation, env: dict[int, Any]) -> None:
 
 def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
     """A value in each step of a loop."""
-    consts, carried = scan_counts(eqn.params)
-    body = flatten(programs_in(eqn)[0])
+    loop = inside(eqn)
+    assert isinstance(loop, Loop)
+    body, consts, carried = flatten(loop.body), loop.consts, loop.carried
 
     def step(carry: Any, xs: Any) -> Any:
         env = {**body.consts, **dict(enumerate([*operands[:consts], *carry, *xs]))}
@@ -198,7 +188,7 @@ def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
         return [env[x] if isinstance(x, int) else jnp.asarray(x.val) for x in body.outputs[:carried]], env[number]
 
     rest = operands[consts + carried :]
-    options = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
+    options = {"length": loop.length, "reverse": loop.reverse}
     return jax.lax.scan(step, operands[consts : consts + carried], rest, **options)[1]
 
 

@@ -16,21 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 
 from optax_freeze._audit.constant_zeros import constant_zeros
 from optax_freeze._audit.gradient_owners import (
     Owners,
     contains_backward,
     evaluate,
-    is_backward,
     live,
     perturbed,
-    transforms,
 )
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient, changed, differences
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
+from optax_freeze._jax_internals import ClosedJaxpr, is_backward, with_results
 from optax_freeze._precompute.flops import flops_of_program
 from optax_freeze._program.dependence import dependent, reached
 from optax_freeze._program.trace import flatten, is_inexact
@@ -348,7 +346,7 @@ class StepProgram:
     @functools.cached_property
     def _read_by_update(self) -> dict[int, int]:
         """What each value is computed from, without forward and backward passes."""
-        eqns = [eqn for eqn in self._program.eqns if not {"jvp", "transpose"} & {*transforms(eqn)}]
+        eqns = [eqn for eqn in self._program.eqns if not {"jvp", "transpose"} & {*eqn.source.transforms}]
         return reached(self._program._replace(eqns=eqns), self._marks)
 
     def paths(self, leaves: Iterable[int]) -> list[str]:
@@ -368,5 +366,4 @@ def _with_results_of_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("jit", "pjit") and contains_backward(eqn)]
     calls = [eqn for eqn in calls if results.isdisjoint(map(id, eqn.outvars))]
     inner = [var for eqn in calls for var in eqn.outvars]
-    debug_info = jaxpr.debug_info._replace(result_paths=None)
-    return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *inner], debug_info=debug_info), closed.consts)
+    return with_results(closed, inner)

@@ -47,7 +47,8 @@ class DenseGradient:
     def trace(self) -> bool:
         """Traces ``value_and_grad``; False if the function cannot be traced."""
         # loads jax.extend: slow
-        from optax_freeze._program.traced_function import Traced, as_array, as_traced, needs_value
+        from optax_freeze._jax_internals import needs_value
+        from optax_freeze._program.traced_function import Traced, as_array, as_traced
 
         arrays, structure = jax.tree.flatten((self.leaves, self.others))
 

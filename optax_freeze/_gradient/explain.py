@@ -172,7 +172,8 @@ def explain(
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
-    from optax_freeze._program.traced_function import Traced, as_traced, needs_value
+    from optax_freeze._jax_internals import needs_value
+    from optax_freeze._program.traced_function import Traced, as_traced
 
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     plan, values = make_plan(params, frozen), _tree.flatten(params)[0]
@@ -260,6 +261,6 @@ def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> l
 
 
 def _operations(eqns: Iterable["Equation"]) -> tuple[Operation, ...]:
-    from optax_freeze._program.trace import operation_of
+    from optax_freeze._jax_internals import operation_of
 
     return tuple(dict.fromkeys(Operation(operation_of(eqn)[0], eqn.line) for eqn in eqns))

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
+from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, needs_value
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -31,7 +31,7 @@ from optax_freeze._program.regions import (
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, is_inexact
-from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced, needs_value
+from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection

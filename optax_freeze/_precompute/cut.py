@@ -11,11 +11,11 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from optax_freeze._jax_internals import Call, inside
 from optax_freeze._precompute.graph import Graph, Key, Node
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.words import is_comparable
 from optax_freeze._program import operations
-from optax_freeze._program.dependence import CALLS, programs_in
 
 CHEAP = f"""
 {operations.ELEMENTWISE} {" ".join(operations.REDUCTIONS)} axis_index bitcast_convert_type layout_constraint
@@ -43,9 +43,9 @@ class Cut(NamedTuple):
 
 def is_cheap(eqn: Any) -> bool:
     """Whether an operation is repeated in each step rather than its results stored."""
-    name, programs = eqn.primitive.name, programs_in(eqn)
-    if name in CALLS and programs:
-        return all(is_cheap(eqn) for program in programs for eqn in program.eqns)
+    name, found = eqn.primitive.name, inside(eqn)
+    if isinstance(found, Call):
+        return all(map(is_cheap, found.program.eqns))
     return name in CHEAP.split() or (operations.is_cheap(eqn) and name not in _LOOKUPS)
 
 

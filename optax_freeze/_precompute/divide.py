@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 
 from optax_freeze._errors import value_error
+from optax_freeze._jax_internals import SymbolicZero, needs_value
 from optax_freeze._precompute.batch_size import number_of_examples, with_examples
 from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
@@ -22,7 +22,7 @@ from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
-from optax_freeze._program.traced_function import Traced, as_array, needs_value
+from optax_freeze._program.traced_function import Traced, as_array
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex

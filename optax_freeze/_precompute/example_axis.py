@@ -12,15 +12,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
+from optax_freeze._jax_internals import Branches, Call, ClosedJaxpr, Loop, While, inside
 from optax_freeze._precompute.graph import Graph, Key
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.words import values_of
-from optax_freeze._program.dependence import CALLS, programs_in
 from optax_freeze._program.operations import computation
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
-from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
+from optax_freeze._program.trace import Equation, Program, flatten
 
 
 class Examples(NamedTuple):
@@ -155,14 +154,17 @@ class _Analysis:
 
     def _through(self, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
         """Where the examples are in the results of an operation."""
-        name = eqn.primitive.name
-        if name == "optimization_barrier":
+        if eqn.primitive is jax.lax.optimization_barrier_p:
             return list(operands)
-        if name in CALLS:
-            [called] = programs_in(eqn)
-            return self.inside(called, operands)
-        if name in _LOOPS_AND_BRANCHES:
-            return _LOOPS_AND_BRANCHES[name](self, eqn, operands)
+        found = inside(eqn)
+        if isinstance(found, Call):
+            return self.inside(found.program, operands)
+        if isinstance(found, Branches):
+            return _branches(self, found, operands)
+        if isinstance(found, Loop):
+            return _loop(self, found, operands)
+        if isinstance(found, While):
+            return _while(self, found, operands)
         return [self._of_result(eqn, operands, place) for place in range(len(eqn.outputs))]
 
     def _of_result(self, eqn: Equation, operands: Sequence[_Value], place: int) -> _Value:
@@ -233,7 +235,7 @@ def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:
     def text(each: Any) -> Any:
         given = zip(each.regions, eqn.avals_in, strict=True)
         operands = [r and jax.ShapeDtypeStruct(r.shape(aval.shape), aval.dtype) for r, aval in given]
-        with eqn.context.manager:
+        with eqn.source.scope():
             closed = jax.make_jaxpr(each.apply)(*operands)
         return str(closed), [np.asarray(const).tobytes() for const in closed.consts]
 
@@ -246,28 +248,23 @@ def _is_same_function(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _cond(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
+def _branches(analysis: _Analysis, found: Branches, operands: Sequence[_Value]) -> list[_Value]:
     which, *others = operands
     if which.at is not None:
         raise Mixed
-    results = [analysis.inside(branch, others) for branch in eqn.params["branches"]]
-    return [functools.reduce(_Value.joined, found) for found in zip(*results, strict=True)]
+    results = [analysis.inside(branch, others) for branch in found.programs]
+    return [functools.reduce(_Value.joined, each) for each in zip(*results, strict=True)]
 
 
-def _scan(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
-    first, carried = scan_counts(eqn.params)
-    xs = [x.moved(-1) for x in operands[first + carried :]]
-    carry, ys = analysis.carried(eqn.params["jaxpr"], operands[:first], operands[first:][:carried], xs)
+def _loop(analysis: _Analysis, loop: Loop, operands: Sequence[_Value]) -> list[_Value]:
+    xs = [x.moved(-1) for x in operands[loop.stacked :]]
+    carry, ys = analysis.carried(loop.body, operands[: loop.consts], operands[loop.consts : loop.stacked], xs)
     return [*carry, *(y.moved(1) for y in ys)]
 
 
-def _while(analysis: _Analysis, eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
-    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    consts, carry = operands[of_condition:][:of_body], operands[of_condition + of_body :]
-    carry, _ = analysis.carried(eqn.params["body_jaxpr"], consts, carry, [])
-    if analysis.inside(eqn.params["cond_jaxpr"], [*operands[:of_condition], *carry])[0].at is not None:
+def _while(analysis: _Analysis, loop: While, operands: Sequence[_Value]) -> list[_Value]:
+    consts, carry = operands[loop.condition_consts :][: loop.body_consts], operands[loop.condition_consts :]
+    carry, _ = analysis.carried(loop.body, consts, carry[loop.body_consts :], [])
+    if analysis.inside(loop.condition, [*operands[: loop.condition_consts], *carry])[0].at is not None:
         raise Mixed
     return carry
-
-
-_LOOPS_AND_BRANCHES = {"cond": _cond, "scan": _scan, "while": _while}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from optax_freeze._program.dependence import programs_in
+from optax_freeze._jax_internals import Branches, Loop, inside, programs_in
 from optax_freeze._program.tasks import Task
 from optax_freeze._program.trace import Equation
 
@@ -47,7 +47,9 @@ def _of_operation(eqn: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -
         kernel, spec = operands[1], params["dimension_numbers"].rhs_spec
         return 2 * out * math.prod(kernel) // max(kernel[spec[0]], 1)
     if of_each := [flops(program.eqns) for program in programs_in(eqn)]:
-        return params["length"] * of_each[0] if name == "scan" else max(of_each) if name == "cond" else sum(of_each)
+        found = inside(eqn)
+        times = found.length if isinstance(found, Loop) else 1
+        return times * (max(of_each) if isinstance(found, Branches) else sum(of_each))
     if name in _FREE.split():
         return 0
     return max([out, *map(math.prod, operands)]) if name.startswith(("reduce_", "arg", "cum")) else out

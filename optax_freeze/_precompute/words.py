@@ -10,18 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from optax_freeze._errors import is_int
-from optax_freeze._program.trace import flatten, opened, operation_of
+from optax_freeze._jax_internals import FUNCTIONS, ClosedJaxpr, Jaxpr, Literal, closed, operation_of
+from optax_freeze._program.trace import flatten
 
 Text: TypeAlias = list[str | int]
 
 UNKNOWN = "unknown"
 """Stands for what cannot be compared: a Python function, or a constant whose values this process does not have."""
-
-_NO_VALUES = "bwd computation fwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk out_trees".split()  # noqa: SIM905
-"""Parameters that are of derivatives, or the function of a program that is another parameter."""
 
 
 def is_comparable(eqn: Any) -> bool:
@@ -71,7 +68,7 @@ def of_program(
             continue
         name, params = operation_of(eqn)
         yield name
-        yield from words({key: x for key, x in params.items() if key not in _NO_VALUES})
+        yield from words({key: x for key, x in params.items() if key not in FUNCTIONS})
         for x in (*operands, *results):
             yield from of(x)
     for x in outputs:
@@ -92,7 +89,7 @@ def of_type(aval: Any) -> Iterator[str | int]:
 def words(value: Any) -> Iterator[str | int]:
     """A parameter of an operation, the same in every process. Ints in a tuple are sizes, others are values."""
     if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        program = flatten(ClosedJaxpr(*opened(value)))
+        program = flatten(closed(value))
         names = {n: f"input {n}" for n in range(program.num_inputs)}
         names |= {n: of_constant(const) for n, const in program.consts.items()}
         operations = ((eqn, eqn.inputs, eqn.outputs) for eqn in program.eqns)

@@ -7,9 +7,9 @@ maximum asks which elements are equal to it: if these are computed again, none m
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from optax_freeze._program.dependence import programs_in
+from optax_freeze._jax_internals import Branches, Call, Loop, Mapped, inside, programs_in
 from optax_freeze._program.operations import RULES, decides, is_cheap
-from optax_freeze._program.trace import Equation, Program, flatten, is_inexact, scan_counts
+from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
 
 def decisive(program: Program, results: Collection[Any] = ()) -> set[int]:
@@ -26,23 +26,21 @@ def decisive(program: Program, results: Collection[Any] = ()) -> set[int]:
 
 def operands_that_decide(eqn: Equation, marks: Sequence[bool]) -> list[bool]:
     """Which operands of an operation decide, given which results do."""
-    name, inner = eqn.primitive.name, []
-    if name not in RULES:
-        inner = [flatten(closed) for closed in programs_in(eqn)]
-    if not inner:
+    found = None if eqn.primitive.name in RULES else inside(eqn)
+    if found is None:
         return [decides(eqn) or (any(marks) and is_cheap(eqn))] * len(eqn.inputs)
-    lacks = name == "cond"
-    if any((len(p.outputs), p.num_inputs) != (len(marks), len(eqn.inputs) - lacks) for p in inner):
+    if not isinstance(found, Branches | Call | Loop | Mapped):
         return [True] * len(eqn.inputs)
-    if name == "scan":
-        marks = results_that_decide(eqn, inner[0], marks)
-    found = [_inputs_that_decide(program, marks) for program in inner]
-    return [False] * lacks + [any(each) for each in zip(*found, strict=True)]
+    inner = [flatten(closed) for closed in programs_in(eqn)]
+    if isinstance(found, Loop):
+        marks = results_that_decide(found, inner[0], marks)
+    each = zip(*(_inputs_that_decide(program, marks) for program in inner), strict=True)
+    return [False] * isinstance(found, Branches) + [any(marks) for marks in each]
 
 
-def results_that_decide(eqn: Equation, body: Program, marks: Sequence[bool]) -> list[bool]:
-    """Which results of a step of a ``scan`` decide, in later steps, too."""
-    first, carried = scan_counts(eqn.params)
+def results_that_decide(loop: Loop, body: Program, marks: Sequence[bool]) -> list[bool]:
+    """Which results of a step of a loop decide, in later steps, too."""
+    first, carried = loop.consts, loop.carried
     while True:
         carry = _inputs_that_decide(body, marks)[first : first + carried]
         joined = [old or new for old, new in zip(marks, carry, strict=False)] + list(marks[carried:])

@@ -9,23 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
-
+from optax_freeze._jax_internals import Branches, Call, Loop, Mapped, closed, inside
 from optax_freeze._program.operations import computation, is_cheap
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
-from optax_freeze._program.trace import Equation, Program, flatten, opened, scan_counts
-
-CALLS = """
-checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat remat2
-""".split()  # noqa: SIM905
-"""Operations that apply their one program to their operands."""
-
-
-def programs_in(eqn: Any) -> list[ClosedJaxpr]:
-    """The programs that an operation contains."""
-    params = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
-    programs = [value for each in params for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
-    return [ClosedJaxpr(*opened(program)) for program in programs]
+from optax_freeze._program.trace import Equation, Program, flatten
 
 
 def dependent(program: Program, marked: Iterable[int]) -> set[int]:
@@ -47,7 +34,7 @@ def reached(program: Program, marks: Mapping[int, int]) -> dict[int, int]:
     return found
 
 
-def depends_on(closed: Any, inputs: Sequence[bool]) -> list[bool]:
+def depends_on(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Returns for each output of a jaxpr whether it depends on one of the marked inputs.
 
     >>> import jax
@@ -55,30 +42,30 @@ def depends_on(closed: Any, inputs: Sequence[bool]) -> list[bool]:
     >>> depends_on(jaxpr, [True, False])
     [True, True, False]
     """
-    return [bool(mark) for mark in _of_outputs(closed, [int(mark) for mark in inputs])]
+    return [bool(mark) for mark in _of_outputs(jaxpr, [int(mark) for mark in inputs])]
 
 
-def _of_outputs(closed: Any, marks: Sequence[int]) -> list[int]:
+def _of_outputs(jaxpr: Any, marks: Sequence[int]) -> list[int]:
     """The marks of the outputs of a jaxpr, given those of its inputs."""
-    program = flatten(ClosedJaxpr(*opened(closed)))
+    program = flatten(closed(jaxpr))
     found = reached(program, {n: mark for n, mark in enumerate(marks) if mark})
     return [found.get(value, 0) if isinstance(value, int) else 0 for value in program.outputs]
 
 
 def _through(eqn: Equation, given: list[int], every: int) -> list[int]:
     """The marks of the results of one operation, given those of its operands; ``every`` mark if it has effects."""
-    joined = every if eqn.has_effects else functools.reduce(operator.or_, given)
-    if eqn.primitive.name == "cond":
-        branches = [_of_outputs(branch, given[1:]) for branch in eqn.params["branches"]]
+    found = inside(eqn)
+    if isinstance(found, Branches):
+        branches = [_of_outputs(branch, given[1:]) for branch in found.programs]
         return [functools.reduce(operator.or_, marks, given[0]) for marks in zip(*branches, strict=True)]
-    inner = programs_in(eqn)
-    if len(inner) != 1 or (len(inner[0].in_avals), len(inner[0].out_avals)) != (len(eqn.inputs), len(eqn.outputs)):
+    if isinstance(found, Call | Mapped):
+        return _of_outputs(found.program, given)
+    if not isinstance(found, Loop):
+        joined = every if eqn.has_effects else functools.reduce(operator.or_, given)
         return [joined] * len(eqn.outputs)
-    if eqn.primitive.name != "scan":
-        return _of_outputs(inner[0], given)
-    first, carried = scan_counts(eqn.params)
+    first, carried = found.consts, found.carried
     while True:
-        passed = _of_outputs(inner[0], given)
+        passed = _of_outputs(found.body, given)
         carry = [old | new for old, new in zip(given[first : first + carried], passed[:carried], strict=True)]
         if carry == given[first : first + carried]:
             return carry + passed[carried:]
@@ -128,12 +115,13 @@ def known_in_part(
     for eqn in program.eqns:
         if is_cheap(eqn) and not partly.isdisjoint(eqn.reads):
             partly.update(eqn.outputs)
-        if eqn.primitive.name != "scan" or eqn.has_effects:
+        loop = inside(eqn)
+        if not isinstance(loop, Loop) or eqn.has_effects:
             continue
-        first, length = sum(scan_counts(eqn.params)), eqn.params["length"]
+        first, length = loop.stacked, loop.length
         stacked = [value for value in eqn.inputs[first:] if value in unknown]
         if stacked and unknown.isdisjoint(value for value in eqn.inputs[:first] if isinstance(value, int)):
-            numbers = range(length)[:: -1 if eqn.params["reverse"] else 1]
+            numbers = range(length)[:: -1 if loop.reverse else 1]
             rows = (are_rows_known((value, Rows(0, [k])) for value in stacked) for k in numbers)
             steps[eqn.outputs[0]] = next((n for n, known in enumerate(rows) if not known), length)
     return Known(steps, partly)

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr
 
+from optax_freeze._jax_internals import Branches, Loop, Others, inside, primitives, programs_in
 from optax_freeze._program.host_array import FEWEST_AXES
 from optax_freeze._program.operations import is_cheap, is_move
 from optax_freeze._program.regions import LAZY, Region
-from optax_freeze._program.trace import Equation, Program, flatten, opened
+from optax_freeze._program.trace import Equation, Program, flatten
 
 _MOST_OPERATIONS = 64
 """The most operations that are repeated for a late value; of more, the value is computed once."""
@@ -62,7 +62,7 @@ class Late:
             for value, out, aval in zip(eqn.inputs, eqn.outputs, eqn.avals_out, strict=True):
                 if value in self:
                     same = {"inputs": (value,), "outputs": (out,), "avals_in": (aval,), "avals_out": (aval,)}
-                    self.made_by[out] = _naming()._replace(context=eqn.context, source=eqn.source, **same)
+                    self.made_by[out] = _naming()._replace(source=eqn.source, **same)
                     self.sizes[out] = self.sizes[value]
                 elif self.is_given(value):
                     self.available.add(out)
@@ -101,12 +101,12 @@ class Late:
 
 def is_repeated(eqn: Equation) -> bool:
     """Whether an operation may be repeated where its results are read, with the programs that it has."""
-    inside = [eqn.params.get(name) for name in ("branches", "call_jaxpr", "jaxpr")]
-    if eqn.has_effects or inside == [None] * 3:
+    found = inside(eqn)
+    if eqn.has_effects or found is None or isinstance(found, Others):
         return is_cheap(eqn) and not eqn.has_effects
-    programs = [flatten(ClosedJaxpr(*opened(closed))) for closed in jax.tree.leaves(inside)]
-    is_open = eqn.primitive.name in ("cond", "custom_jvp_call", "scan") and not eqn.params.get("branches_platforms")
-    return is_open and all(is_repeated(each) for program in programs for each in program.eqns)
+    is_branch = isinstance(found, Branches) and not found.by_platform
+    is_open = is_branch or isinstance(found, Loop) or eqn.primitive is primitives.custom_jvp_call_p
+    return is_open and all(is_repeated(each) for closed in programs_in(eqn) for each in flatten(closed).eqns)
 
 
 def part_of(program: Program, value: int, made_by: Mapping[int, Equation]) -> tuple[Program, list[int]]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
+from optax_freeze._jax_internals import Branches, Loop, Mapped, names_axes
 from optax_freeze._program.decisions import results_that_decide
 from optax_freeze._program.late import late_inputs
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
@@ -30,7 +30,7 @@ from optax_freeze._program.tasks import (
     one_region,
     regions_apart,
 )
-from optax_freeze._program.trace import Equation, flatten, opened, scan_counts
+from optax_freeze._program.trace import Equation, flatten
 
 _MOST_SEGMENTS = 8
 
@@ -51,13 +51,13 @@ class _Output(NamedTuple):
         return self.written if is_dynamic else None  # type: ignore[return-value]
 
 
-def cond(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
+def cond(walk: Any, eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
     """Adds the task of a branch; False if its branches have to be left as they are."""
-    if eqn.params.get("branches_platforms") is not None or eqn.has_effects:
+    if found.by_platform or eqn.has_effects:
         return False
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
     label = joined_label(wanted)
-    programs = [walk.body(branch) for branch in eqn.params["branches"]]
+    programs = [walk.body(branch) for branch in found.programs]
     on_host, available = late_inputs(walk.late, eqn.inputs[1:])
     branches = []
     for program in programs:
@@ -97,17 +97,17 @@ def _pass_on(values: Values, place: int, read: Any, x: Any) -> None:
         values.write(place, EVERYTHING, x.inside() if isinstance(x, Unread) else x)
 
 
-def scan(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
+def scan(walk: Any, eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
-    if not eqn.params["length"]:
+    if not found.length:
         walk.everything(eqn, wanted, without_rule=False)
     else:
-        _Loop(walk, eqn, wanted).add(wanted)
+        _PartOfLoop(walk, eqn, found, wanted).add(wanted)
 
 
-def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output]:
+def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int, length: int) -> list[_Output]:
     """What is wanted of each stacked result, in the regions in which it will be stored."""
-    everything, found = Rows(0, np.arange(eqn.params["length"])), []
+    everything, found = Rows(0, np.arange(length)), []
     for place, each in enumerate(wanted):
         chosen = regions_apart(each, eqn.avals_out[carried + place].shape)
         if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "is_shifted", False) for r in chosen):
@@ -118,16 +118,16 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int) -> list[_Output
     return found
 
 
-class _Loop:
+class _PartOfLoop:
     """A ``scan`` of which some results are wanted."""
 
-    def __init__(self, walk: Any, eqn: Equation, wanted: Sequence[Any]) -> None:
+    def __init__(self, walk: Any, eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
-        self.consts, self.carried = scan_counts(eqn.params)
-        self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
-        self.body = walk.body(eqn.params["jaxpr"])
-        self.marks = results_that_decide(eqn, self.body, walk.decide(eqn))
-        self.outputs = _outputs(eqn, wanted[self.carried :], self.carried)
+        self.consts, self.carried = found.consts, found.carried
+        self.length, self.reverse, self.unroll = found.length, found.reverse, found.unroll
+        self.body = walk.body(found.body)
+        self.marks = results_that_decide(found, self.body, walk.decide(eqn))
+        self.outputs = _outputs(eqn, wanted[self.carried :], self.carried, self.length)
         on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
         self.on_host = {p: o for p, o in on_host.items() if p < self.consts or walk.has_rows(eqn.inputs[p])}
         self.available -= set(range(self.consts, self.consts + self.carried))
@@ -206,7 +206,7 @@ class _Segment:
       after: the numbers of the outputs; ``before``: those of what earlier segments wrote of them.
     """
 
-    loop: _Loop
+    loop: _PartOfLoop
     steps: _Steps
     starts: Sequence[Any]
     ends: Sequence[Any]
@@ -216,7 +216,7 @@ class _Segment:
     def __post_init__(self) -> None:
         self.outputs, self.numbers = self.steps.outputs, Rows(0, np.arange(self.steps.start, self.steps.stop))
         # A step that other devices or examples wait for is not skipped.
-        self.waits = any(type(effect).__name__ == "NamedAxisEffect" for effect in self.loop.eqn.effects)
+        self.waits = any(map(names_axes, self.loop.eqn.effects))
 
     def add(self, carry: list[Region | None], labels: list[int]) -> tuple[list[Region | None], list[int]]:
         """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
@@ -354,7 +354,7 @@ class _Segment:
         elif self.ends_early:
             (carry, buffers), ys = self._until_last(step, state), []
         else:
-            unroll = loop.eqn.params["unroll"]
+            unroll = loop.unroll
             (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), reverse=loop.reverse, unroll=unroll)
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
@@ -396,18 +396,18 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
 
 
-def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
+def shard_map(walk: Any, eqn: Equation, found: Mapped, wanted: Sequence[Any]) -> bool:
     """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
     on_host, available = late_inputs(walk.late, eqn.inputs)
     on_host = {place: origins for place, origins in on_host.items() if eqn.inputs[place] in walk.late.on_host}
     if not on_host or eqn.has_effects:
         return False
-    params, regions = eqn.params, []
-    for each, aval, spec in zip(wanted, eqn.avals_out, params["out_specs"], strict=True):
+    regions = []
+    for each, aval, spec in zip(wanted, eqn.avals_out, found.out_specs, strict=True):
         region = one_region(each, aval.shape)
         is_cut = isinstance(region, Rows) and (len(spec) <= region.axis or spec[region.axis] is None)
         regions.append(region if region is None or is_cut else EVERYTHING)
-    program = flatten(ClosedJaxpr(*opened(params["jaxpr"])))
+    program = flatten(found.program)
     outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
     inner = walk.inside(program, outs, on_host, available, walk.decide(eqn))
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
@@ -421,11 +421,11 @@ def shard_map(walk: Any, eqn: Equation, wanted: Sequence[Any]) -> bool:
 
         mapped = jax.shard_map(
             of_shards,
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"][n] for n in places),
-            out_specs=[spec for spec, r in zip(params["out_specs"], regions, strict=True) if r is not None],
-            check_vma=params["check_vma"],
-            axis_names=set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]),
+            mesh=found.mesh,
+            in_specs=tuple(found.in_specs[n] for n in places),
+            out_specs=[spec for spec, r in zip(found.out_specs, regions, strict=True) if r is not None],
+            check_vma=found.check_vma,
+            axis_names=found.axis_names,
         )
         return mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands))
 

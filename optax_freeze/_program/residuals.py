@@ -3,17 +3,25 @@
 JAX stores what the backward pass of a ``scan`` reads, also a weight that each step casts: a copy of the whole stack.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
+from optax_freeze._jax_internals import (
+    Branches,
+    ClosedJaxpr,
+    Loop,
+    inside,
+    jaxpr_as_fun,
+    params_of,
+    programs_in,
+    without_unused,
+)
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.late import is_repeated
-from optax_freeze._program.trace import Equation, Program, flatten, scan_counts
+from optax_freeze._program.trace import Equation, Program, flatten
 
 
 def program_of(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
@@ -24,7 +32,8 @@ def program_of(closed: ClosedJaxpr, enter_remat: bool = True) -> Program:
     made_by: dict[int, tuple[Equation, int]] = {}
     decides = decisive(program)
     for k, eqn in enumerate(program.eqns):
-        if eqn.primitive.name == "cond" or (eqn.primitive.name == "scan" and eqn.params["length"]):
+        found = inside(eqn)
+        if isinstance(found, Branches) or (isinstance(found, Loop) and found.length):
             stored = {i: made_by[x] for i, x in enumerate(eqn.inputs) if isinstance(x, int) and x in made_by}
             again = {i: _again(program, eqn, i, *maker, eqn.inputs[i] in decides) for i, maker in stored.items()}
             program.eqns[k] = _with(eqn, {i: each for i, each in again.items() if each is not None})
@@ -41,12 +50,10 @@ class _Again(NamedTuple):
     consts: int  # operands from this number on are stacked
 
 
-def _bodies(eqn: Equation) -> tuple[Sequence[ClosedJaxpr], int, int, int]:
-    """The programs of a loop or a branch; how many operands they lack; the first carried and the first stacked one."""
-    if eqn.primitive.name == "cond":
-        return eqn.params["branches"], 1, len(eqn.inputs), len(eqn.inputs)
-    consts, carried = scan_counts(eqn.params)
-    return [eqn.params["jaxpr"]], 0, consts, consts + carried
+def _places(eqn: Equation) -> tuple[int, int, int]:
+    """How many operands the programs of a loop or a branch lack; the place of the first carried and stacked operand."""
+    found = inside(eqn)
+    return (0, found.consts, found.stacked) if isinstance(found, Loop) else (1, len(eqn.inputs), len(eqn.inputs))
 
 
 def _again(program: Program, eqn: Equation, place: int, maker: Equation, result: int, decides: bool) -> _Again | None:
@@ -54,15 +61,15 @@ def _again(program: Program, eqn: Equation, place: int, maker: Equation, result:
 
     What decides, or is decided, from a value that the other one computes is not computed again.
     """
-    bodies, lacks, consts, last = _bodies(maker)
+    lacks, consts, last = _places(maker)
     if maker.primitive is not eqn.primitive or result < last - consts:
         return None
-    if maker.inputs[0] != eqn.inputs[0] if lacks else place < _bodies(eqn)[3]:
+    if maker.inputs[0] != eqn.inputs[0] if lacks else place < _places(eqn)[2]:
         return None
     again = _Again([], [], {}, consts)
-    for closed in bodies:
-        jaxpr, used = dce_jaxpr(closed.jaxpr, [n == result for n in range(len(maker.outputs))])
-        again.programs.append(ClosedJaxpr(jaxpr, closed.consts))
+    for closed in programs_in(maker):
+        needed, used = without_unused(closed, [n == result for n in range(len(maker.outputs))])
+        again.programs.append(needed)
         again.reads.append((np.flatnonzero(used) + lacks).tolist())
         for i in again.reads[-1]:
             value, aval = maker.inputs[i], maker.avals_in[i]
@@ -87,7 +94,7 @@ def _with(eqn: Equation, again: Mapping[int, _Again]) -> Equation:
     """The equation that computes some of its operands itself."""
     if not again:
         return eqn
-    bodies, lacks, consts, last = _bodies(eqn)
+    bodies, (lacks, consts, _) = programs_in(eqn), _places(eqn)
     types = [var.aval for var in bodies[0].jaxpr.invars]
     own = dict(enumerate(zip(eqn.inputs[lacks:], eqn.avals_in[lacks:], types, strict=True), lacks))
     new = {(p, i): operand for p, each in again.items() for i, operand in each.operands.items()}
@@ -103,19 +110,23 @@ def _with(eqn: Equation, again: Mapping[int, _Again]) -> Equation:
 
         return jax.make_jaxpr(computing)(*(of_step for *_, of_step in operands.values()))
 
-    if lacks:
-        params = {**eqn.params, "branches": tuple(map(body, range(len(bodies))))}
+    found = inside(eqn)
+    if isinstance(found, Loop):
+        found = found._replace(body=body(0), consts=consts + len(first))
     else:
-        params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        params |= {"jaxpr": body(0), "num_consts": consts + len(first), "num_carry": last - consts}
+        assert isinstance(found, Branches)
+        found = found._replace(programs=[*map(body, range(len(bodies)))])
+    params = params_of(found)
     values, avals, _ = zip(*operands.values(), strict=True)
     return eqn._replace(params=params, inputs=(*eqn.inputs[:lacks], *values), avals_in=(*eqn.avals_in[:lacks], *avals))
 
 
 def _counts(eqn: Equation, place: int) -> np.ndarray | None:
     """The values in each step of a carried integer that counts the steps; sums of floats are rounded in each step."""
-    body, consts = flatten(eqn.params["jaxpr"]), scan_counts(eqn.params)[0]
-    begin, end = eqn.inputs[place], body.outputs[place - consts]
+    loop = inside(eqn)
+    assert isinstance(loop, Loop)
+    body = flatten(loop.body)
+    begin, end = eqn.inputs[place], body.outputs[place - loop.consts]
     add = next((each for each in body.eqns if end in each.outputs), eqn)
     sign, numbers = {"add": 1, "sub": -1}.get(add.primitive.name), (begin, *add.inputs[1:])
     dtype, shape = body.avals[place].dtype, body.avals[place].shape
@@ -124,5 +135,5 @@ def _counts(eqn: Equation, place: int) -> np.ndarray | None:
     if dtype.kind not in "iu":
         return None
     first, by = (np.array(int(x) % 2**64, np.uint64) for x in (begin.val, sign * int(add.inputs[1].val)))
-    steps = np.arange(eqn.params["length"], dtype=np.uint64)[:: -1 if eqn.params["reverse"] else 1]
+    steps = np.arange(loop.length, dtype=np.uint64)[:: -1 if loop.reverse else 1]
     return (first + by * steps).astype(dtype)  # wraps around as in each step

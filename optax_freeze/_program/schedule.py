@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._jax_internals import Branches, Loop, Mapped, inside
 from optax_freeze._program import loops
 from optax_freeze._program.by_row import operand_by_row
 from optax_freeze._program.decisions import decisive
@@ -217,13 +218,13 @@ class Walk:
 
     def _enters(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the tasks of an equation with programs of its own, if they can be divided."""
-        name = eqn.primitive.name
-        if name == "scan":
-            loops.scan(self, eqn, wanted)
+        found = inside(eqn)
+        if isinstance(found, Loop):
+            loops.scan(self, eqn, found, wanted)
             return True
-        if name == "cond":
-            return loops.cond(self, eqn, wanted)
-        return name == "shard_map" and self.late is not None and loops.shard_map(self, eqn, wanted)
+        if isinstance(found, Branches):
+            return loops.cond(self, eqn, found, wanted)
+        return isinstance(found, Mapped) and self.late is not None and loops.shard_map(self, eqn, found, wanted)
 
     def _slices(self, eqn: Equation) -> bool:
         """Adds the task of a slice whose first row is a value of the program; only the rows that it has are read."""
@@ -324,7 +325,7 @@ class Walk:
 
 def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
     """A slice of an array of which only the rows are read that it has."""
-    sizes, size = eqn.params["slice_sizes"], array.shape[0]
+    sizes, size = eqn.avals_out[0].shape, array.shape[0]
     if not isinstance(array, Unread):
         return eqn.bind(array, *starts)
     dtype = jnp.asarray(starts[0]).dtype

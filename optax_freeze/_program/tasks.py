@@ -135,7 +135,7 @@ class Task(NamedTuple):
 
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
-        with self.eqn.source.scope(), self.eqn.context.manager:
+        with self.eqn.source.scope():
             operands = [read.of(values) if isinstance(read, Read) else None for read in self.reads]
             beside = next((x for x in operands if isinstance(x, jax.Array)), None)
             for place, read in enumerate(self.reads):

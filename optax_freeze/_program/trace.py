@@ -6,34 +6,26 @@ derivatives of their own, for derivatives of the evaluated program. JAX may bind
 ``jax.experimental.hijax``.
 """
 
-import os
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
-from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 
+from optax_freeze._jax_internals import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Source,
+    bind,
+    inlined,
+    is_reference,
+    name_of,
+    names_axes,
+    source_of,
+    without_hijax,
+)
 from optax_freeze._program.regions import varies
-
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
-# The source of an operation is the user's line.
-register_exclusion(os.path.join(os.path.dirname(os.path.dirname(__file__)), ""))
-
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
-_REMAT = ("checkpoint", "remat", "remat2", "RematTraced")
-
-
-class Source(NamedTuple):
-    """The line and the name scopes of an equation."""
-
-    traceback: Any
-    name_stack: Any
-
-    def scope(self) -> Any:
-        """A context in which operations have this source."""
-        return user_context(self.traceback, name_stack=current_name_stack() + self.name_stack)
 
 
 class Equation(NamedTuple):
@@ -45,15 +37,13 @@ class Equation(NamedTuple):
     outputs: tuple[int, ...]
     avals_in: tuple[Any, ...]
     avals_out: tuple[Any, ...]
-    context: Any
     effects: Any
     source: Source
 
     @property
     def name(self) -> str:
         """The name of the operation, or of the called function if it is a call."""
-        name, params = operation_of(self)
-        return params.get("name", name) if name in _CALLS else name
+        return name_of(self)
 
     @property
     def reads(self) -> set[int]:
@@ -63,14 +53,11 @@ class Equation(NamedTuple):
     @property
     def has_effects(self) -> bool:
         """Whether the operation has side effects or reads a reference. Naming an axis of a mesh does not count."""
-        named = any(type(effect).__name__ != "NamedAxisEffect" for effect in self.effects)
-        return named or any(map(is_reference, self.avals_in))
+        return not all(map(names_axes, self.effects)) or any(map(is_reference, self.avals_in))
 
     def bind(self, *operands: Any, **changed: Any) -> Any:
         """Applies the operation to arrays, with some of its params changed."""
-        bound = self.primitive.get_bind_params({**self.params, **changed})
-        functions, params = bound if isinstance(bound, tuple) else ((), bound)  # functions: up to JAX 0.9
-        return self.primitive.bind(*functions, *operands, **params)
+        return bind(self, *operands, **changed)
 
     def bind_all(self, *operands: Any, **changed: Any) -> list[Any]:
         """:meth:`bind` with the list of all results."""
@@ -84,7 +71,7 @@ class Equation(NamedTuple):
     @property
     def line(self) -> str:
         """The line of the user's program that the operation comes from."""
-        return summarize(self.source) if self.source.traceback else ""  # type: ignore[arg-type]
+        return self.source.line
 
 
 class Program(NamedTuple):
@@ -149,32 +136,23 @@ class _Flatten(NamedTuple):
 
         for eqn in jaxpr.eqns:
             inputs = tuple(map(read, eqn.invars))
-            here = eqn.source_info.name_stack if stack is None else stack + eqn.source_info.name_stack
-            line = traceback or eqn.source_info.traceback
-            called = inner_program(eqn, self.enter_remat, self.enter_placed)
-            name, params = operation_of(eqn)
-            if called is not None:
-                scope = "checkpoint" if name in _REMAT else params.get("name")
-                inside = here.extend(scope) if scope else here
-                if params.get("differentiated"):
-                    inputs = self._barrier(eqn, inputs, Source(line, here))
-                of_jax = _JAX in called.jaxpr.debug_info.func_src_info
-                outs = self.jaxpr(called.jaxpr, called.consts, inputs, inside, line if of_jax else traceback)
+            source = source_of(eqn, stack, traceback)
+            call = inlined(eqn, self.enter_remat, self.enter_placed)
+            if call is not None:
+                inputs = self._barrier(eqn, inputs, call.barriers, source)
+                scopes, line = source.scopes_inside(call), source.traceback if call.is_of_jax else traceback
+                outs = self.jaxpr(call.program.jaxpr, call.program.consts, inputs, scopes, line)
             else:
                 outs = tuple(program.add(var.aval) for var in eqn.outvars)
-                is_name = name == "CheckpointName"
-                operation = (primitives.name_p, params) if is_name else (eqn.primitive, eqn.params)
                 given, found = (tuple(var.aval for var in each) for each in (eqn.invars, eqn.outvars))
-                source = Source(line, here)
-                program.eqns.append(Equation(*operation, inputs, outs, given, found, eqn.ctx, eqn.effects, source))
+                program.eqns.append(Equation(*without_hijax(eqn), inputs, outs, given, found, eqn.effects, source))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _barrier(self, eqn: Any, inputs: tuple[Any, ...], source: Source) -> tuple[Any, ...]:
+    def _barrier(self, eqn: Any, inputs: tuple[Any, ...], barriers: Sequence[bool], source: Source) -> tuple[Any, ...]:
         """The operands of a ``remat`` behind a barrier, which JAX puts there when it compiles one."""
-        prevent, avals = eqn.params["prevent_cse"], [var.aval for var in eqn.invars]
-        prevent = prevent if isinstance(prevent, tuple) else (prevent,) * len(inputs)
-        behind = [i for i, value in enumerate(inputs) if prevent[i] and isinstance(value, int)]
+        avals = [var.aval for var in eqn.invars]
+        behind = [i for i, value in enumerate(inputs) if barriers[i] and isinstance(value, int)]
         new = list(inputs)
         for axes in {varies(avals[i]) for i in behind}:  # operands of one equation vary over the same mesh axes
             places = [i for i in behind if varies(avals[i]) == axes]
@@ -183,48 +161,9 @@ class _Flatten(NamedTuple):
                 new[i] = self.program.add(avals[i])
             before, after = (tuple(each[i] for i in places) for each in (inputs, new))
             self.program.eqns.append(
-                Equation(jax.lax.optimization_barrier_p, {}, before, after, given, given, eqn.ctx, frozenset(), source)
+                Equation(jax.lax.optimization_barrier_p, {}, before, after, given, given, frozenset(), source)
             )
         return tuple(new)
-
-
-def inner_program(eqn: Any, enter_remat: bool, enter_placed: bool) -> ClosedJaxpr | None:
-    """The program of a call that can be replaced by its operations, or None."""
-    name, params = operation_of(eqn)
-    if name in _REMAT and enter_remat:
-        return ClosedJaxpr(*opened(params["jaxpr"]))
-    if name not in _CALLS:
-        return None
-    placement = {} if enter_placed else params
-    shardings = (*placement.get("in_shardings", ()), *placement.get("out_shardings", ()))
-    if any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(placement.get("donated_invars", ())):
-        return None
-    return ClosedJaxpr(*opened(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]))
-
-
-def operation_of(eqn: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the params of an operation, also of one that is called by JAX's primitive for all of ``hijax``."""
-    if eqn.primitive.name != "call_hi_primitive":
-        return eqn.primitive.name, eqn.params
-    return type(eqn.params["_prim"]).__name__, eqn.params["_prim"].params
-
-
-def opened(program: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """Returns a jaxpr and its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
-    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
-
-
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the number of constant operands of a ``scan`` and the number of carried operands, which follow them."""
-    if "ft_in" in params:  # since JAX 0.11
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
-
-
-def is_reference(aval: Any) -> bool:
-    """Whether a type is that of a mutable array."""
-    return hasattr(aval, "inner_aval")
 
 
 def is_inexact(aval: Any) -> bool:

@@ -107,7 +107,6 @@ def _told(array: Any) -> str:
 
 def _current_trace() -> Any:
     """What JAX traces now; equal only to itself."""
-    from jax.extend import core  # loads jax.extend, which takes longer than this library
+    from optax_freeze._jax_internals import current_trace  # loads jax.extend: slow
 
-    either: Any = core if hasattr(core, "get_opaque_trace_state") else jax.core  # the latter is of JAX 0.8
-    return either.get_opaque_trace_state("flax")
+    return current_trace()

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
+from optax_freeze._jax_internals import inside
 from optax_freeze._precompute import example_axis as example_axis_module
 from optax_freeze._program import dependence
 from optax_freeze._program.operations import computation
-from optax_freeze._program.trace import scan_counts
 
 X = jax.random.normal(jax.random.key(0), (32, 8))
 TOKENS = jax.random.randint(jax.random.key(1), (4, 7), 0, 50)
@@ -385,7 +385,7 @@ class TestTransformations:
         stacks, features = {name: params[name] for name in ("layers", "scales")}, once.before(params, X)
         closed = jax.make_jaxpr(jax.grad(lambda stacks: once.after(params | stacks, features, X)))(stacks)
         scans = [eqn for eqn in closed.eqns if eqn.primitive.name == "scan"]
-        carried = [v.aval.shape for eqn in scans for v in eqn.outvars[: scan_counts(eqn.params)[1]]]
+        carried = [v.aval.shape for eqn in scans for v in eqn.outvars[: inside(eqn).carried]]
         assert [eqn.params["length"] for eqn in scans] == [3, 3]
         assert (6, 16, 16) not in carried
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from optax_freeze._program.dependence import depends_on
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values
 from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
@@ -264,3 +265,11 @@ def test_effects_of_all_steps_happen_once_and_in_order(wanted):
     jax.jit(lambda x: schedule(program, asked).run(Values({0: x})))(X)
     jax.effects_barrier()
     assert seen == [*range(8), 9]
+
+
+def test_an_operation_with_a_program_is_not_a_call():
+    def keeps_the_first(x, start):
+        return jax.lax.reduce(x, start, lambda a, b: a, (0,))
+
+    closed = jax.make_jaxpr(keeps_the_first)(jnp.ones(3), 0.0)
+    assert depends_on(closed, [True, False]) == depends_on(closed, [False, True]) == [True]

@@ -1,0 +1,323 @@
+"""What this package knows of the inside of JAX, for all versions: jaxprs, and the programs that equations contain.
+
+No other file imports ``jax.extend``, ``jax.interpreters`` or ``jax.custom_derivatives``; the parameters of operations
+without programs are known to the table of operations. An equation is one of a jaxpr, or one that ``_program`` numbered:
+both have a primitive and its params. Importing this file loads ``jax.extend``, which takes longer than this package.
+"""
+
+import contextlib
+import dis
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.core
+import jax.extend.core
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, primitives
+from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
+from jax.interpreters.partial_eval import dce_jaxpr
+
+__all__ = ["ClosedJaxpr", "Jaxpr", "Literal", "SymbolicZero", "jaxpr_as_fun"]
+
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # the source of an operation is the user's line
+
+_INLINED = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
+_REMAT = ("checkpoint", "remat", "remat2", "RematTraced")
+_CALLS = (*_INLINED, *_REMAT, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite")
+
+
+FUNCTIONS = "bwd computation fwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk out_trees".split()  # noqa: SIM905
+"""Params that are of derivatives, or the function of a program that is another param."""
+
+
+class Call(NamedTuple):
+    """An equation that applies its program to its operands, in their order, and returns the results."""
+
+    program: ClosedJaxpr
+
+
+class Mapped(NamedTuple):
+    """A ``jax.shard_map``, whose program is that of one device; the others are arguments of ``jax.shard_map``."""
+
+    program: ClosedJaxpr
+    mesh: Any
+    in_specs: Sequence[Any]
+    out_specs: Sequence[Any]
+    check_vma: bool
+    axis_names: set[str]
+
+
+class Branches(NamedTuple):
+    """An equation of which the first operand says which program is applied to the others.
+
+    Attributes:
+      by_platform: whether the programs are for different platforms, so that some may not compile on this one.
+    """
+
+    programs: Sequence[ClosedJaxpr]
+    by_platform: bool
+
+
+class Loop(NamedTuple):
+    """A ``scan``: the operands are constants, then what is carried, then what is stacked over the steps.
+
+    The results are what is carried, and then what is stacked.
+    """
+
+    body: ClosedJaxpr
+    consts: int
+    carried: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @property
+    def stacked(self) -> int:
+        """The place of the first stacked operand."""
+        return self.consts + self.carried
+
+
+class While(NamedTuple):
+    """A ``while_loop``: the operands are constants of the condition, those of the body, and what is carried."""
+
+    condition: ClosedJaxpr
+    condition_consts: int
+    body: ClosedJaxpr
+    body_consts: int
+
+
+class Others(NamedTuple):
+    """An equation whose programs are used in a way that is not known here."""
+
+    programs: Sequence[ClosedJaxpr]
+
+
+Inside: TypeAlias = Call | Mapped | Branches | Loop | While | Others
+
+
+def inside(eqn: Any) -> Inside | None:
+    """The programs that an equation contains, and how it applies them; None without any."""
+    primitive, params = eqn.primitive, eqn.params
+    if primitive is primitives.scan_p:
+        consts, carried = _scan_counts(params)
+        return Loop(closed(params["jaxpr"]), consts, carried, params["length"], params["reverse"], params["unroll"])
+    if primitive is primitives.cond_p:
+        return Branches([*map(closed, params["branches"])], params.get("branches_platforms") is not None)
+    if primitive is primitives.while_p:
+        condition, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
+        return While(condition, params["cond_nconsts"], body, params["body_nconsts"])
+    values = [value if isinstance(value, (tuple, list)) else (value,) for value in params.values()]
+    programs = [closed(value) for each in values for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
+    if primitive.name == "shard_map":
+        axes = set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
+        return Mapped(programs[0], params["mesh"], params["in_specs"], params["out_specs"], params["check_vma"], axes)
+    if primitive.name in _CALLS and len(programs) == 1:
+        return Call(programs[0])
+    return Others(programs) if programs else None
+
+
+def programs_in(eqn: Any) -> Sequence[ClosedJaxpr]:
+    """The programs that an equation contains."""
+    found = inside(eqn)
+    if isinstance(found, While):
+        return found.condition, found.body
+    if isinstance(found, Call | Mapped | Loop):
+        return (found.body if isinstance(found, Loop) else found.program,)
+    return () if found is None else found.programs
+
+
+def params_of(found: Loop | Branches) -> dict[str, Any]:
+    """The params that :func:`inside` reads of a loop or branches. Their equation is evaluated by parts, never bound."""
+    if isinstance(found, Branches):
+        return {"branches": tuple(found.programs)}
+    params = {name: getattr(found, name) for name in ("length", "reverse", "unroll")}
+    return {**params, "jaxpr": found.body, "num_consts": found.consts, "num_carry": found.carried}
+
+
+class Inlined(NamedTuple):
+    """A call that is replaced by the equations of its program.
+
+    Attributes:
+      scope: the name scope of the equations.
+      is_of_jax: whether the called function is one of JAX, so that its lines are not the user's.
+      barriers: which operands JAX keeps behind a barrier, so that what a ``remat`` repeats is not merged with the first
+        computation.
+    """
+
+    program: ClosedJaxpr
+    scope: str | None
+    is_of_jax: bool
+    barriers: Sequence[bool]
+
+
+def inlined(eqn: Any, enter_remat: bool, enter_placed: bool) -> Inlined | None:
+    """How a call is replaced by its equations, or None; ``enter_placed``: with shardings or donation, too."""
+    name, params = operation_of(eqn)
+    if name in _REMAT and enter_remat:
+        program, scope = closed(params["jaxpr"]), "checkpoint"
+    elif name in _INLINED and (enter_placed or not _is_placed(params)):
+        program, scope = closed(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]), params.get("name")
+    else:
+        return None
+    prevent = params["prevent_cse"] if params.get("differentiated") else False
+    barriers = prevent if isinstance(prevent, tuple) else (prevent,) * len(eqn.invars)
+    return Inlined(program, scope, _JAX in program.jaxpr.debug_info.func_src_info, barriers)
+
+
+def _is_placed(params: dict[str, Any]) -> bool:
+    """Whether a ``jit`` says where its operands and results are, or donates operands."""
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    return any(type(s).__name__ != "UnspecifiedValue" for s in shardings) or any(params.get("donated_invars", ()))
+
+
+def operation_of(eqn: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the params of an operation, also of one that is called by JAX's primitive for all of ``hijax``."""
+    if eqn.primitive.name != "call_hi_primitive":
+        return eqn.primitive.name, eqn.params
+    return type(eqn.params["_prim"]).__name__, eqn.params["_prim"].params
+
+
+def name_of(eqn: Any) -> str:
+    """The name of an operation, or of the called function if it is a call."""
+    name, params = operation_of(eqn)
+    return params.get("name", name) if name in _INLINED else name
+
+
+def without_hijax(eqn: Any) -> tuple[Any, dict[str, Any]]:
+    """The primitive of an equation and its params; a name for a policy of ``remat`` has one primitive in each mode."""
+    name, params = operation_of(eqn)
+    return (primitives.name_p, params) if name == "CheckpointName" else (eqn.primitive, eqn.params)
+
+
+def bind(eqn: Any, *operands: Any, **changed: Any) -> Any:
+    """Applies an operation to arrays, with some of its params changed."""
+    bound = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # functions: up to JAX 0.9
+    return eqn.primitive.bind(*functions, *operands, **params)
+
+
+def closed(program: Any) -> ClosedJaxpr:
+    """A jaxpr with its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
+    return ClosedJaxpr(getattr(program, "jaxpr", program), getattr(program, "consts", ()))
+
+
+def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """The number of constant operands of a ``scan``, and that of carried operands."""
+    if "ft_in" in params:  # since JAX 0.11
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def without_unused(program: ClosedJaxpr, wanted: Sequence[bool]) -> tuple[ClosedJaxpr, Sequence[bool]]:
+    """A program with the wanted results alone, and which of its operands these need."""
+    jaxpr, used = dce_jaxpr(program.jaxpr, [*wanted])
+    return ClosedJaxpr(jaxpr, program.consts), used
+
+
+def with_results(program: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
+    """A program that returns more of its values."""
+    jaxpr = program.jaxpr
+    debug_info = jaxpr.debug_info._replace(result_paths=None)
+    return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *results], debug_info=debug_info), program.consts)
+
+
+class Source(NamedTuple):
+    """The line, the name scopes and the settings of JAX with which an operation was traced."""
+
+    traceback: Any
+    name_stack: Any
+    settings: Any
+
+    @property
+    def line(self) -> str:
+        """The line of the user's program."""
+        return summarize(self) if self.traceback else ""  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """A context in which operations have this source."""
+        with user_context(self.traceback, name_stack=current_name_stack() + self.name_stack), self.settings.manager:
+            yield
+
+    def scopes_inside(self, call: Inlined) -> Any:
+        """The name scopes inside of a call with this source."""
+        return self.name_stack.extend(call.scope) if call.scope else self.name_stack
+
+    @property
+    def transforms(self) -> list[str]:
+        """The names of JAX's transformations around the operation, which are of another type than scopes of a user."""
+        return [each.name for each in self.name_stack.stack if type(each).__name__ == "Transform"]
+
+
+def source_of(eqn: Any, stack: Any = None, traceback: Any = None) -> Source:
+    """The source of an equation of a jaxpr, inside of a call with these name scopes, at its line if it has one."""
+    info = eqn.source_info
+    return Source(traceback or info.traceback, info.name_stack if stack is None else stack + info.name_stack, eqn.ctx)
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an operation belongs to a backward pass, but not to one inside of another function's forward pass."""
+    source = eqn.source if hasattr(eqn, "source") else source_of(eqn)
+    found = [name for name in source.transforms if name in ("jvp", "transpose")]
+    return found[:1] == ["transpose"] or eqn.primitive.name == "add_any"
+
+
+def names_axes(effect: Any) -> bool:
+    """Whether an effect of an operation is only that it names an axis of a mesh."""
+    return type(effect).__name__ == "NamedAxisEffect"
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a type is that of a mutable array."""
+    return hasattr(aval, "inner_aval")
+
+
+def current_trace() -> Any:
+    """What JAX traces now; equal only to itself."""
+    # In JAX 0.8 it is in the other module.
+    either: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
+    return either.get_opaque_trace_state("flax")
+
+
+_TYPES_OF_NO_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_TEXTS_OF_NO_VALUE = (
+    "Tracer.__format__",
+    "sequences of concrete values",
+    "must be static integers",
+    "must have static start/stop/step",
+)
+"""What JAX raises if Python needs the value of a traced array: types, and texts where JAX has no type.
+
+These are a traced array in a string, as a size, and as the edge of a slice. Python raises the first itself, JAX the
+others.
+"""
+
+
+def needs_value(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that a traced array has no value.
+
+    Errors of a user with such a text are told apart by what raised them.
+    """
+    if error is None or isinstance(error, _TYPES_OF_NO_VALUE):
+        return error is not None
+    is_of_text = isinstance(error, TypeError | IndexError) and any(text in str(error) for text in _TEXTS_OF_NO_VALUE)
+    return (is_of_text and not _is_of_user(error)) or needs_value(error.__cause__ or error.__context__)
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Whether a ``raise`` statement outside of JAX raised an error."""
+    last: Any = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    frame = last.tb_frame
+    is_of_jax = frame.f_globals.get("__name__", "").partition(".")[0] == "jax"
+    return not is_of_jax and frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
