@@ -285,7 +285,7 @@ class GivenGradients:
 
 def _applied(value: Any, update: Any) -> Any:
     """A leaf after an update: the same bits where this is zero, except that -0.0 + 0.0 is 0.0."""
-    new = optax.apply_updates(value, update)
+    new: Any = optax.apply_updates(value, update)
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return new
     sign_of = lambda x: jnp.signbit(jnp.real(x).astype(jnp.float32))  # noqa: E731
