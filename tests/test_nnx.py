@@ -857,7 +857,7 @@ class TestFreezeLoss:
         """Parameters, batch statistics, counts of random streams, and a variable that the call creates."""
         *plain, dense = self.train(self.loss)
         *ours, grads = self.train(fnnx.freeze_loss(self.loss, self.FROZEN))
-        assert bits(ours) == bits(plain)
+        assert_equal_up_to_rounding(ours, plain, roundings=64)
         assert "last" in ours[0]
         kernel = np.asarray(grads["blocks"]["linear"]["kernel"][...])
         assert not kernel[:3].any()
