@@ -20,30 +20,42 @@ from optax_freeze._errors import is_array
 from optax_freeze._spec.indexing import move_bits
 from optax_freeze._spec.memory_kinds import HOST, is_on_host, on_device, to_device
 from optax_freeze._spec.selection import DenseMask, Selection
-from optax_freeze._spec.sharding import replicated
+from optax_freeze._spec.sharding import explicit_sharding, replicated
 
 LANES = 4
 
 
 @functools.partial(jax.jit, static_argnames="axis")
 def digest(value: Any, key: Any, selection: Selection, axis: int = 0) -> tuple[jax.Array, ...]:
-    """Sums one word per frozen element in each lane, in one reduction, so that the leaf is read once.
+    """Sums one word per frozen element in each lane, in one pass, so that the leaf is read once.
 
     Positions are added axis by axis, since a linear index would overflow. The lanes are scalars, which are replicated.
+    Two of them are sums of ``x + 2 * x**2``, which is a bijection of 32-bit words, too, and costs one multiplication.
     """
 
     def per_block(selection: Selection, start: Sequence[Any], value: Any) -> tuple[jax.Array, ...]:
-        words, lanes = _words(value), []
-        iotas = [lax.broadcasted_iota(np.uint32, words[0].shape, axis) for axis in range(words[0].ndim)]
-        for lane in range(LANES):
-            at = key[lane]
-            for axis, (iota, first) in enumerate(zip(iotas, start, strict=True)):
-                at = at + (iota + first) * hashed("axis", axis)[lane]
-            mixed = [_mix(word + (at + hashed("word", i)[lane])) for i, word in enumerate(words)]
-            lanes.append(_frozen_alone(functools.reduce(jnp.add, mixed), selection))
-        return _sum(tuple(lanes), _add)
+        words = _words(value)
+        shape = words[0].shape
 
-    return _by_blocks(per_block, _add, axis, selection, value)
+        def sums(divided: tuple[int, ...]) -> list[jax.Array]:
+            indices = [lax.broadcasted_iota(np.uint32, divided, axis) for axis in range(len(divided))]
+            if len(divided) > len(shape):
+                indices[:2] = [indices[0] * np.uint32(divided[1]) + indices[1]]
+            first, second = key[0], key[1]
+            for axis, (index, its_first) in enumerate(zip(indices, start, strict=True)):
+                one, other, *_ = hashed("axis", axis)
+                first, second = first + (index + its_first) * one, second + (index + its_first) * other
+            mixed = []
+            for i, word in enumerate(words):
+                one, other, *_ = hashed("word", i)
+                mixed.append(_mix(word.reshape(divided), first + one, second + other))
+            added = [functools.reduce(jnp.add, each) for each in zip(*mixed, strict=True)]
+            return [_frozen_alone(each.reshape(shape), selection).reshape(divided) for each in added]
+
+        return _sum(sums, words[0], _add)
+
+    x, squares_of_x, y, squares_of_y = _by_blocks(per_block, _add, axis, selection, value)
+    return x, x + 2 * squares_of_x, y, y + 2 * squares_of_y
 
 
 @functools.partial(jax.jit, static_argnames="axis")
@@ -52,7 +64,7 @@ def count(old: Any, new: Any, selection: Selection, axis: int = 0) -> tuple[jax.
 
     def per_block(selection: Selection, _: Any, old: Any, new: Any) -> tuple[jax.Array, ...]:
         ones = differ(old, new, selection).astype(np.uint32)
-        return _sum((ones, jnp.zeros_like(ones)), _carry)
+        return _sum(lambda divided: [ones.reshape(divided), jnp.zeros(divided, np.uint32)], ones, _carry)
 
     return _by_blocks(per_block, _carry, axis, selection, old, new)
 
@@ -186,11 +198,20 @@ def _words(value: Any) -> tuple[jax.Array, ...]:
     return (value.astype(np.uint32),)
 
 
-def _mix(x: Any) -> Any:
-    """A bijection of 32-bit words in which every input bit affects every output bit (Wellons' lowbias32)."""
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+def _mix(word: Any, first: Any, second: Any) -> tuple[Any, ...]:
+    """Two bijections of a 32-bit word, in which every input bit affects every output bit, each with its square.
+
+    The first is Wellons' lowbias32 of ``word + first``, the second another round of it after ``second`` is added. The
+    position is part of both, so equal words at different positions differ in one of them at least.
+    """
+    x = _xor_shift(word + first, 16) * np.uint32(0x7FEB352D)
+    x = _xor_shift(_xor_shift(x, 15) * np.uint32(0x846CA68B), 16)
+    y = _xor_shift(_xor_shift(x + second, 15) * np.uint32(0x2C1B3C6D), 16)
+    return x, x * x, y, y * y
+
+
+def _xor_shift(x: Any, by: int) -> Any:
+    return x ^ (x >> by)
 
 
 def _frozen_alone(array: jax.Array, selection: Selection) -> jax.Array:
@@ -207,5 +228,28 @@ def _carry(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
     return low, a[1] + b[1] + (low < b[0]).astype(np.uint32)
 
 
-def _sum(arrays: tuple[jax.Array, ...], add: Callable[..., Any]) -> Any:
-    return lax.reduce(arrays, (np.uint32(0),) * len(arrays), add, tuple(range(arrays[0].ndim)))
+def _sum(arrays: Callable[[tuple[int, ...]], Sequence[jax.Array]], like: Any, add: Callable[..., Any]) -> Any:
+    """Sums ``arrays(shape)``, for the shape of ``like`` or for one whose first axis is divided into parts.
+
+    XLA gives each core some elements of a result, so on a CPU a large array is summed part by part.
+    """
+
+    def reduced(arrays: Sequence[Any], axes: range) -> Any:
+        return lax.reduce(tuple(arrays), (np.uint32(0),) * len(arrays), add, tuple(axes))
+
+    def in_parts(parts: int) -> Any:
+        whole = arrays((parts, shape[0] // parts, *shape[1:]))
+        return reduced(reduced(whole, range(1, whole[0].ndim)), range(1))
+
+    def at_once() -> Any:
+        return reduced(arrays(shape), range(len(shape)))
+
+    shape, parts = like.shape, 1
+    if like.size >= _LARGE and explicit_sharding(like) is None:
+        few = math.gcd(shape[0], _PARTS)
+        parts = shape[0] if few < 8 and shape[0] <= like.size // 1024 else few
+    return at_once() if parts == 1 else lax.platform_dependent(cpu=lambda: in_parts(parts), default=at_once)
+
+
+_LARGE, _PARTS = 2**20, 960
+"""How many elements are worth several cores; and a number of parts that most numbers of devices divide."""

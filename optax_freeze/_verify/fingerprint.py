@@ -32,11 +32,11 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
 
     The arrays are read once, without temporary arrays of their size; arrays in host memory are copied to the device in
     blocks. Every element contributes a word to each of four lanes, and a lane is the sum of its words modulo 2**32, so
-    the order does not matter. A word is computed from 32 bits of an element by invertible steps (adding a value for its
-    leaf and position, xor with shifts, multiplication by odd numbers), so different bits at the same position give a
-    different word. Therefore **a change within 32 bits of one element, such as a flipped bit, always changes all four
-    lanes**. Larger changes go undetected with a probability near 2**-128. The digest is not secure against deliberately
-    constructed collisions.
+    the order does not matter. A word is computed from 32 bits of an element by invertible steps (adding values for its
+    leaf and position, xor with shifts, multiplication by odd numbers, ``x + 2 * x**2``), so different bits at the same
+    position give a different word. Therefore **a change within 32 bits of one element, such as a flipped bit, always
+    changes all four lanes**. Larger changes go undetected with a probability below 2**-100. The digest is not secure
+    against deliberately constructed collisions.
 
     Args:
       params: any pytree of JAX or NumPy arrays, which may be traced; of an NNX module only its parameters count

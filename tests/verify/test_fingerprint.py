@@ -1,5 +1,6 @@
 """Comparing what is frozen bit by bit, and its digest."""
 
+import contextlib
 import math
 import re
 
@@ -10,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +25,18 @@ DTYPES = [
     *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"),
     *("int32", "int8", "uint8", "uint32", "int4", "bool"),
 ]
+
+
+WORDS = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2**31, 2**16, 0x3F800000, 2**32 - 1]))
+
+
+@contextlib.contextmanager
+def _parts_of(size, patch):
+    """Arrays of this many elements are large."""
+    patch.setattr(_bits, "_LARGE", size)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 def same(a, b):
@@ -130,6 +145,45 @@ class TestFingerprint:
         assert all(abs(len(set(lane.tolist())) - unique) <= 1 for lane in digests.T)
         assert len({row.tobytes() for row in digests}) == unique
 
+    @settings(derandomize=True, deadline=None)
+    @given(old=WORDS, new=WORDS, at=st.tuples(st.integers(0, 1), st.integers(0, 2)))
+    def test_any_change_within_32_bits_changes_every_lane(self, old, new, at):
+        before = np.full((2, 3), old, np.uint32)
+        after = before.copy()
+        after[at] = new
+        differ = np.asarray(fz.fingerprint(before, True)) != np.asarray(fz.fingerprint(after, True))
+        assert differ.tolist() == [old != new] * 4
+
+    def test_two_changes_that_cancel_in_one_lane_do_not_cancel_in_another(self):
+        """Of 2**35 pairs of numbers whose signs flip, about 2**10 have the same sum before and after in a lane."""
+        numbers = np.unique(np.random.default_rng(0).random(2**18, np.float32) + 1)[:, None]
+        digest = jax.jit(jax.vmap(lambda w: fz.fingerprint(w, True)))
+        changes = np.asarray(digest(-numbers) - digest(numbers))
+        for lane in range(4):
+            change, opposite = changes[:, lane], -changes[:, lane]
+            cancel = np.flatnonzero(np.isin(change, opposite))
+            assert len(cancel) < 2**11
+            same = change[cancel][:, None] == opposite[cancel]
+            others = (changes[cancel][:, None] == -changes[cancel][None]) & same[..., None]
+            assert (others.sum(axis=(0, 1)) > 0).tolist() == [other == lane for other in range(4)]
+
+    @pytest.mark.parametrize("shape", [(2**11,), (6, 7, 11), (2, 2000), (1, 19)])
+    def test_the_same_in_parts(self, shape, monkeypatch):
+        """Large arrays are summed part by part, which the cores of a CPU share."""
+        w = {"w": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+        moved = {"w": w["w"].copy()}
+        moved["w"].flat[-1] += 1
+        specs = [True, {"w": w["w"] > 0}, *([{"w": fz.rows([0, shape[0] // 2 + 1])}] if shape[0] > 2 else [])]
+        found = [[jax.jit(lambda w, spec=spec: fz.fingerprint(w, spec))(w) for spec in specs]]
+        with monkeypatch.context() as patch, _parts_of(16, patch):
+            found.append([jax.jit(lambda w, spec=spec: fz.fingerprint(w, spec))(w) for spec in specs])
+            fz.assert_frozen(w, w, True)
+            with pytest.raises(AssertionError, match=f"w: 1 of {w['w'].size} elements"):
+                fz.assert_frozen(w, moved, True)
+            text = jax.jit(lambda w: fz.fingerprint(w, True)).lower(w).compile().as_text()
+            assert (re.search(r"u32\[\d+\]\S*, u32\[\d+\]\S*, ", text) is None) == (shape[0] == 1)
+        assert same(*found).all()
+
     def test_containers_do_not_count(self):
         state = nnx.State({"0": nnx.Param(jnp.ones(2)), "1": nnx.Param(1.0)})
         for tree in (state, [np.ones(2, np.float32), 1.0]):
@@ -229,7 +283,7 @@ class TestFingerprint:
         assert fz.fingerprint(params, "head").any()
 
 
-GOLDEN = ["c17337f5", "f473eeed", "153d4029", "33756a17"]
+GOLDEN = ["c17337f5", "f646c2df", "7a83f5dd", "448e703f"]
 
 
 class TestAssertFrozen:
@@ -344,7 +398,7 @@ class TestAssertFrozen:
 
     def test_counts_carry_into_a_second_word(self):
         words = (jnp.full(9, 2**30, jnp.uint32), jnp.zeros(9, jnp.uint32))
-        low, high = jax.jit(lambda words: _bits._sum(words, _bits._carry))(words)
+        low, high = jax.jit(lambda words: _bits._sum(lambda _: words, words[0], _bits._carry))(words)
         assert int(low) + (int(high) << 32) == 9 * 2**30
 
     def test_the_larger_shards_go_to_the_smaller_ones(self):
