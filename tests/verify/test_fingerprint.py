@@ -178,7 +178,7 @@ class TestFingerprint:
         with monkeypatch.context() as patch, _parts_of(16, patch):
             found.append([jax.jit(lambda w, spec=spec: fz.fingerprint(w, spec))(w) for spec in specs])
             fz.assert_frozen(w, w, True)
-            with pytest.raises(AssertionError, match=f"w: 1 of {w['w'].size} elements"):
+            with pytest.raises(AssertionError, match=f"w: 1 of {w['w'].size:,} elements"):
                 fz.assert_frozen(w, moved, True)
             text = jax.jit(lambda w: fz.fingerprint(w, True)).lower(w).compile().as_text()
             assert (re.search(r"u32\[\d+\]\S*, u32\[\d+\]\S*, ", text) is None) == (shape[0] == 1)
