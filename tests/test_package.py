@@ -213,6 +213,6 @@ def test_read_the_docs_and_the_citation_refer_to_what_exists():
     hosted = yaml.safe_load(pathlib.Path(".readthedocs.yaml").read_text())
     assert pathlib.Path(hosted["sphinx"]["configuration"]).exists()
     assert set(hosted["python"]["install"][0]["extra_requirements"]) <= set(project["optional-dependencies"])
-    citation = yaml.safe_load(pathlib.Path("CITATION.cff").read_text())
+    citation = yaml.safe_load(pathlib.Path(".github/CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert (citation["license"], citation["version"]) == (project["license"], fz.__version__)
