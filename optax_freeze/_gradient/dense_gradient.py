@@ -69,11 +69,11 @@ class DenseGradient:
 
     def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> "Schedule":
         """The tasks that compute the value and these regions of gradients."""
-        from optax_freeze._program.schedule import schedule_of_gradient
+        from optax_freeze._program.schedule import schedule
         from optax_freeze._program.tasks import ALWAYS
 
         value = [(number, EVERYTHING, ALWAYS) for number in self.traced.program.outputs[: self.of_value]]
-        return schedule_of_gradient(self.traced.program, [*value, *wanted])
+        return schedule(self.traced.program, [*value, *wanted])
 
 
 def value_and_grad_of_plan(

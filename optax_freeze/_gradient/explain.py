@@ -216,15 +216,7 @@ def explain(
             tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
         )
     grads, of_gradient, of_reads = dict(zip(trains, program.outputs, strict=False)), [], []
-    regions = [region_of_leaf(selections[i], values[i]) for i in trains]
-    regions += [EVERYTHING] * (len(program.outputs) - len(trains))
-    wanted = list(zip(program.outputs, regions, strict=True))
-    dearer, made_by = _dearer(program, wanted), program.made_by
     for i, selection in in_rows.items():
-        if grads[i] in dearer:
-            merged = _operations([made_by[grads[i]]])
-            of_gradient.append(LeafExplanation(paths[i], (), merged, selection.size, selection.count))
-            continue
         log = _log(program, [(grads[i], region_of(selection))], on_host=())
         rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
         everything = _operations(eqn for eqn, extent in log if extent == "everything")
@@ -233,7 +225,9 @@ def explain(
         return GradientExplanation(tuple(of_gradient))
     inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
     frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
-    log = _log(program, wanted, frozen)
+    regions = [region_of_leaf(selections[i], values[i]) for i in trains]
+    regions += [EVERYTHING] * (len(program.outputs) - len(trains))
+    log = _log(program, list(zip(program.outputs, regions, strict=True)), frozen)
     for n in frozen:
         from_host = inputs[n] in on_host
         found = [(eqn, extent[1] and from_host) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
@@ -253,18 +247,6 @@ def _pair(out: Any) -> tuple[Any, Any]:
         expected="a pair (value, aux)",
         fix="leave out has_aux",
     )
-
-
-def _dearer(program: "Program", wanted: Sequence[Any]) -> set[int]:
-    """The gradients of which everything is computed, because rows would cost more."""
-    from optax_freeze._program.costs import dearer_rows
-    from optax_freeze._program.schedule import schedule
-    from optax_freeze._program.tasks import ALWAYS
-
-    if program.on_host:
-        return set()
-    with jax.ensure_compile_time_eval():
-        return dearer_rows(schedule(program, [(*each, ALWAYS) for each in wanted]))
 
 
 def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:

@@ -28,7 +28,7 @@ from optax_freeze._program.regions import (
     varies,
     zeros,
 )
-from optax_freeze._program.schedule import schedule, schedule_of_gradient
+from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
@@ -268,7 +268,7 @@ class _Call:
         program = transposed.program
         of_forward, of_backward = [], []
         marked = set(range(len(self.leaves) + len(self.others), program.num_inputs))
-        for task in schedule_of_gradient(program, wanted).tasks:
+        for task in schedule(program, wanted).tasks:
             depends = not marked.isdisjoint(task.read_numbers)
             marked.update(task.written_numbers if depends else ())
             (of_backward if depends else of_forward).append(task)

@@ -78,9 +78,7 @@ def cond(walk: Any, eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bo
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(
-        Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, label, 1.0, branches)
-    )
+    walk.add(Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, label))
     return True
 
 
@@ -248,8 +246,7 @@ class _Segment:
         reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
         writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
-        share = self.numbers.count / loop.length
-        loop.walk.add(Task(eqn, reads, writes, self.apply, self.label, share, [self.body]))
+        loop.walk.add(Task(eqn, reads, writes, self.apply, self.label, self.numbers.count / loop.length))
         return needed, [self.label] * loop.carried
 
     def _conditions(self, others: Sequence[int]) -> dict[_Output, int]:

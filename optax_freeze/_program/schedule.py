@@ -13,7 +13,6 @@ import numpy as np
 from optax_freeze._jax_internals import Branches, Loop, Mapped, inside
 from optax_freeze._program import loops
 from optax_freeze._program.by_row import operand_by_row
-from optax_freeze._program.costs import dearer_rows
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
@@ -71,18 +70,6 @@ def schedule(
     computed.update(n for task in walk.tasks for n in task.written_numbers)
     given = {n: wanted for n, wanted in walk.wanted.items() if n not in computed}
     return Schedule(program, walk.tasks[::-1], given, [(value, region) for value, region, _ in wanted])
-
-
-def schedule_of_gradient(program: Program, outputs: Sequence[tuple[Any, Region, int]]) -> Schedule:
-    """:func:`schedule`, in which everything is computed of the outputs of which rows would cost more."""
-    found = schedule(program, outputs)
-    if program.on_host or any(label != ALWAYS for *_, label in outputs):
-        return found
-    dearer = dearer_rows(found)
-    if not dearer:
-        return found
-    outputs = [(value, EVERYTHING if value in dearer else region, label) for value, region, label in outputs]
-    return schedule(program, outputs)._replace(outputs=found.outputs)
 
 
 @dataclasses.dataclass

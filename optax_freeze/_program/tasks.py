@@ -132,7 +132,6 @@ class Task(NamedTuple):
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
     label: int
     share: float = 1.0  # of the operation
-    bodies: Sequence["Schedule"] = ()  # of a loop or of branches
 
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
