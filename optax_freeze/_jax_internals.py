@@ -294,6 +294,7 @@ _TEXTS_OF_NO_VALUE = (
     "sequences of concrete values",
     "must be static integers",
     "must have static start/stop/step",
+    "parameters to jaxpr equations must have __hash__",
 )
 """What JAX raises if Python needs the value of a traced array: types, and texts where JAX has no type.
 

@@ -128,6 +128,7 @@ def test_of_a_leaf_in_rows(name, index):
 OF_NO_VALUE = {  # Python code that needs the value of the sum
     "text": lambda total: f"{total:.2f}",
     "shape": lambda total: jnp.zeros(total.astype(int)),
+    "tile": lambda total: jnp.tile(jnp.zeros(3), total.astype(int)),
     "slice": lambda total: jnp.zeros(3)[: total.astype(int)],
 }
 
