@@ -328,6 +328,8 @@ def concatenate(eqn: Equation, region: Any) -> Any:
         each = [region.numbers[(region.numbers >= a) & (region.numbers < b)] - a for a, b in spans]
         regions = [Rows(axis, numbers) if numbers.size else None for numbers in each]
         return regions, lambda *parts: eqn.bind(*(part for part in parts if part is not None))
+    if region.count * sum(a < b for a, b in spans) > edges[-1]:
+        return None
     shifted = [region.shifted(-a).clamped(b - a) if a < b else None for a, b in spans]
 
     def selected(*parts: Any) -> Any:
@@ -573,6 +575,9 @@ def scatter(eqn: Equation, region: Any) -> Any:
     if axis in windows and updates[windows[axis]] == operand[axis]:
         return [region, EVERYTHING, region.along(windows[axis])], eqn.bind
     if axis not in numbers.scatter_dims_to_operand_dims:
+        return None
+    skipped = math.prod(operand) - math.prod(region.shape(operand))
+    if math.prod(eqn.avals_in[1].shape[:-1]) > skipped:  # to find the rows costs more than to compute all
         return None
     component = numbers.scatter_dims_to_operand_dims.index(axis)
     sizes = [updates[windows[i]] if i in windows else 1 for i in range(len(operand))]

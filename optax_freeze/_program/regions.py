@@ -181,7 +181,7 @@ class Rows(_SomeRows):
                 return cut(int(self.numbers[0]), int(self.numbers[-1]) + 1, self.step)
             if len(self.runs) <= _FEW and not at_once:
                 return jnp.concatenate([cut(start, stop) for start, stop in self.runs], self.axis)
-            return get_rows(self.axis, self.indices, array)
+            return get_rows(self.axis, self.indices, array, exist=True)
 
         return with_sharding(explicit_sharding(array, self.shape(shape)), rows, array)
 
@@ -254,7 +254,8 @@ class DynamicRows(_SomeRows):
     def take(self, array: Any, at_once: bool = False) -> Any:
         array = jnp.asarray(array)
         sharding = explicit_sharding(array, self.shape(array.shape))
-        rows = functools.partial(get_rows, self.axis, is_unique=not self._is_clamped)
+        exist = self._is_clamped
+        rows = functools.partial(get_rows, self.axis, is_unique=not exist, exist=exist)
         return with_sharding(sharding, rows, self.indices, array)
 
     def along(self, axis: int) -> "DynamicRows":

@@ -52,10 +52,14 @@ def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
     return {"tpu": on_tpu, "default": functools.partial(scatter, axis)}
 
 
-def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True) -> jax.Array:
-    """:func:`gather` of values that are moved as they are; it can be transposed."""
-    how: dict[str, Any] = {**_ASCENDING, "unique_indices": is_unique}
-    return at(full, axis, indices).get(**how, mode="fill", fill_value=0, wrap_negative_indices=False)
+def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True, exist: bool = False) -> jax.Array:
+    """:func:`gather` of values that are moved as they are; it can be transposed.
+
+    If all ``exist``, nothing is compared with the size.
+    """
+    how: dict[str, Any] = {**_ASCENDING, "unique_indices": is_unique, "wrap_negative_indices": False}
+    how |= {"mode": "promise_in_bounds"} if exist else {"mode": "fill", "fill_value": 0}
+    return at(full, axis, indices).get(**how)
 
 
 def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:

@@ -135,3 +135,28 @@ def test_all_rows_but_one_cost_as_much_as_all(rows):
     in_parts, whole = (jax.jit(fz.grad(attends, {**spec, **own})).lower(PARAMS) for own in ({}, {"codes": False}))
     assert (cost(in_parts.compile())[:2] <= 1.02 * cost(whole.compile())[:2] + 128 * WIDTH * 16).all()
     assert [leaf.merged.name for leaf in fz.explain(attends, PARAMS, spec).rows if leaf.merged] == ["add_any"]
+
+
+SEGMENTS = jnp.arange(128) % 32
+MATRIX = PARAMS["layers"][0, :32]
+OF_ROWS = {  # the loss, and rows that would cost more than all
+    "sort static": (lambda w: jnp.sort(w, axis=0) * X[0, :32].reshape(w.shape), [3, 100]),
+    "sort dynamic": (lambda w: jnp.sort(w, axis=0) * X[0, :32].reshape(w.shape), jnp.arange(64)),
+    "sum of segments": (lambda w: jax.ops.segment_sum(jnp.tanh(w @ MATRIX), SEGMENTS, 32) ** 2, jnp.arange(64)),
+    "split": (lambda w: sum(jnp.tanh(part @ MATRIX) for part in jnp.split(w, 4)), jnp.arange(64)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_of_an_operation_no_dearer_than_all(name):
+    of_leaf, rows = OF_ROWS[name]
+    is_static, w = not isinstance(rows, jax.Array), PARAMS["codes"][:, :32]
+    loss = lambda params: jnp.sum(of_leaf(params["w"]))  # noqa: E731
+
+    def in_rows(params, rows):
+        return fz.grad(loss, {"w": ~fz.rows(OF_ROWS[name][1] if is_static else rows)})(params)
+
+    found = jax.jit(in_rows).lower({"w": w}, None if is_static else rows).compile()
+    whole = jax.jit(jax.grad(loss)).lower({"w": w}).compile()
+    copy = np.array([2 * w.size, 2 * w.nbytes])  # which reads the gradient, and selects from it
+    assert (cost(found)[:2] <= 1.02 * cost(whole)[:2] + copy).all(), (cost(found)[:2] - copy) / cost(whole)[:2]

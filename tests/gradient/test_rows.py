@@ -200,6 +200,10 @@ def same(found, rtol=1e-5, atol=1e-5):
     chex.assert_trees_all_close(of_rows, dense, rtol=rtol, atol=atol)
 
 
+DEARER = ("a constant of a scan, sorted", "custom_vjp", "nearest row", "rows multiplied", "sort")
+"""Cases whose rows are dearer to find than to compute."""
+
+
 def check(cases, run=jit, everything=None, **tolerance):
     """Both gradients of the rows are the dense ones, in one program. ``everything``: what computes all of a leaf."""
     losses, all_ways = ways(cases)
@@ -207,7 +211,8 @@ def check(cases, run=jit, everything=None, **tolerance):
     for name, (_, params, frozen) in cases.items():
         rows = () if everything == "not asked" else fz.explain(losses[name], params, frozen).rows
         found = {row.path: row.merged.name for row in rows if row.merged and row.merged.name != "custom_jvp_call"}
-        assert not rows or found == (everything or {}), (name, *map(str, rows))
+        expected = everything or (dict(w="scatter-add") if name in DEARER else {})
+        assert not rows or found == expected, (name, *map(str, rows))
         assert all(row.by_rows or row.everything for row in rows), name
 
 
@@ -691,7 +696,7 @@ def a_ref_in_a_scan():
     def loss(p):
         def body(carry, x):
             ref[...] += lax.stop_gradient(carry) + 1
-            return carry + ref[...] * (jnp.sort(p["w"], 0) @ x).sum(), None
+            return carry + ref[...] * (jnp.cumsum(p["w"], 0) @ x).sum(), None
 
         rows = lax.scan(lambda carry, w: (carry * w.sum(), ref[...]), p["b"], p["w"])
         return lax.scan(body, p["b"], jnp.ones((2, 2)))[0] + rows[0]
