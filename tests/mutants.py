@@ -502,7 +502,7 @@ _BY_FILE = {
         (
             "is_unique=not exist",
             "is_unique=True",
-            "tests/gradient/test_dynamic_row_gradients.py -k selected",
+            "tests/gradient/test_dynamic_row_gradients.py -k unique",
         ),
         ("return array, int(rows.numbers[0] - positions.numbers[0])", "return array, 0", "-k test_values"),
         ("dict(self._stored[number]) for number in", "self._stored[number] for number in", "-k test_values"),

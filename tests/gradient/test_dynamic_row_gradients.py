@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
+from optax_freeze._program.regions import DynamicRows
 
 LAYERS, WIDTH = 6, 4
 X = jax.random.normal(jax.random.key(0), (8, WIDTH))
@@ -288,6 +289,17 @@ class TestSecondDerivatives:
         inside = index[index < len(w)]
         expected = jax.jit(lambda v: [f(v) for f in sums(lambda loss: jax.grad(loss)(w)[inside])])(1.0)
         close(ours(1.0, index), expected, rtol=1e-4)
+
+    def test_rows_that_may_be_equal_are_not_called_unique(self):
+        clamped = DynamicRows(0, jnp.array([3, 7])).clamped(4)
+        for rows, is_unique in [(clamped, False), (DynamicRows(0, jnp.array([1, 3])), True)]:
+            [gather] = [
+                e
+                for p in programs(jax.make_jaxpr(rows.take)(jnp.ones((4, 2))).jaxpr)
+                for e in p.eqns
+                if e.primitive.name == "gather"
+            ]
+            assert gather.params["unique_indices"] is is_unique
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

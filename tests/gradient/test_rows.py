@@ -211,7 +211,7 @@ def check(cases, run=jit, everything=None, **tolerance):
     for name, (_, params, frozen) in cases.items():
         rows = () if everything == "not asked" else fz.explain(losses[name], params, frozen).rows
         found = {row.path: row.merged.name for row in rows if row.merged and row.merged.name != "custom_jvp_call"}
-        expected = everything or (dict(w="scatter-add") if name in DEARER else {})
+        expected = everything or ({"w": "scatter-add"} if name in DEARER else {})
         assert not rows or found == expected, (name, *map(str, rows))
         assert all(row.by_rows or row.everything for row in rows), name
 
