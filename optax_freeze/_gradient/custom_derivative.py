@@ -68,7 +68,7 @@ def call_with_backward(
             return jax.tree.leaves(backward(inputs, residuals, list(cotangents)))
 
         found = iter(
-            _bind(
+            bind_tangents(
                 of_tangents,
                 of_cotangents,
                 known,
@@ -93,9 +93,13 @@ _tangents_p.multiple_results = True
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
-def _bind(
+def bind_tangents(
     of_tangents: Linear, of_cotangents: Linear, known: Sequence[Any], tangents: Sequence[Any], out_avals: Sequence[Any]
 ) -> list[Any]:
+    """Tangents of types ``out_avals``: ``of_tangents(known, tangents)``, linear in the tangents.
+
+    Transposed, ``of_cotangents(known, cotangents)``.
+    """
     return _tangents_p.bind(
         *known,
         *tangents,
@@ -160,7 +164,8 @@ def _batch(
 ) -> Any:
     """All results have the axis in front; cotangents of tangents without it are sums over it."""
     if all(dim is None for dim in dims):
-        return _bind(of_tangents, of_cotangents, args[:num_known], args[num_known:], out_avals), [None] * len(out_avals)
+        outs = bind_tangents(of_tangents, of_cotangents, args[:num_known], args[num_known:], out_avals)
+        return outs, [None] * len(outs)
     known, linear = list(dims[:num_known]), list(dims[num_known:])
 
     def batched(fun: Linear, *in_axes: Any, out_axes: Any = 0) -> Any:
@@ -172,7 +177,7 @@ def _batch(
 
     types = batched(lambda *_: list(map(zeros, out_avals)), known, linear)
     given = list(args[:num_known]), list(args[num_known:])
-    outs = _bind(
+    outs = bind_tangents(
         lambda args, tangents: batched(of_tangents, known, linear)(list(args), list(tangents)),
         of_batched_cotangents,
         *given,

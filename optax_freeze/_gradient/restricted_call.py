@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
+from optax_freeze._gradient.unknown_derivative import refuse_unknown
 from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, needs_value
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
@@ -261,6 +262,7 @@ class _Call:
         regions = [EVERYTHING] * transposed.outs
         regions += [EVERYTHING if b else region_of(x.with_numbers(each)) for x, a, b, each in leaves if a or b]
         regions += [EVERYTHING for here in perturbed.others if here]
+        refuse_unknown(transposed.program, zip(transposed.program.outputs, regions, strict=True))
         return [(x, region, ALWAYS) for x, region in zip(transposed.program.outputs, regions, strict=True)]
 
     def _tasks(self, transposed: _Transposed, wanted: Sequence[Any]) -> tuple[list[Task], list[Task], list[Any]]:

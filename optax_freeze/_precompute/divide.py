@@ -10,13 +10,14 @@ import jax
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
-from optax_freeze._jax_internals import SymbolicZero, needs_value
+from optax_freeze._jax_internals import needs_value
 from optax_freeze._precompute.batch_size import number_of_examples, with_examples
 from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
 from optax_freeze._precompute.flops import flops_of_tasks
+from optax_freeze._precompute.frozen_gradient import without_gradient_of_leaves, without_gradient_of_rows
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.decisions import decisive
@@ -91,28 +92,23 @@ class Division(NamedTuple):
             values.write(*key, at.back(array, self.graph.struct(key).shape))
         return self.traced.result(tasks.run(values))
 
-    def _without_gradient(self, features: Sequence[Any]) -> Sequence[Any]:
+    def _without_gradient(self, features: Sequence[Any]) -> list[Any]:
         """The features, whose frozen parameters must not be differentiated, since only a part would be seen here."""
-        frozen = [x for x in self.inputs if x.leaf is not None and x.trainable is None and isinstance(x.value, Tracer)]
-
-        @jax.custom_jvp
-        def given(_: Sequence[Any], features: Sequence[Any]) -> Sequence[Any]:
-            return features
-
-        @functools.partial(given.defjvp, symbolic_zeros=True)
-        def refuse(primals: Any, tangents: Any) -> Any:
-            for leaf, tangent in zip(frozen, tangents[0], strict=True):
-                if not isinstance(tangent, SymbolicZero) and tangent.dtype != jax.dtypes.float0:
-                    raise value_error(
-                        "the features were computed with a different spec",
-                        at=leaf.name,
-                        got="a gradient with respect to a leaf that is frozen in fz.precompute",
-                        expected="gradients of the parameters that are trainable in fz.precompute",
-                        fix="pass the same `frozen` to fz.precompute and to fz.grad, fz.value_and_grad or fz.freeze",
-                    )
-            return primals[1], tangents[1]
-
-        return given([x.value for x in frozen], list(features)) if frozen else features
+        traced = {i: x for i, x in enumerate(self.inputs) if x.leaf is not None and isinstance(x.value, Tracer)}
+        leaves = {x.name: x.value for x in traced.values() if x.trainable is None}
+        in_rows = {i: x for i, x in traced.items() if isinstance(x.trainable, Rows)}
+        numbers, computed = set(), set()
+        for node in map(self.graph.nodes.__getitem__, self.cut.before):
+            found = {i for i, _ in node.reads if i in in_rows}
+            numbers |= found
+            computed.update(node.writes if found or not computed.isdisjoint(node.reads) else ())
+        features = without_gradient_of_leaves(features, leaves) if leaves else list(features)
+        places = [i for i, key in enumerate(self.cut.stored) if key in computed]
+        rows = {in_rows[i].name: in_rows[i].frozen_rows for i in sorted(numbers)}
+        of_rows = without_gradient_of_rows([features[i] for i in places], rows) if rows else []
+        for i, feature in zip(places, of_rows, strict=False):
+            features[i] = feature
+        return features
 
     def _by_example(self, arrays: Sequence[Any]) -> list[Any]:
         """Moves the examples of stored values to the first axis."""

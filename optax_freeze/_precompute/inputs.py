@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_int, type_error, value_error
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, region_of
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, region_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part, name_of
@@ -37,6 +37,14 @@ class Input(NamedTuple):
         if isinstance(self.trainable, Rows):
             return not isinstance(region, Rows) or region.within(self.trainable) is None
         return self.leaf is not None and self.trainable is None
+
+    @property
+    def frozen_rows(self) -> Any:
+        """The frozen rows of a leaf of which rows train."""
+        assert isinstance(self.trainable, Rows)
+        axis, size = self.trainable.axis, self.value.shape[self.trainable.axis]
+        frozen = Rows(axis, np.setdiff1d(np.arange(size), self.trainable.numbers))
+        return Values({0: self.value}).read(0, frozen)
 
     @property
     def is_batch(self) -> bool:

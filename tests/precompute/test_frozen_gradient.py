@@ -1,0 +1,182 @@
+"""Gradients of the frozen rows that features were computed from are refused, or NaN, and never lack a part."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import assert_equal_up_to_rounding
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_freeze as fz
+from optax_freeze._precompute import divide
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+PARAMS = {"table": jax.random.normal(KEYS[0], (12, 4)), "w": jax.random.normal(KEYS[1], (4, 4)), "head": jnp.ones(4)}
+X = jax.random.normal(KEYS[2], (3, 4))
+REFUSED = r"gradient would lack the path through them\n  at: table"
+
+
+def loss(params, x):
+    """Reads rows 0, 4 and 8 of the table before the cut, and all rows after it."""
+    h = jnp.sort(jnp.tanh(x * params["table"][:9:4]) @ params["w"])
+    return jnp.sum((h @ params["head"]) ** 2) + jnp.sum(jnp.tanh(params["table"]) ** 2 * params["head"])
+
+
+SPECS = {
+    "one run": fz.rows(slice(0, 9)),
+    "nearly all": fz.rows(slice(0, 11)),
+    "scattered": fz.rows([0, 2, 4, 7, 8, 10]),
+}
+
+
+def spec_of(rows):
+    return {"table": rows, "w": True, "head": False}
+
+
+def in_a_scan(function):
+    return lambda *args: lax.scan(lambda total, _: (total + function(*args), None), 0.0, length=1)[0]
+
+
+def in_a_cond(function):
+    return lambda *args: lax.cond(args[-1].sum() < jnp.inf, function, lambda *args: 0.0, *args)
+
+
+def in_vmap(function):
+    return lambda params, *args: jax.vmap(lambda _: function(params, *args))(jnp.arange(2)).mean()
+
+
+def in_vmap_over_parameters(function):
+    def mapped(params, *args):
+        stacked = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+        return jax.vmap(lambda params: function(params, *args))(stacked).mean()
+
+    return mapped
+
+
+def in_shard_map(function):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = lambda *args: lax.pmean(function(*args), "data")  # noqa: E731
+    return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+WRAPS = [lambda f: f, jax.jit, jax.checkpoint, in_a_scan, in_a_cond, in_vmap, in_vmap_over_parameters]
+IDS = ["directly", "jit", "checkpoint", "scan", "cond", "vmap", "vmap of parameters"]
+
+
+def restricted(after, frozen):
+    def grad(params, *args):
+        trainable, rest = fz.partition(params, frozen)
+        return jax.grad(fz.restrict(after, rest))(trainable, *args)
+
+    return grad
+
+
+def frozen_loss(after, frozen):
+    return lambda *args: fz.partition(jax.grad(fz.freeze_loss(after, frozen))(*args), frozen)[0]
+
+
+@pytest.mark.parametrize("wrap", [*WRAPS, in_shard_map], ids=[*IDS, "shard_map"])
+@pytest.mark.parametrize("grad", [fz.grad, restricted, frozen_loss])
+def test_trainable_rows_alone_have_a_gradient(wrap, grad):
+    frozen = spec_of(SPECS["one run"])
+    once = fz.precompute(loss, frozen)
+    got = jax.jit(grad(wrap(once.after), frozen))(PARAMS, once.before(PARAMS, X), X)
+    assert_equal_up_to_rounding(got, fz.grad(loss, frozen)(PARAMS, X))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_of_which_everything_is_computed_and_cut(name):
+    """The cotangent of scattered or nearly all rows is computed whole."""
+    frozen = spec_of(SPECS[name])
+    once = fz.precompute(loss, frozen)
+    features = once.before(PARAMS, X)
+    assert_equal_up_to_rounding(fz.grad(once.after, frozen)(PARAMS, features, X), fz.grad(loss, frozen)(PARAMS, X))
+    with pytest.raises(ValueError, match=REFUSED):
+        jax.grad(lambda table: once.after({**PARAMS, "table": table}, features, X))(PARAMS["table"])
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids=IDS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_whole_leaf_is_refused(wrap, compiled):
+    once = fz.precompute(loss, spec_of(SPECS["one run"]))
+    after, features = wrap(once.after), once.before(PARAMS, X)
+    of_table = jax.grad(lambda table, *args: after({**PARAMS, "table": table}, *args))
+    for grad, first in ((fz.grad(after, "w"), PARAMS), (of_table, PARAMS["table"])):
+        with pytest.raises(ValueError, match=REFUSED):
+            (jax.jit(grad) if compiled else grad)(first, features, X)
+
+
+@pytest.mark.parametrize("way", [fz.grad, restricted])
+@pytest.mark.parametrize("wrap", [*WRAPS, in_shard_map], ids=[*IDS, "shard_map"])
+def test_more_rows_are_refused_or_not_a_number(wrap, way):
+    once, frozen = fz.precompute(loss, spec_of(SPECS["one run"])), spec_of(fz.rows(slice(0, 5)))
+    grad = way(wrap(once.after), frozen)
+    try:
+        got = grad(PARAMS, once.before(PARAMS, X), X)["table"].values
+    except ValueError as error:
+        assert "would lack the path" in str(error)  # noqa: PT017
+    else:
+        assert wrap not in (WRAPS[0], jax.jit)
+        assert np.isnan(got[:4]).all()
+        assert_equal_up_to_rounding(got[4:], fz.grad(loss, frozen)(PARAMS, X)["table"].values[4:])
+
+
+@pytest.mark.parametrize("way", [fz.grad, restricted])
+def test_it_costs_nothing(way, monkeypatch):
+    frozen = spec_of(SPECS["one run"])
+    once = fz.precompute(loss, frozen)
+    features = once.before(PARAMS, X)
+
+    def cost():
+        compiled = jax.jit(way(once.after, frozen)).lower(PARAMS, features, X).compile()
+        analysis = compiled.cost_analysis() or {}
+        return [analysis[name] for name in ("flops", "bytes accessed")]
+
+    refusing = cost()
+    monkeypatch.setattr(divide, "without_gradient_of_rows", lambda features, rows: features)
+    assert refusing == cost()
+
+
+def test_frozen_rows_that_no_feature_was_computed_from_have_a_gradient():
+    frozen = {"table": True, "w": fz.rows(slice(0, 2)), "head": False}
+    once = fz.precompute(loss, frozen)
+    grad = jax.grad(lambda w: once.after({**PARAMS, "w": w}, once.before(PARAMS, X), X))(PARAMS["w"])
+    assert_equal_up_to_rounding(grad, jax.grad(loss)(PARAMS, X)["w"])
+
+
+def test_features_of_integers_have_no_derivative():
+    def of_integers(params, x):
+        best = jnp.argsort(x @ params["table"][:9].T)
+        return jnp.sum(best @ jnp.broadcast_to(params["head"][:1], (9,))) + jnp.sum(params["table"] ** 2)
+
+    once = fz.precompute(of_integers, spec_of(SPECS["one run"]))
+    grad = fz.grad(once.after, "w")(PARAMS, once.before(PARAMS, X), X)
+    assert_equal_up_to_rounding(grad["table"], 2 * PARAMS["table"])
+
+
+class TestOtherModes:
+    frozen = spec_of(SPECS["one run"])
+    once = fz.precompute(loss, frozen)
+
+    def test_forward_mode(self):
+        features = self.once.before(PARAMS, X)
+        tangents = jnp.zeros((12, 4)).at[9:].set(1)
+        jvp = lambda fun, t: jax.jvp(lambda x: fun({**PARAMS, "table": x}), (PARAMS["table"],), (t,))[1]  # noqa: E731
+        after = lambda params: self.once.after(params, features, X)  # noqa: E731
+        assert_equal_up_to_rounding(jvp(after, tangents), jvp(lambda params: loss(params, X), tangents))
+        assert np.isnan(jvp(after, tangents.at[0].set(1)))
+
+    def test_a_second_derivative(self):
+        trainable, rest = fz.partition(PARAMS, self.frozen)
+
+        def second(fun, *args):
+            of_trainable = jax.grad(fz.restrict(fun, rest))
+            total = lambda t: sum(jnp.sum(x**2) for x in jax.tree.leaves(of_trainable(t, *args)))  # noqa: E731
+            return jax.grad(total)(trainable)
+
+        got = second(self.once.after, self.once.before(PARAMS, X), X)
+        assert_equal_up_to_rounding(got, second(loss, X), roundings=8)
+        value = lambda p: fz.value_and_grad(self.once.after, self.frozen)(p, self.once.before(PARAMS, X), X)[0]  # noqa: E731
+        assert np.isnan(fz.grad(value, "w")(PARAMS)["table"][:9]).all()
