@@ -66,16 +66,17 @@ class _Patterns(Selector):
             self.compile(pattern)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        hits: list[Choice] = [False] * len(leaves)
-        for pattern in self.patterns:
-            matches = self.compile(pattern).fullmatch
-            found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
-            if not found:
-                paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
-                raise _glob.no_match(pattern, paths, is_regex=self.name == "regex")
-            for i in found:
-                hits[i] = True
-        return hits
+        found = {i for pattern in self.patterns for i in self.find(pattern, leaves)}
+        return [i in found for i in range(len(leaves))]
+
+    def find(self, pattern: str, leaves: Sequence[Leaf]) -> list[int]:
+        """The leaves that a pattern matches; none is an error."""
+        matches = self.compile(pattern).fullmatch
+        found = [i for i, leaf in enumerate(leaves) if matches(leaf.path) or any(map(matches, leaf.aliases))]
+        if not found:
+            paths = [path for leaf in leaves for path in (leaf.path, *leaf.aliases)]
+            raise _glob.no_match(pattern, paths, is_regex=self.name == "regex")
+        return found
 
     def __repr__(self) -> str:
         return f"fz.{self.name}({', '.join(map(repr, self.patterns))})"
@@ -84,6 +85,12 @@ class _Patterns(Selector):
 @jax.tree_util.register_static
 class Path(_Patterns):
     name, compile = "path", staticmethod(_glob.glob)
+
+    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
+        first = _first_glob(self.patterns, leaves)
+        for n in sorted({*range(len(self.patterns))}.difference(first)):
+            self.find(self.patterns[n], leaves)
+        return [n is not None for n in first]
 
 
 @jax.tree_util.register_static
@@ -267,6 +274,13 @@ def is_patterns(value: Any) -> bool:
 
 def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[int | None]:
     """The index of the first selector that selects each leaf; a selector that is first for no leaf is an error."""
+    of_glob = [
+        (each, n) for n, selector in enumerate(selectors) if isinstance(selector, Path) for each in selector.patterns
+    ]
+    if len({n for _, n in of_glob}) == len(selectors):
+        found = _first_glob([glob for glob, _ in of_glob], leaves)
+        if {*range(len(of_glob))}.issubset(found):
+            return [None if k is None else of_glob[k][1] for k in found]
     first: list[int | None] = [None] * len(leaves)
     for n, selector in enumerate(selectors):
         selected = [i for i, hit in enumerate(selector.select(leaves)) if hit]
@@ -279,6 +293,16 @@ def first_match(selectors: Sequence[Selector], leaves: Sequence[Leaf]) -> list[i
         for i in free:
             first[i] = n
     return first
+
+
+def _first_glob(globs: Sequence[str], leaves: Sequence[Leaf]) -> list[int | None]:
+    """The first of these globs that matches each leaf, by one regular expression."""
+    match = re.compile("|".join(f"({_glob.glob(each).pattern})" for each in globs), re.DOTALL).fullmatch
+    paths = ((leaf.path, *leaf.aliases) for leaf in leaves)
+    return [
+        min((found.lastindex - 1 for found in map(match, each) if found and found.lastindex), default=None)
+        for each in paths
+    ]
 
 
 def ask_without_values(ask: Callable[[], Any], name: str, at: str) -> Any:
