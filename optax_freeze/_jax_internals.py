@@ -33,6 +33,12 @@ FUNCTIONS = "bwd computation fwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk o
 """Params that are of derivatives, or the function of a program that is another param."""
 
 
+def closed_over(eqn: Any) -> int | None:
+    """How many of its first operands a ``jax.custom_vjp`` function closes over; None for another operation."""
+    params = operation_of(eqn)[1]
+    return params.get("num_consts", 0) if "bwd" in params else None
+
+
 class Call(NamedTuple):
     """An equation that applies its program to its operands, in their order, and returns the results."""
 

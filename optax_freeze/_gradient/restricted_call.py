@@ -19,6 +19,7 @@ from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_wi
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
 from optax_freeze._gradient.unknown_derivative import refuse_unknown
 from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, needs_value
+from optax_freeze._program.dependence import divided
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
@@ -268,13 +269,6 @@ class _Call:
     def _tasks(self, transposed: _Transposed, wanted: Sequence[Any]) -> tuple[list[Task], list[Task], list[Any]]:
         """The tasks that do not depend on the cotangents, those that do, and what these read of the others."""
         program = transposed.program
-        of_forward, of_backward = [], []
-        marked = set(range(len(self.leaves) + len(self.others), program.num_inputs))
-        for task in schedule(program, wanted).tasks:
-            depends = not marked.isdisjoint(task.read_numbers)
-            marked.update(task.written_numbers if depends else ())
-            (of_backward if depends else of_forward).append(task)
-        keys = [write for task in of_forward for write in task.writes if write is not None]
-        needed = {number for task in of_backward for number in task.read_numbers}
-        needed |= {x for x, _, _ in wanted[transposed.outs :] if isinstance(x, int)}
-        return of_forward, of_backward, [key for key in keys if key[0] in needed]
+        cotangents = range(len(self.leaves) + len(self.others), program.num_inputs)
+        grads = (x for x, _, _ in wanted[transposed.outs :])
+        return divided(schedule(program, wanted).tasks, cotangents, grads)

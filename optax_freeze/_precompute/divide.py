@@ -20,7 +20,9 @@ from optax_freeze._precompute.flops import flops_of_tasks
 from optax_freeze._precompute.frozen_gradient import without_gradient_of_leaves, without_gradient_of_rows
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
+from optax_freeze._precompute.traced_gradient import COTANGENT, Gradient, with_gradient
 from optax_freeze._program.decisions import decisive
+from optax_freeze._program.dependence import divided
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.traced_function import Traced, as_array
@@ -40,6 +42,7 @@ class Division(NamedTuple):
     cut: Cut
     examples: list[Examples]  # in the stored values
     digest: str
+    gradient: Gradient | None  # that the program computes, too
 
     @property
     def read_again(self) -> dict[int | None, Node | None]:
@@ -68,13 +71,14 @@ class Division(NamedTuple):
             is_frozen = selection is FROZEN or isinstance(selection, RowIndex)
             if is_frozen and leaf.shape is not None and i not in read_again:
                 gone[leaf.path] = _bytes(leaf) - selection.elements(leaf.shape) * leaf.dtype.itemsize
+        cotangents = self.gradient.cotangents if self.gradient else ()
         return CutExplanation(
             tuple(features),
             flops_of_tasks(self.graph.tasks(self.cut.before)),
-            flops_of_tasks(self.graph.tasks(self.cut.after)),
+            flops_of_tasks(divided(self.graph.tasks(self.cut.after), cotangents, ())[0]),
             tuple(gone),
             sum(gone.values()),
-            tuple((str(node), why) for node, why in first_dependent(self.graph, self.inputs)),
+            tuple((str(node), why) for node, why in first_dependent(self.graph, self.inputs) if why != COTANGENT),
         )
 
     def before(self) -> list[Any]:
@@ -90,7 +94,13 @@ class Division(NamedTuple):
         features = self._without_gradient(features)
         for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
             values.write(*key, at.back(array, self.graph.struct(key).shape))
-        return self.traced.result(tasks.run(values))
+        if self.gradient is None:
+            return self.traced.result(tasks.run(values))
+        for number, const in tasks.program.consts.items():
+            values.write(number, EVERYTHING, const)
+        outs = self.gradient.call(tasks.tasks, tasks.outputs, values, self.inputs)
+        found = self.traced.result([*outs, *[None] * len(self.gradient.leaves)])
+        return found[0] if self.gradient.leaves else found
 
     def _without_gradient(self, features: Sequence[Any]) -> list[Any]:
         """The features, whose frozen parameters must not be differentiated, since only a part would be seen here."""
@@ -138,7 +148,7 @@ def divide(
     """Divides ``fun(params, *args, **kwargs)``, given the treedef of ``(args, kwargs)`` and the leaves of all three."""
     trace = functools.partial(_traced, fun, plan, treedef, leaves)
     inputs = [leaf for leaf in leaves if not leaf.is_constant]
-    traced, tasks = trace(inputs)
+    traced, tasks, inputs, gradient = trace(inputs)
     cut, examples = _cut(tasks, inputs, example_axis)
     text = text_of(tasks, inputs, cut)
     if example_axis is not None:
@@ -146,18 +156,20 @@ def divide(
         more = 2 * count or 2
         for others in with_examples(more, inputs, example_axis):
             with contextlib.suppress(Exception):  # these shapes do not fit, or only one number of examples does
-                _, its = trace(others)
+                _, its, others, _ = trace(others)
                 is_alike = len(its.nodes) == len(tasks.nodes)  # not in `jax.shard_map`, where shapes do not vary
                 its_cut = cut if is_alike else _cut(its, others, example_axis)[0]
                 text = without_count(text, text_of(its, inputs, its_cut), count, more)
                 break
-    return Division(plan, traced, tasks, inputs, cut, examples, digest(text))
+    return Division(plan, traced, tasks, inputs, cut, examples, digest(text), gradient)
 
 
 def _traced(
     fun: Callable[..., Any], plan: Plan, treedef: Any, leaves: Sequence[Input], inputs: Sequence[Input]
-) -> tuple[Traced, Graph]:
-    """The program of a function with these inputs, and its tasks, which do not depend on the memory of the inputs."""
+) -> tuple[Traced, Graph, list[Input], Gradient | None]:
+    """The program of a function with these inputs, its tasks, which do not depend on the memory of the inputs, and
+    :func:`with_gradient`.
+    """
 
     def of_inputs(*arrays: Any) -> Any:
         given, count = iter(arrays), len(plan.leaves)
@@ -166,7 +178,7 @@ def _traced(
         return fun(jax.tree.unflatten(plan.treedef, filled[:count]), *args, **kwargs)
 
     try:
-        traced = Traced(of_inputs, [given.struct for given in inputs], enter_remat=False)
+        traced, inputs, gradient = with_gradient(of_inputs, inputs, functools.partial(Traced, enter_remat=False))
     except Exception as error:
         if not needs_value(error):
             raise
@@ -177,7 +189,7 @@ def _traced(
             expected="a function that jax.jit can trace",
             fix="if Python branches on an argument, name it in `recurring` and pass a Python value",
         ) from error
-    return traced, graph(traced.program.copy(on_host=()), inputs)
+    return traced, graph(traced.program.copy(on_host=()), inputs), inputs, gradient
 
 
 def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, list[Examples]]:

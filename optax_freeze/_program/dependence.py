@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from optax_freeze._jax_internals import Branches, Call, Loop, Mapped, closed, inside
 from optax_freeze._program.operations import computation, is_cheap
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
+from optax_freeze._program.tasks import Task
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
@@ -125,3 +126,21 @@ def known_in_part(
             rows = (are_rows_known((value, Rows(0, [k])) for value in stacked) for k in numbers)
             steps[eqn.outputs[0]] = next((n for n, known in enumerate(rows) if not known), length)
     return Known(steps, partly)
+
+
+def divided(
+    tasks: Iterable[Task], marked: Iterable[int], later: Iterable[Any]
+) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:
+    """The tasks that do not depend on marked values, those that do, and what these, and ``later`` reads, need of them.
+
+    ``later``: values, of which literals are ignored.
+    """
+    first, second, found = [], [], set(marked)
+    for task in tasks:
+        depends = not found.isdisjoint(task.read_numbers)
+        found.update(task.written_numbers if depends else ())
+        (second if depends else first).append(task)
+    needed = {number for task in second for number in task.read_numbers}
+    needed |= {value for value in later if isinstance(value, int)}
+    keys = [write for task in first for write in task.writes if write is not None]
+    return first, second, [key for key in keys if key[0] in needed]

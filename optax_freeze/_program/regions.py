@@ -6,7 +6,7 @@ numbers are values of the program. All rows are ascending. A value may be stored
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -444,6 +444,12 @@ class Values:
             if positions is not None:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
+
+    def arrays(self) -> Iterator[tuple[int, Region, Any]]:
+        """All stored regions: the number of the value, the region, and the array."""
+        for number, stored in self._stored.items():
+            for region, array in stored.items():
+                yield number, region, array
 
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""
