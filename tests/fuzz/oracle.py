@@ -88,22 +88,35 @@ def with_zeros(case: Case, spec: Any, params: Any, batch: Any) -> Any:
     return value, fz.combine(trainable, fz.partition(jax.tree.map(jnp.zeros_like, params), spec)[1])
 
 
+def two_steps(case: Case, step: Callable[..., Any], *carry: Any) -> Any:
+    """What two steps return, in a loop: they are traced and compiled once."""
+    if case.how == "eager":
+        for i in range(2):
+            carry, out = step(i, *carry)
+        return carry[0], out
+    (params, *_), out = jax.lax.scan(lambda c, i: step(i, *c), carry, jnp.arange(2))
+    return params, jax.tree.map(lambda x: x[-1], out)
+
+
 def trained(case: Case, spec: Any, params: Any, batch: Any) -> Any:
     tx = fz.freeze(TX, spec)
-    state, step = tx.init(params), fz.train_step(case.loss, tx)
-    for _ in range(2):
-        params, state, value = step(params, state, batch)
-    return params, value
+    one = fz.train_step(case.loss, tx)
+
+    def step(_: Any, params: Any, state: Any) -> Any:
+        params, state, value = one(params, state, batch)
+        return (params, state), value
+
+    return two_steps(case, step, params, tx.init(params))
 
 
 def trained_by_optax(case: Case, spec: Any, params: Any, batch: Any) -> Any:
-    trainable, rest = fz.partition(params, spec)
-    state = TX.init(trainable)
-    for _ in range(2):
-        value, grads = jax.value_and_grad(case.loss)(fz.combine(trainable, rest), batch)
+    def step(_: Any, params: Any, state: Any) -> Any:
+        trainable, rest = fz.partition(params, spec)
+        value, grads = jax.value_and_grad(case.loss)(params, batch)
         updates, state = TX.update(cut(grads, spec), state, trainable)
-        trainable = optax.apply_updates(trainable, updates)
-    return fz.combine(trainable, rest), value
+        return (fz.combine(optax.apply_updates(trainable, updates), rest), state), value
+
+    return two_steps(case, step, params, TX.init(fz.partition(params, spec)[0]))
 
 
 CONDITIONS = (True, False, lambda step: step < 1, lambda step: step >= 1)
@@ -112,22 +125,29 @@ CONDITIONS = (True, False, lambda step: step < 1, lambda step: step >= 1)
 def in_groups(case: Case, spec: Any, params: Any, batch: Any) -> Any:
     """Each leaf is a group; `spec` says which of the conditions is its own."""
     tx = fz.freeze_when(optax.sgd(0.5, momentum=0.9), {name: CONDITIONS[i] for name, i in spec.items()})
-    state, step = tx.init(params), fz.train_step(case.loss, tx)
-    for _ in range(2):
-        params, state, _ = step(params, state, batch)
-    return params
+    one = fz.train_step(case.loss, tx)
+
+    def step(_: Any, params: Any, state: Any) -> Any:
+        return one(params, state, batch)[:2], None
+
+    return two_steps(case, step, params, tx.init(params))[0]
 
 
 def in_groups_by_hand(case: Case, spec: Any, params: Any, batch: Any) -> Any:
-    moments = jax.tree.map(jnp.zeros_like, params)
-    for i in range(2):
-        grads = jax.grad(case.loss)(params, batch)
+    def step(i: Any, params: Any, moments: Any) -> Any:
+        grads, old, moments = jax.grad(case.loss)(params, batch), (params, moments), dict(moments)
+        params = dict(params)
         for name, number in spec.items():
-            is_frozen = CONDITIONS[number]
-            if not (is_frozen if isinstance(is_frozen, bool) else is_frozen(i)):
-                moments = {**moments, name: 0.9 * moments[name] + grads[name]}
-                params = {**params, name: params[name] - (0.5 * moments[name]).astype(params[name].dtype)}
-    return params
+            condition = CONDITIONS[number]
+            is_frozen = condition if isinstance(condition, bool) else condition(i)
+            moments[name] = jnp.where(
+                is_frozen, old[1][name], (0.9 * moments[name] + grads[name]).astype(grads[name].dtype)
+            )
+            moved = params[name] - (0.5 * moments[name]).astype(params[name].dtype)
+            params[name] = jnp.where(is_frozen, old[0][name], moved)
+        return (params, moments), None
+
+    return two_steps(case, step, params, jax.tree.map(jnp.zeros_like, params))[0]
 
 
 def dense(case: Case, spec: Any, params: Any, batch: Any) -> Any:
@@ -228,6 +248,18 @@ def answered(function: Any, *args: Any) -> Any:
         raise
 
 
+def trace_with_rows(case: Case, inputs: Any) -> None:
+    """Raises an error of the library for dynamic rows of each leaf: to trace is cheap, and this asks for the most."""
+    numbers = {name: np.array([0, shape[0] - 1][: shape[0]]) for name, (shape, _) in case.leaves.items() if shape}
+
+    def traced(numbers: Any, params: Any, batch: Any) -> Any:
+        spec = {name: ~fz.rows(numbers[name]) if name in numbers else False for name in case.leaves}
+        return restricted(case, spec, params, batch)
+
+    if numbers:
+        answered(jax.eval_shape, traced, numbers, *inputs[1:])
+
+
 def judge(case: Case) -> None:
     """Raises `WrongError`, or an error of the library, unless both agree; `NotAskedError` if the oracle has none."""
     ours, oracle = WAYS[case.way]
@@ -245,6 +277,8 @@ def judge(case: Case) -> None:
             text = str(traced.jaxpr)
         except Exception as error:
             raise NotAskedError from error
+        if case.way != "groups":
+            trace_with_rows(case, inputs)
         if case.way.startswith("precompute"):  # many programs have nothing to compute once: they are not compiled
             answered(jax.eval_shape, mine, *inputs)
         try:

@@ -21,7 +21,7 @@ WAYS = (
     *("grad", "restrict", "value_and_grad", "restrict", "train_step", "restrict", "freeze_loss"),
     *("groups", "precompute", "precompute by example", "from the host"),
 )
-HOW = ("quick", "as users", "quick", "quick", "as users", "quick", "quick", "eager")
+HOW = ("quick", "as users", "quick", "quick", "eager", "quick")
 MOST = 20000
 """The most elements of a value."""
 SIZES = (4, 6, 1, 3, 2)
@@ -95,6 +95,9 @@ class Body:
         self.unread: list[str] = []
         self.counter = [0]
         self.rows: list[str] = []
+        self.table: list[str] = [*ROWS, *OFTEN]
+        self.follow = 2
+        """One operation less often than once in so many reads what was not written last."""
 
     def one(self, of: Any) -> Any:
         if not of:
@@ -113,7 +116,8 @@ class Body:
         """A value: often the one that was written last, so that operations follow each other; leaves come often."""
         found = [name for name, aval in self.values.items() if test(aval)]
         last = [name for name in self.unread if test(self.values[name])][-1:]
-        return self.one(last if last and self.chance(2) else [*[n for n in found if n[0] == "p"] * 3, *found])
+        leaves = [name for name in found if name[0] == "p"]
+        return self.one(last if last and self.choose(self.follow) else [*leaves * 3, *found])
 
     def array(self, least: int = 1, test: Callable[[Any], bool] = is_float) -> tuple[str, tuple[int, ...]]:
         """A value with axes, and its shape."""
@@ -158,7 +162,7 @@ class Body:
         """The body of a function of these arguments, which may read everything that is visible here."""
         values = {**self.values, **arguments} if closed else arguments
         body = Body(self.choose, values, self.inputs, self.depth + 1)
-        body.counter, body.rows = self.counter, self.rows
+        body.counter, body.rows, body.table, body.follow = self.counter, self.rows, self.table, self.follow
         body.unread = [name for name, aval in arguments.items() if is_float(aval)]
         body.some_rows(1, 2)
         return body
@@ -169,8 +173,16 @@ class Body:
                 self.row()
 
     def row(self) -> None:
-        table = [name for name in (*ROWS, *OFTEN) if self.depth < 2 or name not in COMPOSED]
-        self.apply(self.one(table))
+        table = [name for name in self.table if self.depth < 2 or name not in COMPOSED]
+        self.apply(self.one(table or OFTEN[:3]))
+
+    def program(self) -> None:
+        """Some rows of few kinds, so that they meet, often of those of one theme; more of them without functions."""
+        drawn = [self.one(self.table) for _ in range(self.number(1, 3))]
+        theme = self.one([(), *THEMES])
+        self.table = [*theme * 3, *drawn]
+        self.follow = self.one((2, 5))
+        self.some_rows(1, 8 if theme and COMPOSED.isdisjoint(self.table) else 4)
 
     def apply(self, name: str) -> bool:
         """Writes what one row says; not if it finds no value, or if JAX refuses it."""
@@ -205,6 +217,14 @@ OFTEN = (
     *("scanned", "scanned", "checkpointed", "custom_vjp", "empty"),
 )
 """The rows that are drawn more often: those that wrong gradients came from."""
+THEMES = [
+    ("random", "random", "checkpointed", "mapped", "unary"),  # what differs from row to row
+    ("sum_of_products", "sum_of_products", "reduced", "reduced", "ordered", "binary"),  # one bit decides
+    ("repeated", "reshaped", "unary", "sliced", "dynamic"),  # rows of rows
+    ("written", "looked_up", "dynamic", "integers", "binary"),
+    ("scanned", "counted_loop", "branches", "checkpointed", "mapped", "custom_jvp", "custom_vjp", "unary"),
+]
+"""Rows whose operations the same rules have to understand together."""
 COMPOSED: set[str] = set()
 """The rows that write functions."""
 
@@ -259,7 +279,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def axis_of(b: Body, shape: tuple[int, ...]) -> int:
-    return b.choose(len(shape))
+    return b.one([0, *range(len(shape))])
 
 
 def at(shape: Any, axis: int, value: Any) -> tuple[Any, ...]:
@@ -292,6 +312,20 @@ def binary(b: Body) -> None:
     written = b.one(alternatives(BINARY))
     fits = lambda x: is_float(x) and (x.size < 100 or not re.search(SLOW, written))  # noqa: E731
     b.write(written.format(a=b.pick(fits), b=b.pick(fits)))
+
+
+@row
+def sum_of_products(b: Body) -> None:
+    """What a compiler rounds once or twice, as it fuses it."""
+    v = b.pick()
+    w = b.pick()
+    kinds = [
+        f"{v} * {v} + 0.3 * {v}",
+        f"{v} * 1.3 + {w} * 0.7",
+        f"{v} * {w} - 0.3 * {v}",
+        f"jnp.tanh({v} * 0.7 + {w} * {w})",
+    ]
+    b.write(b.one(kinds))
 
 
 @row
@@ -396,7 +430,10 @@ def sliced(b: Body) -> None:
     v, shape = b.array()
     start = [b.number(0, n - 1) for n in shape]
     limit = [n - b.number(0, n - 1 - s) for n, s in zip(shape, start, strict=True)]
-    b.write(f"lax.slice({v}, {start}, {limit}, {[b.one((1, 2, 3)) for _ in shape]})")
+    before = ":, " * axis_of(b, shape)
+    kinds = [f"{v}[{before}{b.one((1, 2, -1))}:]", f"{v}[{before}:{b.one((1, 5, -1))}]"]
+    kinds.append(f"lax.slice({v}, {start}, {limit}, {[b.one((1, 2, 3)) for _ in shape]})")
+    b.write(b.one(kinds))
 
 
 @row
@@ -635,6 +672,8 @@ def called_back(b: Body) -> None:
 @row
 def on_devices(b: Body) -> None:
     """Each of two devices has a part of the rows of one value, and another value as a whole."""
+    if b.depth:
+        raise NoValueError
     v, shape = b.array(test=lambda x: x.dtype == jnp.float32 and x.shape and x.shape[0] % 2 == 0)
     w, whole = b.array(test=lambda x: x.dtype == jnp.float32)
     r, s = b.name("r"), b.name("s")
@@ -873,12 +912,12 @@ class Drawn:
         for name in rows or ():
             body.apply(name)
         if rows is None:
-            body.some_rows(1, 4)
+            body.program()
         self.rows, self.leaves = body.rows, leaves
         self.loss = "\n".join(body.function("loss", "p, x", f"{body.one(['total', 'curved'])}({body.results()})"))
         way, how = body.one(WAYS), body.one(HOW)
         self.numbers: list[tuple[int, ...]] = []
-        is_group = way == "groups"
+        is_group, self.has_rows = way == "groups", choose(2)
         spec = {n: body.choose(4) if is_group else self.frozen(body, way, shape) for n, (shape, _) in leaves.items()}
         if not is_group and set(spec.values()) == {"True"}:
             spec["a"] = "False"
@@ -894,7 +933,7 @@ class Drawn:
         """What is frozen of one leaf."""
         if way[0] == "p" and b.choose(2):
             return "True"
-        kind = b.choose(8)
+        kind = b.choose(5 if self.has_rows else 8)
         if not shape or kind > 5:
             return str(b.chance(3))
         axis = b.one([0, *range(len(shape))])

@@ -5,6 +5,7 @@
 The times that it prints are seconds of a core.
 """
 
+import collections
 import importlib
 import json
 import os
@@ -34,29 +35,30 @@ def worker(number: int, until: float, only: str = "*") -> None:
     warnings.simplefilter("ignore")
     phases = [Phase.generate, Phase.shrink]
     options = settings(
-        phases=phases, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck),
+        phases=phases, database=None, deadline=None, suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False, print_blob=False,
     )  # fmt: skip
-    attacks = [a for path in sorted(HERE.glob(f"test_{only}.py")) for a in importlib.import_module(path.stem).ATTACKS]
+    attacks = [importlib.import_module(path.stem).ATTACK for path in sorted(HERE.glob(f"test_{only}.py"))]
+    spent = dict.fromkeys(attacks, 0.0)
     log = open(FOUND / f"log-{number}.jsonl", "a")  # noqa: SIM115
     while time.time() < until:
-        for attack in attacks:
-            SEARCH.begin()
-            try:
-                attack(options)
-            except Exception as error:
-                kind, rows = innermost(error), frozenset()
-                if isinstance(error, FailureError):
-                    SEARCH.known.append(error)
-                    kind, rows = error.kind, error.rows
-                signature = f"{kind} of {', '.join(sorted(rows))}" if rows else kind
-                text = "\n".join([str(error) or repr(error), *getattr(error, "__notes__", [])])
-                print(json.dumps({"signature": signature, "text": text, "seconds": time.process_time()}), file=log)
-            print(json.dumps({"tried": SEARCH.tried}), file=log, flush=True)
-            SEARCH.tried = 0
-            jax.clear_caches()
-            if time.time() > until:
-                break
+        attack = min(attacks, key=lambda each: spent[each] / each.share)
+        begin = time.process_time()
+        SEARCH.begin()
+        try:
+            attack.run(settings(options, max_examples=attack.examples))
+        except Exception as error:
+            kind, rows = innermost(error), frozenset()
+            if isinstance(error, FailureError):
+                SEARCH.known.append(error)
+                kind, rows = error.kind, error.rows
+            signature = f"{kind} of {', '.join(sorted(rows))}" if rows else kind
+            text = "\n".join([str(error) or repr(error), *getattr(error, "__notes__", [])])
+            print(json.dumps({"signature": signature, "text": text, "seconds": time.process_time()}), file=log)
+        print(json.dumps({"tried": SEARCH.tried, "of": attack.name}), file=log, flush=True)
+        spent[attack] += time.process_time() - begin
+        SEARCH.tried = 0
+        jax.clear_caches()
 
 
 def main(minutes: str, *only: str) -> int:
@@ -85,8 +87,11 @@ def main(minutes: str, *only: str) -> int:
     lines = [json.loads(line) for path in sorted(FOUND.glob("log-*.jsonl")) for line in path.read_text().splitlines()]
     failures = {line["signature"]: line["text"] for line in lines if "signature" in line} | crashes
     (FOUND / "failures.py").write_text("\n\n".join(failures.values()))
-    tried = sum(line.get("tried", 0) for line in lines)
-    print(f"{tried} programs, {len(failures)} kinds of failures" + (f": {FOUND / 'failures.py'}" if failures else ""))
+    tried = collections.Counter()
+    for line in lines:
+        tried[line.get("of")] += line.get("tried", 0)
+    found = f"{len(failures)} kinds of failures" + (f": {FOUND / 'failures.py'}" if failures else "")
+    print(", ".join([*(f"{tried[name]} {name}" for name in tried if name), found]))
     for line in lines:
         if "signature" in line:
             print(f"  after {line['seconds']:.0f} s: {line['signature']}")

@@ -4,6 +4,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 from hypothesis.errors import UnsatisfiedAssumption
 
@@ -21,6 +22,15 @@ class FailureError(AssertionError):
     def __init__(self, text: str, kind: str, rows: frozenset[str]) -> None:
         super().__init__(text)
         self.kind, self.rows = kind, rows
+
+
+class Attack(NamedTuple):
+    """A random test: its share of the time, and how many examples it tries between two others."""
+
+    name: str
+    run: Callable[[Any], None]
+    share: float
+    examples: int
 
 
 class Search:

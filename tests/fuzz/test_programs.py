@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from oracle import NotAskedError, judge, made
 from programs import BATCH, BINARY, COMPOSED, NAMESPACE, OF_COMPLEX, OF_INTEGERS, ROWS, UNARY, Drawn, alternatives
-from search import SEARCH
+from search import SEARCH, Attack
 
 from optax_freeze._program.operations import RULES
 
@@ -59,7 +59,7 @@ def attack(settings):
     settings(given(drawn())(check))()
 
 
-ATTACKS = [attack]
+ATTACK = Attack("programs", attack, share=2, examples=60)
 
 
 @QUICK

@@ -19,6 +19,7 @@ from conftest import assert_equal_up_to_rounding, bits
 from hypothesis import HealthCheck, reject, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from search import SEARCH, Attack
 
 import optax_freeze as fz
 from optax_freeze import checkpoint
@@ -265,6 +266,7 @@ class Training(RuleBasedStateMachine):
         jit=BOOLS,
     )
     def init(self, name, leaves, arrangement, jit):
+        SEARCH.tried += 1
         rng = np.random.default_rng(len(leaves))
         self.inner, self.extra = transformation(name)
         self.params = {}
@@ -522,7 +524,7 @@ def attack(options):
     run_state_machine_as_test(Training, settings=settings(options, stateful_step_count=8))
 
 
-ATTACKS = [attack]
+ATTACK = Attack("sequences", attack, share=1, examples=12)
 
 
 def test_random_sequences():
@@ -536,3 +538,15 @@ def test_random_sequences():
             report_multiple_bugs=False,
         )
     )
+
+
+def test_elements_become_groups_and_then_rows():
+    """A sequence that was suspected: after `flax`, numbers of the state are arrays."""
+    state = Training()
+    state.init(
+        arrangement=("freeze", [("dense", 3), True, True, ("compact", 2)]), jit=False, leaves="ckyz", name="schedule"
+    )
+    state.step(compiled="jit", seed=1, way="holes")
+    state.save_and_restore(how="flax")
+    state.migrate(arrangement=("coupled", [(0, ("dense", 1), ("updates", 2)), ("n", False, True)]))
+    state.migrate(arrangement=("holes", [("rows", 1, 7, "static")]))
