@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import programs
+from conftest import assert_equal_up_to_rounding, programs
 from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -473,3 +473,18 @@ class TestCost:
             last = max(index) + 1 if reverse else LAYERS - min(index)
             assert counts["kernel"] == 2
             assert last - 1 <= counts["x"] <= last
+
+
+def test_a_tree_of_halves_is_not_computed_for_each_row():
+    """JAX differentiates a product by halving the rows again and again: each half has other row numbers."""
+
+    def loss(w):
+        return jnp.prod(1 + 0.1 * jnp.tanh(w), axis=0).sum()
+
+    def gradient(rows, w):
+        trainable, rest = fz.partition(w, ~fz.rows(rows))
+        return jax.grad(fz.restrict(loss, rest))(trainable).values
+
+    w, rows = jnp.cos(jnp.arange(256.0)).reshape(64, 4), jnp.array([5, 40])
+    assert len(jax.make_jaxpr(gradient)(rows, w).eqns) < 1000  # and not tens of thousands
+    assert_equal_up_to_rounding(jax.jit(gradient)(rows, w), jax.grad(loss)(w)[rows], roundings=64)
