@@ -10,8 +10,8 @@ export JAX_PLATFORMS ?= cpu
 help:  ## list the commands
 	@sed -n 's/^\([a-z][a-z -]*\):.*  ## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-24s %s\n' "make $$name" "$$what"; done
 
-demo: .venv/demo  ## run the main example: learn digits from few labels with a frozen encoder
-	$(BIN)/python examples/finetune_digits.py
+demo: .venv/demo  ## run the main example: teach a shipped model new file types
+	$(BIN)/python examples/teach_magika.py
 
 test: .venv/test  ## run every check; TESTS=... runs only these tests, with any arguments of pytest
 ifdef TESTS
