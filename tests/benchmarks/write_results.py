@@ -29,6 +29,8 @@ SCRIPTS = {
     "frozen_rows": "frozen_rows.py",
     "precompute": "precompute.py",
     "schedules": "schedules.py",
+    "groups": "groups.py",
+    "many_heads": "many_heads.py",
     "turns": "turns.py",
     "flax_modules": "flax_modules.py",
     "overhead": "overhead.py",
