@@ -165,9 +165,9 @@ def test_teach_magika(run, tmp_path):
     shares = re.findall(r"^(as shipped|new columns|whole head).*?((?: +[\d.]+){6}) *$", output, re.MULTILINE)
     shipped, columns, head = ([float(share) for share in row.split()] for _, row in shares)
     assert shipped == [0, 0, 0, 0, 100, 100]
-    assert sum(columns[:3]) > 200
+    assert sum(columns[:3]) >= 150
     assert min(columns[4:]) > 75
-    assert sum(head[:3]) > 200
+    assert sum(head[:3]) >= 150
     trained = 4 * (512 + 1)
     assert f"{4 + 2 * 4 * trained:,} bytes of optimizer state" in output
     assert (tmp_path / "right.png").stat().st_size > 5000

@@ -25,7 +25,8 @@ ELEMENTWISE = [(UNARY, 1.0), (BINARY, 1.0), (OF_INTEGERS, 1), (OF_COMPLEX, 1j)]
 LEAVES = {"a": ((6, 4), "float32"), "b": ((3, 4, 4), "float32"), "c": ((6,), "float32")}
 NO_PROGRAM_HAS = """
 all_gather_invariant copy_p expand_dims geqrf log2 mesh_cast one_minus_square pcast polynomial reduce_window_prod
-reshard scatter_add scatter_max scatter_min scatter_mul scatter_sub unreduced_reduce_scatter
+reshard scatter_add scatter_max scatter_min scatter_mul scatter_sub unknown_cotangent unreduced_reduce_scatter
+without_derivative
 """
 
 

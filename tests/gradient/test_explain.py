@@ -16,7 +16,7 @@ TOKENS = jnp.array([0, 5])
 
 def loss(params, tokens, *, power=2):
     x = params["embed"][tokens]
-    y = jnp.sort(x @ params["out"] + params["bias"])
+    y = jnp.tanh(x @ params["out"] + params["bias"])
     return jnp.sum(params["out"].reshape(2, 8) @ y.reshape(8, 1)) ** power
 
 
