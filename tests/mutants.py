@@ -269,7 +269,7 @@ _BY_FILE = {
             "tasks",
             "tests/precompute/test_example_axis.py -k batch_alone",
         ),
-        ("(features, leaves) if leaves", "(features, leaves) if False", "-k what_is_frozen_is_refused"),
+        ("in_part=False) if leaves", "in_part=False) if False", "-k what_is_frozen_is_refused"),
         ("if rows else []", "if False else []", "-k the_whole_leaf_is_refused"),
         ("if all(dear[i] for i in twice)", "if True", "tests/precompute/test_precompute.py -k a_comparison"),
         ("and self.inputs[value].is_frozen(region)", "", "-k training_gives_the_same"),

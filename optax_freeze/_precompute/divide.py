@@ -17,7 +17,7 @@ from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
 from optax_freeze._precompute.flops import flops_of_tasks
-from optax_freeze._precompute.frozen_gradient import without_gradient_of_leaves, without_gradient_of_rows
+from optax_freeze._precompute.frozen_gradient import without_gradient_of
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.traced_gradient import COTANGENT, Gradient, with_gradient
@@ -112,10 +112,10 @@ class Division(NamedTuple):
             found = {i for i, _ in node.reads if i in in_rows}
             numbers |= found
             computed.update(node.writes if found or not computed.isdisjoint(node.reads) else ())
-        features = without_gradient_of_leaves(features, leaves) if leaves else list(features)
+        features = without_gradient_of(features, leaves, in_part=False) if leaves else list(features)
         places = [i for i, key in enumerate(self.cut.stored) if key in computed]
         rows = {in_rows[i].name: in_rows[i].frozen_rows for i in sorted(numbers)}
-        of_rows = without_gradient_of_rows([features[i] for i in places], rows) if rows else []
+        of_rows = without_gradient_of([features[i] for i in places], rows, in_part=True) if rows else []
         for i, feature in zip(places, of_rows, strict=False):
             features[i] = feature
         return features

@@ -12,16 +12,10 @@ from optax_freeze._errors import value_error
 from optax_freeze._gradient.unknown_derivative import without_gradient
 
 
-def without_gradient_of_leaves(features: Sequence[Any], leaves: Mapping[str, Any]) -> list[Any]:
-    """Features that were computed from these frozen leaves, by their paths."""
-    refuse = [functools.partial(_refuse_leaf, path) for path in leaves]
-    return without_gradient(features, [*leaves.values()], refuse, in_part=False)
-
-
-def without_gradient_of_rows(features: Sequence[Any], rows: Mapping[str, Any]) -> list[Any]:
-    """Features that were computed from these frozen rows, by the paths of their leaves."""
-    refuse = [functools.partial(_refuse_rows, path) for path in rows]
-    return without_gradient(features, [*rows.values()], refuse, in_part=True)
+def without_gradient_of(features: Sequence[Any], frozen: Mapping[str, Any], *, in_part: bool) -> list[Any]:
+    """Features that were computed from these frozen leaves, or frozen rows (``in_part``), by the paths of leaves."""
+    refuse = [functools.partial(_refuse_rows if in_part else _refuse_leaf, path) for path in frozen]
+    return without_gradient(features, [*frozen.values()], refuse, in_part)
 
 
 def _refuse_leaf(path: str) -> NoReturn:

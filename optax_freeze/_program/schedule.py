@@ -37,7 +37,7 @@ from optax_freeze._spec.memory_kinds import is_in_blocks
 
 _NEARLY_WHOLE = 0.98
 """Of a larger share of a value everything is computed, and cut: rows may cost more than they save."""
-_FEW = 4
+_MOST_REPEATS = 4
 """A cheap operation is repeated for so many regions of dynamic rows. A tree of halves would want one for each row."""
 
 
@@ -245,7 +245,7 @@ class Walk:
         in_part = self._is_in_part(eqn)
         is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
         decides = eqn.outputs[place] in self.decisive and not in_part
-        is_few = sum(isinstance(region, DynamicRows) for region in wanted) <= _FEW
+        is_few = sum(isinstance(region, DynamicRows) for region in wanted) <= _MOST_REPEATS
         if is_cheap(eqn) and is_few and not is_stored and not decides:
             chosen = wanted
         elif (

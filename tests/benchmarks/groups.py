@@ -2,8 +2,8 @@
 
 1. Tracing a training step of n residual layers (a kernel, a bias and a scale each), each layer a group with an AdamW of
    its own, compared with tracing ``jax.value_and_grad`` of the loss. Beside it, of 50 layers, the step of the plain
-   optimizer and that of ``optax.multi_transform`` with a label for each layer. CPU times; minima of alternating runs
-   with empty caches.
+   optimizer and that of ``optax.multi_transform`` with a label for each layer. CPU times; medians of alternating
+   runs with empty caches.
 2. Calling a jitted step of groups of one leaf of two elements, with donated parameters and state, compared with the
    step of the plain optimizer. The computation takes almost nothing. CPU times; minima of alternating runs. The nodes
    of the state are all that JAX visits in each call: containers, arrays and placeholders.
@@ -12,9 +12,6 @@ Run with ``python tests/benchmarks/groups.py``.
 """
 
 import functools
-import gc
-import time
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -40,17 +37,6 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.sum(x**2)
 
 
-def step_of(tx: Any) -> Callable[..., Any]:
-    """A step by hand."""
-
-    def step(params: Any, state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
 def tracing(n: int, rounds: int, *, others: bool) -> None:
     params, x = layers(n), jnp.ones((2, 8))
     grouped = fz.freeze_when(ADAMW, {name: fz.unfreeze_at(i) for i, name in enumerate(params)})
@@ -58,23 +44,18 @@ def tracing(n: int, rounds: int, *, others: bool) -> None:
     labelled = optax.multi_transform(dict.fromkeys(params, ADAMW), labels)
     steps = {"fz.train_step, fz.freeze_when": (fz.train_step(loss, grouped), grouped)}
     if others:
-        steps["plain optimizer"] = step_of(ADAMW), ADAMW
-        steps["optax.multi_transform"] = step_of(labelled), labelled
+        of_loss = jax.value_and_grad(loss)
+        steps["plain optimizer"] = measure.stepping(of_loss, ADAMW), ADAMW
+        steps["optax.multi_transform"] = measure.stepping(of_loss, labelled), labelled
     traces = {"jax.value_and_grad": lambda: jax.jit(jax.value_and_grad(loss)).trace(params, x)}
     states = {name: jax.eval_shape(tx.init, params) for name, (_, tx) in steps.items()}
     for name, (step, _) in steps.items():
         traces[name] = functools.partial(lambda step, state: jax.jit(step).trace(params, state, x), step, states[name])
 
-    def run(trace: Callable[[], Any]) -> float:
-        jax.clear_caches()
-        gc.collect()
-        return timeit.timeit(trace, timer=time.process_time, number=1)
-
-    found = [{name: run(trace) for name, trace in traces.items()} for _ in range(rounds)]
-    seconds = {name: min(times[name] for times in found) for name in traces}
+    seconds = measure.tracing_in_turn(traces, rounds)
     table = measure.table(f"Tracing a step of {n} layers, each a group", timed=("seconds", "ratio"))
-    for name, least in seconds.items():
-        table.add_row(name, f"{least:.2f}", f"{least / seconds['jax.value_and_grad']:.2f}")
+    for name, median in seconds.items():
+        table.add_row(name, f"{median:.2f}", f"{median / seconds['jax.value_and_grad']:.2f}")
     measure.show(table)
 
 
@@ -86,11 +67,7 @@ def calling(sizes: tuple[int, ...], rounds: int) -> None:
         of_sum = lambda params: sum(jnp.sum(x) for x in params.values())  # noqa: E731
         grouped = fz.freeze_when(ADAMW, dict.fromkeys(params, False))
 
-        def plain(params: Any, state: Any) -> Any:
-            value, grads = jax.value_and_grad(of_sum)(params)  # noqa: B023, traced before the next size
-            updates, state = ADAMW.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
-
+        plain = measure.stepping(jax.value_and_grad(of_sum), ADAMW)
         calls = {
             "plain": Called(plain, params, ADAMW.init(params)),
             "groups": Called(fz.train_step(of_sum, grouped), params, grouped.init(params)),

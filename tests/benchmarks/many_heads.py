@@ -43,12 +43,8 @@ def step_of_heads(params: Any, state: Any, tokens: jax.Array) -> Any:
     for name in sorted(params["blocks"]):
         x = transformer.block(x, params["blocks"][name])
 
-    def step(head: Any, state: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda head: transformer.loss_from(x, [], head, tokens))(head)
-        updates, state = TX.update(grads, state, head)
-        return optax.apply_updates(head, updates), state, value
-
-    heads, state, values = jax.vmap(step)(params["head"], state)
+    of_head = jax.value_and_grad(lambda head: transformer.loss_from(x, [], head, tokens))
+    heads, state, values = jax.vmap(measure.stepping(of_head, TX))(params["head"], state)
     return {**params, "head": heads}, state, values
 
 
