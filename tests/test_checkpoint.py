@@ -572,7 +572,8 @@ def test_two_processes(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{listener.getsockname()[1]}"
-    options = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    options = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    options["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     processes = [run("two_processes.py", coordinator, "2", str(process), tmp_path, **options) for process in range(2)]
     try:
         told = [process.communicate(timeout=240) for process in processes]
