@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_int
 from optax_freeze._jax_internals import FUNCTIONS, ClosedJaxpr, Jaxpr, Literal, closed, operation_of
+from optax_freeze._program.regions import Empty
 from optax_freeze._program.trace import flatten
 
 Text: TypeAlias = list[str | int]
@@ -56,6 +57,9 @@ def of_program(
     def of(x: Any) -> Iterator[str | int]:
         if x is None or isinstance(x, Literal):
             yield "" if x is None else of_constant(x.val)
+        elif isinstance(x, Empty):
+            yield "empty"
+            yield from of_type(jax.ShapeDtypeStruct(x.shape, x.aval.dtype))
         else:
             names[x] = names.get(x) or f"%{next(count)}"
             yield names[x]
@@ -63,7 +67,7 @@ def of_program(
 
     for eqn, operands, results in operations:
         given = [x for x in operands if x is not None]
-        if _computes_nothing(eqn) and not any(isinstance(x, Literal) for x in given):
+        if _computes_nothing(eqn) and not any(isinstance(x, Literal | Empty) for x in given):
             names |= {result: names[x] for result, x in zip(results, given, strict=True)}
             continue
         name, params = operation_of(eqn)

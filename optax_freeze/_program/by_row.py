@@ -73,7 +73,7 @@ def _looked_up(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
 def _by_experts(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
     """The product of each group with its expert, one expert after the other. Experts without rows are not read."""
     experts = operands[1]
-    left, sizes = (jnp.asarray(operands[n]) for n in (0, 2))  # constants may be arrays of NumPy
+    left, sizes = jnp.asarray(operands[0]), jnp.asarray(operands[2], jnp.int32)  # of any integer type, maybe NumPy
     [_, [summed]], _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     ends, count = jnp.cumsum(sizes), left.shape[0]
     at_once = min(count, _MOST_TOKENS)

@@ -30,12 +30,21 @@ def sizes_of_numpy(p, x):
     return total(lax.ragged_dot(p["a"], p["b"], np.array([0, 0, 6], "int32")))
 
 
+def sizes_of_bytes(p, x):
+    return total(lax.ragged_dot(p["a"], p["b"], np.array([2, 0, 4], "uint8")))
+
+
 def no_rows(p, x):
     return total(p["a"][0:0])
 
 
 def loop_over_no_rows(p, x):
     return total(lax.scan(lambda c, r: (c * jnp.sum(r), None), p["a"], p["a"][0:0])[0])
+
+
+def no_rows_beside_rows(p, x):
+    part = jnp.concatenate([p["a"], p["a"] * 2])
+    return total(jnp.sum(part[0:0]) + part)
 
 
 def empty_piece(p, x):
@@ -52,9 +61,17 @@ CASES = {
         lambda: {"a": ~fz.rows([0]), "b": ~fz.rows([0])},
         way="restrict",
     ),
+    "sizes of one byte": Case(
+        sizes_of_bytes,
+        {**SMALL, "b": ((3, 4, 4), "float32")},
+        lambda n: {"a": False, "b": ~fz.rows(n)},
+        ((2, 0),),
+        way="restrict",
+    ),
     "no rows": Case(no_rows, SMALL, lambda: {"a": ~fz.rows([0])}, way="restrict"),
     "a loop over no rows": Case(
         loop_over_no_rows, {"a": ((3, 4, 4), "float32")}, lambda: {"a": ~fz.rows([0])}, way="from the host"
     ),
+    "no rows beside rows": Case(no_rows_beside_rows, SMALL, lambda: {"a": fz.rows(slice(4, None))}, way="precompute"),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }

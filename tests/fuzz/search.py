@@ -3,9 +3,10 @@
 import signal
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+from hypothesis.database import ExampleDatabase, choices_to_bytes
 from hypothesis.errors import UnsatisfiedAssumption
 
 SHRINK = 60.0
@@ -31,6 +32,23 @@ class Attack(NamedTuple):
     run: Callable[[Any], None]
     share: float
     examples: int
+
+
+class Choices(ExampleDatabase):
+    """The choices of a failing program, from which hypothesis begins to make it smaller."""
+
+    def __init__(self, choices: Collection[int]) -> None:
+        super().__init__()
+        self.text = choices_to_bytes(choices)
+
+    def fetch(self, key: bytes) -> Iterator[bytes]:
+        yield self.text
+
+    def save(self, key: bytes, value: bytes) -> None:
+        """Keeps nothing."""
+
+    def delete(self, key: bytes, value: bytes) -> None:
+        """Deletes nothing."""
 
 
 class Search:

@@ -10,17 +10,16 @@ import jax
 import pytest
 from cases import CASES
 from conftest import programs
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
 from oracle import NotAskedError, judge, made
 from programs import BATCH, BINARY, COMPOSED, NAMESPACE, OF_COMPLEX, OF_INTEGERS, ROWS, UNARY, Drawn, alternatives
-from search import SEARCH, Attack
+from search import SEARCH, Attack, Choices, FailureError
 
 from optax_freeze._program.operations import RULES
 
-QUICK = settings(
-    derandomize=True, deadline=None, database=None, max_examples=25, suppress_health_check=list(HealthCheck)
-)
+QUICK = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 ELEMENTWISE = [(UNARY, 1.0), (BINARY, 1.0), (OF_INTEGERS, 1), (OF_COMPLEX, 1j)]
 LEAVES = {"a": ((6, 4), "float32"), "b": ((3, 4, 4), "float32"), "c": ((6,), "float32")}
 NO_PROGRAM_HAS = """
@@ -49,24 +48,36 @@ def check(case):
                 file.write(text)
         try:
             judge(made(case.loss, case.case))
-        except NotAskedError:
-            assume(False)
+        except NotAskedError as error:
+            raise UnsatisfiedAssumption from error
 
     SEARCH.judge(text, of_case, case.rows)
 
 
-def attack(settings):
-    """Searches for one failure."""
-    settings(given(drawn())(check))()
+def attack(options, seeds=random):
+    """Searches for one failure by independent choices: hypothesis repeats itself, and makes smaller what was found."""
+    for _ in range(options.max_examples):
+        numbers, choices = random.Random(seeds.randrange(2**64)), []
+
+        def choose(n):
+            choices.append(numbers.randrange(n))  # noqa: B023
+            return choices[-1]  # noqa: B023
+
+        try:
+            check(Drawn(choose))
+        except UnsatisfiedAssumption:
+            continue
+        except FailureError:
+            smaller = settings(options, database=Choices(choices), phases=[Phase.reuse, Phase.shrink])
+            smaller(given(drawn())(check))()
+            raise
 
 
 ATTACK = Attack("programs", attack, share=2, examples=60)
 
 
-@QUICK
-@given(drawn())
-def test_random_programs(case):
-    check(case)
+def test_random_programs():
+    attack(QUICK, random.Random(0))
 
 
 @pytest.mark.parametrize("name", CASES)
