@@ -117,7 +117,7 @@ def known_in_part(
         if is_cheap(eqn) and not partly.isdisjoint(eqn.reads):
             partly.update(eqn.outputs)
         loop = inside(eqn)
-        if not isinstance(loop, Loop) or eqn.has_effects:
+        if not isinstance(loop, Loop) or eqn.has_effects or not eqn.outputs:
             continue
         first, length = loop.stacked, loop.length
         stacked = [value for value in eqn.inputs[first:] if value in unknown]

@@ -47,6 +47,11 @@ def no_rows_beside_rows(p, x):
     return total(jnp.sum(part[0:0]) + part)
 
 
+def loop_without_results(p, x):
+    lax.scan(lambda c, r: (None, None), None, p["a"])
+    return total(p["b"] @ p["b"] * jnp.sum(p["a"]))
+
+
 def empty_piece(p, x):
     return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
 
@@ -73,5 +78,11 @@ CASES = {
         loop_over_no_rows, {"a": ((3, 4, 4), "float32")}, lambda: {"a": ~fz.rows([0])}, way="from the host"
     ),
     "no rows beside rows": Case(no_rows_beside_rows, SMALL, lambda: {"a": fz.rows(slice(4, None))}, way="precompute"),
+    "a loop without results": Case(
+        loop_without_results,
+        {**SMALL, "b": ((6, 6), "float32")},
+        lambda: {"a": fz.rows([0]), "b": True},
+        way="precompute",
+    ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }

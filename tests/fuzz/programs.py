@@ -219,7 +219,7 @@ OFTEN = (
 """The rows that are drawn more often: those that wrong gradients came from."""
 THEMES = [
     ("random", "random", "checkpointed", "mapped", "unary"),  # what differs from row to row
-    ("sum_of_products", "sum_of_products", "reduced", "reduced", "ordered", "binary"),  # one bit decides
+    ("decided", "decided", "sum_of_products", "reduced", "ordered", "binary"),  # one bit decides
     ("repeated", "reshaped", "unary", "sliced", "dynamic"),  # rows of rows
     ("written", "looked_up", "dynamic", "integers", "binary"),
     ("scanned", "counted_loop", "branches", "checkpointed", "mapped", "custom_jvp", "custom_vjp", "unary"),
@@ -314,17 +314,24 @@ def binary(b: Body) -> None:
     b.write(written.format(a=b.pick(fits), b=b.pick(fits)))
 
 
+def product_sum(b: Body, v: str, w: str) -> str:
+    """What a compiler rounds once or twice, as it fuses it."""
+    kinds = [f"{v} * {v} + 0.3 * {v}", f"{v} * 1.3 + {w} * 0.7", f"{v} * {w} - 0.3 * {v}"]
+    return b.one([*kinds, f"jnp.tanh({v} * 0.7 + {w} * {w})"])
+
+
 @row
 def sum_of_products(b: Body) -> None:
-    """What a compiler rounds once or twice, as it fuses it."""
-    v = b.pick()
-    w = b.pick()
-    kinds = [
-        f"{v} * {v} + 0.3 * {v}",
-        f"{v} * 1.3 + {w} * 0.7",
-        f"{v} * {w} - 0.3 * {v}",
-        f"jnp.tanh({v} * 0.7 + {w} * {w})",
-    ]
+    b.write(product_sum(b, b.pick(), b.pick()))
+
+
+@row
+def decided(b: Body) -> None:
+    """What the last bit of a sum decides."""
+    v, shape = b.array()
+    x, axis = product_sum(b, v, v), axis_of(b, shape)
+    kinds = [f"jnp.max({x}, axis={axis})", f"jnp.min({x}, axis={axis})", f"jnp.sort({x}, axis={axis})"]
+    kinds += [f"lax.top_k({x}, 1)[0]", f"(lambda s: jnp.where(s == jnp.max(s, {axis}, keepdims=True), s, 0))({x})"]
     b.write(b.one(kinds))
 
 
