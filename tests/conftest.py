@@ -10,7 +10,9 @@ import tempfile
 
 FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in FLAGS:
-    os.environ["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count=8".strip()
+    # Eight devices share a few cores with other tests: by default, a collective that takes 40 seconds ends the process.
+    devices = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=900"
+    os.environ["XLA_FLAGS"] = f"{FLAGS} {devices}".strip()
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # Compiled programs are on disk, for all processes of a run: the cache in memory is cleared after each file.

@@ -18,6 +18,7 @@ import optax_freeze as fz
 ORDER = np.array([3, 1, 5, 0, 2, 4])
 REFUSED = "|".join([
     *("examples are mixed", "nothing to compute once", "no common axis of examples"),
+    "closes over an argument of the function",
     *("there is nothing to differentiate", "incompatible devices for jitted"),  # the host's arrays and a mesh
 ])  # fmt: skip
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5, momentum=0.9))

@@ -214,12 +214,12 @@ class Body:
 ROWS: dict[str, Callable[[Body], None]] = {}
 OFTEN = (
     *("unary", "unary", "unary", "binary", "reduced", "reduced", "ordered", "reshaped", "repeated", "random", "random"),
-    *("scanned", "scanned", "checkpointed", "custom_vjp", "empty"),
+    *("decided", "decided", "scanned", "scanned", "checkpointed", "custom_vjp", "empty"),
 )
 """The rows that are drawn more often: those that wrong gradients came from."""
 THEMES = [
     ("random", "random", "checkpointed", "mapped", "unary"),  # what differs from row to row
-    ("decided", "decided", "sum_of_products", "reduced", "ordered", "binary"),  # one bit decides
+    ("decided", "decided", "decided", "sum_of_products", "ordered", "binary"),  # one bit decides
     ("repeated", "reshaped", "unary", "sliced", "dynamic"),  # rows of rows
     ("written", "looked_up", "dynamic", "integers", "binary"),
     ("scanned", "counted_loop", "branches", "checkpointed", "mapped", "custom_jvp", "custom_vjp", "unary"),
@@ -330,8 +330,8 @@ def decided(b: Body) -> None:
     """What the last bit of a sum decides."""
     v, shape = b.array()
     x, axis = product_sum(b, v, v), axis_of(b, shape)
-    kinds = [f"jnp.max({x}, axis={axis})", f"jnp.min({x}, axis={axis})", f"jnp.sort({x}, axis={axis})"]
-    kinds += [f"lax.top_k({x}, 1)[0]", f"(lambda s: jnp.where(s == jnp.max(s, {axis}, keepdims=True), s, 0))({x})"]
+    kinds = [f"jnp.max({x}, axis={axis})", f"jnp.min({x}, axis={axis})"] * 2
+    kinds += [f"jnp.sort({x}, axis={axis})", f"lax.top_k({x}, 1)[0]"]
     b.write(b.one(kinds))
 
 
@@ -429,7 +429,7 @@ def repeated(b: Body) -> None:
         f"jnp.tile({v}, {tuple(b.one((1, 2)) for _ in shape)})",
         f"jnp.kron({v}, jnp.ones({(2,) * len(shape)}))",
     ]
-    b.write(b.one(kinds))
+    b.write(b.one(kinds) + b.one(["", f"[:{b.number(1, 5)}]"]))
 
 
 @row

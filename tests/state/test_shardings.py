@@ -286,7 +286,7 @@ class TestExplicitMesh:
 
     def test_migrate(self, params, frozen):
         tx = fz.freeze(optax.trace(0.9), frozen)
-        _, state = tx.update(params, tx.init(params), params)
+        _, state = jax.block_until_ready(jax.jit(tx.update)(params, tx.init(params), params))
         rows = fz.freeze(optax.trace(0.9), {"embed": ~fz.rows([3, 255]), "head": False})
         wider, report = fz.migrate(state, rows, params, report=True)
         assert placed_alike(wider, rows.init(params))
