@@ -46,7 +46,7 @@ def with_sharding(sharding: NamedSharding | None, operation: Callable[..., jax.A
 
 
 def _names(axis: Any) -> tuple[str, ...]:
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return () if axis in (None, PartitionSpec.UNCONSTRAINED) else axis if isinstance(axis, tuple) else (axis,)
 
 
 def copy_like(array: Any, like: Any) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from oracle import Case
-from programs import total
+from programs import mesh, total
 
 import optax_freeze as fz
 
@@ -52,6 +52,11 @@ def loop_without_results(p, x):
     return total(p["b"] @ p["b"] * jnp.sum(p["a"]))
 
 
+def constraint_of_each_row(p, x):
+    whole = jax.NamedSharding(mesh(), jax.P())
+    return total(jax.vmap(lambda r: lax.with_sharding_constraint(r, whole))(p["a"]))
+
+
 def empty_piece(p, x):
     return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
 
@@ -83,6 +88,9 @@ CASES = {
         {**SMALL, "b": ((6, 6), "float32")},
         lambda: {"a": fz.rows([0]), "b": True},
         way="precompute",
+    ),
+    "a constraint of each row": Case(
+        constraint_of_each_row, SMALL, lambda n: {"a": ~fz.rows(n)}, ((1, 3),), way="restrict"
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }
