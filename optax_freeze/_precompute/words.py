@@ -58,8 +58,7 @@ def of_program(
         if x is None or isinstance(x, Literal):
             yield "" if x is None else of_constant(x.val)
         elif isinstance(x, Empty):
-            yield "empty"
-            yield from of_type(jax.ShapeDtypeStruct(x.shape, x.aval.dtype))
+            yield from ("empty", str(x.aval.dtype), *x.shape)
         else:
             names[x] = names.get(x) or f"%{next(count)}"
             yield names[x]
