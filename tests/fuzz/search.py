@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from hypothesis.database import ExampleDatabase, choices_to_bytes
+from hypothesis.database import InMemoryExampleDatabase, choices_to_bytes
 from hypothesis.errors import UnsatisfiedAssumption
 
 SHRINK = 60.0
@@ -34,21 +34,19 @@ class Attack(NamedTuple):
     examples: int
 
 
-class Choices(ExampleDatabase):
-    """The choices of a failing program, from which hypothesis begins to make it smaller."""
+class Choices(InMemoryExampleDatabase):
+    """The choices of a failing program, from which hypothesis begins to make it smaller.
+
+    They are under the key of candidates: hypothesis takes what is under the main one to be as small as it gets.
+    """
 
     def __init__(self, choices: Collection[int]) -> None:
         super().__init__()
         self.text = choices_to_bytes(choices)
 
     def fetch(self, key: bytes) -> Iterator[bytes]:
-        yield self.text
-
-    def save(self, key: bytes, value: bytes) -> None:
-        """Keeps nothing."""
-
-    def delete(self, key: bytes, value: bytes) -> None:
-        """Deletes nothing."""
+        if key.endswith(b".secondary"):
+            yield self.text
 
 
 class Search:

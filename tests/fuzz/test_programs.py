@@ -68,7 +68,8 @@ def attack(options, seeds=random):
         except UnsatisfiedAssumption:
             continue
         except FailureError:
-            smaller = settings(options, database=Choices(choices), phases=[Phase.reuse, Phase.shrink])
+            phases = [Phase.reuse, Phase.shrink]
+            smaller = settings(options, derandomize=False, database=Choices(choices), phases=phases)
             smaller(given(drawn())(check))()
             raise
 
