@@ -31,14 +31,14 @@ from optax_freeze._program.regions import (
     without_elements,
 )
 from optax_freeze._program.residuals import program_of
-from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, regions_apart
+from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, overlap, regions_apart
 from optax_freeze._program.trace import Equation, Program, flatten
 from optax_freeze._spec.memory_kinds import is_in_blocks
 
 _NEARLY_WHOLE = 0.98
 """Of a larger share of a value everything is computed, and cut: rows may cost more than they save."""
 _MOST_REPEATS = 4
-"""A cheap operation is repeated for so many regions of dynamic rows. A tree of halves would want one for each row."""
+"""A cheap operation is repeated for so many regions that overlap. A tree of halves would want one for each row."""
 
 
 def schedule(
@@ -245,7 +245,8 @@ class Walk:
         in_part = self._is_in_part(eqn)
         is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
         decides = eqn.outputs[place] in self.decisive and not in_part
-        is_few = sum(isinstance(region, DynamicRows) for region in wanted) <= _MOST_REPEATS
+        is_static = all(isinstance(region, Rows) for region in wanted)
+        is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
         if is_cheap(eqn) and is_few and not is_stored and not decides:
             chosen = wanted
         elif (

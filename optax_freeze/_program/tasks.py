@@ -42,7 +42,7 @@ def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
     """:func:`covering` for each label on its own; where regions of different labels overlap, they stay together."""
     labels = {label: [region for region, other in wanted.items() if other == label] for label in wanted.values()}
     apart = [(region, label) for label, regions in labels.items() for region in covering(regions, shape)]
-    if len(labels) == 1 or not _overlap([region for region, _ in apart], shape):
+    if len(labels) == 1 or not overlap([region for region, _ in apart], shape):
         return dict(apart)
     together = covering(list(wanted), shape)
     if len(together) > 1 and all(region in wanted for region in together):
@@ -50,7 +50,7 @@ def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
     return dict.fromkeys(together, joined_label([wanted]))
 
 
-def _overlap(regions: Sequence[Region], shape: Sequence[int]) -> bool:
+def overlap(regions: Sequence[Region], shape: Sequence[int]) -> bool:
     """Whether two regions have elements in common, as far as it is known."""
     if EVERYTHING in regions or len({region.axis for region in regions}) > 1:
         return True

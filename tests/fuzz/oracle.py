@@ -295,7 +295,12 @@ def judge(case: Case) -> None:
         got = answered(run, mine, inputs[0], place(inputs[1]), inputs[2])
         if len(got) != len(expected):
             raise WrongError("structure", f"{len(got)} results, and not {len(expected)}")
-        if found := difference(got, expected, near, eps):
+        found = difference(got, expected, near, eps)
+        if found and case.how == "quick":
+            # Without LLVM's optimizations, a CPU's fusions round the value of one operation in several ways: the
+            # derivative of a maximum is lost in a program that computes it once.
+            return judge(case._replace(how="as users"))
+        if found:
             confirm(of, compiled, mine, place, case, eps, found)
         if case.how != "eager":
             numbers, params, batch = case.inputs(9)

@@ -373,6 +373,11 @@ class TestCost:
         assert flops(fz.grad(loss, {"w": fz.rows(slice(0, 7))})) == pytest.approx(9 * matmul, rel=0.05)
         assert flops(jax.grad(loss)) > 20 * matmul
 
+    def test_a_scan_by_halves_is_as_long_as_its_dense_gradient(self):
+        loss = lambda p: jnp.sum(jnp.sin(lax.associative_scan(jnp.add, p["w"])))  # noqa: E731
+        equations = lambda fun: len(jax.make_jaxpr(fun)({"w": jnp.ones((256, 4))}).eqns)  # noqa: E731
+        assert equations(fz.grad(loss, {"w": ~fz.rows([1, 3])})) < 2 * equations(jax.grad(loss))
+
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
     def test_frozen_layers_are_not_copied(self, wrap):
         """Neither the frozen rows of a stack nor another frozen stack; under remat, a row is read again."""

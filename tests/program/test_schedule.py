@@ -130,6 +130,13 @@ class TestRegionsOfAValue:
         assert (tasks, log) == (["sin", "sin"], ["rows"] * 2)
         assert list(found.given[0]) == [Rows(0, [0, 1]), Rows(0, [4])]
 
+    def test_regions_that_overlap_are_repeated_a_few_times_and_layers_that_do_not_each(self):
+        layers = [Rows(0, [i]) for i in range(6)]
+        _, tasks, _ = self.tasks(lambda w: (jnp.sin(w),) * 6, *layers)
+        assert tasks == ["sin"] * 6
+        _, tasks, _ = self.tasks(lambda w: (jnp.sin(w),) * 6, *layers[:5], Rows(0, [0, 1]))
+        assert tasks == ["sin"]
+
     def test_of_everything_and_rows_everything_is_computed_once(self):
         _, tasks, log = self.tasks(lambda w: (w @ w.T,) * 2, Rows(0, [0, 1]), EVERYTHING)
         assert (tasks, log) == (["transpose", "dot_general"], [])
