@@ -31,7 +31,17 @@ from optax_freeze._program.regions import (
     without_elements,
 )
 from optax_freeze._program.residuals import program_of
-from optax_freeze._program.tasks import ALWAYS, Read, Schedule, Task, Wanted, joined_label, one_region, overlap, regions_apart
+from optax_freeze._program.tasks import (
+    ALWAYS,
+    Read,
+    Schedule,
+    Task,
+    Wanted,
+    joined_label,
+    one_region,
+    overlap,
+    regions_apart,
+)
 from optax_freeze._program.trace import Equation, Program, flatten
 from optax_freeze._spec.memory_kinds import is_in_blocks
 
