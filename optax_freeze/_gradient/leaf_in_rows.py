@@ -77,8 +77,10 @@ def _rows_of(selection: RowSelection, array: Any, rows: Any) -> jax.Array:
 
 @_rows_of.defjvp
 def _rows_of_jvp(selection: RowSelection, primals: Any, tangents: Any) -> Any:
-    array, rows = tangents
-    return _rows_of(selection, *primals), selection.put(array, Part(rows, selection.part_index, array.shape))
+    def put(array: Any, rows: Any) -> jax.Array:
+        return selection.put(array, Part(rows, selection.part_index, array.shape))
+
+    return _rows_of(selection, *primals), jax.jvp(put, primals, tangents)[1]  # `put` may move integers
 
 
 def gradient_in_rows(program: Program, values: Values, x: Any, region: Region) -> Any:

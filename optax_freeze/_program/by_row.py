@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 from jax.sharding import AxisType, NamedSharding
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, zeros
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, clipped, zeros
 from optax_freeze._program.trace import Equation
 
 _MOST_TOKENS = 512
@@ -61,10 +61,11 @@ def _looked_up(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
     table, indices = operands[0], jnp.asarray(operands[1])
     place, size = eqn.params["dimension_numbers"].start_index_map.index(0), table.shape[0]
     row, count = indices[..., place], _count(indices)
-    rows, found = jnp.unique(jnp.clip(row, 0, size - 1).astype(jnp.int32), return_inverse=True, size=count)
+    inside = clipped(row, size - 1)
+    rows, found = jnp.unique(inside, return_inverse=True, size=count)
     found = found.reshape(row.shape)
     if eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP:
-        found = jnp.where((row < 0) | (row >= size), count, found)
+        found = jnp.where((row >= 0) & (row <= inside.astype(row.dtype)), found, count)
     indices = indices.astype(jnp.int32).at[..., place].set(found)
     unsorted = {"indices_are_sorted": False, "unique_indices": False}
     return eqn.bind(table.read(DynamicRows(0, rows)), indices, **unsorted)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, varies
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, clipped, varies
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.sharding import fitting
 
@@ -527,12 +527,9 @@ def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
         return [region, region, *starts], eqn.bind
 
     def written(x: Any, update: Any, *starts: Any) -> Any:
-        dtype, last = starts[axis].dtype, operand[axis] - update.shape[axis]
-        last = min(last, jnp.iinfo(dtype).max)
-        start = jnp.clip(starts[axis], jnp.zeros((), dtype), jnp.asarray(last, dtype)).astype(jnp.int32)
-        place = region.indices - start
+        place = region.indices - clipped(starts[axis], operand[axis] - update.shape[axis])
         new = jnp.take(update, place, axis=axis, mode="clip")
-        zero = cast_to_vary(jnp.zeros((), dtype), varies(jax.typeof(starts[axis])))
+        zero = cast_to_vary(jnp.zeros((), starts[axis].dtype), varies(jax.typeof(starts[axis])))
         new = eqn.bind(x, new, *starts[:axis], zero, *starts[axis + 1 :])
         return jnp.where(_where_rows((place >= 0) & (place < update.shape[axis]), x.ndim, axis), new, x)
 
@@ -581,7 +578,7 @@ def scatter(eqn: Equation, region: Any) -> Any:
         return None
     component = numbers.scatter_dims_to_operand_dims.index(axis)
     sizes = [updates[windows[i]] if i in windows else 1 for i in range(len(operand))]
-    last = np.array([operand[i] - sizes[i] for i in numbers.scatter_dims_to_operand_dims], np.int32)
+    last = [operand[i] - sizes[i] for i in numbers.scatter_dims_to_operand_dims]
     changed: dict[str, Any] = {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP}
     order = list(range(len(updates)))
     if sizes[axis] > 1:  # a block of rows has an index for each of them, after the other axes of the indices
@@ -597,10 +594,10 @@ def scatter(eqn: Equation, region: Any) -> Any:
 
     def shifted(x: Any, indices: Any, updates: Any) -> Any:
         indices = jnp.asarray(indices)
-        if jnp.issubdtype(indices.dtype, jnp.unsignedinteger) or indices.dtype.itemsize < 4:
-            indices = indices.astype(jnp.int32)
         if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
-            indices = jnp.clip(indices, 0, last)
+            indices = jnp.stack([clipped(indices[..., i], end) for i, end in enumerate(last)], axis=-1)
+        elif jnp.issubdtype(indices.dtype, jnp.unsignedinteger) or indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)  # those out of range stay out of range
         start = indices[..., component]
         if sizes[axis] > 1:
             inside = (start >= 0) & (start <= last[component])

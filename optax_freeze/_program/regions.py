@@ -366,6 +366,13 @@ def cast_to_vary(array: Any, axes: Any) -> jax.Array:
     return lax.pcast(array, new, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, new)  # type: ignore[attr-defined]
 
 
+def clipped(i: Any, last: int) -> jax.Array:
+    """Integers clipped to 0 ... ``last``, as int32. It is done in their own dtype: int32 may not hold them."""
+    i = jnp.asarray(i)
+    last = min(last, int(jnp.iinfo(i.dtype).max))
+    return jnp.clip(i, jnp.zeros((), i.dtype), jnp.asarray(last, i.dtype)).astype(jnp.int32)
+
+
 def zeros(aval: Any, shape: Any = None) -> jax.Array:
     """Zeros laid out as a value of this type, or of another ``shape``."""
     shape = aval.shape if shape is None else tuple(shape)

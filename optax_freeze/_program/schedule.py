@@ -26,6 +26,7 @@ from optax_freeze._program.regions import (
     Rows,
     Unread,
     Values,
+    clipped,
     is_scattered,
     is_whole,
     without_elements,
@@ -342,11 +343,9 @@ def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
     sizes, size = eqn.avals_out[0].shape, array.shape[0]
     if not isinstance(array, Unread):
         return eqn.bind(array, *starts)
-    dtype = jnp.asarray(starts[0]).dtype
-    last = jnp.asarray(min(size - sizes[0], jnp.iinfo(dtype).max), dtype)
-    start = jnp.clip(starts[0], jnp.zeros((), dtype), last).astype(jnp.int32)  # in its own dtype, which may not fit
+    start = clipped(starts[0], size - sizes[0])
     rows = array.read(DynamicRows(0, start + jnp.arange(sizes[0], dtype=jnp.int32)))
-    return eqn.bind(rows, jnp.zeros((), dtype), *starts[1:])
+    return eqn.bind(rows, jnp.zeros_like(starts[0]), *starts[1:])
 
 
 def _of_late(program: Program, region: Region) -> Schedule:

@@ -82,8 +82,8 @@ def update(
     updates: dict[str, Any],
     loss: Callable[[Any], Any],
     extra: Any,
-) -> tuple[dict[str, Any], Owner]:
-    """The new values of the elements of an owner, and the owner with its new state.
+) -> tuple[dict[str, Any], Any]:
+    """The new values of the elements of an owner, and its new state.
 
     As in ``optax.chain(coupled, tx)``, ``updates`` come from ``coupled``, and the argument ``grad`` from the loss.
     """
@@ -93,7 +93,7 @@ def update(
     every = {"value": loss(params) if extra else None, "grad": gradient, "value_fn": fn, "obj_fn": fn}
     given = {name: every[name] for name in extra}
     updates, state = tx.update(cut(owner.cuts, updates), owner.state, mine, **given)
-    return optax.apply_updates(mine, updates), owner._replace(state=state)
+    return optax.apply_updates(mine, updates), state
 
 
 class Place(NamedTuple):
@@ -170,6 +170,7 @@ def carry(
                 value, survives = merged(tx, new, place, value, olds[n].cuts[place.param], before, params, len(found))
                 kept |= survives
             shape = np.shape(now.take(params[place.param]))
+            its.is_unknown |= value is ANY
             its.kept.append(kept)
             its.changed |= not all(olds[n].cuts[place.param].equals(now) for n, _, _ in found)
             its.is_history |= bool(shape) and np.ndim(array) > len(shape) and np.shape(array)[-len(shape) :] == shape

@@ -57,6 +57,23 @@ def constraint_of_each_row(p, x):
     return total(jax.vmap(lambda r: lax.with_sharding_constraint(r, whole))(p["a"]))
 
 
+def indices_beyond_int32(p, x):
+    numbers = jnp.asarray([0, 2, 2**32 - 1, 4], jnp.uint32)
+    return total(p["a"] * p["a"], jax.vmap(lambda r, i: r[i])(p["a"].T, numbers))
+
+
+def custom_derivative_of_each_row(p, x):
+    def of_row(row):
+        @jax.custom_jvp
+        def scaled(y):
+            return y * jnp.sum(row)
+
+        scaled.defjvp(lambda y, t: (scaled(*y), 2 * jnp.sum(row) * t[0]))
+        return scaled(p["a"])
+
+    return total(jax.vmap(of_row)(lax.stop_gradient(p["b"])))
+
+
 def empty_piece(p, x):
     return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
 
@@ -91,6 +108,13 @@ CASES = {
     ),
     "a constraint of each row": Case(
         constraint_of_each_row, SMALL, lambda n: {"a": ~fz.rows(n)}, ((1, 3),), way="restrict"
+    ),
+    "indices beyond int32": Case(indices_beyond_int32, SMALL, lambda: {"a": ~fz.rows([0])}),
+    "a custom derivative of each row": Case(
+        custom_derivative_of_each_row,
+        {**SMALL, "b": ((3, 4), "float32")},
+        lambda: {"a": ~fz.rows([0]), "b": True},
+        way="restrict",
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }

@@ -27,6 +27,7 @@ MOST = 20000
 SIZES = (4, 6, 1, 3, 2)
 INTEGERS = ("int32", "uint32", "int8", "uint8", "int16", "uint16")
 LOG: list[float] = []
+UNORDERED: list[float] = []
 """What callbacks were called with."""
 KEYS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 
@@ -55,12 +56,16 @@ def log(value):
     LOG.append(float(value))
 
 
+def log_unordered(value):
+    UNORDERED.append(float(value))
+
+
 def mesh():
     return jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 NAMESPACE = {
-    **{f.__name__: f for f in (total, curved, like, log, mesh, checkpoint_name, io_callback)},
+    **{f.__name__: f for f in (total, curved, like, log, log_unordered, mesh, checkpoint_name, io_callback)},
     "functools": functools,
     "jax": jax,
     "jnp": jnp,
@@ -669,8 +674,9 @@ def called_back(b: Body) -> None:
     """A callback, in order or not; its value is compared, too."""
     v = b.pick()
     ordered = b.chance(2)
-    kinds = [f"jax.debug.callback(log, jnp.sum({v}), ordered={ordered})"]
-    kinds.append(f"io_callback(log, None, lax.stop_gradient(jnp.sum({v})), ordered={ordered})")
+    called = "log" if ordered else "log_unordered"
+    kinds = [f"jax.debug.callback({called}, jnp.sum({v}), ordered={ordered})"]
+    kinds.append(f"io_callback({called}, None, lax.stop_gradient(jnp.sum({v})), ordered={ordered})")
     if b.depth:
         raise NoValueError
     b.lines.append(b.one(kinds))

@@ -51,6 +51,8 @@ COMPOSED = {
     "lbfgs without search": lambda: optax.lbfgs(0.1, linesearch=None),
 }
 NAMES = [*COMPOSED, *sorted({*FOUND} - {"contrib.dpsgd", "flatten"})]
+REFUSED = (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, NotImplementedError)
+REFUSED += (jax.errors.JaxRuntimeError,)  # of what XLA does not have
 COMMON = ["schedule", "clip", "every 2", "labels", "momentum", "adafactor", "lion", "contrib.schedule_free_adamw"]
 
 
@@ -303,7 +305,7 @@ class Training(RuleBasedStateMachine):
         """What Optax alone refuses is not asked of the library."""
         try:
             return fn(*args, **kwargs)
-        except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, NotImplementedError):
+        except REFUSED:
             reject()
 
     def frozen(self):
@@ -367,8 +369,15 @@ class Training(RuleBasedStateMachine):
             if frozen.get(name) or (its.conditions and not owner.cuts):
                 expected_owners[name] = owner
                 continue
-            args = self.inner, owner, self.params, grads, coupled if its.kind == "coupled" else grads
-            parts, expected_owners[name] = self.by_hand(by_hand.update, *args, lambda p: loss(p, weights), self.extra)
+
+            def updated(state, *trees, owner=owner):
+                owner = owner._replace(state=state)
+                return by_hand.update(self.inner, owner, *trees, lambda p: loss(p, weights), self.extra)
+
+            run = updated if compiled == "eager" else jax.jit(updated)  # both round alike
+            trees = self.params, grads, coupled if its.kind == "coupled" else grads
+            parts, state = self.by_hand(run, owner.state, *trees)
+            expected_owners[name] = owner._replace(state=state)
             new |= {path: cut.put(new[path], parts[path]) for path, cut in owner.cuts.items()}
         # By the library.
         full = dict(grads)

@@ -155,6 +155,24 @@ def test_modules_of_equinox_and_leaves_that_are_no_floats():
     assert function(params) == noisy(params)
 
 
+def test_rows_of_16_bits_if_a_custom_derivative_closes_over_a_value():
+    """Only JAX can differentiate it: the leaf is put together, and its gradient transposed."""
+
+    def gradient(params, x, scale):
+        def closed(params):
+            total = (x * 2).sum()
+            scaled = jax.custom_vjp(lambda y: y * total)
+            scaled.defvjp(lambda y: (scaled(y), y), lambda y, ct: (3 * ct * total,))
+            return scaled(params["w"]).sum() * scale
+
+        return fz.freeze_loss(closed, {"w": fz.rows([0])})(params)
+
+    params, one = {"w": jnp.ones((3, 2), jnp.bfloat16)}, jnp.ones((), jnp.bfloat16)
+    grads, of_scale = jax.jit(jax.grad(gradient, (0, 2)))(params, one, one)
+    assert grads["w"].tolist() == [[0, 0], [6, 6], [6, 6]]
+    assert of_scale == 12
+
+
 def test_any_result():
     def with_aux(params):
         return params["w"].sum(), {"text": "a", "none": None, "array": params["w"] * 2}
