@@ -74,6 +74,10 @@ def custom_derivative_of_each_row(p, x):
     return total(jax.vmap(of_row)(lax.stop_gradient(p["b"])))
 
 
+def largest_of_some_rows(p, x):
+    return total(lax.top_k(p["a"] * p["a"] + 0.3 * p["a"], 1)[0])
+
+
 def empty_piece(p, x):
     return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
 
@@ -115,6 +119,9 @@ CASES = {
         {**SMALL, "b": ((3, 4), "float32")},
         lambda: {"a": ~fz.rows([0]), "b": True},
         way="restrict",
+    ),
+    "the largest of some rows": Case(
+        largest_of_some_rows, {"a": ((64, 96), "float32")}, lambda: {"a": fz.rows(slice(28))}
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }
