@@ -24,6 +24,9 @@ __all__ = ["ClosedJaxpr", "Jaxpr", "Literal", "SymbolicZero", "jaxpr_as_fun"]
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # the source of an operation is the user's line
 
+PRIMITIVES = {each.name: each for of in (primitives, jax.lax) for key, each in vars(of).items() if key.endswith("_p")}
+"""The primitives that JAX exports, by name."""
+
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 _REMAT = ("checkpoint", "remat", "remat2", "RematTraced")
 _CALLS = (*_INLINED, *_REMAT, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite")

@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """The name of a JAX operation of the gradient and the line of the user's program that it comes from."""
+    """The name of a JAX operation of the gradient and the line of the user's program that it comes from.
+
+    Attributes:
+      is_cheap: whether the operation is elementwise or changes only the layout.
+    """
 
     name: str
     source: str
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether the operation is elementwise or changes only the layout."""
-        from optax_freeze._program.operations import RULES  # loads jax.extend, which takes longer than this library
-
-        return self.name in RULES and RULES[self.name].cheap
+    is_cheap: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} at {self.source}" if self.source else self.name
@@ -261,6 +259,7 @@ def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> l
 
 
 def _operations(eqns: Iterable["Equation"]) -> tuple[Operation, ...]:
-    from optax_freeze._jax_internals import operation_of
+    from optax_freeze._jax_internals import operation_of  # loads jax.extend, which takes longer than this library
+    from optax_freeze._program.operations import is_cheap
 
-    return tuple(dict.fromkeys(Operation(operation_of(eqn)[0], eqn.line) for eqn in eqns))
+    return tuple(dict.fromkeys(Operation(operation_of(eqn)[0], eqn.line, is_cheap(eqn)) for eqn in eqns))

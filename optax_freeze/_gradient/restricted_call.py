@@ -237,16 +237,15 @@ class _Call:
         inputs = [*self.structs, *others, *cotangents]
         try:
             traced = Traced(partial(value_and_vjp, of_program, [*of_leaf, *perturbed.others]), inputs)
-            holds_tracers = any(isinstance(const, Tracer) for const in traced.closed.consts)
         except jax.errors.UnexpectedTracerError:  # of a function inside of a `jax.vmap` that has ended
             if self.fun is None:
                 raise
-            holds_tracers = True
+            traced = None
         except ValueError as error:
             if "Reverse-mode differentiation does not work" not in str(error):  # of a loop without a fixed length
                 raise
             raise NoReverseModeError from error
-        if holds_tracers and self.fun is not None:
+        if traced is None or (self.fun is not None and any(isinstance(x, Tracer) for x in traced.closed.consts)):
             if any(perturbed.others):
                 raise _NeedsFunctionError
             of_vjp = Traced(partial(value_and_vjp, of_function, of_leaf), [*self.structs, *cotangents]).closed

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_freeze._gradient.custom_derivative import bind_tangents
-from optax_freeze._program.operations import ELEMENTWISE, computation, rule
+from optax_freeze._program.operations import ELEMENTWISE, computation, each_result, rule
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, zeros
 from optax_freeze._program.trace import Equation, Program, is_inexact
 
@@ -87,14 +87,16 @@ def _refuse(*, refuse: Callable[[], NoReturn], **_: Any) -> NoReturn:
     refuse()
 
 
-@rule("unknown_cotangent", apart=True)
+@rule("unknown_cotangent", params="aval refuse")
+@each_result
 def _rule_for_unknown(eqn: Equation, place: int, region: Region) -> Any:
     """A cotangent that fails where it is compiled: what is computed of it here is cut away, or else not a number."""
     aval = eqn.avals_out[place]
     return [], lambda: _unknown(aval, region.shape(aval.shape))
 
 
-@rule("without_derivative", apart=True)
+@rule("without_derivative", params="count in_part is_cut refuse")
+@each_result
 def _rule_for_computed(eqn: Equation, place: int, region: Region) -> Any:
     """A value without a derivative: one that is computed of it here is cut away, too, or else not a number."""
     count = len(eqn.outputs)

@@ -15,19 +15,10 @@ from optax_freeze._jax_internals import Call, inside
 from optax_freeze._precompute.graph import Graph, Key, Node
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.words import is_comparable
-from optax_freeze._program import operations
+from optax_freeze._program.operations import Cost, rule_of
 
-CHEAP = f"""
-{operations.ELEMENTWISE} {" ".join(operations.REDUCTIONS)} axis_index bitcast_convert_type layout_constraint
-optimization_barrier random_unwrap random_wrap
-"""
-"""Operations that cost about as much as reading their operands, besides the cheap ones of the table of operations.
-
-Each step repeats them instead of storing results.
-"""
-
-_LOOKUPS = ("dynamic_update_slice", "gather")
-"""Operations that are cheap in the table, but not repeated in each step."""
+_REPEATED = {Cost.BARRIER, Cost.COPY, Cost.ELEMENTWISE, Cost.MOVE, Cost.REDUCTION}
+"""The costs of operations that each step repeats instead of storing results: about that of reading their operands."""
 
 _INFINITE = 2**30
 """More than the bytes of all values, counted in units chosen so that this holds: scipy's flow is limited to 32 bits."""
@@ -43,10 +34,10 @@ class Cut(NamedTuple):
 
 def is_cheap(eqn: Any) -> bool:
     """Whether an operation is repeated in each step rather than its results stored."""
-    name, found = eqn.primitive.name, inside(eqn)
+    found = inside(eqn)
     if isinstance(found, Call):
         return all(map(is_cheap, found.program.eqns))
-    return name in CHEAP.split() or (operations.is_cheap(eqn) and name not in _LOOKUPS)
+    return rule_of(eqn).cost in _REPEATED or eqn.primitive.name in ("axis_index", "layout_constraint")
 
 
 def after_of(graph: Graph) -> tuple[list[int], set[Key]]:

@@ -195,7 +195,7 @@ class _Analysis:
                 continue
             if not isinstance(first, Rows):
                 return None
-            if self.count == 1 and eqn.primitive.name == "reshape" and operand.at is not None:
+            if self.count == 1 and eqn.primitive is jax.lax.reshape_p and operand.at is not None:
                 continue  # all of an array has no other place for one example, whichever axis the rows are along
             at = Examples(first.axis, first.count)
             if regions != tuple(map(at.rows, numbers)):
@@ -244,7 +244,9 @@ def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:
 
 def _is_same_function(one: Any, other: Any) -> bool:
     if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-        return one.func == other.func and one.keywords == other.keywords and one.args == other.args == ()
+        args = zip(one.args, other.args, strict=False)
+        is_same = one.func == other.func and one.keywords == other.keywords and len(one.args) == len(other.args)
+        return is_same and all(_is_same_function(a, b) for a, b in args)
     return one == other
 
 

@@ -7,15 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from optax_freeze._jax_internals import Branches, Loop, inside, programs_in
+from optax_freeze._program.operations import Cost, rule_of
 from optax_freeze._program.tasks import Task
 from optax_freeze._program.trace import Equation
 
-_FREE = """
-bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice
-dynamic_update_slice expand_dims gather iota optimization_barrier pad random_unwrap random_wrap reshape rev
-sharding_constraint slice split squeeze stop_gradient transpose
-"""
+_FREE = {Cost.BARRIER, Cost.COPY, Cost.LOOKUP, Cost.MOVE}
 
 
 def flops(eqns: Iterable[Any]) -> int:
@@ -37,19 +36,18 @@ def flops_of_tasks(tasks: Iterable[Task]) -> int:
 
 
 def _of_operation(eqn: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> int:
-    name, params = eqn.primitive.name, eqn.params
+    params = eqn.params
     operands: list[Any] = [getattr(aval, "shape", ()) for aval in avals_in]
     out: int = max((math.prod(getattr(aval, "shape", ())) for aval in avals_out), default=0)
-    if name == "dot_general":
+    if eqn.primitive is jax.lax.dot_general_p:
         (contracted, _), _ = params["dimension_numbers"]
         return 2 * out * math.prod(operands[0][axis] for axis in contracted)
-    if name == "conv_general_dilated":
+    if eqn.primitive is jax.lax.conv_general_dilated_p:
         kernel, spec = operands[1], params["dimension_numbers"].rhs_spec
         return 2 * out * math.prod(kernel) // max(kernel[spec[0]], 1)
     if of_each := [flops(program.eqns) for program in programs_in(eqn)]:
         found = inside(eqn)
         times = found.length if isinstance(found, Loop) else 1
         return times * (max(of_each) if isinstance(found, Branches) else sum(of_each))
-    if name in _FREE.split():
-        return 0
-    return max([out, *map(math.prod, operands)]) if name.startswith(("reduce_", "arg", "cum")) else out
+    cost = rule_of(eqn).cost
+    return 0 if cost in _FREE else max([out, *map(math.prod, operands)]) if cost is Cost.REDUCTION else out

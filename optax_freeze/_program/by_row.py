@@ -21,7 +21,7 @@ _MOST_TOKENS = 512
 
 def operand_by_row(eqn: Equation) -> tuple[int, Callable[..., jax.Array]] | None:
     """Which operand an operation reads row by row, and how it is applied if this operand is unread."""
-    if eqn.primitive.name == "gather" and _is_lookup(eqn):
+    if eqn.primitive is jax.lax.gather_p and _is_lookup(eqn):
         axes = _axes(eqn)
         is_matrix = len(eqn.avals_in[0].shape) == 2  # `offload` moves matrices only if their rows are not divided
         return (0, _looked_up) if not axes or (axes == {AxisType.Auto} and is_matrix) else None

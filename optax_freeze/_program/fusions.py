@@ -6,11 +6,10 @@ compiler store it.
 
 import collections
 
-from optax_freeze._program.operations import ELEMENTWISE, is_cheap
+from optax_freeze._program.operations import Cost, is_cheap, rule_of
 from optax_freeze._program.trace import Program
 
-_ELEMENTWISE = frozenset(ELEMENTWISE.split())
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_ELEMENTWISE = (Cost.COPY, Cost.ELEMENTWISE)
 
 
 class Fusions:
@@ -21,12 +20,13 @@ class Fusions:
         self._again: set[int] = set()
         fused: set[int] = set()
         for eqn in program.eqns:
-            follows = eqn.primitive.name in _ELEMENTWISE and any(value in fused for value in eqn.reads)
-            if eqn.primitive.name in _PRODUCTS:
+            cost = rule_of(eqn).cost
+            follows = cost in _ELEMENTWISE and any(value in fused for value in eqn.reads)
+            if cost is Cost.PRODUCT:
                 self._again.difference_update(eqn.reads)
             if is_cheap(eqn) and not follows:
                 self._again.update(eqn.outputs)
-            if follows or eqn.primitive.name in _PRODUCTS:
+            if follows or cost is Cost.PRODUCT:
                 fused.update(number for number in eqn.outputs if readers[number] == 1)
 
     def is_stored(self, number: int) -> bool:

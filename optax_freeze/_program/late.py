@@ -52,13 +52,13 @@ class Late:
         return isinstance(value, int) and value in self.sizes
 
     def _add(self, eqn: Equation) -> None:
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive is jax.lax.optimization_barrier_p:
             self.moved.update(out for value, out in zip(eqn.inputs, eqn.outputs, strict=True) if self.is_moved(value))
         elif eqn.reads <= self.moved | self.available and is_move(eqn):
             self.moved.update(eqn.outputs)
         if eqn.has_effects or not (self.decisive - self.moved).isdisjoint(eqn.outputs):
             return
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive is jax.lax.optimization_barrier_p:
             for value, out, aval in zip(eqn.inputs, eqn.outputs, eqn.avals_out, strict=True):
                 if value in self:
                     same = {"inputs": (value,), "outputs": (out,), "avals_in": (aval,), "avals_out": (aval,)}
@@ -85,8 +85,9 @@ class Late:
 
     def _is_late(self, eqn: Equation) -> bool:
         """Whether results are late of an operation that reads late values."""
-        name = eqn.primitive.name
-        repeats = (is_repeated(eqn) and name not in ("gather", "scan")) or (name == "scatter" and eqn.inputs[0] in self)
+        is_placed = eqn.primitive is jax.lax.scatter_p and eqn.inputs[0] in self
+        once = (jax.lax.gather_p, primitives.scan_p)
+        repeats = (is_repeated(eqn) and eqn.primitive not in once) or is_placed
         return repeats and all(v in self or self.is_given(v) or not self.program.avals[v].shape for v in eqn.inputs)
 
     def origins(self, value: int, by_rows: bool) -> Origins:

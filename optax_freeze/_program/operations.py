@@ -1,9 +1,10 @@
 """The table of operations: which regions of its operands an operation needs for the wanted region of its result.
 
-A rule ``rule(eqn, region)`` returns the regions of the operands and a function that computes the region of the result
-from them, or None if the operation has to compute everything.
+A rule ``rule(eqn, regions)`` is given the wanted region of each result, None where it is not wanted, and returns how
+these are computed from regions of the operands, or None if the operation has to compute everything.
 """
 
+import enum
 import functools
 import itertools
 import math
@@ -15,83 +16,129 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from optax_freeze._jax_internals import PRIMITIVES
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, clipped, varies
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.sharding import fitting
 
-UNARY = "convert_element_type copy copy_p neg reduce_precision stop_gradient"
+COPIES = "convert_element_type copy copy_p name stop_gradient"
+"""The elementwise operations without arithmetic: they cost nothing beside reading their operand."""
 
 ELEMENTWISE = f"""
-{UNARY} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+{COPIES} abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
 conj cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-is_finite le lgamma log log1p log2 logistic lt max min mul mulhi name ne nextafter not one_minus_square or polygamma
-polynomial population_count pow real regularized_incomplete_beta rem round rsqrt select_n shift_left
+is_finite le lgamma log log1p log2 logistic lt max min mul mulhi ne neg nextafter not one_minus_square or polygamma
+polynomial population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
 """
-"""The elementwise operations; those in `UNARY` have one operand."""
+"""All elementwise operations."""
 
 _DECIDING = """
-acos acosh asin atan2 atanh ceil convert_element_type eq erf_inv floor ge gt is_finite le log log1p lt ne nextafter pow
+acos acosh asin atan2 atanh ceil eq erf_inv floor ge gt is_finite le log log1p lt ne nextafter pow
 reduce_precision rem round rsqrt sign sqrt
 """.split()  # noqa: SIM905
 """Those that are not continuous, or not defined for all numbers: one bit of an operand may change all of the result."""
 
 
+class Cost(enum.Enum):
+    """What an operation costs. This decides where it is repeated, and what is stored."""
+
+    COPY = enum.auto()  # elementwise, without arithmetic
+    MOVE = enum.auto()  # moves numbers, which a compiler does where they are read
+    LOOKUP = enum.auto()  # moves rows whose numbers are values of the program
+    ELEMENTWISE = enum.auto()
+    REDUCTION = enum.auto()
+    PRODUCT = enum.auto()  # a compiler fuses elementwise operations after it
+    BARRIER = enum.auto()  # costs nothing, but nothing is moved across it
+    OTHER = enum.auto()
+
+
+_CHEAP = {Cost.COPY, Cost.MOVE, Cost.LOOKUP, Cost.ELEMENTWISE}
+
+
 class Computation(NamedTuple):
-    """How an operation computes a region of its results."""
+    """How an operation computes regions of its results."""
 
     regions: Sequence[Region | None]  # of each operand; None where it is not needed
-    apply: Callable[..., Any]  # of these regions of the operands
+    apply: Callable[..., Sequence[Any]]  # of these regions of the operands: the regions of the results
     outputs: Sequence[Region | None] | None = None  # if it computes other regions of its results than the wanted ones
 
 
 class Rule(NamedTuple):
     """A rule in the table."""
 
-    of: Callable[..., Any]
-    cheap: bool  # an operation that is repeated for each wanted region
-    many: bool  # whether the rule is given the regions of all results
-    apart: bool  # whether the rule is given the region of one result of several, by its number
-    decides: bool  # whether one bit of an operand may change all of the result
+    of: Callable[[Equation, Sequence[Region | None]], Computation | None]
+    cost: Cost
+    params: frozenset[str]  # all that it knows
+    decides: bool = False  # whether one bit of an operand may change all of the result
 
 
 RULES: dict[str, Rule] = {}
 """The rules by the names of their primitives."""
 
 
-def rule(
-    *names: str, cheap: bool = True, many: bool = False, apart: bool = False, decides: bool = False
-) -> Callable[[Any], Any]:
-    """Returns a decorator that registers a function as the rule for the primitives with these names."""
+def rule(*names: str, cost: Cost = Cost.MOVE, params: str = "", decides: bool = False) -> Callable[[Any], Any]:
+    """Returns a decorator that registers a function as the rule for the primitives with these names.
+
+    An operation with other ``params`` than these has no rule: what a new one means is not known.
+    """
 
     def register(function: Any) -> Any:
-        RULES.update(dict.fromkeys(names, Rule(function, cheap, many, apart, decides)))
+        RULES.update(dict.fromkeys(names, Rule(function, cost, frozenset(params.split()), decides)))
         return function
 
     return register
 
 
-def rule_of(eqn: Equation) -> Rule:
-    """The rule for an operation; without one, everything has to be computed."""
-    return RULES.get(eqn.primitive.name, _NO_RULE)
+def one_result(of: Callable[..., Any]) -> Any:
+    """The rule of an operation with one result: ``of(eqn, region)`` returns the regions, and a function of them."""
+
+    @functools.wraps(of)
+    def of_regions(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+        given = None if regions[0] in (None, EVERYTHING) else of(eqn, regions[0])
+        return given and Computation(given[0], functools.partial(_listed, given[1]))
+
+    return of_regions
 
 
-_NO_RULE = Rule(lambda *_: None, cheap=False, many=True, apart=False, decides=True)
+def each_result(of: Callable[..., Any]) -> Any:
+    """The same of an operation whose results are computed one by one: ``of(eqn, place, region)``."""
+
+    @functools.wraps(of)
+    def of_regions(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+        [(place, region), *others] = [(i, region) for i, region in enumerate(regions) if region is not None]
+        found, apply = of(eqn, place, region)
+        return None if others else Computation(found, lambda *operands: [apply(*operands)] * len(regions))
+
+    return of_regions
+
+
+def _listed(apply: Callable[..., Any], *operands: Any) -> list[Any]:
+    return [apply(*operands)]
+
+
+def rule_of(eqn: Any) -> Rule:
+    """The rule for an operation; without one, everything has to be computed.
+
+    There is none for a primitive of another library that has the name of one of JAX, nor for unknown params.
+    """
+    primitive = eqn.primitive
+    found = RULES.get(primitive.name, _NO_RULE)
+    is_known = PRIMITIVES.get(primitive.name, primitive) is primitive and found.params.issuperset(eqn.params)
+    return found if is_known else _NO_RULE
+
+
+_NO_RULE = Rule(lambda *_: None, Cost.OTHER, frozenset(), decides=True)
 
 
 def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """How an operation computes these regions of its results; None if only everything can be computed."""
-    found = rule_of(eqn)
-    if found.many:
-        return found.of(eqn, regions)
-    [(place, region)] = [(i, region) for i, region in enumerate(regions) if region is not None]
-    given = found.of(eqn, place, region) if found.apart else found.of(eqn, region)
-    return None if given is None else Computation(*given)
+    return rule_of(eqn).of(eqn, regions)
 
 
-def is_cheap(eqn: Equation) -> bool:
+def is_cheap(eqn: Any) -> bool:
     """Whether an operation may be repeated for each wanted region of its result."""
-    return rule_of(eqn).cheap
+    return rule_of(eqn).cost in _CHEAP
 
 
 def decides(eqn: Equation) -> bool:
@@ -108,7 +155,7 @@ def is_move(eqn: Equation) -> bool:
     if eqn.primitive.name == "convert_element_type":
         floats = [jnp.finfo(aval.dtype).bits for aval in (*eqn.avals_in, *eqn.avals_out) if is_inexact(aval)]
         return len(floats) == 2 and floats[0] <= floats[1]
-    return is_cheap(eqn) and eqn.primitive.name not in ELEMENTWISE.split()
+    return rule_of(eqn).cost in _CHEAP - {Cost.ELEMENTWISE}
 
 
 def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
@@ -128,16 +175,25 @@ def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
 
 
-@rule(*_DECIDING, decides=True)
-@rule(*ELEMENTWISE.split())
+_OF_ELEMENTWISE = """
+accuracy exponent_bits input_dtype mantissa_bits name new_dtype out_dtype rounding_method sharding weak_type y
+"""
+
+
+@rule("convert_element_type", cost=Cost.COPY, params=_OF_ELEMENTWISE, decides=True)
+@rule(*COPIES.split(), cost=Cost.COPY, params=_OF_ELEMENTWISE)
+@rule(*_DECIDING, cost=Cost.ELEMENTWISE, params=_OF_ELEMENTWISE, decides=True)
+@rule(*ELEMENTWISE.split(), cost=Cost.ELEMENTWISE, params=_OF_ELEMENTWISE)
+@one_result
 def elementwise(eqn: Equation, region: Region) -> Any:
     size, changed = eqn.avals_out[0].shape[region.axis], dict.fromkeys(_laid_out(eqn, region))
     regions = [region if aval.shape and aval.shape[region.axis] == size else EVERYTHING for aval in eqn.avals_in]
     return regions, functools.partial(eqn.bind, **changed)
 
 
-@rule("pvary", "pcast", many=True)
-@rule("optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", cheap=False, many=True)
+@rule("pvary", "pcast", params="axes axis_name from_ to")
+@rule("optimization_barrier", cost=Cost.BARRIER)
+@rule("psum", "psum_invariant", "pmax", "pmin", cost=Cost.OTHER, params="axes axis_index_groups")
 def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """Each result has the rows of one operand. A reference, which is not a result of a barrier, need not pass it."""
     if eqn.params.get("axis_index_groups") is not None or any(
@@ -155,7 +211,9 @@ def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation |
     return Computation(needed, apply)
 
 
-@rule("sharding_constraint", "reshard", "mesh_cast")
+@rule("sharding_constraint", params="context_mesh layout sharding unconstrained_dims")
+@rule("reshard", "mesh_cast", params="concrete_mesh dst_sharding")
+@one_result
 def sharded(eqn: Equation, region: Region) -> Any:
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     if not isinstance(sharding, NamedSharding) or eqn.params.get("layout") is not None:
@@ -163,7 +221,15 @@ def sharded(eqn: Equation, region: Region) -> Any:
     return [region], functools.partial(eqn.bind, **_laid_out(eqn, region))
 
 
-@rule("all_gather", "all_gather_invariant", "reduce_scatter", "unreduced_reduce_scatter", cheap=False)
+_OF_SHARDS = "all_gather_dimension axis_index_groups axis_name axis_size scatter_dimension tiled"
+
+
+@rule(
+    *("all_gather", "all_gather_invariant", "reduce_scatter", "unreduced_reduce_scatter"),
+    cost=Cost.OTHER,
+    params=_OF_SHARDS,
+)
+@one_result
 def shards(eqn: Equation, region: Region) -> Any:
     """Shards inside ``jax.shard_map`` are gathered or scattered along another axis than that of the rows."""
     gathers = "all_gather_dimension" in eqn.params
@@ -174,7 +240,8 @@ def shards(eqn: Equation, region: Region) -> Any:
     return ([region.along(axis)], eqn.bind) if region.axis != along else None
 
 
-@rule("broadcast_in_dim")
+@rule("broadcast_in_dim", params="broadcast_dimensions shape sharding")
+@one_result
 def broadcast_in_dim(eqn: Equation, region: Any) -> Any:
     axes, shape, aval = eqn.params["broadcast_dimensions"], eqn.params["shape"], eqn.avals_in[0]
     of_operand: Region = EVERYTHING
@@ -183,30 +250,34 @@ def broadcast_in_dim(eqn: Equation, region: Any) -> Any:
     return [of_operand], functools.partial(eqn.bind, shape=region.shape(shape), **_laid_out(eqn, region))
 
 
-@rule("transpose")
+@rule("transpose", params="permutation")
+@one_result
 def transpose(eqn: Equation, region: Any) -> Any:
     return [region.along(eqn.params["permutation"][region.axis])], eqn.bind
 
 
-REDUCTIONS = [*(f"reduce_{kind}" for kind in ["and", "max", "min", "or", "prod", "sum", "xor"]), "argmax", "argmin"]
+_REDUCTIONS = [f"reduce_{kind}" for kind in ["and", "max", "min", "or", "prod", "sum", "xor"]]
 
 
-@rule("squeeze")
-@rule("argmax", "argmin", cheap=False, decides=True)
-@rule(*REDUCTIONS, cheap=False)
+@rule("squeeze", params="dimensions")
+@rule("argmax", "argmin", cost=Cost.REDUCTION, params="axes index_dtype", decides=True)
+@rule(*_REDUCTIONS, cost=Cost.REDUCTION, params="axes out_sharding")
+@one_result
 def without_axes(eqn: Equation, region: Region) -> Any:
     dropped = eqn.params["dimensions" if "dimensions" in eqn.params else "axes"]
     kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in dropped]
     return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))
 
 
-@rule("expand_dims")
+@rule("expand_dims", params="dimensions")
+@one_result
 def expand_dims(eqn: Equation, region: Any) -> Any:
     new = [axis for axis in range(len(eqn.avals_out[0].shape)) if axis not in eqn.params["dimensions"]]
     return ([region.along(new.index(region.axis))], eqn.bind) if region.axis in new else None
 
 
-@rule("reshape")
+@rule("reshape", params="dimensions new_sizes sharding")
+@one_result
 def reshape(eqn: Equation, region: Any) -> Any:
     old, new = eqn.avals_in[0].shape, eqn.params["new_sizes"]
     if eqn.params["dimensions"] is not None or 0 in new:
@@ -249,7 +320,8 @@ def reshape(eqn: Equation, region: Any) -> Any:
     return None
 
 
-@rule("slice")
+@rule("slice", params="limit_indices start_indices strides")
+@one_result
 def slice_(eqn: Equation, region: Any) -> Any:
     start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(start)
@@ -268,7 +340,8 @@ def slice_(eqn: Equation, region: Any) -> Any:
     return [rows], lambda x: eqn.bind(x, **changed)
 
 
-@rule("rev")
+@rule("rev", params="dimensions")
+@one_result
 def rev(eqn: Equation, region: Any) -> Any:
     if region.axis not in eqn.params["dimensions"]:
         return [region], eqn.bind
@@ -277,7 +350,8 @@ def rev(eqn: Equation, region: Any) -> Any:
     return [Rows(region.axis, eqn.avals_in[0].shape[region.axis] - 1 - region.numbers[::-1])], eqn.bind
 
 
-@rule("pad")
+@rule("pad", params="padding_config")
+@one_result
 def pad(eqn: Equation, region: Any) -> Any:
     config, axis = eqn.params["padding_config"], region.axis
     low, _, between = config[axis]
@@ -317,7 +391,8 @@ def pad(eqn: Equation, region: Any) -> Any:
     return [rows, EVERYTHING], scattered
 
 
-@rule("concatenate")
+@rule("concatenate", params="dimension")
+@one_result
 def concatenate(eqn: Equation, region: Any) -> Any:
     axis, dimension = region.axis, eqn.params["dimension"]
     if axis != dimension:
@@ -341,7 +416,8 @@ def concatenate(eqn: Equation, region: Any) -> Any:
     return shifted, selected
 
 
-@rule("split", apart=True)
+@rule("split", params="axis sizes")
+@each_result
 def split(eqn: Equation, place: int, region: Any) -> Any:
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
     start = sum(sizes[:place])
@@ -351,14 +427,16 @@ def split(eqn: Equation, place: int, region: Any) -> Any:
     return ([piece], lambda x: x) if region is EVERYTHING else ([region], piece.take)
 
 
-@rule("unstack", apart=True)
+@rule("unstack", params="axis")
+@each_result
 def unstack(eqn: Equation, place: int, region: Region) -> Any:
     axis = eqn.params["axis"]
     row = functools.partial(jax.lax.index_in_dim, index=place, axis=axis, keepdims=False)
     return [region if region is EVERYTHING else region.along(region.axis + (region.axis >= axis))], row
 
 
-@rule("iota")
+@rule("iota", params="dimension dtype shape sharding")
+@one_result
 def iota(eqn: Equation, region: Any) -> Any:
     shape, dimension, dtype = (eqn.params[name] for name in ("shape", "dimension", "dtype"))
     new = region.shape(shape)
@@ -371,7 +449,8 @@ def iota(eqn: Equation, region: Any) -> Any:
     return [None] * len(eqn.inputs), numbers
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", cheap=False)
+@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", cost=Cost.OTHER, params="axis reverse")
+@one_result
 def cumulative(eqn: Equation, region: Any) -> Any:
     axis, reverse = eqn.params["axis"], eqn.params["reverse"]
     if axis != region.axis:
@@ -400,9 +479,9 @@ def _of_keys(eqn: Equation) -> Sequence[int]:
     return range(_rank(eqn)) if eqn.avals_in[0].dtype == _independent_keys() else ()
 
 
-@rule("random_fold_in", cheap=False)
-def random_fold_in(eqn: Equation, region: Region) -> Any:
-    return elementwise(eqn, region) if eqn.avals_in[0].dtype == _independent_keys() else None
+@rule("random_fold_in", cost=Cost.OTHER)
+def random_fold_in(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
+    return elementwise(eqn, regions) if eqn.avals_in[0].dtype == _independent_keys() else None
 
 
 def _of_windows(eqn: Equation) -> list[int]:
@@ -430,11 +509,27 @@ _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
 """The axes along which all results and operands have the same rows."""
 
 
-@rule("tile", many=True)
-@rule("bitcast_convert_type", "sort", "top_k", *_MATRICES.split(), cheap=False, many=True, decides=True)
-@rule(*_KEPT_AXES.keys(), cheap=False, many=True)
+_OF_MATRICES = """
+algorithm compute_full_matrices compute_left_eigenvectors compute_right_eigenvectors compute_schur_vectors
+compute_uv conjugate_a full_matrices implementation left_side lower pivoting sort_eigenvalues subset_by_index
+subset_by_value symmetrize_input symmetrize transpose_a unit_diagonal use_magma
+"""
+_OF_WINDOWS = """
+base_dilation consts jaxpr padding window_dilation window_dimensions window_strides
+"""
+
+
+@rule("tile", params="reps")
+@rule("random_wrap", "random_unwrap", params="impl")
+@rule("bitcast_convert_type", params="new_dtype", decides=True)
+@rule("sort", cost=Cost.OTHER, params="dimension is_stable num_keys", decides=True)
+@rule("top_k", cost=Cost.OTHER, params="axis k", decides=True)
+@rule(*_MATRICES.split(), cost=Cost.OTHER, params=_OF_MATRICES, decides=True)
+@rule(*_WINDOWS.split(), cost=Cost.OTHER, params=_OF_WINDOWS)
+@rule("fft", cost=Cost.OTHER, params="fft_lengths fft_type")
+@rule("random_bits", "random_split", cost=Cost.OTHER, params="bit_width shape")
 def alike(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-    wanted = [region for region in regions if region is not None]
+    wanted: list[Any] = [region for region in regions if region is not None]
     axes = _KEPT_AXES[eqn.primitive.name](eqn)
     if any(region != wanted[0] for region in wanted) or wanted[0].axis not in axes:
         return None
@@ -443,7 +538,8 @@ def alike(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None
     return Computation([*given, *[EVERYTHING] * starts], eqn.bind_all, [wanted[0]] * len(regions))
 
 
-@rule("stack")
+@rule("stack", params="axis")
+@one_result
 def stack(eqn: Equation, region: Any) -> Any:
     new = eqn.params["axis"]
     given = [region.along(region.axis - (region.axis > new))] * len(eqn.inputs)
@@ -459,7 +555,11 @@ def _of_product(eqn: Equation, numbers: Any, region: Region, free: int) -> list[
     return [region.along(axis) if n == operand else EVERYTHING for n in range(2)]
 
 
-@rule("dot_general", cheap=False)
+_OF_PRODUCTS = "out_sharding precision preferred_element_type"
+
+
+@rule("dot_general", cost=Cost.PRODUCT, params=f"dimension_numbers {_OF_PRODUCTS}")
+@one_result
 def dot_general(eqn: Equation, region: Any) -> Any:
     _, batch = numbers = eqn.params["dimension_numbers"]
     bind = functools.partial(eqn.bind, **_laid_out(eqn, region))
@@ -468,7 +568,8 @@ def dot_general(eqn: Equation, region: Any) -> Any:
     return _of_product(eqn, numbers, region, region.axis - len(batch[0])), bind
 
 
-@rule("ragged_dot_general", cheap=False)
+@rule("ragged_dot_general", cost=Cost.PRODUCT, params=f"group_offset ragged_dot_dimension_numbers {_OF_PRODUCTS}")
+@one_result
 def ragged_dot_general(eqn: Equation, region: Any) -> Any:
     """The gradient of experts: the experts between those that are wanted are computed as one."""
     ragged = eqn.params["ragged_dot_dimension_numbers"]
@@ -490,7 +591,13 @@ def ragged_dot_general(eqn: Equation, region: Any) -> Any:
     return [EVERYTHING] * 3, together
 
 
-@rule("conv_general_dilated", cheap=False)
+_OF_CONVOLUTIONS = f"""
+batch_group_count dimension_numbers feature_group_count lhs_dilation padding rhs_dilation window_strides {_OF_PRODUCTS}
+"""
+
+
+@rule("conv_general_dilated", cost=Cost.PRODUCT, params=_OF_CONVOLUTIONS)
+@one_result
 def conv_general_dilated(eqn: Equation, region: Any) -> Any:
     numbers = eqn.params["dimension_numbers"]
     if eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1:
@@ -503,7 +610,8 @@ def conv_general_dilated(eqn: Equation, region: Any) -> Any:
     return [EVERYTHING, region.along(numbers.rhs_spec[0])], eqn.bind
 
 
-@rule("dynamic_slice")
+@rule("dynamic_slice", params="slice_sizes")
+@one_result
 def dynamic_slice(eqn: Equation, region: Any) -> Any:
     sizes, shape, axis = eqn.params["slice_sizes"], eqn.avals_in[0].shape, region.axis
     starts = [EVERYTHING] * (len(eqn.inputs) - 1)
@@ -517,7 +625,8 @@ def dynamic_slice(eqn: Equation, region: Any) -> Any:
     return [region.shifted(start), *starts], lambda x, *starts: eqn.bind(x, *starts, slice_sizes=changed)
 
 
-@rule("dynamic_update_slice")
+@rule("dynamic_update_slice", cost=Cost.LOOKUP)
+@one_result
 def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
     operand, update = (aval.shape for aval in eqn.avals_in[:2])
     axis, starts = region.axis, [EVERYTHING] * (len(eqn.inputs) - 2)
@@ -536,7 +645,11 @@ def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
     return [region, EVERYTHING, *starts], lambda x, update, *starts: written(x, update, *map(jnp.asarray, starts))
 
 
-@rule("gather")
+_OF_LOOKUPS = "dimension_numbers fill_value indices_are_sorted mode slice_sizes unique_indices"
+
+
+@rule("gather", cost=Cost.LOOKUP, params=_OF_LOOKUPS)
+@one_result
 def gather(eqn: Equation, region: Any) -> Any:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, axis = eqn.avals_in[0].shape, region.axis
@@ -558,7 +671,12 @@ def gather(eqn: Equation, region: Any) -> Any:
 _UPDATES = ("add", "mul", "min", "max", "sub")
 
 
-@rule("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in _UPDATES), cheap=False)
+@rule(
+    *("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in _UPDATES)),
+    cost=Cost.OTHER,
+    params=f"update_consts update_jaxpr {_OF_LOOKUPS}",
+)
+@one_result
 def scatter(eqn: Equation, region: Any) -> Any:
     numbers = eqn.params["dimension_numbers"]
     operand, updates = eqn.avals_in[0].shape, eqn.avals_in[2].shape

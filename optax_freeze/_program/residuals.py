@@ -128,7 +128,7 @@ def _counts(eqn: Equation, place: int) -> np.ndarray | None:
     body = flatten(loop.body)
     begin, end = eqn.inputs[place], body.outputs[place - loop.consts]
     add = next((each for each in body.eqns if end in each.outputs), eqn)
-    sign, numbers = {"add": 1, "sub": -1}.get(add.primitive.name), (begin, *add.inputs[1:])
+    sign, numbers = {jax.lax.add_p: 1, jax.lax.sub_p: -1}.get(add.primitive), (begin, *add.inputs[1:])
     dtype, shape = body.avals[place].dtype, body.avals[place].shape
     if sign is None or add.inputs[0] != place or shape or any(isinstance(x, int) for x in numbers):
         return None

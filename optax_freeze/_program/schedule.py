@@ -17,7 +17,7 @@ from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.fusions import Fusions
 from optax_freeze._program.late import Late, Origins, part_of
-from optax_freeze._program.operations import REDUCTIONS, Computation, computation, is_cheap, rule_of
+from optax_freeze._program.operations import Computation, Cost, computation, is_cheap, rule_of
 from optax_freeze._program.regions import (
     EVERYTHING,
     LAZY,
@@ -204,7 +204,7 @@ class Walk:
                 self.record(eqn, "everything")
             if (self._slices(eqn) if self.is_late else self._by_row(eqn, wanted)) or self._enters(eqn, wanted):
                 continue
-            if len(wanted) == 1 or (rule_of(eqn).apart and (self.known is None or self._is_in_part(eqn))):
+            if len(wanted) == 1 or (is_cheap(eqn) and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
@@ -241,7 +241,7 @@ class Walk:
 
     def _slices(self, eqn: Equation) -> bool:
         """Adds the task of a slice whose first row is a value of the program; only the rows that it has are read."""
-        has_rows = eqn.primitive.name == "dynamic_slice" and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
+        has_rows = eqn.primitive is jax.lax.dynamic_slice_p and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
         if not has_rows or not isinstance(eqn.inputs[1], int):
             return False
         reads = [self.read(eqn.inputs[0], LAZY), *(Read(start, EVERYTHING) for start in eqn.inputs[1:])]
@@ -267,16 +267,16 @@ class Walk:
         ):
             chosen = {EVERYTHING: joined_label([wanted])}
         part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
-        if EVERYTHING in chosen and not rule_of(eqn).apart and part is None:
-            self.everything(eqn, [{EVERYTHING: chosen[EVERYTHING]}], without_rule=False)
-            chosen = {region: label for region, label in chosen.items() if region is not EVERYTHING}
         for region, label in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = part if part is not None and region is EVERYTHING else computation(eqn, regions)
-            if found is None:
+            if found is not None:
+                self._compute(eqn, found, regions, label)
+            elif region is EVERYTHING:
+                self.everything(eqn, [{region: label}], without_rule=False)
+            else:
                 self.everything(eqn, [wanted], without_rule=True)
                 return
-            self._compute(eqn, found, regions, label)
 
     def _is_in_part(self, eqn: Equation) -> bool:
         """Whether only some rows of an operand should be read, even if all of the result is wanted."""
@@ -296,11 +296,11 @@ class Walk:
 
     def _everything_is_as_cheap(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
         """Whether all of a sum over a value that is there is as cheap, or of a convolution of which half is wanted."""
-        if eqn.primitive.name in REDUCTIONS:
+        if rule_of(eqn).cost is Cost.REDUCTION:
             operand = eqn.inputs[0]
             return isinstance(operand, int) and EVERYTHING in self.wanted.get(operand, {})
         half = any(region is not EVERYTHING and region.share(shape) >= 0.5 for region in chosen)
-        return eqn.primitive.name == "conv_general_dilated" and half
+        return eqn.primitive is jax.lax.conv_general_dilated_p and half
 
     def _several(self, eqn: Equation, wanted: Sequence[Wanted]) -> None:
         """The task of an equation with several results."""
@@ -309,7 +309,7 @@ class Walk:
         ]
         label = joined_label(wanted)
         partial = any(region not in (None, EVERYTHING) for region in regions)
-        found = computation(eqn, regions) if partial or eqn.primitive.name == "optimization_barrier" else None
+        found = computation(eqn, regions)
         if found is None:
             self.everything(eqn, wanted, without_rule=partial)
         else:
@@ -321,11 +321,8 @@ class Walk:
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
         writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
 
-        def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
-            out = found.apply(*operands)
-            return out if rule_of(eqn).many else [out] * len(writes)
-
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
+        apply = lambda _, operands: found.apply(*operands)  # noqa: E731
         self.add(Task(eqn, reads, writes, apply, label, max(shares, default=1.0)))
 
     def everything(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
@@ -339,7 +336,7 @@ class Walk:
         def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             out = eqn.bind_all(*operands)
             # XLA's compiler for CPUs makes a sort of a `top_k` whose result is cut.
-            return jax.lax.optimization_barrier(out) if without_rule and eqn.primitive.name == "top_k" else out
+            return jax.lax.optimization_barrier(out) if without_rule and eqn.primitive is jax.lax.top_k_p else out
 
         self.add(Task(eqn, reads, writes, apply, label))
 

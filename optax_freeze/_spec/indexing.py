@@ -57,14 +57,28 @@ def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True, exis
 
     If all ``exist``, nothing is compared with the size.
     """
-    how: dict[str, Any] = {**_ASCENDING, "unique_indices": is_unique, "wrap_negative_indices": False}
-    how |= {"mode": "promise_in_bounds"} if exist else {"mode": "fill", "fill_value": 0}
-    return at(full, axis, indices).get(**how)
+    if not full.shape[axis]:
+        return jnp.zeros((*full.shape[:axis], len(indices), *full.shape[axis + 1 :]), full.dtype)
+    others = tuple(i for i in range(full.ndim) if i != axis)
+    return jax.lax.gather(
+        full,
+        indices[:, None],
+        jax.lax.GatherDimensionNumbers(others, (axis,), (axis,)),
+        slice_sizes=(*full.shape[:axis], 1, *full.shape[axis + 1 :]),
+        unique_indices=is_unique,
+        indices_are_sorted=True,
+        mode="promise_in_bounds" if exist else "fill",
+        fill_value=None if exist else 0,
+    )
 
 
 def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:
     """:func:`scatter` of values that are moved as they are; it can be transposed."""
-    return at(full, axis, indices).set(values, **_ASCENDING, mode="drop")
+    if not full.shape[axis]:
+        return full
+    others = tuple(i for i in range(full.ndim) if i != axis)
+    numbers = jax.lax.ScatterDimensionNumbers(others, (axis,), (axis,))
+    return jax.lax.scatter(full, indices[:, None], values, numbers, mode="drop", **_ASCENDING)
 
 
 def at(array: Any, axis: int, indices: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from operation_cases import MESH, TABLE, W, ints
 
@@ -175,6 +176,24 @@ def test_elementwise_operations():
     unused = {"add_any", "copy_p", "log2", "stop_gradient", *OF_NEWER_JAX} - {*newer}
     assert set(ELEMENTWISE.split()) - seen == unused
     assert [eqn.name for eqn, extent in log if extent != "rows"] == []
+
+
+def cosine(name, **params):
+    """A primitive of another library that computes the cosine, with this name and these params."""
+    made = Primitive(name)
+    made.def_impl(lambda x, **_: jnp.cos(x))
+    made.def_abstract_eval(lambda x, **_: x)
+    return lambda x: made.bind(x, **params)
+
+
+@pytest.mark.parametrize(("name", "params"), [("sin", {}), ("expand_dims", {"dimensions": (), "reverse": True})])
+def test_an_operation_that_is_not_known_is_computed_whole(name, params):
+    """A primitive that only has the name of one of JAX, and one of JAX with a param of another release."""
+    operation, log = cosine(name, **params), []
+    [part], [[regions]], _ = computed(operation, [W], [(0, Rows(0, [1]))], log)
+    assert regions == [EVERYTHING]
+    assert part.tobytes() == jnp.cos(W)[1:2].tobytes()
+    assert [(eqn.name, extent) for eqn, extent in log] == [(name, "everything")]
 
 
 def test_each_rule_has_a_case():
