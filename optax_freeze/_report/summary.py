@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,7 +24,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
-from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowSelection, Selection
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
 from optax_freeze._state.entries import entries_of
 from optax_freeze._state.own_states import states_in
@@ -212,12 +212,11 @@ def summary(
     extent = plan.extent(params)
     if tx is None:
         return Summary(rows, extent=extent)
-    full, held = _states(tx, params, plan)
+    full_bytes, held_bytes, by_leaf = _state_bytes(tx, params, plan)
     by_row: Counter[str] = Counter()
-    for entry in entries_of(held, {leaf.path: leaf.shape for leaf in plan.leaves}):
-        if entry.leaf is not None:
-            by_row[_table.prefix(entry.leaf, depth)] += _nbytes(entry.value)
-    return Summary(rows, _nbytes(held), _nbytes(full), extent, tuple(by_row[row.path] for row in rows))
+    for path, nbytes in by_leaf.items():
+        by_row[_table.prefix(path, depth)] += nbytes
+    return Summary(rows, held_bytes, full_bytes, extent, tuple(by_row[row.path] for row in rows))
 
 
 def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
@@ -249,8 +248,13 @@ def _bits(dtype: Any) -> int:
     return 8 * (dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)).itemsize
 
 
-def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
-    """The shapes of the optimizer state without freezing and with freezing."""
+def _state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[str, int]]:
+    """The bytes of the optimizer state without freezing; with freezing; and with freezing for each leaf.
+
+    Tracing ``init`` takes long for many leaves. So with freezing it is traced for one leaf of each shape, dtype and
+    size of its state without freezing, and for all that are partially frozen. If what these and the rest of the state
+    hold is the same as without freezing, so it is for all other trainable leaves.
+    """
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _state(tx.init, params, [leaf.inexact for leaf in plan.leaves])
     if states_in(full, (FreezeState, FreezeWhenState)):
@@ -259,7 +263,36 @@ def _states(tx: Any, params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
         expected = "the optimizer that you would use without freezing"
         fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
         raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
-    return full, _state(freeze(tx, plan.as_spec, tied="ignore").init, params, [leaf.dtype for leaf in plan.leaves])
+    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
+    rest, by_leaf = _bytes_by_leaf(full, shapes)
+    whole = [leaf for leaf, its in zip(plan.leaves, plan.selections, strict=True) if its is TRAINABLE]
+    kinds = {leaf.path: (leaf.shape, leaf.dtype, leaf.index, by_leaf[leaf.path]) for leaf in whole}
+    sample = {kind: path for path, kind in kinds.items()}
+    left_out = kinds.keys() - sample.values()
+    init = freeze(tx, plan.as_spec, tied="ignore").init
+
+    def with_freezing(left_out: Collection[str]) -> tuple[PyTree, int, Counter[str]]:
+        keep = [leaf.dtype is not None and leaf.path not in left_out for leaf in plan.leaves]
+        state = _state(init, params, keep)
+        return state, *_bytes_by_leaf(state, shapes)
+
+    held, held_rest, held_by_leaf = with_freezing(left_out)
+    if left_out and (held_rest != rest or any(held_by_leaf[path] != by_leaf[path] for path in sample.values())):
+        held, _, held_by_leaf = with_freezing(())
+        left_out = ()
+    others = {path: by_leaf[path] for path in left_out}
+    return _nbytes(full), _nbytes(held) + sum(others.values()), held_by_leaf | others
+
+
+def _bytes_by_leaf(state: PyTree, shapes: Mapping[str, Any]) -> tuple[int, Counter[str]]:
+    """The bytes of a state that belong to no leaf, without the masks of ``freeze``, and those of each leaf."""
+    rest, by_leaf = 0, Counter[str]()
+    for entry in entries_of(state, shapes):
+        if entry.leaf is not None:
+            by_leaf[entry.leaf] += _nbytes(entry.value)
+        elif entry.address is not None:
+            rest += _nbytes(entry.value)
+    return rest, by_leaf
 
 
 def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:

@@ -5,6 +5,7 @@ import io
 import math
 import re
 import sys
+import typing
 from typing import ClassVar
 
 import hypothesis
@@ -455,3 +456,32 @@ class TestOnHost:
         assert fz.summary(fz.partition(params, self.spec)[1], True).host_bytes == 240
         _, legend = drawn(summary.plot(ax))
         assert legend == ["trainable: 12 B", "frozen: 0 B", "in the host's memory: 240 B"]
+
+
+class TestManyLeaves:
+    params: typing.ClassVar = {f"layer_{i}": {"kernel": shape(4, 4), "bias": shape(4)} for i in range(20)}
+
+    def traced_leaves(self, make):
+        """The number of leaves that `init` is traced for in each call, and the summary."""
+        found = []
+
+        def init(params):
+            found.append(len(jax.tree.leaves(params)))
+            return make().init(params)
+
+        tx = optax.GradientTransformation(init, make().update)
+        return found, fz.summary(self.params, "layer_0/**", tx)
+
+    def exact(self, make):
+        return nbytes(jax.eval_shape(fz.freeze(make(), "layer_0/**").init, self.params))
+
+    def test_with_freezing_one_leaf_of_each_kind_is_traced(self):
+        found, summary = self.traced_leaves(lambda: optax.adam(0.1))
+        assert found == [40, 2]
+        assert summary.state_bytes == self.exact(lambda: optax.adam(0.1))
+        assert sum(summary.row_state_bytes) == summary.state_bytes - 4
+
+    def test_a_state_that_is_not_by_leaf_is_traced_in_full(self):
+        found, summary = self.traced_leaves(lambda: optax.flatten(optax.adam(0.1)))
+        assert found == [40, 2, 38]
+        assert summary.state_bytes == self.exact(lambda: optax.flatten(optax.adam(0.1)))
