@@ -7,7 +7,6 @@ import pathlib
 import pickle
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -194,13 +193,13 @@ def test_several_arguments_that_recur_stand_in_their_places(recurring, by_name, 
 def computed(monkeypatch):
     """The sizes of the batches that are computed and stored."""
     sizes = []
-    append = features.append
+    append = features.Writer.append
 
-    def spied(stores, record, arrays):
+    def spied(writer, record, arrays):
         sizes.append(len(arrays[0]))
-        return append(stores, record, arrays)
+        append(writer, record, arrays)
 
-    monkeypatch.setattr(features, "append", spied)
+    monkeypatch.setattr(features.Writer, "append", spied)
     return sizes
 
 
@@ -570,6 +569,11 @@ def edited(at=0, **fields):
     return rewritten("features.record", change)
 
 
+def flipped(content):
+    """One bit after the header."""
+    return content[:128] + bytes([content[128] ^ 1]) + content[129:]
+
+
 SHAPE = {"shape": [9], "dtype": "float32", "weak": False}
 DAMAGES = {
     "a truncated record": (rewritten("features.record", lambda text: text[:99]), "features.record: line 1"),
@@ -584,21 +588,20 @@ DAMAGES = {
     **{f"no {name}": (edited(2, **{name: None}), name) for name in ("batch", "examples")},
     "a shape that is none": (edited(features=[{**SHAPE, "shape": [-1]}]), "features.*-1"),
     "a dtype that is none": (edited(features=[{**SHAPE, "dtype": "float31"}]), "features.*float31"),
-    "another shape": (edited(features=[SHAPE]), r"/0\n.*float32\[12, 8\].*float32\[12, 9\]"),
-    "another dtype": (edited(features=[{**SHAPE, "shape": [8], "dtype": "int32"}]), r"/0\n.*float32.*int32"),
+    "another shape": (edited(features=[SHAPE]), r"/0.npy\n.*float32\[12, 8\].*float32\[12, 9\]"),
+    "another dtype": (edited(features=[{**SHAPE, "shape": [8], "dtype": "int32"}]), r"/0.npy\n.*float32.*int32"),
     "no number of variants": (edited(variants=None), "features.record: variants"),
     "zero variants": (edited(variants=0), "features.record: variants.*0.*1 or more"),
-    "more variants": (edited(variants=2), r"float32\[12, 8\].*float32\[24, 8\]"),
-    "fewer examples": (edited(3, examples=11), r"float32\[12, 8\].*float32\[11, 8\]"),
-    "more examples": (edited(3, examples=13), r"float32\[12, 8\].*float32\[13, 8\]"),
-    "no array": (lambda path: shutil.rmtree(path / "0"), "zarr.json"),
-    "no metadata": (lambda path: (path / "0" / "zarr.json").unlink(), "zarr.json"),
-    "truncated metadata": (rewritten("0/zarr.json", lambda text: text[:99]), "zarr.json"),
-    "no files": (lambda path: shutil.rmtree(path / "0" / "c"), "missing"),
-    "a flipped bit": (
-        rewritten("0/c/0/*", lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:]),
-        "DATA_LOSS.*/0/c/0/0",
-    ),
+    "more variants": (edited(variants=2), r"uint32\[12\].*uint32\[24\]"),
+    "fewer examples": (edited(3, examples=11), r"uint32\[12\].*uint32\[11\]"),
+    "more examples": (edited(3, examples=13), r"uint32\[12\].*uint32\[13\]"),
+    "no array": (lambda path: (path / "0.npy").unlink(), r"/0.npy\n.*no such file"),
+    "no checksums": (lambda path: (path / "checksums.npy").unlink(), r"/checksums.npy\n.*no such file"),
+    "a truncated header": (rewritten("0.npy", lambda data: data[:99]), r"/0.npy\n"),
+    "a truncated array": (rewritten("0.npy", lambda data: data[:-1]), r"/0.npy\n.*511 bytes.*512 bytes"),
+    "a longer array": (rewritten("0.npy", lambda data: data + b"0"), r"/0.npy\n.*513 bytes.*512 bytes"),
+    "a flipped bit": (rewritten("0.npy", flipped), "entry 0 with another checksum"),
+    "a flipped bit of a checksum": (rewritten("checksums.npy", flipped), "entry 0 with another checksum"),
 }
 
 
@@ -617,12 +620,14 @@ def test_a_newer_format(stored):
             call(stored)
 
 
-def test_zeros_are_on_disk(tmp_path):
-    write(tmp_path, params={**PARAMETERS, "encoder": jnp.zeros((6, 8))})
-    assert not np.any(features.read(tmp_path)[:][0])
-    shutil.rmtree(tmp_path / "0" / "c")
-    with pytest.raises(ValueError, match="missing"):
-        features.read(tmp_path)[:]
+@pytest.mark.parametrize("left", [0, 200, 128 + 7 * 32])
+def test_what_a_loss_of_power_took_is_computed_again(left, tmp_path, computed):
+    with pytest.raises(InterruptedError):
+        write(tmp_path, batches=stopping(X, 3))
+    os.truncate(tmp_path / "0.npy", left)
+    write(tmp_path)
+    assert bits(features.read(tmp_path)[:]) == bits(of_all(X))
+    assert computed[2:] == ([5, 5, 2] if left < 128 + 5 * 32 else [5, 2])
 
 
 def test_beyond_the_end(stored):
@@ -644,7 +649,7 @@ def test_it_is_pickled_without_what_it_opened_and_read_by_threads(stored):
     assert len(data) < 2000
     again = pickle.loads(data)
     assert len(again) == 12
-    assert again._stores is None
+    assert again._reader is None
     numbers = np.random.default_rng(0).integers(0, 12, (200, 3))
     with ThreadPoolExecutor(8) as threads:
         for chosen, [array] in zip(numbers, threads.map(again.__getitem__, numbers), strict=True):
@@ -670,14 +675,19 @@ def test_progress_goes_to_stderr(tmp_path, capsys):
     assert re.search(r"batches/s.*examples/s", printed.err)
 
 
-def test_files_hold_several_examples_of_which_few_are_read(tmp_path):
-    params = {"encoder": normal(0, 6, 1024), "head": normal(1, 1024, 2)}
-    write(tmp_path, params=params, batches=[normal(i, 600, 6) for i in range(2)])
-    metadata = json.loads((tmp_path / "0" / "zarr.json").read_text())
-    assert metadata["chunk_grid"]["configuration"]["chunk_shape"] == [256, 1024]  # 1 MiB
-    assert metadata["codecs"][0]["configuration"]["chunk_shape"] == [4, 1024]  # 16 KiB
-    assert sum(path.is_file() for path in (tmp_path / "0" / "c").rglob("*")) == 5
-    assert bits(features.read(tmp_path)[600:]) == bits(jax.jit(SQUARED.before)(params, normal(1, 600, 6)))
+@pytest.mark.parametrize("width", [8, 2**15])
+def test_the_files_are_those_of_numpy(width, tmp_path):
+    """Of large examples each is read on its own, by several threads."""
+    params = {"encoder": normal(0, 6, width), "head": normal(1, width, 2)}
+    write(tmp_path, params=params)
+    expected, found = of_all(X, params=params), features.read(tmp_path)
+    assert bits(np.load(tmp_path / "0.npy")) == bits(expected[0])
+    assert bits(found[3:9]) == bits(jax.tree.map(lambda array: array[3:9], expected))
+    rewritten("0.npy", flipped)(tmp_path)
+    for index in (0, slice(0, 3), [4, 0]):
+        with pytest.raises(ValueError, match="entry 0 with another checksum"):
+            found[index]
+    assert bits(found[1:]) == bits(jax.tree.map(lambda array: array[1:], expected))
 
 
 def test_parameters_without_axes_and_without_elements(tmp_path):

@@ -523,7 +523,7 @@ base_dilation consts jaxpr padding window_dilation window_dimensions window_stri
 @rule("random_wrap", "random_unwrap", params="impl")
 @rule("bitcast_convert_type", params="new_dtype", decides=True)
 @rule("sort", cost=Cost.OTHER, params="dimension is_stable num_keys", decides=True)
-@rule("top_k", cost=Cost.OTHER, params="axis k", decides=True)
+@rule("top_k", cost=Cost.OTHER, params="axis is_stable k", decides=True)
 @rule(*_MATRICES.split(), cost=Cost.OTHER, params=_OF_MATRICES, decides=True)
 @rule(*_WINDOWS.split(), cost=Cost.OTHER, params=_OF_WINDOWS)
 @rule("fft", cost=Cost.OTHER, params="fft_lengths fft_type")

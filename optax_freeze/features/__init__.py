@@ -1,11 +1,12 @@
 """Features on disk, example by example: computed once, and read in any order by every epoch of every run.
 
-:func:`write` computes the features of each batch with ``before`` of :func:`optax_freeze.precompute` and stores them by
-TensorStore, which comes with Orbax. A record next to them identifies the program and the frozen parameters and lists
-the complete batches, so that a killed run continues where it stopped.
+:func:`write` computes the features of each batch with ``before`` of :func:`optax_freeze.precompute` and stores them in
+files of NumPy. A record next to them identifies the program and the frozen parameters and lists the complete batches,
+so that a killed run continues where it stopped.
 """
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,9 +16,12 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import absolute
 from optax_freeze._verify.one_writer import only_writer
 from optax_freeze.features import _record
-from optax_freeze.features._arrays import append, by_example, on_host, open_array
+from optax_freeze.features._arrays import Writer, by_example, held, on_host
 from optax_freeze.features._batches import computation
 from optax_freeze.features._sequence import FeatureSequence as FeatureSequence
+
+_SECONDS = 1.0
+"""How often what was written is forced to the disk."""
 
 _CALLS = "features.write(directory, once, params, batches), features.read(directory)"
 
@@ -34,7 +38,8 @@ def write(
 ) -> None:
     """Computes the features of every batch and stores them by example.
 
-    If the process stops, call it again with the same arguments. Stored batches are checked and not computed again.
+    If the process stops, call it again with the same arguments. Stored batches are checked and not computed again. A
+    loss of power may cost those of the last second.
 
     Args:
       directory: a separate directory on a local disk, created if necessary. With several processes, each writes the
@@ -84,7 +89,7 @@ def write(
         )
     with only_writer(where):
         leaves = _record.base_of(params, once)
-        record = _record.read_record(where, or_none=True)
+        record = _record.read_record(where, or_none=True, held=held)
         if record:
             _record.refuse_other_variants(record, variants)
             _record.refuse_other_params(record, leaves)
@@ -92,14 +97,20 @@ def write(
         shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
         with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
             task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
-            stores, waiting, count = [], None, 0
+            writer: Any = None
+            waiting, count, synced = None, 0, time.monotonic()
             done = len(record.batches) if record else 0
 
             def store(digest: str, features: list[Features]) -> None:
+                nonlocal synced
                 on_hosts = [[on_host(array, "the features") for array in each] for each in features]
                 arrays = [*map(by_example, zip(*on_hosts, strict=True))]
-                append(stores, record, arrays)
+                writer.append(record, arrays)
                 _record.add_batch(where, record, digest, len(arrays[0]))
+                if time.monotonic() > synced + _SECONDS:
+                    writer.sync()
+                    _record.sync(os.path.join(where, _record.FILE))
+                    synced = time.monotonic()
                 speed = bar.tasks[task].speed or 0
                 bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0][0]):.3g} examples/s")
 
@@ -111,8 +122,7 @@ def write(
                     _record.refuse_other_batch(record, digest, count)
                     bar.advance(task)
                     continue
-                size = len(shapes[0]) * variants
-                stores = stores or [open_array(where, record, i, size) for i in range(len(shapes))]
+                writer = writer or Writer(where, record)
                 before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
                 if before:
                     store(*before)
@@ -127,6 +137,7 @@ def write(
                 fix="give the same batches each time: a list, or a new iterator",
             )
         if not record.complete:
+            (writer or Writer(where, record)).finish(record)
             _record.complete(where, record)
 
 

@@ -1,75 +1,187 @@
-"""The arrays of stored features, by TensorStore."""
+"""The arrays of stored features: a file of NumPy for each feature, and one of checksums.
 
+All have one entry after another: an example, or a variant of it. A checksum is that of the entry in all features. The
+files grow, and get their final shape when all is written.
+"""
+
+import io
+import math
 import os
-from collections.abc import Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 
 from optax_freeze._errors import described, in_one_line, value_error
 from optax_freeze._verify.base_record import is_key, key_impl
 from optax_freeze.features._record import Record, damaged
 
-_FILE_BYTES, _READ_BYTES = 2**20, 2**14
-"""The bytes of one feature in a file, and in a block of it, which is read as a whole."""
+_MANY_BYTES = 2**16
+"""Entries of more bytes are read, and their checksums computed, by several threads."""
+
+CHECKSUMS = jax.ShapeDtypeStruct((), np.uint32)
 
 
-def append(stores: list[Any], record: Record, arrays: Sequence[np.ndarray]) -> None:
-    start, stop = record.entries, record.entries + len(arrays[0])
-    writes = []
-    for i, array in enumerate(arrays):
-        stores[i] = stores[i].resize(exclusive_max=[stop, *array.shape[1:]]).result()
-        writes.append(stores[i][start:stop].write(array))
-    for each in writes:
-        each.result()
+class _File:
+    """The file of an array whose first axis grows."""
 
+    def __init__(self, where: str, name: str, struct: Any, flags: int) -> None:
+        if is_key(struct):
+            struct = jax.eval_shape(jax.random.key_data, struct)
+        self.path, self.dtype, self.shape = os.path.join(where, f"{name}.npy"), np.dtype(struct.dtype), struct.shape
+        self.size = self.dtype.itemsize * math.prod(self.shape)
+        self.begin = len(self.header(0))
+        try:
+            self.fd = os.open(self.path, flags)
+        except FileNotFoundError as error:
+            raise damaged(self.path, "no such file") from error
+        weakref.finalize(self, os.close, self.fd)
 
-def open_array(where: str, record: Record, i: int, batch: int | None = None) -> Any:
-    """The array of a feature: to read it, or to write about ``batch`` entries at a time.
-
-    A file holds about 1 MiB, in blocks of about 16 KiB that are read one by one and have a checksum each. Files of
-    zeros are written too: TensorStore otherwise omits them, and reads a missing file as zeros.
-    """
-    dtype, shape = _as_stored(record.features[i])
-    spec: dict[str, Any] = {"driver": "zarr3", "kvstore": {"driver": "file", "path": os.path.join(where, str(i))}}
-    if batch is None:
-        spec |= {"fill_missing_data_reads": False}
-    else:
-        size = max(dtype.itemsize * int(np.prod(shape)), 1)
-        few = min(max(_READ_BYTES // size, 1), max(batch, 1))
-        many = few * max(min(_FILE_BYTES // size, batch) // few, 1)
-        by_few, by_many = ([n, *(max(axis, 1) for axis in shape)] for n in (few, many))
-        checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-        codec = {"chunk_shape": by_few, "codecs": checked, "index_codecs": checked}
-        metadata = {
-            "shape": [0, *shape],
-            "data_type": ts.dtype(dtype).name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": by_many}},
-            "codecs": [{"name": "sharding_indexed", "configuration": codec}],
+    def header(self, entries: int) -> bytes:
+        """The header of the file, of the same length for any number of entries."""
+        fields = {
+            "descr": np.lib.format.dtype_to_descr(self.dtype),
+            "fortran_order": False,
+            "shape": (entries, *self.shape),
         }
-        begins = not record.batches
-        spec |= {"store_data_equal_to_fill_value": True}
-        spec |= {"metadata": metadata, "create": True, "delete_existing": True} if begins else {}
+        out = io.BytesIO()
+        np.lib.format.write_array_header_1_0(out, fields)
+        return out.getvalue()
+
+    def entries(self) -> int:
+        """How many complete entries the file has room for."""
+        return (os.fstat(self.fd).st_size - self.begin) // max(self.size, 1)
+
+    def check(self, entries: int) -> None:
+        """Raises an error unless it is the file of so many entries."""
+        header = io.BytesIO(os.pread(self.fd, self.begin, 0))
+        try:
+            np.lib.format.read_magic(header)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(header)
+        except ValueError as error:
+            raise damaged(self.path, in_one_line(error)) from error
+        expected = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(self.dtype))
+        if (shape, dtype) != ((entries, *self.shape), expected):
+            raise damaged(self.path, f"{dtype}{list(shape)}", f"{expected}{[entries, *self.shape]}")
+        stored, size = os.fstat(self.fd).st_size, self.begin + entries * self.size
+        if stored != size:
+            raise damaged(self.path, f"{stored} bytes", f"{size} bytes")
+
+    def write(self, at: int, data: Any) -> None:
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(self.fd, left, at)
+            left, at = left[written:], at + written
+
+    def read(self, entry: int, out: memoryview) -> None:
+        """Reads as many entries as fit, from this one on."""
+        at = self.begin + entry * self.size
+        while out:
+            count = os.preadv(self.fd, [out], at)
+            if not count:
+                raise damaged(self.path, f"no entry {entry}")
+            out, at = out[count:], at + count
+
+
+def _opened(where: str, record: Record, flags: int) -> list[_File]:
+    """The file of checksums, and those of the features."""
+    structs = {"checksums": CHECKSUMS, **dict(enumerate(record.features))}
+    return [_File(where, str(name), struct, flags) for name, struct in structs.items()]
+
+
+def held(where: str, record: Record) -> float:
+    """How many entries the files hold: after a loss of power, maybe fewer than the record names."""
     try:
-        store = ts.open(spec).result()
-    except ValueError as error:
-        raise damaged(where, in_one_line(error)) from error
-    stored = f"{store.dtype.name}{list(store.shape)}"
-    fits = len(store.shape) == len(shape) + 1 and store.shape[1:] == shape and store.dtype.numpy_dtype == dtype
-    enough = fits and (store.shape[0] == record.entries if batch is None else store.shape[0] >= record.entries)
-    if not enough:
-        expected = f"{ts.dtype(dtype).name}{[record.entries, *shape]}"
-        raise damaged(os.path.join(where, str(i)), stored, expected)
-    return store
+        return min(file.entries() if file.size else math.inf for file in _opened(where, record, os.O_RDONLY))
+    except ValueError:
+        return 0
 
 
-def _as_stored(struct: Any) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and shape in which a feature of one example is stored: of a key its data."""
-    if is_key(struct):
-        struct = jax.eval_shape(jax.random.key_data, struct)
-    return struct.dtype, struct.shape
+class Writer:
+    """Appends entries to the files."""
+
+    def __init__(self, where: str, record: Record) -> None:
+        self._files = _opened(where, record, os.O_RDWR | os.O_CREAT)
+        for file in self._files:
+            file.write(0, file.header(0))
+
+    def append(self, record: Record, arrays: Sequence[np.ndarray]) -> None:
+        """Writes entries after those of the record, over what a stopped process may have left there."""
+        count = len(arrays[0])
+        checksums, *files = self._files
+        views = [_as_bytes(np.ascontiguousarray(array)) for array in arrays]
+        for file, view in zip(files, views, strict=True):
+            file.write(file.begin + record.entries * file.size, view)
+        found = _each(count, sum(file.size for file in files), lambda k: _checksum(files, views, k))
+        checksums.write(checksums.begin + record.entries * checksums.size, np.array(found, np.uint32))
+
+    def sync(self) -> None:
+        for file in self._files:
+            os.fsync(file.fd)
+
+    def finish(self, record: Record) -> None:
+        """Gives the files their final shape."""
+        for file in self._files:
+            file.write(0, file.header(record.entries))
+            os.ftruncate(file.fd, file.begin + record.entries * file.size)
+        self.sync()
+
+
+class Reader:
+    """Reads entries of the files, and compares their checksums."""
+
+    def __init__(self, where: str, record: Record) -> None:
+        self._where = where
+        checksums, *self._files = _opened(where, record, os.O_RDONLY)
+        for file in (checksums, *self._files):
+            file.check(record.entries)
+        self._checksums = np.empty(record.entries, np.uint32)
+        checksums.read(0, _as_bytes(self._checksums))
+
+    def read(self, entries: Any) -> list[np.ndarray]:
+        """The features of one entry, of a slice of entries, or of several."""
+        numbers = np.r_[entries].astype(int).tolist()
+        expected = self._checksums[numbers].tolist()
+        arrays = [np.empty((len(numbers), *file.shape), file.dtype) for file in self._files]
+        views, size = [*map(_as_bytes, arrays)], sum(file.size for file in self._files)
+        at_once = isinstance(entries, slice) and size < _MANY_BYTES
+        if at_once and len(numbers):
+            for file, view in zip(self._files, views, strict=True):
+                file.read(numbers[0], view)
+
+        def read(k: int) -> None:
+            if not at_once:
+                for file, view in zip(self._files, views, strict=True):
+                    file.read(numbers[k], view[k * file.size : (k + 1) * file.size])
+            if _checksum(self._files, views, k) != expected[k]:
+                raise damaged(self._where, f"entry {numbers[k]} with another checksum")
+
+        _each(len(numbers), size, read)
+        return [array[0] for array in arrays] if isinstance(entries, int) else arrays
+
+
+def _as_bytes(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _checksum(files: Sequence[_File], views: Sequence[memoryview], k: int) -> int:
+    """The checksum of an entry."""
+    found = 0
+    for file, view in zip(files, views, strict=True):
+        found = zlib.crc32(view[k * file.size : (k + 1) * file.size], found)
+    return found
+
+
+def _each(count: int, size: int, function: Callable[[int], Any]) -> list[Any]:
+    """``function`` of each entry of a number of them of this size, in bytes; in threads if they are large."""
+    if size < _MANY_BYTES or count < 2:
+        return [*map(function, range(count))]
+    with ThreadPoolExecutor() as threads:
+        return [*threads.map(function, range(count))]
 
 
 def as_feature(array: Any, struct: Any) -> Any:

@@ -6,8 +6,10 @@ full disk: it is left out, and overwritten by the next.
 
 import dataclasses
 import json
+import math
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import base_record
 from optax_freeze._verify.one_writer import LOCK
 
-_FILE = "features.record"
+FILE = "features.record"
 
 
 @dataclasses.dataclass
@@ -51,7 +53,7 @@ def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
 
 def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], variants: int) -> Record:
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes], variants)
-    file = os.path.join(where, _FILE)
+    file = os.path.join(where, FILE)
     header = {
         "cut": record.cut,
         "variants": variants,
@@ -60,6 +62,7 @@ def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], va
     header |= {"format": base_record.FORMAT, "leaves": [leaf.as_json() for leaf in leaves]}
     open(f"{file}.new", "wb").close()
     _append(f"{file}.new", record, header)
+    sync(f"{file}.new")
     os.replace(f"{file}.new", file)
     return record
 
@@ -67,13 +70,14 @@ def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], va
 def add_batch(where: str, record: Record, digest: str, entries: int) -> None:
     """Records a batch whose features are stored."""
     examples = record.examples + entries // record.variants
-    _append(os.path.join(where, _FILE), record, {"batch": digest, "examples": examples})
+    _append(os.path.join(where, FILE), record, {"batch": digest, "examples": examples})
     record.batches.append(digest)
     record.examples = examples
 
 
 def complete(where: str, record: Record) -> None:
-    _append(os.path.join(where, _FILE), record, {"complete": True})
+    _append(os.path.join(where, FILE), record, {"complete": True})
+    sync(os.path.join(where, FILE))
     record.complete = True
 
 
@@ -83,20 +87,29 @@ def _append(file: str, record: Record, content: dict[str, Any]) -> None:
         out.seek(record.size)
         out.truncate()
         out.write(line)
-        out.flush()
-        os.fsync(out.fileno())
     record.size += len(line)
 
 
-def read_record(where: str, *, or_none: bool = False) -> Any:
-    """The record in a directory; None, if that is allowed, where nothing is stored yet."""
-    file = os.path.join(where, _FILE)
-    others = sorted({*os.listdir(where)} - {f"{_FILE}.new", LOCK}) if os.path.isdir(where) else []
+def sync(path: str) -> None:
+    """Forces a file to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def read_record(
+    where: str, *, or_none: bool = False, held: Callable[[str, Record], float] = lambda *_: math.inf
+) -> Any:
+    """The record in a directory; None, if that is allowed, where nothing is stored yet.
+
+    Batches are left out of which the files do not hold all entries, of the number that they have ``held``.
+    """
+    file = os.path.join(where, FILE)
+    others = sorted({*os.listdir(where)} - {f"{FILE}.new", LOCK}) if os.path.isdir(where) else []
     if not os.path.isfile(file):
         if others:
             what = "the directory holds other files" if or_none else "there is no record of features"
             got = f"{counted(len(others), 'file', 'files')}: {described(others[:3])}"
-            expected = f"features written by features.write, with their record {_FILE}"
+            expected = f"features written by features.write, with their record {FILE}"
             fix = "use a separate directory" if or_none else "write the features again, into another directory"
             raise value_error(what, at=where, got=got, expected=expected, fix=fix)
         if or_none:
@@ -107,7 +120,7 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
         raise FileNotFoundError(message("there are no features", at=where, got=got, expected=expected, fix=fix))
     with open(file, "rb") as stored:
         lines = stored.read().splitlines(keepends=True)
-    contents, checksum, size = [], 0, 0
+    contents, ends, checksum, size = [], [], 0, 0
     for number, line in enumerate(lines, 1):
         text, _, told = line.rpartition(b" ")
         if told != b"%08x\n" % zlib.crc32(text, checksum):
@@ -116,6 +129,7 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
             raise damaged(f"{file}: line {number}", f"{len(line)} bytes with another checksum")
         checksum, size = zlib.crc32(text, checksum), size + len(line)
         contents.append(json.loads(text))
+        ends.append({"checksum": checksum, "size": size})
     if not contents:
         raise damaged(file, "an empty file")
     header, *others = [
@@ -128,15 +142,18 @@ def read_record(where: str, *, or_none: bool = False) -> Any:
         header["cut"].text(),
         [feature.struct() for feature in header["features"].items("arrays")],
         header["variants"].number(1),
-        checksum=checksum,
-        size=size,
+        **ends[0],
     )
-    for line in others:
+    most = held(where, record)
+    for line, end in zip(others, ends[1:], strict=True):
         if "complete" in line.entries():
             record.complete = line["complete"].flag()
+        elif line["examples"].number(record.examples + 1) * record.variants > most:
+            break
         else:
             record.batches.append(line["batch"].text())
-            record.examples = line["examples"].number(record.examples + 1)
+            record.examples = line["examples"].number()
+        record.checksum, record.size = end["checksum"], end["size"]
     return record
 
 

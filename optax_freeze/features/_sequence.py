@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import described, in_one_line, is_int, type_error, whole_number
+from optax_freeze._errors import described, is_int, type_error, whole_number
 from optax_freeze._precompute.precompute import Features
-from optax_freeze.features._arrays import as_feature, open_array
-from optax_freeze.features._record import Record, damaged
+from optax_freeze.features._arrays import Reader, as_feature
+from optax_freeze.features._record import Record
 
 
 class FeatureSequence(Sequence[Features]):
@@ -17,8 +17,7 @@ class FeatureSequence(Sequence[Features]):
 
     ``features[3]`` is one example, without a batch axis: NumPy arrays, and JAX arrays for random keys. A slice
     or an array of numbers gives these examples along the first axis, in this order. It can be a random-access source
-    for data loaders, can be pickled, and can be read from any thread. Start worker processes with ``spawn`` or
-    ``forkserver``: TensorStore does not allow ``fork``.
+    for data loaders, can be pickled, and can be read from any thread or process.
 
     Of features written with several ``variants``, one variant of each example is read. :meth:`epoch` draws them anew;
     for the same seed and epoch they are the same in every process, and do not depend on the order of reading.
@@ -39,7 +38,7 @@ class FeatureSequence(Sequence[Features]):
     def __init__(self, directory: str, record: Record, seed: int = 0, epoch: int = 0) -> None:
         self._directory, self._record, self._seed, self._epoch = directory, record, seed, epoch
         self._leaves = tuple((leaf.path, leaf.struct) for leaf in record.leaves)
-        self._stores: list[Any] | None = None
+        self._reader: Reader | None = None
         self._draws: np.ndarray | None = None  # of all examples
 
     def __repr__(self) -> str:
@@ -63,7 +62,7 @@ class FeatureSequence(Sequence[Features]):
         """The same examples, with variants drawn for this epoch; ``features`` itself is epoch 0."""
         number = whole_number("number", number, fix="features.epoch(0)")
         found = FeatureSequence(self._directory, self._record, self._seed, number)
-        found._stores = self._stores
+        found._reader = self._reader
         return found
 
     def drawn(self, index: Any) -> Any:
@@ -76,11 +75,8 @@ class FeatureSequence(Sequence[Features]):
         if self.variants > 1:
             numbers = np.r_[chosen] if isinstance(chosen, slice) else chosen
             chosen = numbers * self.variants + self._drawn(chosen)
-        try:
-            reads = [store[chosen].read() for store in self._opened()]
-            arrays = [as_feature(read.result(), of) for read, of in zip(reads, self._record.features, strict=True)]
-        except ValueError as error:
-            raise damaged(self._directory, in_one_line(error)) from error
+        read = self._opened().read(chosen)
+        arrays = [as_feature(array, of) for array, of in zip(read, self._record.features, strict=True)]
         return Features(arrays, self._record.cut, self._leaves)
 
     def _chosen(self, index: Any) -> Any:
@@ -110,7 +106,7 @@ class FeatureSequence(Sequence[Features]):
         drawn = self._draws[chosen].astype(int)
         return drawn if drawn.ndim else int(drawn)
 
-    def _opened(self) -> list[Any]:
-        if self._stores is None:
-            self._stores = [open_array(self._directory, self._record, i) for i in range(len(self._record.features))]
-        return self._stores
+    def _opened(self) -> Reader:
+        if self._reader is None:
+            self._reader = Reader(self._directory, self._record)
+        return self._reader
