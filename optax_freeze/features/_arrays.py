@@ -9,8 +9,7 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ from optax_freeze._errors import described, in_one_line, value_error
 from optax_freeze._verify.base_record import is_key, key_impl
 from optax_freeze.features._record import Record, damaged
 
-_MANY_BYTES = 2**16
-"""Entries of more bytes are read, and their checksums computed, by several threads."""
+_RUN_BYTES = 2**18
+"""The bytes that are read at once: so many are still in the cache when their checksums are computed."""
 
 CHECKSUMS = jax.ShapeDtypeStruct((), np.uint32)
 
@@ -86,6 +85,17 @@ class _File:
                 raise damaged(self.path, f"no entry {entry}")
             out, at = out[count:], at + count
 
+    def read_runs(self, runs: Iterable[tuple[int, int]], out: memoryview, found: list[int]) -> None:
+        """Reads runs of entries (the first, how many), and updates their checksums with what they are here."""
+        fd, size, begin, k = self.fd, self.size, self.begin, 0
+        for entry, count in runs:
+            run = out[k * size : (k + count) * size]
+            if os.preadv(fd, [run], begin + entry * size) != len(run):
+                self.read(entry, run)
+            for at in range(0, count * size, size) if size else ():
+                found[k] = zlib.crc32(run[at : at + size], found[k])
+                k += 1
+
 
 def _opened(where: str, record: Record, flags: int) -> list[_File]:
     """The file of checksums, and those of the features."""
@@ -111,12 +121,13 @@ class Writer:
 
     def append(self, record: Record, arrays: Sequence[np.ndarray]) -> None:
         """Writes entries after those of the record, over what a stopped process may have left there."""
-        count = len(arrays[0])
         checksums, *files = self._files
-        views = [_as_bytes(np.ascontiguousarray(array)) for array in arrays]
-        for file, view in zip(files, views, strict=True):
+        found = [0] * len(arrays[0])
+        for file, array in zip(files, arrays, strict=True):
+            view = _as_bytes(np.ascontiguousarray(array))
             file.write(file.begin + record.entries * file.size, view)
-        found = _each(count, sum(file.size for file in files), lambda k: _checksum(files, views, k))
+            rows = (view[k * file.size : (k + 1) * file.size] for k in range(len(found)))
+            found = [*map(zlib.crc32, rows, found)]
         checksums.write(checksums.begin + record.entries * checksums.size, np.array(found, np.uint32))
 
     def sync(self) -> None:
@@ -145,43 +156,20 @@ class Reader:
     def read(self, entries: Any) -> list[np.ndarray]:
         """The features of one entry, of a slice of entries, or of several."""
         numbers = np.r_[entries].astype(int).tolist()
-        expected = self._checksums[numbers].tolist()
-        arrays = [np.empty((len(numbers), *file.shape), file.dtype) for file in self._files]
-        views, size = [*map(_as_bytes, arrays)], sum(file.size for file in self._files)
-        at_once = isinstance(entries, slice) and size < _MANY_BYTES
-        if at_once and len(numbers):
-            for file, view in zip(self._files, views, strict=True):
-                file.read(numbers[0], view)
-
-        def read(k: int) -> None:
-            if not at_once:
-                for file, view in zip(self._files, views, strict=True):
-                    file.read(numbers[k], view[k * file.size : (k + 1) * file.size])
-            if _checksum(self._files, views, k) != expected[k]:
-                raise damaged(self._where, f"entry {numbers[k]} with another checksum")
-
-        _each(len(numbers), size, read)
+        count = len(numbers)
+        arrays, found = [np.empty((count, *file.shape), file.dtype) for file in self._files], [0] * count
+        for file, array in zip(self._files, arrays, strict=True):
+            step = max(_RUN_BYTES // max(file.size, 1), 1) if isinstance(entries, slice) else 1
+            runs = [(numbers[k], min(step, count - k)) for k in range(0, count, step)]
+            file.read_runs(runs, _as_bytes(array), found)
+        wrong = np.flatnonzero(self._checksums[numbers] != np.array(found, np.uint32))
+        if wrong.size:
+            raise damaged(self._where, f"entry {numbers[wrong[0]]} with another checksum")
         return [array[0] for array in arrays] if isinstance(entries, int) else arrays
 
 
 def _as_bytes(array: Any) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))
-
-
-def _checksum(files: Sequence[_File], views: Sequence[memoryview], k: int) -> int:
-    """The checksum of an entry."""
-    found = 0
-    for file, view in zip(files, views, strict=True):
-        found = zlib.crc32(view[k * file.size : (k + 1) * file.size], found)
-    return found
-
-
-def _each(count: int, size: int, function: Callable[[int], Any]) -> list[Any]:
-    """``function`` of each entry of a number of them of this size, in bytes; in threads if they are large."""
-    if size < _MANY_BYTES or count < 2:
-        return [*map(function, range(count))]
-    with ThreadPoolExecutor() as threads:
-        return [*threads.map(function, range(count))]
 
 
 def as_feature(array: Any, struct: Any) -> Any:
