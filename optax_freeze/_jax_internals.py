@@ -323,6 +323,11 @@ def needs_value(error: BaseException | None) -> bool:
     return (is_of_text and not _is_of_user(error)) or needs_value(error.__cause__ or error.__context__)
 
 
+def lacks_reverse_mode(error: ValueError) -> bool:
+    """Whether an error says that a loop has no fixed length, so that it can only be differentiated in forward mode."""
+    return "Reverse-mode differentiation does not work" in str(error) and not _is_of_user(error)
+
+
 def _is_of_user(error: BaseException) -> bool:
     """Whether a ``raise`` statement outside of JAX raised an error."""
     last: Any = error.__traceback__

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
 from optax_freeze._gradient.unknown_derivative import refuse_unknown
-from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, needs_value
+from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, lacks_reverse_mode, needs_value
 from optax_freeze._program.dependence import divided
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
@@ -242,7 +242,7 @@ class _Call:
                 raise
             traced = None
         except ValueError as error:
-            if "Reverse-mode differentiation does not work" not in str(error):  # of a loop without a fixed length
+            if not lacks_reverse_mode(error):
                 raise
             raise NoReverseModeError from error
         if traced is None or (self.fun is not None and any(isinstance(x, Tracer) for x in traced.closed.consts)):
