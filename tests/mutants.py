@@ -85,12 +85,17 @@ _BY_FILE = {
         ),
     ],
     ("_gradient/leaf_in_rows.py", "tests/gradient/test_freeze_loss.py"): [
-        ("    array, rows = tangents\n", "    array, rows = tangents[0], tangents[1] * 2\n", "-k second"),
         (
-            "_rows_of(selection, *primals), sel",
-            "primals[0], sel",
+            "Part(rows, selection.part_index, array.shape))\n\n    return",
+            "Part(rows * 2, selection.part_index, array.shape))\n\n    return",
+            "-k second",
+        ),
+        (
+            "_rows_of(selection, *primals), jax",
+            "primals[0], jax",
             "tests/gradient/test_forward_mode.py -k over_forward",
         ),
+        ("jax.jvp(put, primals, tangents)[1]", "put(*tangents)", "-k 16_bits"),
     ],
     ("_gradient/dense_gradient.py", "tests/gradient/test_freeze_loss.py"): [
         ("as_traced(grads)", "grads", "-k is_a_constant"),
@@ -332,6 +337,9 @@ _BY_FILE = {
         ("and id(leaf) not in seen else copy(leaf)", "else copy(leaf)", "-k average"),
     ],
     ("features/_arrays.py", "tests/test_features.py"): [
+        ("if stored != size:", "if stored < size:", "-k damaged_features"),
+        ("        if wrong.size:\n", "        if False:\n", "-k damaged_features"),
+        ("            os.ftruncate(file.fd, file.begin + record.entries * file.size)\n", "", "-k become_shorter"),
         ("np.stack(variants, axis=1).reshape", "np.stack(variants, axis=0).reshape", "-k variants_that_were_stopped"),
     ],
     ("features/_sequence.py", "tests/test_features.py"): [
@@ -386,7 +394,7 @@ _BY_FILE = {
         ("in mapped])(to_device(array), *starts), True", "in mapped])(array, *starts), True", "-k vmap_over_indices"),
     ],
     ("_program/late.py", "tests/gradient/test_from_the_host.py"): [
-        ('name not in ("gather", "scan")', 'name != "scan"', "-k Explain"),
+        ("(jax.lax.gather_p, primitives.scan_p)", "(primitives.scan_p,)", "-k Explain"),
     ],
     ("_program/loops.py", "tests/program/test_loops.py"): [
         (
@@ -439,7 +447,9 @@ _BY_FILE = {
     ("_program/operations.py", "tests/program/test_operations.py"): [
         ("region.count * sum(a < b for a, b in spans) > edges[-1]", "False", "tests/gradient/test_cost.py -k split"),
         ("math.prod(eqn.avals_in[1].shape[:-1]) > skipped", "False", "tests/gradient/test_cost.py -k sort"),
-        (" mulhi name ", " name ", "-k elementwise"),
+        (" mulhi ne ", " ne ", "-k elementwise"),
+        ("PRIMITIVES.get(primitive.name, primitive) is primitive", "True", "-k not_known"),
+        (" and found.params.issuperset(eqn.params)", "", "-k not_known"),
         ("range(_rank(eqn)) if eqn.avals_in[0].dtype == _independent_keys() else ()", "range(_rank(eqn))", "-k random"),
         ("if eqn.avals_in[0].dtype == _independent_keys() else None", "", "-k fold_in"),
         ("wanted[0].axis not in axes", "False", "tests/precompute/test_example_axis.py -k refused"),
@@ -473,7 +483,7 @@ _BY_FILE = {
         ('eqn.params["feature_group_count"] != 1', "False", "-k conv"),
         ("start = min(max(start, 0), shape[axis] - sizes[axis])", "start = max(start, 0)", "-k dynamic_slice"),
         (
-            "jnp.clip(starts[axis], jnp.zeros((), dtype), jnp.asarray(last, dtype)).astype(jnp.int32)",
+            "clipped(starts[axis], operand[axis] - update.shape[axis])",
             "starts[axis].astype(jnp.int32)",
             "-k dynamic_update_slice",
         ),
@@ -484,7 +494,12 @@ _BY_FILE = {
         ("if axis in windows and updates[windows[axis]] == operand[axis]:", "if axis in windows:", "-k blocks"),
         ('dict[str, Any] = {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP}', "dict[str, Any] = {}", "-k scatter"),
         ("jnp.issubdtype(indices.dtype, jnp.unsignedinteger) or indices.dtype.itemsize < 4", "False", "-k scatter"),
-        ("indices = jnp.clip(indices, 0, last)", "indices = jnp.maximum(indices, 0)", "-k clip"),
+        ("clipped(indices[..., i], end)", "jnp.maximum(indices[..., i], 0)", "-k clip"),
+        (
+            "clipped(indices[..., i], end)",
+            "jnp.clip(indices[..., i].astype(jnp.int32), 0, end)",
+            "tests/fuzz -k beyond",
+        ),
         ("inside = (start >= 0) & (start <= last[component])", "inside = start >= 0", "-k blocks"),
         ("= [x for x, region in zip(operands, needed, strict=True) if region is not None]", "= operands", "-k barrier"),
     ],
@@ -515,6 +530,8 @@ _BY_FILE = {
         ('if dtype.kind not in "iu":', "if False:", "tests/gradient/test_repeated.py -k counters"),
     ],
     ("_program/schedule.py", "tests/gradient/test_from_the_host.py"): [
+        ("if without_rule and eqn.primitive is jax.lax.top_k_p else out", "if False else out", "tests/fuzz -k largest"),
+        (" and not overlap(list(wanted), shape)", "", "tests/gradient/test_rows.py -k by_halves"),
         (
             "isinstance(found, Mapped) and self.late is not None and loops.shard_map(self, eqn, found, wanted)",
             "False",
@@ -535,7 +552,7 @@ _BY_FILE = {
             "True",
             "tests/state/test_train_step.py -k in_place",
         ),
-        ("== 1 or not _overlap(", "== 1 and not _overlap(", "tests/gradient/test_group_gradients.py -k rows_cost"),
+        ("== 1 or not overlap(", "== 1 and not _overlap(", "tests/gradient/test_group_gradients.py -k rows_cost"),
         (
             "if own and needed[label].isdisjoint(task.written_numbers):",
             "if own:",
@@ -812,6 +829,7 @@ _BY_FILE = {
     ],
     ("features/_record.py", "tests/test_features.py"): [
         ("        out.seek(record.size)\n        out.truncate()", "        out.seek(0, 2)", "-k between_the_arrays"),
+        ("number(record.examples + 1) * record.variants > most", "number(record.examples + 1) > math.inf", "-k power"),
         ("            if 1 < number == len(lines):", "            if False:", "-k between_the_arrays"),
         ("            if 1 < number == len(lines):", "            if 1 < number:", "-k damaged_features"),
         ("    if record.variants != variants:", "    if False:", "-k variants_that_were_stopped"),

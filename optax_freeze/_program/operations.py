@@ -191,7 +191,7 @@ def elementwise(eqn: Equation, region: Region) -> Any:
     return regions, functools.partial(eqn.bind, **changed)
 
 
-@rule("pvary", "pcast", params="axes axis_name from_ to")
+@rule("pvary", "pcast", params="axes axis_index_groups")
 @rule("optimization_barrier", cost=Cost.BARRIER)
 @rule("psum", "psum_invariant", "pmax", "pmin", cost=Cost.OTHER, params="axes axis_index_groups")
 def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
