@@ -531,7 +531,7 @@ _BY_FILE = {
     ],
     ("_program/schedule.py", "tests/gradient/test_from_the_host.py"): [
         ("if without_rule and eqn.primitive is jax.lax.top_k_p else out", "if False else out", "tests/fuzz -k largest"),
-        (" and not overlap(list(wanted), shape)", "", "tests/gradient/test_rows.py -k by_halves"),
+        (" and not overlap(list(wanted), shape)", "", "tests/program/test_schedule.py -k few_times"),
         (
             "isinstance(found, Mapped) and self.late is not None and loops.shard_map(self, eqn, found, wanted)",
             "False",
