@@ -6,13 +6,14 @@ each time, up to one factor, is that gradient.
 """
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._audit.evaluation import evaluate, live
 from optax_freeze._jax_internals import Loop, inside, is_backward, programs_in
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
@@ -33,24 +34,6 @@ def contains_backward(eqn: Any) -> bool:
     return any(is_backward(each) or contains_backward(each) for each in inner)
 
 
-def live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int] = ()) -> list[Equation]:
-    """The operations that some values need."""
-    wanted, found = {n for n in outputs if isinstance(n, int)} - {*given}, []
-    for eqn in reversed([*eqns]):
-        if not wanted.isdisjoint(eqn.outputs):
-            found.append(eqn)
-            wanted |= eqn.reads - {*given}
-    return found[::-1]
-
-
-def evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:
-    """Computes the results of operations, in order, except for those to keep."""
-    for eqn in eqns:
-        with eqn.source.scope():
-            outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
-        env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)
-
-
 class _Scalar(NamedTuple):
     """A scalar, or one for each example or for each step of a loop."""
 
@@ -60,10 +43,12 @@ class _Scalar(NamedTuple):
 
 
 class Owners:
-    """Finds the owners of values of a program; ``inputs`` are its floating-point inputs, the leaves among them."""
+    """Finds the owners of values of a program; ``inputs`` are its floating-point inputs, ``leaves`` among them."""
 
-    def __init__(self, program: Program, inputs: Collection[int], points: Sequence[Sequence[Any]]) -> None:
-        self._program, self._inputs, self._points = program, inputs, points
+    def __init__(
+        self, program: Program, given: Sequence[Any], inputs: Collection[int], leaves: Collection[int]
+    ) -> None:
+        self._program, self._given, self._inputs, self._leaves = program, given, inputs, leaves
         self._place = {n: place for place, eqn in enumerate(program.eqns) for n in eqn.outputs}
         kinds = [jnp.finfo(aval.dtype) for aval in program.avals if is_inexact(aval)]
         self._epsilon = max((float(kind.eps) for kind in kinds if kind.bits > 8), default=0.0)  # the coarsest
@@ -126,9 +111,12 @@ class Owners:
         if not inputs:
             return {}
         compute = jax.jit(functools.partial(self._sketches, scalar, inputs, values))
-        rounded = [_rounded(point, self._epsilon, seed) for seed, point in enumerate(self._points)]
+        here, near = [], []
         try:
-            here, near = ([jax.device_get(compute(point)) for point in points] for points in (self._points, rounded))
+            for seed in range(3):
+                point = self._point(seed)
+                here.append(jax.device_get(compute(point)))
+                near.append(jax.device_get(compute(_rounded(point, self._epsilon, seed))))
         except Exception:  # an operation without a derivative, which no backward pass starts from
             return {}
         found: dict[int, set[int]] = {}
@@ -140,6 +128,15 @@ class Owners:
                     if _is_one_factor(rows, self._epsilon):
                         found.setdefault(n, set()).add(i)
         return found
+
+    def _point(self, seed: int) -> list[Any]:
+        """The inputs, with other parameters of the same order unless the seed is 0."""
+
+        def other(n: int, value: Any) -> Any:
+            noise = np.random.default_rng((seed, n)).uniform(-0.1, 0.1, np.shape(value)).astype(np.float32)
+            return (jnp.asarray(value) * (1 + noise) + noise / 4).astype(value.dtype)
+
+        return [other(n, x) if seed and n in self._leaves else x for n, x in enumerate(self._given)]
 
     def _sketches(self, scalar: _Scalar, inputs: Sequence[int], values: Sequence[int], given: Sequence[Any]) -> Any:
         """A few numbers of each value and of the derivative with respect to each input, summed or for each example."""
@@ -198,9 +195,9 @@ def _sketch(value: Any) -> Any:
     parts = [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
     parts = [x.astype(jnp.promote_types(jnp.float32, x.dtype)) for x in parts]
     largest = jnp.max(jnp.abs(jnp.stack(parts)), initial=0)
-    places = jnp.arange(value.size, dtype=jnp.float32)[:, None] + 1
-    weights = jnp.cos(places * jnp.asarray(np.linspace(0.7, 2.3, _SUMS), jnp.float32))
-    sums = [jnp.sum((x / jnp.where(largest > 0, largest, 1))[:, None] * weights, 0) for x in parts]
+    weights = jnp.cos(jnp.arange(1, value.size + 1, dtype=jnp.float32)) / jnp.where(largest > 0, largest, 1)
+    missing = -value.size % _SUMS
+    sums = [jnp.pad(x * weights, (0, missing)).reshape(-1, _SUMS).sum(0) for x in parts]
     return jnp.concatenate([largest[None], *sums])
 
 
@@ -235,13 +232,3 @@ def _rounded(point: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
         return (jnp.asarray(value) * (1 + epsilon * jnp.asarray(signs, jnp.float32))).astype(value.dtype)
 
     return [other(n, value) for n, value in enumerate(point)]
-
-
-def perturbed(values: Mapping[int, Any], seed: int) -> dict[int, Any]:
-    """Other values for some inputs, of the same order."""
-
-    def other(n: int, value: Any) -> Any:
-        noise = np.random.default_rng((seed, n)).uniform(-0.1, 0.1, np.shape(value)).astype(np.float32)
-        return (jnp.asarray(value) * (1 + noise) + noise / 4).astype(value.dtype)
-
-    return {n: other(n, value) for n, value in values.items()}

@@ -9,23 +9,18 @@ parameters, change with the sign of its gradient.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._audit.constant_zeros import constant_zeros
-from optax_freeze._audit.gradient_owners import (
-    Owners,
-    contains_backward,
-    evaluate,
-    live,
-    perturbed,
-)
-from optax_freeze._audit.reactions import CHANGES, Answer, Gradient, changed, differences
+from optax_freeze._audit.evaluation import live
+from optax_freeze._audit.gradient_owners import Owners, contains_backward
+from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
+from optax_freeze._audit.readers import Readers
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._jax_internals import ClosedJaxpr, is_backward, with_results
@@ -123,13 +118,10 @@ class StepProgram:
         if not alike:
             return {}
         given = [to_device(self._flat[k]) for k in self._inputs]
-        inputs = {n: given[n] for n, k in enumerate(self._inputs) if is_inexact(avals[n])}
+        inputs = [n for n in range(len(given)) if is_inexact(avals[n])]
         leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
-        own = {n: inputs[n] for n in leaf_of}
-        others = [{**dict(enumerate(given)), **perturbed(own, seed)} for seed in (1, 2)]
-        points = [given, *([other[n] for n in range(len(given))] for other in others)]
         with jax.debug_nans(False), jax.debug_infs(False):
-            found = Owners(self._program, inputs, points).find(alike)
+            found = Owners(self._program, given, inputs, leaf_of).find(alike)
         owned: dict[int, int] = {}
         for n in alike:
             numbers = found.get(n, set())
@@ -150,26 +142,18 @@ class StepProgram:
         if not (groups := [group for group in ([*self._owned], self._unknown) if group]):
             return
         flat = [*state, *jax.tree.leaves(self._step.batch)]
-        before, update = self._parts
         with jax.debug_nans(False), jax.debug_infs(False):
-            given = before([to_device(flat[k]) for k in self._inputs])
-            expected = update(given, [], 0)
-
-            def rows(changed: Sequence[int], change: int) -> list[list[int]]:
-                counts = differences(update(given, changed, change), expected, self._frozen_outs)
-                return [[int(x) for x in row] for row in jax.device_get(counts)]
-
+            counts = self._readers.counts([to_device(flat[k]) for k in self._inputs])
             for group in groups:
-                cells = [
-                    (c, *cell) for c in range(4) for cell in zip(*np.nonzero(np.asarray(rows(group, c))), strict=True)
-                ]
+                cells = [*zip(*map(np.ndarray.tolist, np.nonzero(counts(group, range(4)))), strict=True)]
                 if self._seen.issuperset(cells):
                     continue
                 self._seen.update(cells)
                 for n in group:
-                    for change, name in enumerate(CHANGES):
-                        answer = self._answer(n, name, rows([n], change))
-                        self._answers[n, name] = self._answers.get((n, name), frozenset()) | answer
+                    changes = CHANGES if self._may_hold(n) else CHANGES[:4]
+                    for change, rows in zip(changes, counts([n], range(len(changes))), strict=True):
+                        answer = self._answer(n, change, rows.tolist())
+                        self._answers[n, change] = self._answers.get((n, change), frozenset()) | answer
 
     @functools.cached_property
     def _zeros(self) -> dict[int, np.ndarray]:
@@ -187,45 +171,23 @@ class StepProgram:
         return [(k, n) for k, n in zip(places, self._outputs, strict=True) if isinstance(n, int) and n in found]
 
     @functools.cached_property
-    def _frozen_outs(self) -> list[Any]:
+    def _readers(self) -> Readers:
         leaves = [None if k is None else self._param_at.get(k) for k, _ in self._reading]
-        return [np.asarray(False) if i is None else self._step.mask(i) for i in leaves]
+        frozen = [np.asarray(False) if i is None else self._step.mask(i) for i in leaves]
+        elements = {n: self._changed_elements(n) for n in (*self._owned, *self._unknown)}
+        return Readers(self._program, elements, [n for _, n in self._reading], frozen)
 
-    @functools.cached_property
-    def _parts(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Two programs: what is computed before the gradients, and the results after one change of some of them."""
-        program, ends = self._program, [*self._owned, *self._unknown]
-        found = dependent(program, ends)
-        after = [eqn for eqn in live(program.eqns, [n for _, n in self._reading], ends) if {*eqn.outputs} & found]
-        later = {n for eqn in after for n in eqn.outputs} | {*ends}
-        passed = sorted({n for eqn in after for n in eqn.reads} - later - {*program.consts})
-        first = live(program.eqns, [*passed, *ends])
-        masks = {n: self._changed_elements(n) for n in ends}
-
-        def before(inputs: Sequence[Any]) -> dict[int, Any]:
-            env = {**program.consts, **dict(enumerate(inputs))}
-            evaluate(first, env)
-            return {n: env[n] for n in (*passed, *ends)}
-
-        def update(given: dict[int, Any], chosen: Any, change: Any) -> list[Any]:
-            env = {**program.consts, **given}
-            for k, n in enumerate(ends):
-                env[n] = jnp.where(chosen[k] & masks[n], changed(given[n], change), given[n])
-            evaluate(after, env, keep=ends)
-            return [env[n] for _, n in self._reading]
-
-        compiled, places = jax.jit(update), {n: k for k, n in enumerate(ends)}
-
-        def with_changed(given: dict[int, Any], numbers: Sequence[int], change: int) -> list[Any]:
-            chosen = np.zeros(len(ends), bool)
-            chosen[[places[n] for n in numbers]] = True
-            return compiled(given, chosen, change)
-
-        return jax.jit(before), with_changed
+    def _may_hold(self, n: int) -> set[int]:
+        """The positions of state that may be that of the frozen parameter which owns a gradient."""
+        step, i, size = self._step, self._owned.get(n), int(np.prod(self._program.avals[n].shape))
+        if i is None or not size or not step.is_frozen(i):
+            return set()
+        state = {k for k, _ in self._reading if k is not None and k < len(step.start) and k not in self._param_at}
+        return {k for k in state if np.size(step.start[k]) >= size and step.owner(k) in (None, i)}
 
     def _answer(self, n: int, change: str, row: Sequence[Sequence[int]]) -> Answer:
         answer: set[tuple[str, int | None]] = set()
-        size = int(np.prod(self._program.avals[n].shape))
+        size, held = int(np.prod(self._program.avals[n].shape)), self._may_hold(n)
         for (k, _), (in_frozen, elsewhere) in zip(self._reading, row, strict=True):
             i = None if k is None else self._param_at.get(k)
             if i is not None:
@@ -236,10 +198,8 @@ class StepProgram:
             elif elsewhere:
                 assert k is not None
                 owner = self._step.owner(k)
-                of_size = n in self._owned and np.size(self._step.start[k]) >= size > 0
-                of_size = of_size and self._step.is_frozen(self._owned[n])
                 few = change == "half" and elsewhere == (size + 1) // 2 < size
-                if of_size and (few or change == "negative") and owner in (None, self._owned[n]):
+                if k in held and (few or change == "negative"):
                     self.state_of[k] = self._owned[n]
                     owner = self._owned[n]
                 answer.add(("other" if owner is None else "state", owner))

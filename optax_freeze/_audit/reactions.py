@@ -53,8 +53,8 @@ def changed(value: Any, change: Any) -> Any:
 
 
 @jax.jit
-def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
-    """For each pair of arrays how many elements differ where frozen, and how many elsewhere."""
+def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> Any:
+    """For each pair of arrays how many elements differ where frozen, and how many elsewhere, as one array."""
 
     def count(a: Any, b: Any, frozen: Any) -> Any:
         if jnp.issubdtype(a.dtype, jax.dtypes.extended):
@@ -62,4 +62,8 @@ def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence
         differ = ~((a == b) | ((a != a) & (b != b)))
         return jnp.stack([x.sum(dtype=jnp.int32) for x in (differ & frozen, differ & ~frozen)])
 
-    return [count(*each) for each in zip(values, expected, frozen, strict=True)]
+    return (
+        jnp.zeros((0, 2), jnp.int32)
+        if not values
+        else jnp.stack([count(*each) for each in zip(values, expected, frozen, strict=True)])
+    )
