@@ -30,7 +30,8 @@ def constant_zeros(program: Program, numbers: Sequence[int]) -> dict[int, np.nda
     """Where some values are zero, whatever the inputs are; broadcasts against each."""
     with jax.debug_nans(False):
         values = _evaluate(program, [None] * program.num_inputs, numbers)
-    return {n: np.asarray(False if x is None else x == 0) for n, x in zip(numbers, values, strict=True)}
+    zeros = [None if x is None else np.asarray(x == 0) for x in values]
+    return {n: np.asarray(False) if x is None or not x.any() else x for n, x in zip(numbers, zeros, strict=True)}
 
 
 def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ each time, up to one factor, is that gradient.
 """
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -132,11 +133,7 @@ class Owners:
     def _point(self, seed: int) -> list[Any]:
         """The inputs, with other parameters of the same order unless the seed is 0."""
 
-        def other(n: int, value: Any) -> Any:
-            noise = np.random.default_rng((seed, n)).uniform(-0.1, 0.1, np.shape(value)).astype(np.float32)
-            return (jnp.asarray(value) * (1 + noise) + noise / 4).astype(value.dtype)
-
-        return [other(n, x) if seed and n in self._leaves else x for n, x in enumerate(self._given)]
+        return [_perturbed(x, (seed << 16) + n) if seed and n in self._leaves else x for n, x in enumerate(self._given)]
 
     def _sketches(self, scalar: _Scalar, inputs: Sequence[int], values: Sequence[int], given: Sequence[Any]) -> Any:
         """A few numbers of each value and of the derivative with respect to each input, summed or for each example."""
@@ -195,7 +192,7 @@ def _sketch(value: Any) -> Any:
     parts = [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
     parts = [x.astype(jnp.promote_types(jnp.float32, x.dtype)) for x in parts]
     largest = jnp.max(jnp.abs(jnp.stack(parts)), initial=0)
-    weights = jnp.cos(jnp.arange(1, value.size + 1, dtype=jnp.float32)) / jnp.where(largest > 0, largest, 1)
+    weights = _uniform(value.shape, 0) / jnp.where(largest > 0, largest, 1)
     missing = -value.size % _SUMS
     sums = [jnp.pad(x * weights, (0, missing)).reshape(-1, _SUMS).sum(0) for x in parts]
     return jnp.concatenate([largest[None], *sums])
@@ -224,11 +221,23 @@ def _is_one_factor(rows: Iterable[Any], epsilon: float) -> bool:
 
 def _rounded(point: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
     """The inputs with their floating-point numbers rounded up or down."""
+    return [_shaken(x, epsilon, (seed << 16) + n) if is_inexact(x) else x for n, x in enumerate(point)]
 
-    def other(n: int, value: Any) -> Any:
-        if not is_inexact(value):
-            return value
-        signs = np.random.default_rng((seed, n)).integers(0, 2, np.shape(value), np.int8) * 2 - 1
-        return (jnp.asarray(value) * (1 + epsilon * jnp.asarray(signs, jnp.float32))).astype(value.dtype)
 
-    return [other(n, value) for n, value in enumerate(point)]
+@jax.jit
+def _shaken(value: Any, epsilon: Any, seed: Any) -> Any:
+    return (value * (1 + epsilon * jnp.sign(_uniform(value.shape, seed)))).astype(value.dtype)
+
+
+@jax.jit
+def _perturbed(value: Any, seed: Any) -> Any:
+    noise = _uniform(value.shape, seed) / 10
+    return (value * (1 + noise) + noise / 4).astype(value.dtype)
+
+
+def _uniform(shape: tuple[int, ...], seed: Any) -> Any:
+    """Numbers between -1 and 1, each a hash of its place and the seed."""
+    word = jnp.arange(math.prod(shape), dtype=jnp.uint32) + jnp.asarray(seed, jnp.uint32) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * np.uint32(0x846CA68B)
+    return ((word >> 8).astype(jnp.float32) * np.float32(2**-23) - 1).reshape(shape)

@@ -20,7 +20,7 @@ from optax_freeze._audit.constant_zeros import constant_zeros
 from optax_freeze._audit.evaluation import live
 from optax_freeze._audit.gradient_owners import Owners, contains_backward
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
-from optax_freeze._audit.readers import Readers
+from optax_freeze._audit.readers import Counts, Readers
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._jax_internals import ClosedJaxpr, is_backward, with_results
@@ -150,10 +150,19 @@ class StepProgram:
                     continue
                 self._seen.update(cells)
                 for n in group:
-                    changes = CHANGES if self._may_hold(n) else CHANGES[:4]
-                    for change, rows in zip(changes, counts([n], range(len(changes))), strict=True):
-                        answer = self._answer(n, change, rows.tolist())
-                        self._answers[n, change] = self._answers.get((n, change), frozenset()) | answer
+                    self._ask(n, counts, {cell[1:] for cell in cells if cell[0] > 1})
+
+    def _ask(self, n: int, counts: Counts, by_nan: set[tuple[int, int]]) -> None:
+        """Changes one gradient. NaN and infinity are left out if they show nothing, of all gradients, that size does
+        not show of this one."""
+        rows = dict(enumerate(counts([n], [0, 1])))
+        by_size = {*zip(*map(np.ndarray.tolist, np.nonzero(rows[1])), strict=True)}
+        more = [2, 3] if not by_nan <= by_size or any(column == 0 for _, column in by_size) else []
+        more += [4] if self._may_hold(n) else []
+        rows |= zip(more, counts([n], more), strict=True)
+        for change, row in rows.items():
+            key = n, CHANGES[change]
+            self._answers[key] = self._answers.get(key, frozenset()) | self._answer(*key, row.tolist())
 
     @functools.cached_property
     def _zeros(self) -> dict[int, np.ndarray]:

@@ -70,18 +70,19 @@ class Readers:
         It returns an array whose last axes are the results, and frozen elements and others.
         """
         given = self._before(inputs)
-        plain = {m: x for n in self._alone for m, x in self._of_one(n, given, given[n]).items()}
+        plain: dict[int, Any] = {m: x for n in self._alone for m, x in self._of_one(n, given, given[n]).items()}
         common = {m: x for m, x in given.items() if m in self._read}
 
-        def together(new: Mapping[int, Any]) -> list[Any]:
+        def together(new: dict[int, Any]) -> list[Any]:
             return self._together(common | {m: x for m, x in (plain | new).items() if m in self._read})
 
         expected = together({})
 
         def differing(numbers: Sequence[int], change: int) -> list[tuple[np.ndarray, Any]]:
-            values = {n: _changed(given[n], self._elements[n], change) for n in numbers}
-            new = {m: x for n, value in values.items() for m, x in self._of_one(n, given, value).items()}
-            pairs = [(None, together(new), expected)] if expected else []
+            new: dict[int, Any] = {}
+            for n in numbers:
+                new |= self._of_one(n, given, _changed(given[n], self._elements[n], change))
+            pairs: list[Any] = [(None, together(new), expected)] if expected else []
             for n in numbers:
                 own = [self._results[place] for place in self._places[n]]
                 pairs.append((n, [new[m] for m in own], [plain[m] for m in own]))
@@ -93,8 +94,8 @@ class Readers:
 
         def counts(numbers: Sequence[int], changes: Sequence[int]) -> np.ndarray:
             total = np.zeros((len(changes), len(self._results), 2), np.int64)
-            found_of = jax.device_get([differing(numbers, change) for change in changes])
-            for row, found in zip(total, found_of, strict=True):
+            for row, change in zip(total, changes, strict=True):
+                found = jax.device_get(differing(numbers, change))
                 for places, each in found:
                     row[places] = each
             return total
