@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._audit import causes
-from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._errors import described, is_array, is_scalar, type_error, value_error
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
@@ -44,7 +44,7 @@ class Step:
       entries: from positions to entries of optimizer states and averages.
       kept: the positions of state that groups of ``freeze_when`` keep while they are frozen.
       trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
-      bits: the frozen leaves that are not floating-point numbers, from their paths to their positions.
+      bits: the frozen leaves that are not floating-point arrays, from their paths to their positions.
       in_optimizer: the positions of state in a tuple of a type of Optax or of this library.
       updates: from positions of parameters to those of their last updates, of a step that keeps them.
       is_fresh: whether an optimizer has not taken a step before.
@@ -78,6 +78,7 @@ class Step:
         tree = _parameters(own, params)
         positions = {id(leaf): position for position, leaf in enumerate(self.start) if is_array(leaf)}
         values = _tree.flatten(tree)[0]
+        self.bits = self._other_frozen_leaves(tree, params, frozen)
         self.plan: Plan = make_plan(tree, frozen)
         self.plan.refuse_all_frozen("there is nothing to audit", frozen)
         self.params: dict[int, int] = {}
@@ -88,7 +89,6 @@ class Step:
                 raise value_error("`params` must select leaves", at=leaf.path, got=got, expected=expected, fix=fix)
             if leaf.inexact and id(value) in positions:
                 self.params[i] = positions[id(value)]
-        self.bits = _other_frozen_leaves(tree, frozen, positions)
         self.index_of = {self.plan.leaves[i].path: i for i in self.params}
         self.entries: dict[int, Entry] = {}
         self.kept: set[int] = set()
@@ -99,6 +99,27 @@ class Step:
             for state in states_in(own, FreezeState)
             for leaf, selection in zip(state.plan.leaves, state.plan.selections, strict=True)
             if selection is not FROZEN
+        }
+
+    def _other_frozen_leaves(self, tree: PyTree, params: Any, frozen: Spec) -> dict[str, int]:
+        """The integers, bools, keys and Python numbers that a spec freezes; not the streams of NNX."""
+        # Equal numbers are one object, so their positions are those of arrays in their place.
+        arrays = [np.array(leaf) if is_scalar(leaf) else leaf for leaf in self.start]
+        positions = {id(leaf): position for position, leaf in enumerate(arrays) if is_array(leaf)}
+        try:
+            places = _tree.walk(_parameters(self._state(arrays), params)).values
+        except Exception:  # a function that needs Python numbers
+            places = _tree.walk(tree).values
+        walk = _tree.walk(tree)
+        found = walk.leaves()
+        streams = getattr(sys.modules.get("flax.nnx"), "RngState", ())
+        variables = [variable for _, variable in walk.variables] or walk.values
+        chosen = zip(found, walk.values, places, variables, choose(frozen, tree, found), strict=True)
+        return {
+            leaf.path: positions[id(place)]
+            for leaf, value, place, variable, choice in chosen
+            if choice is True and (not leaf.inexact or is_scalar(value))
+            if id(place) in positions and not isinstance(variable, streams)
         }
 
     @property
@@ -268,21 +289,6 @@ def other_batch(batch: Any) -> Any:
         return (0.75 * leaf + 0.5 * back).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else back
 
     return jax.tree.map(other, batch)
-
-
-def _other_frozen_leaves(tree: PyTree, frozen: Spec, positions: Mapping[int, int]) -> dict[str, int]:
-    """The integers, bools and keys that a spec freezes; not the streams of NNX, which are not parameters."""
-    walk = _tree.walk(tree)
-    found = walk.leaves()
-    streams = getattr(sys.modules.get("flax.nnx"), "RngState", ())
-    variables = [variable for _, variable in walk.variables] or walk.values
-    return {
-        leaf.path: positions[id(value)]
-        for leaf, value, variable, choice in zip(
-            found, walk.values, variables, choose(frozen, tree, found), strict=True
-        )
-        if choice is True and not leaf.inexact and id(value) in positions and not isinstance(variable, streams)
-    }
 
 
 def _of_optimizers(state: PyTree) -> set[int]:
