@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._spec.memory_kinds import to_device
-from optax_freeze._spec.selection import FROZEN, Selection
+from optax_freeze._spec.selection import Selection
 from optax_freeze._verify import bits as _bits
 
 
@@ -33,20 +33,34 @@ def moved_elements(*pairs: tuple[Any, Any, Selection]) -> list[int]:
     return [int(low) + (int(high) << 32) for low, high in jax.device_get(counts)]
 
 
-def digest_of(value: Any, selection: Selection = FROZEN) -> bytes:
-    """A digest of the frozen bits of a leaf."""
+def changes_of(*leaves: tuple[Any, Any, Selection, Any]) -> list[tuple[Change, bytes]]:
+    """For each leaf before and after a step how frozen elements change, and a digest of their new bits.
+
+    The last item of a tuple is what was added, without rounding, or None.
+    """
+    raw = [(_change_on_device(*leaf), _digest_on_device(*leaf[1:3])) for leaf in leaves]
+    found = []
+    for (before, after, *_), (change, digest) in zip(leaves, jax.device_get(raw), strict=True):
+        found.append((_described(before, after, change), np.asarray(digest).tobytes()))
+    return found
+
+
+def _digest_on_device(value: Any, selection: Selection) -> Any:
     value, selection = _bits.placed(_array(value), selection)
     key, axis = _bits.hashed("fz.audit_step"), _bits.block_axis(*jax.tree.leaves(value))
-    return np.asarray(jax.device_get(_bits.digest(value, key, selection, axis=axis))).tobytes()
+    return _bits.digest(value, key, selection, axis=axis)
 
 
-def change_of(before: Any, after: Any, selection: Selection = FROZEN, update: Any = None) -> Change:
-    """How frozen elements of a leaf change; ``update`` is what was added, without rounding."""
-    if np.shape(before) != np.shape(after):
-        return Change(", to another shape")
-    if not jnp.issubdtype(jnp.result_type(before), jnp.number):
-        return Change("")
-    largest, ulps, rate, fits = map(float, jax.device_get(_change(*map(to_device, (before, after)), selection, update)))
+def _change_on_device(before: Any, after: Any, selection: Selection, update: Any) -> Any:
+    if np.shape(before) != np.shape(after) or not jnp.issubdtype(jnp.result_type(before), jnp.number):
+        return None
+    return _change(*map(to_device, (before, after)), selection, update)
+
+
+def _described(before: Any, after: Any, change: Any) -> Change:
+    if change is None:
+        return Change(", to another shape" if np.shape(before) != np.shape(after) else "")
+    largest, ulps, rate, fits = map(float, change)
     far = ", to NaN" if np.isnan(largest) else f", by up to {largest:.3g}" * bool(largest)
     if not jnp.issubdtype(jnp.result_type(before), jnp.inexact):
         return Change(far)

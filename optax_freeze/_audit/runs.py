@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.measurements import Change, change_of, digest_of, moved_elements, share
+from optax_freeze._audit.measurements import Change, changes_of, moved_elements, share
 from optax_freeze._audit.reactions import differences
 from optax_freeze._audit.step import State, Step, like, other_batch, other_values
 from optax_freeze._errors import in_one_line, is_array
@@ -57,11 +57,11 @@ class Record:
             if count or updated:
                 self.moves[k] = Move(max(count, updated), self._steps)
                 self.digests[k] = [b""] * (self._steps - 1)
-        for k, move in self.moves.items():
-            update = state[self.runs.step.updates[k]] if k in self.runs.step.updates else None
-            change = change_of(self._before[k], state[k], watched[k], update)
-            self.moves[k] = dataclasses.replace(move, changes=(*move.changes, change))
-            self.digests[k].append(digest_of(state[k], watched[k]))
+        updates = {k: state[at] for k, at in self.runs.step.updates.items()}
+        leaves = [(self._before[k], state[k], watched[k], updates.get(k)) for k in self.moves]
+        for k, (change, digest) in zip(self.moves, changes_of(*leaves), strict=True):
+            self.moves[k] = dataclasses.replace(self.moves[k], changes=(*self.moves[k].changes, change))
+            self.digests[k].append(digest)
 
     def _updated(self, positions: Sequence[int], state: State) -> list[int]:
         """How many frozen elements of parameters have updates, which may be too small to change a bit."""
@@ -195,7 +195,7 @@ class Runs:
             selection, at = step.plan.selections[i], step.params[i]
             leaves = (values[at], equal[at]), (own[k], equal[k]), (own[k], follows[k])
             moved, count, reacts = moved_elements(*((*pair, selection) for pair in leaves))
-            change = change_of(*leaves[1], selection)
+            [(change, _)] = changes_of((*leaves[1], selection, None))
             if not moved and reacts and change.ulps <= 4 * self.steps:
                 far_text = change.far
                 given = step.start[k], like(step.start[k], to_device(step.start[at])), selection
