@@ -306,13 +306,17 @@ _BY_FILE = {
     ],
     ("_audit/program.py", "tests/audit/test_steps.py"): [
         (" & ~self._zeros[n]", "", "tests/gradient/test_freeze_loss.py -k 'no_leak and rows-grad'"),
-        ("if of_size and (few or change", "if (few or change", "-k 'leak_is_named and outside'"),
+        ("if k in held and (few or change", "if (few or change", "-k 'leak_is_named and outside'"),
         ("if self._seen.issuperset(cells):", "if self._seen or self._seen.issuperset(cells):", "-k actor"),
         (
             "around |= set(eqn.outputs) if contains_backward(eqn) else set()",
             "pass",
             "tests/audit/test_audit_step.py -k scan",
         ),
+    ],
+    ("_audit/readers.py", "tests/audit/test_audit_step.py"): [
+        ("if m in self._kept}", "if m in self._read}", "-k nothing"),
+        ("{2 << k: n for k", "{1 << k: n for k", "-k 'clip and outside'"),
     ],
     ("_audit/runs.py", "tests/audit/test_audit_step.py"): [
         ("rtol=0.1, atol=epsilon", "rtol=0.1, atol=0", "-k 'one and bit'"),

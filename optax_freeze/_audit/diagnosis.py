@@ -52,7 +52,9 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
     if {*now} - {ANOTHER_STATE}:
         decays = runs.decays(position, ["", ANOTHER_VALUES] if ANOTHER_VALUES in runs.records else [""])
         is_set = gradients is not None and gradients.sets(i) and not decays
-        trains = gradients is not None and i in gradients.trained
+        trains = gradients is not None and any(
+            ("frozen", i) in g.negative for g in gradients.gradients if i in g.leaves
+        )
         if trains or (not is_set and runs.differ(ANOTHER_BATCH, position)):
             other_spec = path in step.trains_in_state
             yield leak(causes.OTHER_SPEC if other_spec else causes.TRAINS if trains else causes.BATCH)
@@ -117,7 +119,7 @@ def _changed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
 def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
     """Gradients of frozen elements that a step computes, and that something reads beside results."""
     step, of_results = runs.step, {id(g) for g in gradients.for_results}
-    for g in gradients.computed:
+    for g in gradients.gradients:
         if id(g) in of_results:
             continue
         [i] = g.leaves

@@ -197,15 +197,12 @@ class GivenGradients:
     """What differs with other gradients, if these are an argument of the step.
 
     Attributes:
-      gradients: all gradients of frozen elements, as one that changes.
-      trained: the parameters whose frozen elements change with the sign of their gradient.
+      gradients: all gradients of frozen elements, as one that changes; the step does not compute it.
       by_values: the parameters whose trainable elements have another update with other frozen parameters.
       untrained: the parameters whose gradient affects neither their update nor any state.
       note: why the runs may not show every leak.
     """
 
-    computed: Sequence[Gradient] = ()
-    for_results: Sequence[Gradient] = ()
     flops = 0
 
     def __init__(self, step: OptimizerStep, steps: int, values: Mapping[int, Any]) -> None:
@@ -219,9 +216,8 @@ class GivenGradients:
             return self._answer(fills={i: changed(fill, change) for i, fill in fills.items()}) - self._random
 
         changes = range(4) if fills and step.full_grads else ()
-        gradient = Gradient.of(tuple(step.frozen), [with_changed(change) for change in changes])
-        self.gradients = [gradient]
-        self.trained = {i for name, i in gradient.negative if name == "frozen"}
+        self.gradients = [Gradient.of(tuple(step.frozen), [with_changed(change) for change in changes])]
+        self.for_results = self.gradients
         reached = self._answer(changes=values) - self._random if fills else frozenset()
         by_values = {i for name, i in reached if name == "trainable" and i is not None}
         self.by_values = frozenset(by_values if step.extra_args is None else ())

@@ -214,16 +214,6 @@ class StepProgram:
                 answer.add(("other" if owner is None else "state", owner))
         return frozenset(answer)
 
-    @property
-    def trained(self) -> set[int]:
-        """The parameters whose frozen elements change with the sign of their gradient."""
-        return {i for g in self.gradients for i in g.leaves if ("frozen", i) in g.negative}
-
-    @property
-    def computed(self) -> list[Gradient]:
-        """The gradients whose cost is known: all of them."""
-        return self.gradients
-
     @functools.cached_property
     def gradients(self) -> list[Gradient]:
         """The gradients of parameters with frozen elements that something reads, or that leave a jitted function."""

@@ -106,7 +106,9 @@ class Runs:
             given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
             self._run(ANOTHER_BATCH, "other_batch", {}, given)
         if values is not False:
-            self._run(ANOTHER_VALUES, "other_values", own)
+            copies = {k: step.params[i] for k, (i, *_) in self.averages.items() if step.params[i] in own}
+            equal = {k: like(step.start[k], to_device(own[at])) for k, at in copies.items()}
+            self._run(ANOTHER_VALUES, "other_values", own | equal)
         self._candidates = self._of_state()
         places = [k for k, i in self._candidates.items() if np.size(step.start[k]) and self._may_move(k)]
         moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
@@ -187,7 +189,7 @@ class Runs:
         far = {k: like(v, to_device(v) * 1024) for k, v in values.items()}
         try:
             *_, equal = step.run(self.steps, {**values, **own})
-            [follows] = step.run(1, {**far, **own})
+            *_, follows = step.run(self.steps, {**far, **own})
         except Exception:  # said by the run with other values
             return {}
         first, found = self.records[""].moves, {}

@@ -188,6 +188,22 @@ def dpo():
     return step, {"params": PARAMS, "opt": tx.init(PARAMS), "reference": PARAMS}
 
 
+def lookahead():
+    """Slow weights, which every second step averages with the parameters."""
+    tx = fz.freeze(ADAM, FROZEN)
+
+    @jax.jit
+    def step(state, x, y):
+        updates, opt = tx.update(GRAD(state["params"], x, y), state["opt"], state["params"])
+        fast = optax.apply_updates(state["params"], updates)
+        sync = state["n"] % 2 == 1
+        slow = tree(lambda old, new: jnp.where(sync, 0.5 * old + 0.5 * new, old), state["slow"], fast)
+        params = tree(lambda slow, fast: jnp.where(sync, slow, fast), slow, fast)
+        return {"params": params, "opt": opt, "slow": slow, "n": state["n"] + 1}
+
+    return step, {"params": PARAMS, "opt": tx.init(PARAMS), "slow": PARAMS, "n": jnp.int32(0)}
+
+
 def best_so_far():
     def update(state, grads, x, y):
         value = loss(state["params"], x, y)
@@ -473,6 +489,7 @@ RIGHT = {
     "a target network that is copied": lambda: target_network(0, hard=True),
     "a target network that the loss reads": target_that_the_loss_reads,
     "DPO": dpo,
+    "slow weights": lookahead,
     "the best so far": best_so_far,
     "a rollback": rollback,
     "a decode cache": decode_cache,
