@@ -1,6 +1,7 @@
 """Finds the parameter that an array of an optimizer state belongs to, by the trees of parameters in the state."""
 
 import collections
+import functools
 from collections.abc import Callable, Collection, Iterable
 
 
@@ -16,10 +17,14 @@ def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[
     [None, 'count', 'mu/kernel', 'count', 'mu/kernel']
     """
 
+    @functools.cache
     def readings(address: str) -> list[tuple[str, str]]:
-        segments = address.split("/")
-        cuts = (("/".join(segments[:n]), "/".join(segments[n:])) for n in range(len(segments) + 1))
-        return [(tree, path) for tree, path in cuts if path in params]
+        found, end = [(address, "")] if "" in params else [], len(address)
+        while end >= 0:
+            end = address.rfind("/", 0, end)
+            if address[end + 1 :] in params:
+                found.append((address[: max(end, 0)], address[end + 1 :]))
+        return found[::-1]
 
     sizes = collections.Counter(tree for address in set(addresses) for tree, _ in readings(address))
     largest = max(sizes.values(), default=0)

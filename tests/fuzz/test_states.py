@@ -510,7 +510,7 @@ class Training(RuleBasedStateMachine):
             self.state = copy.deepcopy(self.state)
         elif how == "pickle" and all(c != "updates" for c, *_ in map(np.atleast_1d, its.conditions.values())):
             self.state = pickle.loads(pickle.dumps(self.state))
-        elif how == "flax":
+        elif how == "flax" and all(x.dtype != self.key for x in jax.tree.leaves(self.state)):  # Flax stores no keys
             restored = flax.serialization.from_bytes(template, flax.serialization.to_bytes(self.state))
             self.state = jax.tree.map(jnp.asarray, restored)
         elif how == "checkpoint" and jax.tree.map(jax.typeof, template) == jax.tree.map(jax.typeof, self.state):
