@@ -1,33 +1,22 @@
 """Counts the frozen elements and bytes of each leaf, and the optimizer state that freezing saves: :func:`summary`."""
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_freeze._errors import is_concrete, value_error, whole_number
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.freeze import FreezeState, freeze
-from optax_freeze._optimizer.freeze_when import FreezeWhenState
-from optax_freeze._optimizer.init_with import eval_init
 from optax_freeze._report import plot as _plot
 from optax_freeze._report import table as _table
+from optax_freeze._report.state_bytes import bits_of, state_bytes
 from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
-from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowSelection, Selection
+from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
-from optax_freeze._state.entries import entries_of
-from optax_freeze._state.own_states import states_in
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -212,7 +201,7 @@ def summary(
     extent = plan.extent(params)
     if tx is None:
         return Summary(rows, extent=extent)
-    full_bytes, held_bytes, by_leaf = _state_bytes(tx, params, plan)
+    full_bytes, held_bytes, by_leaf = state_bytes(tx, params, plan)
     by_row: Counter[str] = Counter()
     for path, nbytes in by_leaf.items():
         by_row[_table.prefix(path, depth)] += nbytes
@@ -233,79 +222,6 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
             expected, fix = "an array with values", "call fz.summary outside of jit, or build the mask outside of jit"
             raise value_error(what, at=leaf.path, got=f"a mask without values: {got}", expected=expected, fix=fix)
         frozen = elements - selection.elements(shape)
-    nbytes, of_frozen = (-(-_bits(leaf.dtype) * count // 8) for count in (elements, frozen))
+    nbytes, of_frozen = (-(-bits_of(leaf.dtype) * count // 8) for count in (elements, frozen))
     on_host = nbytes if is_on_host(value.array if isinstance(value, Rest) else value) else 0
     return Row(leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host)
-
-
-@functools.cache
-def _bits(dtype: Any) -> int:
-    """The bits of a number, of which GPUs and TPUs pack several narrow ones into a byte."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.finfo(dtype).bits
-    return 8 * (dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)).itemsize
-
-
-def _state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[str, int]]:
-    """The bytes of the optimizer state without freezing; with freezing; and with freezing for each leaf.
-
-    Tracing ``init`` takes long for many leaves. So with freezing it is traced for one leaf of each shape, dtype and
-    size of its state without freezing, and for all that are partially frozen. If what these and the rest of the state
-    hold is the same as without freezing, so it is for all other trainable leaves.
-    """
-    tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
-    full = _state(tx.init, params, [leaf.inexact for leaf in plan.leaves])
-    if states_in(full, (FreezeState, FreezeWhenState)):
-        at = "the third argument of fz.summary"
-        got = "fz.freeze or fz.freeze_when, alone or within another transformation"
-        expected = "the optimizer that you would use without freezing"
-        fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
-        raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
-    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
-    rest, by_leaf = _bytes_by_leaf(full, shapes)
-    whole = [leaf for leaf, its in zip(plan.leaves, plan.selections, strict=True) if its is TRAINABLE]
-    kinds = {leaf.path: (leaf.shape, leaf.dtype, leaf.index, by_leaf[leaf.path]) for leaf in whole}
-    sample = {kind: path for path, kind in kinds.items()}
-    left_out = kinds.keys() - sample.values()
-    init = freeze(tx, plan.as_spec, tied="ignore").init
-
-    def with_freezing(left_out: Collection[str]) -> tuple[PyTree, int, Counter[str]]:
-        keep = [leaf.dtype is not None and leaf.path not in left_out for leaf in plan.leaves]
-        state = _state(init, params, keep)
-        return state, *_bytes_by_leaf(state, shapes)
-
-    held, held_rest, held_by_leaf = with_freezing(left_out)
-    if left_out and (held_rest != rest or any(held_by_leaf[path] != by_leaf[path] for path in sample.values())):
-        held, _, held_by_leaf = with_freezing(())
-        left_out = ()
-    others = {path: by_leaf[path] for path in left_out}
-    return _nbytes(full), _nbytes(held) + sum(others.values()), held_by_leaf | others
-
-
-def _bytes_by_leaf(state: PyTree, shapes: Mapping[str, Any]) -> tuple[int, Counter[str]]:
-    """The bytes of a state that belong to no leaf, without the masks of ``freeze``, and those of each leaf."""
-    rest, by_leaf = 0, Counter[str]()
-    for entry in entries_of(state, shapes):
-        if entry.leaf is not None:
-            by_leaf[entry.leaf] += _nbytes(entry.value)
-        elif entry.address is not None:
-            rest += _nbytes(entry.value)
-    return rest, by_leaf
-
-
-def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
-    """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by ``MaskedNode``."""
-
-    def struct(value: Any) -> Any:  # optimizers take a Python number for an array
-        is_number = isinstance(value, (int, float, complex))
-        return jax.eval_shape(jnp.asarray, value) if is_number else _tree.struct_of(value)
-
-    values, treedef = _tree.flatten(jax.tree.map(struct, params))
-    kept = [value if here else _tree.MASKED_NODE for value, here in zip(values, keep, strict=True)]
-    return eval_init(init, jax.tree.unflatten(treedef, kept))
-
-
-def _nbytes(shapes: PyTree) -> int:
-    return sum(-(-math.prod(leaf.shape) * _bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(shapes))

@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -85,16 +85,25 @@ class _File:
                 raise damaged(self.path, f"no entry {entry}")
             out, at = out[count:], at + count
 
-    def read_runs(self, runs: Iterable[tuple[int, int]], out: memoryview, found: list[int]) -> None:
-        """Reads runs of entries (the first, how many), and updates their checksums with what they are here."""
-        fd, size, begin, k = self.fd, self.size, self.begin, 0
-        for entry, count in runs:
-            run = out[k * size : (k + count) * size]
-            if os.preadv(fd, [run], begin + entry * size) != len(run):
-                self.read(entry, run)
-            for at in range(0, count * size, size) if size else ():
+    def read_each(self, entries: Sequence[int], out: memoryview, found: list[int]) -> None:
+        """Reads entries, and updates their checksums of what was read before."""
+        fd, size, begin = self.fd, self.size, self.begin
+        for k, entry in enumerate(entries):
+            part = out[k * size : (k + 1) * size]
+            if os.preadv(fd, (part,), begin + entry * size) != size:
+                self.read(entry, part)
+            found[k] = zlib.crc32(part, found[k])
+
+    def read_run(self, entry: int, out: memoryview, found: list[int]) -> None:
+        """The same for entries one after another, from this one on."""
+        size = max(self.size, 1)
+        step = max(_RUN_BYTES // size, 1) * size
+        for start in range(0, len(out), step):
+            run = out[start : start + step]
+            self.read(entry + start // size, run)
+            for at in range(0, len(run), size):
+                k = (start + at) // size
                 found[k] = zlib.crc32(run[at : at + size], found[k])
-                k += 1
 
 
 def _opened(where: str, record: Record, flags: int) -> list[_File]:
@@ -159,9 +168,10 @@ class Reader:
         count = len(numbers)
         arrays, found = [np.empty((count, *file.shape), file.dtype) for file in self._files], [0] * count
         for file, array in zip(self._files, arrays, strict=True):
-            step = max(_RUN_BYTES // max(file.size, 1), 1) if isinstance(entries, slice) else 1
-            runs = [(numbers[k], min(step, count - k)) for k in range(0, count, step)]
-            file.read_runs(runs, _as_bytes(array), found)
+            if isinstance(entries, slice):
+                file.read_run(entries.start, _as_bytes(array), found)
+            else:
+                file.read_each(numbers, _as_bytes(array), found)
         wrong = np.flatnonzero(self._checksums[numbers] != np.array(found, np.uint32))
         if wrong.size:
             raise damaged(self._where, f"entry {numbers[wrong[0]]} with another checksum")

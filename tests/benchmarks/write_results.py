@@ -35,6 +35,7 @@ SCRIPTS = {
     "flax_modules": "flax_modules.py",
     "overhead": "overhead.py",
     "fingerprint": "fingerprint.py",
+    "storage": "storage.py",
     "scale": "scale.py --all",
     "scale_gpu": "scale.py --sizes 8B 70B --chips h100 a100-40 --one rtx4090",
     "trainer": "trainer.py",
