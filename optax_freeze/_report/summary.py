@@ -37,7 +37,7 @@ class Summary:
       row_state_bytes: the bytes of the optimizer state with freezing, for each row; empty without an optimizer.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones((3, 2)), "head": jnp.ones(2)}
       >>> summary = fz.summary(params, "encoder")
       >>> summary.elements, summary.trainable_bytes, [(row.path, row.frozen_elements) for row in summary.rows]
@@ -178,7 +178,7 @@ def summary(
       TypeError: if ``tx`` is not an optimizer or ``depth`` not an int. Errors of ``tx.init`` are passed on.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import jax.numpy as jnp, optax_freeze as fz
       >>> layers = {f"layer_{i}": {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)} for i in range(12)}
       >>> print(fz.summary(layers, fz.all_except("layer_11"), optax.adam(1e-3)))
       path                       shape        dtype    elements    bytes
