@@ -13,6 +13,9 @@ from optax_freeze._program.regions import cast_to_vary, varies
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, PyTree
 
+_MOST_CHANGES = 4
+"""How often the types of a state may change until they stay."""
+
 
 def update_unless(
     frozen: Any, update: Callable[..., Any], updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
@@ -59,7 +62,11 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
     def new(leaves: list[Any]) -> list[Any]:
         return treedef.flatten_up_to(step(jax.tree.unflatten(treedef, leaves)))
 
-    leaves = [_of_type(*each, frozen) for each in zip(leaves, jax.eval_shape(new, leaves), strict=True)]
+    for _ in range(_MOST_CHANGES):  # a number that becomes float32 may make moments float32 in the next step
+        after, before = jax.eval_shape(new, leaves), leaves
+        leaves = [_of_type(*each, frozen) for each in zip(leaves, after, strict=True)]
+        if all(now is old or is_number(old) for now, old in zip(leaves, before, strict=True)):
+            break
 
     def once(carry: Any) -> Any:
         # A constant, or XLA would copy the carry; inside `jax.shard_map` it varies over devices as `frozen` does.

@@ -7,7 +7,7 @@ a leaf share them. Numbers beside moments, such as a count, continue, unless no 
 import collections
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -87,9 +87,13 @@ class Carry:
         for i, entry in enumerate(entries):
             by_place[_place(entry)[0]].append(i)
         self.anew: dict[Any, Bool] = {}
+        paths = {*_tree.paths(params)}
+        of_no_leaf = [i for i, entry in enumerate(entries) if entry.leaf is None and self.sources[i]]
         for place, inside in by_place.items():
             moments = [i for i in inside if entries[i].leaf is not None]
-            flags = [_not(_any([source.kept for i in moments for source in self.sources[i]]))]
+            # A moment of a complex leaf may consist of two arrays.
+            parts = [i for i in of_no_leaf if moments and _is_in_moment(entries[i], place, paths)]
+            flags = [_not(_any([source.kept for i in (*moments, *parts) for source in self.sources[i]]))]
             fields = {_place(entries[i])[1] for i in inside}
             if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
                 flags += [source.changed for i in moments for source in self.sources[i]]
@@ -129,6 +133,13 @@ def _place(entry: Entry) -> tuple[Any, str]:
     """The scope and the address of the state of one transformation, and the field there."""
     path, _, field = (str(entry.address) if entry.leaf is None else entry.tree).rpartition("/")
     return (entry.scope, path), field
+
+
+def _is_in_moment(entry: Entry, place: Any, params: Collection[str]) -> bool:
+    """Whether an array is part of a moment of the transformation at a place: it is below the path of a parameter."""
+    (scope, path), (of_scope, address) = place, _place(entry)[0]
+    inside = address[len(path) :].lstrip("/") if address.startswith(f"{path}/" if path else "") else ""
+    return scope == of_scope and inside != "" and inside.partition("/")[2] in params
 
 
 def _is_number(entry: Entry) -> bool:

@@ -541,3 +541,14 @@ class TestTheStateOf:
         copied = pickle.loads(pickle.dumps(state))
         updates = [jax.jit(make(False).update)(params, s, params)[0] for s in (state, copied)]
         assert bits(updates[0]) == bits(updates[1])
+
+
+def test_types_of_a_state_that_come_to_rest_after_two_updates():
+    """A number becomes float32 in the first one, and so do moments of bfloat16 in the second."""
+    params = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16)}
+    tx = fz.freeze_when(optax.contrib.dadapt_adamw(), {"**": fz.unfreeze_at(0)})
+    update = jax.jit(tx.update)
+    _, state = update(params, tx.init(params), params)
+    _, after = update(params, state, params)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    assert after.groups["**"].inner_state.count == 2

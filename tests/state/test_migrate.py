@@ -149,6 +149,16 @@ class TestParts:
 class TestGroups:
     """Counts go with the leaves."""
 
+    def test_a_count_continues_with_the_moments_of_a_complex_leaf(self):
+        """Its moments have two arrays each."""
+        params = {"a": jnp.ones(2), "x": jnp.ones(2) * 1j}
+        tx = optax.contrib.split_real_and_imaginary(optax.adam(0.1))
+        _, state = train(fz.freeze(tx, "a"), params, 1)
+        new = fz.migrate(state, fz.freeze(tx, False), params)
+        assert optax.tree.get(new, "count") == 1
+        swapped = fz.migrate(state, fz.freeze(tx, "x"), params)
+        assert optax.tree.get(swapped, "count") == 0
+
     def test_a_group_of_its_own_counts_from_zero(self, params):
         """The remedy for fresh moments under an old count."""
         _, state = train(fz.freeze(optax.adam(0.1), "encoder"), params, 5)
