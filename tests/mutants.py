@@ -735,7 +735,11 @@ _BY_FILE = {
         ('stays = (jnp.take(a, position, mode="clip") == b) & (b < size)', "stays = b < size", "-k stay_keep"),
         (" & (b < size)", "", "-k are_no_row"),
         (" or any(old.arrays for old in olds[i])", " or bool(olds[i])", "-k never_trains"),
-        ("source.kept for i in moments for", "source.kept for i in moments[:1] for", "-k all_rows_change"),
+        (
+            "source.kept for i in (*moments, *parts) for",
+            "source.kept for i in (*moments[:1], *parts) for",
+            "-k all_rows_change",
+        ),
         ("if not isinstance(anew, bool):", "if False:", "-k new_rows_and_the_state_of_some[adan]"),
         ("not None or _is_number(entry)", "None and _is_number(entry)", "-k new_rows_and_the_state_of_some[novograd]"),
         (
