@@ -88,11 +88,15 @@ class Carry:
             by_place[_place(entry)[0]].append(i)
         self.anew: dict[Any, Bool] = {}
         paths = {*_tree.paths(params)}
-        of_no_leaf = [i for i, entry in enumerate(entries) if entry.leaf is None and self.sources[i]]
+        of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)
+        for i, entry in enumerate(entries):
+            if entry.leaf is None and self.sources[i]:
+                of_no_leaf[entry.scope].append(i)
         for place, inside in by_place.items():
             moments = [i for i in inside if entries[i].leaf is not None]
             # A moment of a complex leaf may consist of two arrays.
-            parts = [i for i in of_no_leaf if moments and _is_in_moment(entries[i], place, paths)]
+            others = of_no_leaf[place[0]] if moments else ()
+            parts = [i for i in others if _is_in_moment(entries[i], place[1], paths)]
             flags = [_not(_any([source.kept for i in (*moments, *parts) for source in self.sources[i]]))]
             fields = {_place(entries[i])[1] for i in inside}
             if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
@@ -135,11 +139,11 @@ def _place(entry: Entry) -> tuple[Any, str]:
     return (entry.scope, path), field
 
 
-def _is_in_moment(entry: Entry, place: Any, params: Collection[str]) -> bool:
-    """Whether an array is part of a moment of the transformation at a place: it is below the path of a parameter."""
-    (scope, path), (of_scope, address) = place, _place(entry)[0]
+def _is_in_moment(entry: Entry, path: str, params: Collection[str]) -> bool:
+    """Whether an array is part of a moment of the transformation at a path: it is below that of a parameter."""
+    address = _place(entry)[0][1]
     inside = address[len(path) :].lstrip("/") if address.startswith(f"{path}/" if path else "") else ""
-    return scope == of_scope and inside != "" and inside.partition("/")[2] in params
+    return inside != "" and inside.partition("/")[2] in params
 
 
 def _is_number(entry: Entry) -> bool:

@@ -22,7 +22,7 @@ from optax_freeze.features._record import Record, damaged
 _RUN_BYTES = 2**18
 """The bytes that are read at once: so many are still in the cache when their checksums are computed."""
 
-CHECKSUMS = jax.ShapeDtypeStruct((), np.uint32)
+_CHECKSUMS = jax.ShapeDtypeStruct((), np.uint32)
 
 
 class _File:
@@ -108,7 +108,7 @@ class _File:
 
 def _opened(where: str, record: Record, flags: int) -> list[_File]:
     """The file of checksums, and those of the features."""
-    structs = {"checksums": CHECKSUMS, **dict(enumerate(record.features))}
+    structs = {"checksums": _CHECKSUMS, **dict(enumerate(record.features))}
     return [_File(where, str(name), struct, flags) for name, struct in structs.items()]
 
 
