@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
+from optax_freeze._spec.indexing import numbers_where
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
 
@@ -267,7 +268,7 @@ def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
     if not is_concrete(named):
         named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
         trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
-        return jnp.nonzero(trains, size=count, fill_value=size)[0].astype(jnp.int32)
+        return numbers_where(trains, count).astype(jnp.int32)
     trains, named = np.full(size, not inverted), np.asarray(named).astype(int)
     trains[named[named < size]] = inverted
     numbers = np.append(np.flatnonzero(trains), np.full(count, size))[:count].astype(np.int32)

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optax_freeze._spec import host_rows as _host_rows
-from optax_freeze._spec.indexing import at, cut, gather, scatter, select, write
+from optax_freeze._spec.indexing import at, cut, gather, numbers_where, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import MASKED_NODE, Part, Rest
@@ -249,7 +249,7 @@ class RowIndex(RowSelection):
 
     def indices(self, *array: Any) -> jax.Array:
         if self.others:
-            return jnp.nonzero(~self.frozen_rows(), size=self.count)[0].astype(jnp.int32)
+            return numbers_where(~self.frozen_rows(), self.count).astype(jnp.int32)
         if len(self.progressions) > _FEW:
             return jnp.asarray(self.numbers.astype(np.int32))
         iotas = [(each, jnp.arange(len(range(*each)), dtype=jnp.int32)) for each in self.progressions]
@@ -309,7 +309,7 @@ class DynamicRowIndex(RowSelection):
 
     def with_trainable(self, trains: Any) -> "DynamicRowIndex":
         """The index of the rows at which a boolean array is True, as many as before."""
-        return self.with_array(jnp.nonzero(trains, size=self.count, fill_value=self.size)[0].astype(jnp.int32))
+        return self.with_array(numbers_where(trains, self.count).astype(jnp.int32))
 
     def without(self, array: Any) -> jax.Array:
         """The numbers of as many rows: those that are not in ``array``."""
@@ -371,4 +371,4 @@ class DenseMask(_Numbered):
     def indices(self, *array: Any) -> jax.Array:
         # The barrier keeps XLA from evaluating `nonzero` of a constant mask at compile time, which takes minutes.
         mask = jax.lax.optimization_barrier(jnp.asarray(*(array or (self.array,))).ravel())
-        return jnp.nonzero(~mask, size=self.count, fill_value=mask.size)[0]
+        return numbers_where(~mask, self.count)

@@ -82,6 +82,10 @@ def empty_piece(p, x):
     return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
 
 
+def vectors(p, x):
+    return total(*[p["a"] + p["a"]] * 3)
+
+
 CASES = {
     "a float counter": Case(float_counter, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "keys of rbg": Case(keys_of_rbg, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
@@ -122,6 +126,12 @@ CASES = {
     ),
     "the largest of some rows": Case(
         largest_of_some_rows, {"a": ((64, 96), "float32")}, lambda: {"a": fz.rows(slice(28))}
+    ),
+    "dynamic rows of a vector": Case(
+        vectors,
+        dict.fromkeys("abc", ((64,), "float32")),
+        lambda n: {"a": False, "b": fz.rows(n), "c": False},
+        ((0,),),
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }

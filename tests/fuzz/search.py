@@ -84,7 +84,8 @@ class Search:
                     comment = "".join(f"# {line}\n" for line in f"{found.kind}\n{error}".splitlines()[:12])
                     found.args = (comment + text,)
                     self.verdicts[text] = found
-                    self.until = min(self.until, time.process_time() + SHRINK)
+                    shrink = 0 if isinstance(error, TimeoutError) else SHRINK  # it would wait for each smaller program
+                    self.until = min(self.until, time.process_time() + shrink)
             finally:
                 signal.alarm(0)
         if (found := self.verdicts[text]) is not None:
