@@ -105,6 +105,15 @@ def test_random_keys_and_hyperparameters_in_the_state(base, tmp_path):
     assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
 
 
+def test_several_arrays_of_one_part(base, tmp_path):
+    """SM3 has an array for each axis of a leaf."""
+    frozen = fz.rules({"embed": fz.rows([0, 3])}, default=True)
+    state = fz.freeze(optax.sm3(0.1), frozen).init(base)
+    state = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state)
+    checkpoint.save(tmp_path, base, frozen, step=0, opt_state=state)
+    assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
+
+
 def test_arrays_that_jax_would_convert(tmp_path):
     """They are compared as they were written, and given back as JAX arrays."""
     noise = np.random.default_rng(0).standard_normal(100)

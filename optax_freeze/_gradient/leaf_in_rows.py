@@ -28,10 +28,6 @@ class LeafInRows(NamedTuple):
         """The selection with these numbers of dynamic rows."""
         return jax.tree.unflatten(jax.tree.structure(self.selection), numbers)
 
-    def without_values(self) -> "LeafInRows":
-        """The types of the parts: JAX keeps a custom derivative longer than the trace of its arrays."""
-        return jax.tree.map(lambda x: jax.eval_shape(to_device, x), self)
-
     def whole(self) -> jax.Array:
         """The leaf."""
         return self.put_together(self.array, self.rows, jax.tree.leaves(self.selection))
@@ -67,6 +63,11 @@ class CompleteLeaf(LeafInRows):
     @property
     def is_read_whole(self) -> bool:
         return True
+
+
+def types_of(leaves: Sequence[LeafInRows | None]) -> tuple[list[LeafInRows | None], list[Any]]:
+    """The parts of leaves on the device, and the leaves, of which only the types are asked."""
+    return jax.tree.map(to_device, leaves), [leaf and leaf.whole() for leaf in leaves]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
-from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows
+from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows, types_of
 from optax_freeze._gradient.unknown_derivative import refuse_unknown
 from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, lacks_reverse_mode, needs_value
 from optax_freeze._program.dependence import divided
@@ -95,6 +95,9 @@ class _Transposed(NamedTuple):
     program: Program
     outs: int
     perturbed: _Inputs
+    divided: Any = (
+        None  # what is wanted, and the tasks of the backward pass with what they read, unless rows are dynamic
+    )
 
     def __hash__(self) -> int:
         return id(self.program)
@@ -112,10 +115,9 @@ class _Call:
     fun: Callable[..., Any] | None = None
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        self.leaves: list[Any] = [x.without_values() if isinstance(x, LeafInRows) else None for x in leaves]
-        self.structs = [
-            jax.eval_shape(LeafInRows.whole, x) if isinstance(x, LeafInRows) else as_argument(x) for x in leaves
-        ]
+        in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
+        self.leaves, structs = jax.eval_shape(types_of, in_rows)
+        self.structs = [as_argument(x) if struct is None else struct for x, struct in zip(leaves, structs, strict=True)]
         self.traced = Traced(fun, self.structs)
         on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, LeafInRows) else x)}
         self.program = self.traced.program._replace(on_host=range(len(leaves)))
@@ -168,19 +170,25 @@ class _Call:
         """The outputs, and what the backward pass reads beside the inputs."""
         transposed = self._transposed(perturbed, inputs.others)
         program, outs = transposed.program, transposed.program.outputs[: transposed.outs]
-        of_forward, _, stored = self._tasks(transposed, self._wanted(transposed, inputs.numbers))
+        wanted = self._wanted(transposed, inputs.numbers)
+        of_forward, *of_backward = self._tasks(transposed, wanted)
+        *_, stored = of_backward
         values = Values(program.consts | dict(enumerate([*self.given(inputs), *inputs.others])))
         for task in of_forward:
             task.run(Context(), values)
         found = [Read(x, EVERYTHING).of(values) for x in outs]
-        return found, (transposed, [values.read(*key) for key in stored])
+        kept = None if any(inputs.numbers) else (wanted, *of_backward)
+        return found, (transposed._replace(divided=kept), [values.read(*key) for key in stored])
 
     def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:
         """The cotangents of the perturbed inputs, given those of the outputs."""
         transposed, arrays = residuals
         program, perturbed = transposed.program, transposed.perturbed
-        wanted = self._wanted(transposed, inputs.numbers)
-        _, of_backward, stored = self._tasks(transposed, wanted)
+        if transposed.divided is None:
+            wanted = self._wanted(transposed, inputs.numbers)
+            _, of_backward, stored = self._tasks(transposed, wanted)
+        else:
+            wanted, of_backward, stored = transposed.divided
         values = Values(program.consts | dict(enumerate([*self.given(inputs, True), *inputs.others, *cotangents])))
         for (number, region), array in zip(stored, arrays, strict=True):
             values.write(number, region, array)

@@ -316,8 +316,13 @@ def zero_outside(region: Region, array: Any, shape: Sequence[int]) -> Any:
     """An array with this region of a value, zero in rows whose numbers are out of range."""
     if not isinstance(region, DynamicRows):
         return array
-    inside = (region.unclamped >= 0) & (region.unclamped < shape[region.axis])
-    inside = jnp.expand_dims(inside, tuple(i for i in range(array.ndim) if i != region.axis))
+    return _zero_rows_outside(region.unclamped, array, region.axis, shape[region.axis])
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _zero_rows_outside(numbers: Any, array: Any, axis: int, size: int) -> jax.Array:
+    inside = (numbers >= 0) & (numbers < size)
+    inside = jnp.expand_dims(inside, tuple(i for i in range(array.ndim) if i != axis))
     return jnp.where(inside, array, jnp.zeros((), array.dtype))
 
 

@@ -266,14 +266,19 @@ def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
     If rows are named twice or out of range, the array ends with ``size``, which is not a row.
     """
     if not is_concrete(named):
-        named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
-        trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
-        return numbers_where(trains, count).astype(jnp.int32)
+        return _traced_trainable_rows(named, size, count, inverted)
     trains, named = np.full(size, not inverted), np.asarray(named).astype(int)
     trains[named[named < size]] = inverted
     numbers = np.append(np.flatnonzero(trains), np.full(count, size))[:count].astype(np.int32)
     array = jnp.asarray(numbers)
     return array if is_concrete(array) else numbers
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once for all leaves that are alike
+def _traced_trainable_rows(named: Any, size: int, count: int, inverted: bool) -> jax.Array:
+    named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
+    trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
+    return numbers_where(trains, count).astype(jnp.int32)
 
 
 def _numbers(index: Any) -> int | tuple[int, ...] | slice | jax.Array | None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, numbers_where, scatter, select, write
@@ -130,25 +131,25 @@ class _Numbered(Selection):
         return leaf
 
     def take(self, leaf: Any) -> Part:
-        def take(leaf: Any, *array: Any) -> jax.Array:
-            if is_on_host(leaf):
-                return _host_rows.read(self.axis, self.run, leaf, None if self.run else self.indices(*array))
-            if self.run is not None:
-                return cut(self.axis, leaf, *self.run)
-            return gather(self.axis, self._numbered(leaf), self.indices(*array))
-
         leaf = jnp.asarray(leaf)
         sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
-        return Part(with_sharding(sharding, take, leaf, *jax.tree.leaves(self)), self.part_index, leaf.shape)
+        return Part(self._traced_once("_take", sharding, leaf), self.part_index, leaf.shape)
+
+    def _take(self, leaf: Any, *array: Any) -> jax.Array:
+        if is_on_host(leaf):
+            return _host_rows.read(self.axis, self.run, leaf, None if self.run else self.indices(*array))
+        if self.run is not None:
+            return cut(self.axis, leaf, *self.run)
+        return gather(self.axis, self._numbered(leaf), self.indices(*array))
 
     def put(self, full: Any, part: Part) -> jax.Array:
-        def put(full: Any, values: Any, *array: Any) -> jax.Array:
-            if is_on_host(full):
-                return _host_rows.write(self.axis, self.run, full, values, None if self.run else self.indices(*array))
-            return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
-
         full = jnp.asarray(full)
-        return with_sharding(explicit_sharding(full), put, full, part.values, *jax.tree.leaves(self))
+        return self._traced_once("_put", explicit_sharding(full), full, part.values)
+
+    def _put(self, full: Any, values: Any, *array: Any) -> jax.Array:
+        if is_on_host(full):
+            return _host_rows.write(self.axis, self.run, full, values, None if self.run else self.indices(*array))
+        return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
 
     def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
         shape: Any = part.shape
@@ -163,6 +164,13 @@ class _Numbered(Selection):
 
         sharding = explicit_sharding(part.values if like is None else like, shape)
         return with_sharding(sharding, spread, part.values, *jax.tree.leaves(self))
+
+    def _traced_once(self, method: str, sharding: Any, *arrays: Any) -> jax.Array:
+        """The result of a method: JAX traces it once for all leaves that are alike."""
+        arrays = (*arrays, *jax.tree.leaves(self))
+        if any(isinstance(array, Tracer) and not is_on_host(array) for array in arrays):
+            return _of_selection(self.with_array(MASKED_NODE), method, sharding, *arrays)
+        return with_sharding(sharding, getattr(self, method), *arrays)
 
     def add(self, full: Any, update: Any) -> jax.Array:
         """``full`` with an update added, a part in place where ``full`` is donated.
@@ -184,6 +192,11 @@ class _Numbered(Selection):
             return self.put(full, dataclasses.replace(update, values=self.take(full).values + update.values))
         full = jnp.asarray(full)
         return with_sharding(explicit_sharding(full), add, full, update.values, *jax.tree.leaves(self))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _of_selection(selection: _Numbered, method: str, sharding: Any, *arrays: Any) -> jax.Array:
+    return with_sharding(sharding, getattr(selection, method), *arrays)
 
 
 class RowSelection(_Numbered):

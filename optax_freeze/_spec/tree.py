@@ -250,7 +250,7 @@ class Walk(NamedTuple):
         return [VariableLeaf.of(leaf, [tuple(map(name_of, key))], variable) for leaf, (key, variable) in pairs]
 
 
-def walk(tree: PyTree) -> Walk:
+def walk(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> Walk:
     """The paths, leaves and ``MaskedNode`` of a tree."""
     with _refuse_unsortable(tree):
         pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
@@ -279,8 +279,8 @@ def _settings(tree: PyTree, values: Sequence[Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def paths(tree: PyTree) -> list[str]:
-    return walk(tree).paths
+def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
+    return walk(tree, is_leaf).paths
 
 
 def keystr(key: Sequence[Any]) -> str:

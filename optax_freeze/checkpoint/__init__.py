@@ -140,7 +140,7 @@ def save(
     state = None if opt_state is None else _record.state_records(opt_state)
     record = _record.Record(leaves(), state, {})
     _refuse_different_processes("the frozen bits", lambda: record)
-    nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _tree.flatten(opt_state)[0]}
+    nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _record.flatten_state(opt_state)[0]}
     written = {item: {n: array for n, array in _arrays(flat).items() if np.size(array)} for item, flat in nodes.items()}
     items: dict[str, Any] = {item: ocp.args.StandardSave(arrays) for item, arrays in written.items() if arrays}
     record = dataclasses.replace(record, written={item: _record.array_records(x) for item, x in written.items()})
@@ -235,8 +235,8 @@ def restore(
         if opt_state is not None:
             _record.refuse_other_state(record.opt_state, opt_state, at)
         parts = read("trainable", paths, jax.eval_shape(lambda: plan.take(values)), values)
-        nodes, structure = _tree.flatten(opt_state)
-        state = jax.tree.unflatten(structure, read("opt_state", _tree.paths(opt_state), nodes, nodes))
+        nodes, structure = _record.flatten_state(opt_state)
+        state = jax.tree.unflatten(structure, read("opt_state", _record.paths_of_state(opt_state), nodes, nodes))
     new = [selection.put(value, part) for selection, value, part in zip(plan.selections, values, parts, strict=True)]
     return jax.tree.unflatten(treedef, new), state
 

@@ -93,9 +93,24 @@ def refuse_other_bits(
         )
 
 
+def _is_leaf_of_state(node: Any) -> bool:
+    """Of a part with several arrays each is a leaf: SM3 has one for each axis."""
+    return _tree.is_leaf(node) and not (isinstance(node, Part) and len(jax.tree.leaves(node)) > 1)
+
+
+def flatten_state(opt_state: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a state, of which each has one array or none."""
+    return _tree.flatten(opt_state, _is_leaf_of_state)
+
+
+def paths_of_state(opt_state: PyTree) -> list[str]:
+    """The paths of the leaves of a state."""
+    return _tree.paths(opt_state, _is_leaf_of_state)
+
+
 def state_records(opt_state: PyTree) -> list[StateRecord]:
     records = []
-    for path, node in zip(_tree.paths(opt_state), _tree.flatten(opt_state)[0], strict=True):
+    for path, node in zip(paths_of_state(opt_state), flatten_state(opt_state)[0], strict=True):
         array = _tree.bare(node)
         if not _tree.is_masked_node(array):
             index = node.index if isinstance(node, Part) else None

@@ -4,6 +4,7 @@ A failure is printed as the steps that lead to it, which are a test: paste them 
 """
 
 import copy
+import functools
 import pickle
 import tempfile
 
@@ -366,18 +367,19 @@ class Training(RuleBasedStateMachine):
         if its.kind == "coupled":
             coupled = optax.clip_by_global_norm(0.5).update(coupled, optax.EmptyState())[0]
         new = dict(self.params)
+        trees = self.params, grads, coupled if its.kind == "coupled" else grads
+
+        def updated(owner, state, *trees):
+            owner = owner._replace(state=state)
+            return by_hand.update(self.inner, owner, *trees, lambda p: loss(p, weights), self.extra)
+
+        runs = {name: functools.partial(updated, owner) for name, owner in self.owners.items()}
         expected_owners = {}
         for name, owner in self.owners.items():
             if frozen.get(name) or (its.conditions and not owner.cuts):
                 expected_owners[name] = owner
                 continue
-
-            def updated(state, *trees, owner=owner):
-                owner = owner._replace(state=state)
-                return by_hand.update(self.inner, owner, *trees, lambda p: loss(p, weights), self.extra)
-
-            run = updated if compiled == "eager" else jax.jit(updated)  # both round alike
-            trees = self.params, grads, coupled if its.kind == "coupled" else grads
+            run = runs[name] if compiled == "eager" else jax.jit(runs[name])  # both round alike
             parts, state = self.by_hand(run, owner.state, *trees)
             expected_owners[name] = owner._replace(state=state)
             new |= {path: cut.put(new[path], parts[path]) for path, cut in owner.cuts.items()}
@@ -394,7 +396,12 @@ class Training(RuleBasedStateMachine):
             run = self.compiled(way, run, compiled == "donate")
             self.types.add((way, compiled, self.signature()))
         state = jax.tree.map(jnp.copy, self.state) if compiled == "donate" else self.state
-        params, self.state = run(jax.tree.map(jnp.copy, self.tree), state, nested(full), nested(weights))
+        try:
+            params, self.state = run(jax.tree.map(jnp.copy, self.tree), state, nested(full), nested(weights))
+        except REFUSED:
+            for name in filter(frozen.get, frozen):  # they are traced, too
+                self.by_hand(jax.eval_shape, runs[name], self.owners[name].state, *trees)
+            raise
         assert self.traces <= len(self.types)
         got = flat(params)
         for path, frozen_at in ((p, ~trains[p]) for p, x in got.items() if x.dtype != self.key):
