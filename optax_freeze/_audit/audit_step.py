@@ -125,10 +125,9 @@ def _notes(program: "StepProgram") -> list[str]:
     notes, gradients = [], program.for_results
     if not program.has_backward:
         notes.append(f"the program of the step has no backward pass of JAX: {_UNKNOWN}")
-    if program.hidden:
-        notes.append(
-            "a loop, a branch or a shard_map computes gradients and new parameters: what reads these is not known"
-        )
+    if program.inner[1]:
+        text = "a loop, a branch or a shard_map may compute gradients of frozen parameters"
+        notes.append(f"{text}: whether it does, and what reads them, is not known")
     if program.ambiguous:
         shapes = ", ".join(map(str, sorted(program.ambiguous)))
         found = counted(len(program.ambiguous), "shape", "shapes")
@@ -138,6 +137,8 @@ def _notes(program: "StepProgram") -> list[str]:
         notes.append(f"the step returns {counted(len(kept), 'trainable leaf', 'trainable leaves')} as given: {paths}")
     if gradients:
         leaves = counted(len({g.leaves for g in gradients}), "frozen leaf", "frozen leaves")
+        inside = any(g.flops is None for g in gradients)
         flops = f"{sum(g.flops or 0 for g in gradients):,} of {program.flops:,} FLOPs"
+        flops = "in a loop or a branch" if inside else flops
         notes.append(f"gradients of {leaves} are computed only for results beside the state ({flops})")
     return notes

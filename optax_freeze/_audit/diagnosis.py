@@ -135,7 +135,11 @@ def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
             "nothing, but it leaves a jitted function": g.leaves_call,
         }
         read_by = [name for name, reads in readers.items() if reads] or ["its own leaf"]
-        cost = "computed in a loop" if g.flops is None else f"{g.flops:,} of {gradients.flops:,} FLOPs of a step"
+        cost = (
+            "computed in a loop or a branch"
+            if g.flops is None
+            else f"{g.flops:,} of {gradients.flops:,} FLOPs of a step"
+        )
         got, elements = f"{cost}; read by {', '.join(read_by)}", step.elements(i, frozen=True)
         path = step.plan.leaves[i].path
         yield _leak("gradient", causes.reading(read_by[0]), path, got, elements, flops=g.flops or 0)

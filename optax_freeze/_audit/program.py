@@ -17,8 +17,9 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._audit.constant_zeros import constant_zeros
-from optax_freeze._audit.evaluation import live
+from optax_freeze._audit.evaluation import evaluate, live
 from optax_freeze._audit.gradient_owners import Owners, contains_backward
+from optax_freeze._audit.inner_gradients import inner_gradients, reached_from
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
 from optax_freeze._audit.readers import Counts, Readers
 from optax_freeze._audit.step import State, Step
@@ -37,7 +38,7 @@ class StepProgram:
     Attributes:
       flops: of a step.
       has_backward: whether there is a backward pass.
-      hidden: whether a loop or a branch contains both gradients and the new state.
+      inner: the gradients that loops and branches compute, and whether others may be there that are not known.
       ambiguous: the shapes of gradients that may belong to several parameters, or to none.
       state_of: from the positions of state that reads the gradient of a frozen parameter to this parameter.
     """
@@ -78,6 +79,7 @@ class StepProgram:
         self._owned = self._owners()
         self._seen: set[tuple[int, ...]] = set()
         self._answers: dict[tuple[int, str], Answer] = {}
+        self._judged: set[int] = set()  # results of loops and branches that were read inside
 
     @functools.cached_property
     def _outs(self) -> dict[int, Any]:
@@ -102,7 +104,6 @@ class StepProgram:
                 read |= eqn.reads
                 around |= set(eqn.outputs) if contains_backward(eqn) else set()
         self._around = around
-        self.hidden = not around.isdisjoint(outputs)
         results = {n for n in self._outputs if isinstance(n, int)}
         ends = (self._made - around) & (read | results | self._leaving)
         ends |= (around & (read | results)) - outputs
@@ -229,11 +230,12 @@ class StepProgram:
                 flops = None if n in self._around else cost - left_over
                 found.append(Gradient.of((i,), answers, flops, leaving))
                 cost = left_over
-        for n in self._unknown:
+        inner = self.inner[0]
+        for n in {*self._unknown} - self._judged:
             reads = self._answers.get((n, "huge"), frozenset()) | self._answers.get((n, "negative"), frozenset())
             if {name for name, _ in reads} - {"result"}:
                 self.ambiguous.add(self._program.avals[n].shape)
-        return found
+        return [*found, *inner]
 
     def _disown(self) -> None:
         """Of several parameters with one gradient the one that answers to its sign owns it, or a frozen one."""
@@ -249,6 +251,50 @@ class StepProgram:
                 del self._owned[n]
                 if not own:
                     self.ambiguous.add(self._program.avals[n].shape)
+
+    @functools.cached_property
+    def inner(self) -> tuple[list[Gradient], bool]:
+        program, step = self._program, self._step
+        eqns = [eqn for eqn in self._live if contains_backward(eqn) and not is_backward(eqn)]
+        found, unknown = [], False
+        if not eqns:
+            return found, unknown
+        read = sorted({n for eqn in eqns for n in eqn.reads})
+
+        def values(inputs: Sequence[Any]) -> list[Any]:
+            env = {**program.consts, **dict(enumerate(inputs))}
+            evaluate(live(program.eqns, read), env)
+            return [env[n] for n in read]
+
+        with jax.debug_nans(False), jax.debug_infs(False):
+            env = dict(zip(read, jax.jit(values)([to_device(self._flat[k]) for k in self._inputs]), strict=True))
+            leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
+            elements = {i: np.broadcast_to(step.mask(i), step.plan.leaves[i].shape or ()) for i in step.frozen}
+            wanted = {n for eqn in self._live for n in eqn.reads} | {n for n in self._outputs if isinstance(n, int)}
+            for eqn in eqns:
+                operands = [env[x] if isinstance(x, int) else x.val for x in eqn.inputs]
+                leaves = {j: leaf_of[x] for j, x in enumerate(eqn.inputs) if isinstance(x, int) and x in leaf_of}
+                gradients, more = inner_gradients(eqn, operands, leaves, elements, wanted)
+                unknown |= more
+                self._judged |= set() if more else {*eqn.outputs}
+                for i, changed in gradients:
+                    answers = [self._follow(numbers) for numbers in changed]
+                    found += [Gradient.of((i,), answers, None)] if any(answers) else []
+        return found, unknown
+
+    def _follow(self, numbers: set[int]) -> Answer:
+        """The trainable parameters and the results that change with values, other than gradients of frozen ones."""
+        found = reached_from(self._program, *(numbers - {*self._owned, *self._unknown}))
+        outs = zip(self._traced, self._outputs, strict=False)
+        places = [k for k, n in outs if isinstance(n, int) and n in found]
+        leaves = {self._param_at[k] for k in places if k in self._param_at}
+        answer: set[tuple[str, int | None]] = {("trainable", i) for i in leaves}
+        answer |= {("result", None) for k in places if k >= len(self._step.start)}
+        for n in numbers & {*self._unknown}:
+            answer |= self._answers.get((n, "huge"), frozenset()) | self._answers.get((n, "negative"), frozenset())
+        return frozenset(
+            (name, i) for name, i in answer if i is None or (name == "trainable" and not self._step.is_frozen(i))
+        )
 
     def _cost(self, eqns: Iterable[Any]) -> int:
         return sum(self._flops[id(eqn)] for eqn in eqns)

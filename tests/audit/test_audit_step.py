@@ -403,7 +403,7 @@ def logged(tx):
 
 def several(tx):
     step, state = logged(tx)
-    return lambda state, x, y: jax.lax.scan(lambda s, _: step(s, x, y), state, None, length=2)[0], state
+    return lambda state, x, y: jax.lax.scan(lambda s, _: step(s, x, y), state, None, length=2), state
 
 
 def by_hand(tx):
@@ -421,7 +421,7 @@ def by_hand(tx):
             {("moved", "encoder/kernel", "a value that depends on the batch"), STATE},
         ),
         (lambda: logged(FREEZE), "gradients of 2 frozen leaves are computed only for results", set()),
-        (lambda: several(FREEZE), "a loop, a branch or a shard_map computes gradients and new parameters", set()),
+        (lambda: several(FREEZE), "computed only for results beside the state (in a loop or a branch)", set()),
         (lambda: by_hand(FREEZE), "the program of the step has no backward pass", set()),
     ],
     ids=[

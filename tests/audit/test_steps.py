@@ -475,8 +475,45 @@ def two_losses():
     return step, {"params": PARAMS, "a": tx.init(PARAMS), "b": tx.init(PARAMS)}
 
 
+def in_loop(fun, params, x, y):
+    each = jax.lax.scan(lambda carry, xy: (carry, fun(params, *xy)), None, (x[:, None], y[:, None]))[1]
+    return tree(lambda g: g.mean(0), each)
+
+
+def in_branch(fun, *args):
+    return jax.lax.cond(jnp.sum(args[1]) < 1e9, fun, lambda params, *_: tree(jnp.zeros_like, params), *args)
+
+
+def in_shard_map(fun, *args):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(), jax.P("data"), jax.P("data")
+    return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False)(*args)
+
+
+def clipped(enter, leaves=("base", "head")):
+    """Gradients that are clipped in a loop, a branch or a shard_map, by the norm of those of some leaves."""
+
+    def grads(params, x, y):
+        def of_batch(params, x, y):
+            found = jax.grad(loss)(params, x, y)
+            norm = optax.tree.norm([found[name] for name in leaves])
+            return tree(lambda g: g * jnp.minimum(1, 0.01 / norm), found)
+
+        return enter(of_batch, params, x, y)
+
+    return plain(fz.freeze(SGD, FROZEN), grads)
+
+
+def steps_in_loop(leaves):
+    step, state = clipped(lambda fun, *args: fun(*args), leaves)
+    return lambda state, x, y: jax.lax.scan(lambda s, _: (step(s, x, y), None), state, None, length=2)[0], state
+
+
 RIGHT = {
     "plain": plain,
+    "a clip in a loop": lambda: clipped(in_loop, ["head"]),
+    "a clip in a branch": lambda: clipped(in_branch, ["head"]),
+    "a clip in a loop of steps": lambda: steps_in_loop(["head"]),
     "adversarial training": adversarial,
     "adversarial, for each example": adversarial_by_norm,
     "virtual adversarial training": virtual_adversarial,
@@ -637,11 +674,15 @@ def frozen_key():
     return step, state
 
 
+OF_NORM = {"changed": "a norm", "gradient": "by a norm"}
 LEAKS = {
-    "a clip outside": (lambda: plain(clip(fz.freeze(ADAM, FROZEN))), {"changed": "a norm", "gradient": "by a norm"}),
+    "a clip in a loop": (lambda: clipped(in_loop), OF_NORM),
+    "a clip in a branch": (lambda: clipped(in_branch), OF_NORM),
+    "a clip in a loop of steps": (lambda: steps_in_loop(["base", "head"]), OF_NORM),
+    "a clip outside": (lambda: plain(clip(fz.freeze(ADAM, FROZEN))), OF_NORM),
     "a preconditioner": (sr, {"changed": "a sum or a preconditioner", "gradient": "a sum or a preconditioner"}),
     "a sum": (sum_of_gradients, {"changed": "a sum or a preconditioner", "gradient": "a sum or a preconditioner"}),
-    "DP-SGD": (lambda: dp_sgd(jax.grad), {"changed": "a norm", "gradient": "by a norm"}),
+    "DP-SGD": (lambda: dp_sgd(jax.grad), OF_NORM),
     "a list of moments": (lambda: numpyro(True), {"state": "state for", "gradient": "by its state"}),
     "moments of 8 bits": (lambda: moments_of_8_bits(0), {"state": "state for", "gradient": "by its state"}),
     "actor and critic": (
@@ -656,7 +697,7 @@ LEAKS = {
     "a single integer": (lambda: quantized_base(0, 1), {"moved": "another part of the step"}),
     "a clip in bfloat16": (
         lambda: plain(clip(fz.freeze(ADAM, FROZEN)), jax.grad(in_bfloat16)),
-        {"changed": "a norm", "gradient": "by a norm"},
+        OF_NORM,
     ),
     "slow weights": (slow_weights, {"moved": "the state of an optimizer", "state": "state for"}),
     "gradients that leave a function": (gradients_leave, {"gradient": "nothing, but it leaves a jitted function"}),
@@ -687,6 +728,12 @@ def test_a_callback_is_in_the_note():
     report = audited(callback)
     assert report
     assert "computed only for results beside the state" in report.note
+
+
+def test_what_a_shard_map_computes_is_not_known():
+    report = audited(lambda: clipped(in_shard_map))
+    assert report
+    assert "a shard_map may compute gradients of frozen parameters" in report.note
 
 
 @pytest.mark.parametrize("dropped", [True, False])
