@@ -304,7 +304,14 @@ _BY_FILE = {
         (" or np.linalg.norm(a - factor * b) > allowed * np.linalg.norm(a)", "", "-k 'adversarial or example'"),
         ("if kind.bits > 8), default", "if kind.bits > 16), default", "-k bfloat16"),
     ],
+    ("_audit/inner_gradients.py", "tests/audit/test_steps.py"): [
+        ("if found.length else None, {j: j for j in", "if found.length else None, {j: -1 for j in", "-k 'clip and loop'"),
+        ("{j: j - 1 for j in range(1,", "{j: j for j in range(1,", "-k 'clip and branch'"),
+        ("{eqn.outputs[k] for k in places}", "set()", "-k 'clip and loop'"),
+        ("any(n not in owned and", "any(False and", "-k shard_map"),
+    ],
     ("_audit/program.py", "tests/audit/test_steps.py"): [
+        ("{*self._unknown} - self._judged", "self._unknown", "-k 'clip and loop'"),
         (" & ~self._zeros[n]", "", "tests/gradient/test_freeze_loss.py -k 'no_leak and rows-grad'"),
         (
             "if not by_nan <= by_size or any(",

@@ -132,6 +132,9 @@ def _notes(program: "StepProgram") -> list[str]:
         shapes = ", ".join(map(str, sorted(program.ambiguous)))
         found = counted(len(program.ambiguous), "shape", "shapes")
         notes.append(f"gradients of {found} may belong to several parameters or to none, and are not judged: {shapes}")
+    if program.flat:
+        sizes = " and ".join(f"{size:,}" for size in program.flat)
+        notes.append(f"a gradient of {sizes} numbers may contain those of frozen parameters, and is not judged")
     if kept := program.untrained[1]:
         paths = ", ".join(program.paths(kept)[:3])
         notes.append(f"the step returns {counted(len(kept), 'trainable leaf', 'trainable leaves')} as given: {paths}")

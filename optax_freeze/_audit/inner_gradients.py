@@ -58,7 +58,7 @@ def inner_gradients(
                 assert values is not None
                 after = [out for out in outs if out in reached_from(program, n)]
                 readers = Readers(program, {n: frozen_elements[i]}, after, [np.asarray(False)] * len(after))
-                differ = readers.counts(values)([n], range(len(CHANGES[:4]))).any(-1)
+                differ = np.any(readers.counts(values)([n], range(len(CHANGES[:4]))), axis=-1)
                 places = [{outs[out] for out in compress(after, row)} for row in differ]
                 found.append(InnerGradient(i, [_later(eqn, inner, each) for each in places]))
     return found, unknown

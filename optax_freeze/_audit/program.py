@@ -8,6 +8,7 @@ parameters, change with the sign of its gradient.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ class StepProgram:
       has_backward: whether there is a backward pass.
       inner: the gradients that loops and branches compute, and whether others may be there that are not known.
       ambiguous: the shapes of gradients that may belong to several parameters, or to none.
+      flat: the sizes of gradients of vectors, such as all parameters in one, that may contain those of frozen ones.
       state_of: from the positions of state that reads the gradient of a frozen parameter to this parameter.
     """
 
@@ -113,6 +115,10 @@ class StepProgram:
         """The gradients of parameters with frozen elements, by their numbers, and the parameters that may own them."""
         step, avals = self._step, self._program.avals
         shapes = {step.plan.leaves[i].shape for i in step.frozen}
+        size = sum(math.prod(step.plan.leaves[i].shape or ()) for i in step.frozen)
+        given = {avals[n].shape for n in range(len(self._inputs))}
+        vectors = {avals[n].shape for n in self._ends if len(avals[n].shape) == 1} - shapes - given
+        self.flat = sorted(n for (n,) in vectors if n >= size)
         alike = [n for n in self._ends if {avals[n].shape, avals[n].shape[1:]} & shapes]
         self._found: dict[int, set[int]] = {}
         self._unknown: list[int] = []

@@ -736,6 +736,16 @@ def test_what_a_shard_map_computes_is_not_known():
     assert "a shard_map may compute gradients of frozen parameters" in report.note
 
 
+def test_a_gradient_of_all_parameters_in_one_vector_is_in_the_note():
+    def grads(params, x, y):
+        flat, unravel = jax.flatten_util.ravel_pytree(params)
+        return unravel(jax.grad(lambda flat: loss(unravel(flat), x, y))(flat))
+
+    report = audited(lambda: plain(grads=grads))
+    assert report
+    assert "a gradient of 78 numbers may contain those of frozen parameters" in report.note
+
+
 @pytest.mark.parametrize("dropped", [True, False])
 def test_a_step_that_returns_its_gradients(dropped):
     tx = fz.freeze(ADAM, FROZEN)

@@ -79,8 +79,9 @@ def main(minutes: str, *only: str) -> int:
         for number, process in list(running.items()):
             if process.poll() is None:
                 continue
-            if process.returncode and (FOUND / f"current-{number}.py").exists():
-                crashes[f"exit code {process.returncode}"] = (FOUND / f"current-{number}.py").read_text()
+            current = FOUND / f"current-{number}.py"
+            if process.returncode and current.exists() and (text := current.read_text()):
+                crashes[f"exit code {process.returncode}"] = text
             running.pop(number)
             if process.returncode and time.time() < until - 30:
                 running[number] = start(number)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import pathlib
 import random
 
 import jax
@@ -42,12 +43,15 @@ def check(case):
     )
     text = text.replace("Case(\n    loss,", f"Case(\n    {name},")
 
-    def of_case():
+    def note(text):
+        """Writes what runs now, for `make fuzz` to report it if XLA ends the process."""
         if path := os.environ.get("FUZZ_CURRENT"):
-            with open(path, "w") as file:
-                file.write(text)
+            pathlib.Path(path).write_text(text)
+
+    def of_case():
+        note("")
         try:
-            judge(made(case.loss, case.case))
+            judge(made(case.loss, case.case), lambda: note(text))
         except NotAskedError as error:
             raise UnsatisfiedAssumption from error
 
