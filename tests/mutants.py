@@ -305,7 +305,11 @@ _BY_FILE = {
         ("if kind.bits > 8), default", "if kind.bits > 16), default", "-k bfloat16"),
     ],
     ("_audit/inner_gradients.py", "tests/audit/test_steps.py"): [
-        ("if found.length else None, {j: j for j in", "if found.length else None, {j: -1 for j in", "-k 'clip and loop'"),
+        (
+            "if found.length else None, {j: j for j in",
+            "if found.length else None, {j: -1 for j in",
+            "-k 'clip and loop'",
+        ),
         ("{j: j - 1 for j in range(1,", "{j: j for j in range(1,", "-k 'clip and branch'"),
         ("{eqn.outputs[k] for k in places}", "set()", "-k 'clip and loop'"),
         ("any(n not in owned and", "any(False and", "-k shard_map"),

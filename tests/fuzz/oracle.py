@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from conftest import compile_as
-from programs import BATCH, LOG, NAMESPACE, UNORDERED
+from programs import BATCH, LOGS, NAMESPACE
 
 import optax_freeze as fz
 
@@ -192,11 +192,13 @@ class NotAskedError(Exception):
 
 def run(function: Any, *args: Any) -> list[np.ndarray]:
     """The arrays of its result, and what callbacks were called with."""
-    LOG.clear()
-    UNORDERED.clear()
+    for calls in LOGS.values():
+        calls.clear()
     out = jax.block_until_ready(function(*args))
     jax.effects_barrier()
-    return [np.asarray(x) for x in jax.tree.leaves(out)] + [np.array(LOG), np.sort(UNORDERED)]
+    return [np.asarray(x) for x in jax.tree.leaves(out)] + [
+        np.sort(calls) if name == "unordered" else np.array(calls) for name, calls in LOGS.items()
+    ]
 
 
 def shaken(tree: Any, eps: float, seed: int) -> Any:

@@ -26,9 +26,8 @@ MOST = 20000
 """The most elements of a value."""
 SIZES = (4, 6, 1, 3, 2)
 INTEGERS = ("int32", "uint32", "int8", "uint8", "int16", "uint16")
-LOG: list[float] = []
-UNORDERED: list[float] = []
-"""What callbacks were called with."""
+LOGS: dict[str, list[float]] = {"io": [], "debug": [], "unordered": []}
+"""What callbacks were called with: JAX orders those of one effect among themselves."""
 KEYS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 
 
@@ -52,12 +51,8 @@ def like(shape, dtype, value):
     return jnp.broadcast_to(jnp.mean(value).astype(dtype), shape)
 
 
-def log(value):
-    LOG.append(float(value))
-
-
-def log_unordered(value):
-    UNORDERED.append(float(value))
+def log(name, value):
+    LOGS[name].append(float(value))
 
 
 def mesh():
@@ -65,7 +60,7 @@ def mesh():
 
 
 NAMESPACE = {
-    **{f.__name__: f for f in (total, curved, like, log, log_unordered, mesh, checkpoint_name, io_callback)},
+    **{f.__name__: f for f in (total, curved, like, log, mesh, checkpoint_name, io_callback)},
     "functools": functools,
     "jax": jax,
     "jnp": jnp,
@@ -674,9 +669,9 @@ def called_back(b: Body) -> None:
     """A callback, in order or not; its value is compared, too."""
     v = b.pick()
     ordered = b.chance(2)
-    called = "log" if ordered else "log_unordered"
-    kinds = [f"jax.debug.callback({called}, jnp.sum({v}), ordered={ordered})"]
-    kinds.append(f"io_callback({called}, None, lax.stop_gradient(jnp.sum({v})), ordered={ordered})")
+    debug, io = (f"functools.partial(log, '{name if ordered else 'unordered'}')" for name in ("debug", "io"))
+    kinds = [f"jax.debug.callback({debug}, jnp.sum({v}), ordered={ordered})"]
+    kinds.append(f"io_callback({io}, None, lax.stop_gradient(jnp.sum({v})), ordered={ordered})")
     if b.depth:
         raise NoValueError
     b.lines.append(b.one(kinds))
